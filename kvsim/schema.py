@@ -34,6 +34,8 @@ AXES = {
     "o_proj": ("layer", "qhead", "dim", "hidden"),
     "residual": ("layer", "pos", "hidden"),
     "residual_norm": ("layer", "pos"),
+    "probe_q": ("layer", "qhead", "probe", "dim"),
+    "probe_k": ("layer", "head", "probe", "dim"),
     "tokens": ("pos",),
     "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),

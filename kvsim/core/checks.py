@@ -37,6 +37,8 @@ _ON_REQUEST = {
     "o_proj": "--o-proj (o_proj=True)",
     "residual": "--residual (residual=True)",
     "residual_norm": "this version, which stores it",
+    "probe_q": "--probe repeat (probe='repeat')",
+    "probe_k": "--probe repeat (probe='repeat')",
 }
 
 
@@ -163,6 +165,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     # any hidden size, but the same in both
     hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
     window = min(shapes.get("attention_window", (0, 0, n_pos))[2], n_pos)
+    rows = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
     expected = {
         "k": (layers, heads, n_pos, dim),
         "v": (layers, heads, n_pos, dim),
@@ -171,6 +174,8 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
         "o_proj": (layers, qheads, dim, hidden),
         "residual": (layers, n_pos, hidden),
         "residual_norm": (layers, n_pos),
+        "probe_q": (layers, qheads, rows, dim),
+        "probe_k": (layers, heads, rows, dim),
         "attention": (layers, qheads, n_pos, n_pos),
         "attention_window": (layers, qheads, window, n_pos),
     }

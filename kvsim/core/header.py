@@ -11,6 +11,7 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.parameters import check_fields
+from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import TraceError
 from kvsim.schema import LABELS
 
@@ -66,6 +67,16 @@ class Header:
         return tuple(self.meta.get("response_logprobs", ()))
 
     @property
+    def probe(self) -> Probe | None:
+        """What the rows of its probe are; None without one."""
+        return Probe.of(self.meta, self.context_len or self.prompt_len, self.name)
+
+    @property
+    def probe_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of its probe; none without one."""
+        return () if self.probe is None else self.probe.chunks
+
+    @property
     def uniform(self) -> bool:
         """Whether all layers compute plain causal attention, with one scale and one rotation."""
         return self.formulas[0].plain and len({*zip(self.formulas, self.ropes, strict=True)}) == 1
@@ -92,6 +103,7 @@ class Header:
                 "number of tokens of the prompt"
             )
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
+        Probe.of(self.meta, self.context_len or self.prompt_len, where)
         logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len
         if logprobs is not None and not _numbers(logprobs, n):
             raise TraceError(

@@ -345,6 +345,10 @@ class Allocator(Sizing, ABC):
     ordinal: ClassVar[bool] = False
     #: the heads of a layer share its budget
     across_heads: ClassVar[bool] = False
+    #: all heads of all layers share their budgets: an event acts on all layers, or on none
+    across_layers: ClassVar[bool] = False
+    #: belongs to a scorer, and gives way to what is put around that
+    yields: ClassVar[bool] = False
     #: the budget binds some heads even where it does not bind all
     binds_some: ClassVar[bool] = False
 

@@ -144,6 +144,11 @@ class Policy(Displayed):
                 f"rows to deeper layers; expected a policy with a {shared} for each layer, such as "
                 "snapkv"
             )
+        if self.propagation is not None and "probe_q" in self.scorer.needs:
+            raise PolicyError(
+                f"{self.name}: scores by rows that repeat the whole context, and its propagation "
+                "drops some rows of it; expected a policy that drops no rows, or another scorer"
+            )
         if (self.reader or self.codec) and (self.positions == "slot" or self.per_query_head):
             raise PolicyError(
                 f"{self.name}: a reader or a codec goes with entries that stay as they are, one "
@@ -195,7 +200,8 @@ class Policy(Displayed):
     @property
     def across_layers(self) -> bool:
         """Whether layers share a budget or a ranking, so that events act on all of them or none."""
-        return self.layer_budgets.across_layers or self.scorer.across_layers
+        pieces = (self.layer_budgets, self.scorer, self.allocator)
+        return any(piece.across_layers for piece in pieces)
 
     @property
     def limited(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from kvsim.core.attention import Formula, Rope
+from kvsim.core.probe import ProbeRows
 
 T = TypeVar("T")
 
@@ -57,6 +58,10 @@ class Source(Protocol):
     @property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]; NeedsError without one."""
+
+    @property
+    def probe(self) -> ProbeRows:
+        """Rows that repeat the context; NeedsError without them."""
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE."""

@@ -109,18 +109,20 @@ def _version(tensor: Tensor) -> int:
 class PerQueryHead:
     """Another source with the keys and values of each KV head repeated `group` times."""
 
+    _REPEATED = frozenset(("k", "v", "probe_k"))
+
     def __init__(self, base: Source, group: int) -> None:
         self.base, self.group = base, group
         self.positions = base.positions
         self.shapes = dict(base.shapes)
-        for name in ("k", "v"):
+        for name in self._REPEATED & self.shapes.keys():
             layers, heads, *rest = self.shapes[name]
             self.shapes[name] = (layers, heads * group, *rest)
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array, keys and values with a head for each query head."""
         part = self.base.read(name, layers, pos)
-        return part.repeat_interleave(self.group, dim=1) if name in ("k", "v") else part
+        return part.repeat_interleave(self.group, dim=1) if name in self._REPEATED else part
 
 
 class SelectedRows:

@@ -39,6 +39,7 @@ from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
+from kvsim.core.probe import check_probe
 from kvsim.core.sources import Loaded, Memory, PerQueryHead, SelectedRows, Source
 from kvsim.errors import NeedsError, PositionError, TraceError
 
@@ -130,6 +131,8 @@ class Trace(Displayed):
         o_proj: ArrayLike | None = None,
         residual: ArrayLike | None = None,
         residual_norm: ArrayLike | None = None,
+        probe_q: ArrayLike | None = None,
+        probe_k: ArrayLike | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
         name: str = "memory",
@@ -155,6 +158,9 @@ class Trace(Displayed):
             o_proj: output projection of each query head [layer, qhead, dim, hidden].
             residual: input of each decoder layer [layer, pos, hidden].
             residual_norm: length of each of its rows [layer, pos].
+            probe_q: queries after RoPE of rows that repeat the context [layer, qhead, probe, dim];
+                `meta["probe"]` says what they are.
+            probe_k: keys after RoPE of these rows [layer, head, probe, dim].
             tokens: token ids [pos].
             token_text: the text of each token.
             name: for tables and figures.
@@ -168,7 +174,7 @@ class Trace(Displayed):
         """
         arrays = {key: as_tensor(key, x, name) for key, x in {"q": q, "k": k, "v": v}.items()}
         given = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
-        given["residual_norm"] = residual_norm
+        given |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
         arrays |= {key: as_tensor(key, x, name) for key, x in given.items() if x is not None}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, n_qheads, n_pos, dim = arrays["q"].shape
@@ -189,6 +195,7 @@ class Trace(Displayed):
             meta=dict(meta or {}),
         )
         header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=name)
+        check_probe(header.probe, {key: tuple(x.shape) for key, x in arrays.items()}, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
         arrays = {key: in_memory(array, dtype) for key, array in arrays.items()}
@@ -232,14 +239,8 @@ class Trace(Displayed):
         computed of full attention is kept.
         """
         source = Loaded(self.source, layers, self.dtype)
-        same = Trace(
-            source,
-            self.header,
-            dtype=self.dtype,
-            token_text=self.token_text,
-            digest=self.digest,
-            path=self.path,
-        )
+        facts: Any = {"token_text": self.token_text, "digest": self.digest, "path": self.path}
+        same = Trace(source, self.header, dtype=self.dtype, **facts)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
         return same
 
@@ -336,7 +337,8 @@ class Trace(Displayed):
         Args:
             name: an array of `kvsim.schema.AXES` that the trace has.
             layers: layers by their place in the trace, step 1.
-            pos: positions, step 1; for `attention`, rows; ignored for `o_proj`.
+            pos: positions, step 1; for `attention`, rows; ignored for `o_proj`,
+                and for a probe.
 
         Raises:
             NeedsError: the trace has no such array.

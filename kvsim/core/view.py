@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsim.core.attention import Formula, Group, Rope, reduce_group, softmax
 from kvsim.core.entries import Entries, gather
+from kvsim.core.probe import ProbeRows
 from kvsim.core.setting import Setting, Source
 from kvsim.errors import PolicyError
 from kvsim.schema import GUIDE
@@ -189,6 +190,12 @@ class View:
     def o_proj(self) -> Tensor:
         """Output projection of each query head, D the hidden size; [L, H, G, d, D]."""
         return self._share("o_proj", self._source.o_proj)
+
+    @property
+    def probe(self) -> ProbeRows:
+        """Rows that repeat the context and are none of the sequence, recorded on request."""
+        queries, keys, chunks = self._source.probe
+        return ProbeRows(self._share("probe_q", queries), self._share("probe_k", keys), chunks)
 
     @property
     def keys(self) -> Tensor:

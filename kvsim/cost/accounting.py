@@ -286,6 +286,8 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield f"{name}: holds near the budget and not exactly that; counted is the budget"
     if policy.layer_budgets.across_layers:
         yield f"{name}: layers share a budget by their attention; counted is an equal share"
+    if policy.allocator.across_layers:
+        yield f"{name}: heads and layers share a budget by their scores; counted is an equal share"
     if policy.scorer.clairvoyant:
         yield f"{name}: looks at later rows, so its FLOPs are those of an analysis"
     if policy.per_query_head:

@@ -186,7 +186,8 @@ def _budget_remark(trace: Trace, policy: Policy, budget: int) -> str:
     shares, n = policy.layer_budgets, sharing(trace)
     planned = shares.planned(budget, n, trace.n_pos)
     partial = bool(trace.windowed) or not trace.whole
-    if not partial or not (shares.across_layers or len(set(planned)) > 1):
+    pooled = shares.across_layers or policy.allocator.across_layers
+    if not partial or not (pooled or len(set(planned)) > 1):
         return ""
     shared = f"{policy.name}: the budget is shared over the {plural(n, 'layer')} of the trace"
     seeing = f" that see{'s' * (n == 1)} the whole text" if trace.windowed else ""

@@ -92,6 +92,10 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     event += 3 * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
     if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
         event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
+    if "probe_q" in policy.scorer.needs and trace.has("probe_q"):
+        event += (
+            (trace.n_qheads + trace.n_heads) * trace.source.shapes["probe_q"][2] * trace.dim * item
+        )
     layers, subject = 1, "one layer of this trace needs"
     if policy.across_layers:
         layers = sharing(trace)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.memo import MEMO_BYTES
+from kvsim.core.probe import ProbeRows
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK, numbered
@@ -91,6 +92,12 @@ class TraceSource:
         """Output projection of each query head, [L, H, G, d, D]."""
         out: Tensor = self._read("o_proj").unflatten(1, (self._trace.n_heads, -1))
         return out
+
+    @cached_property
+    def probe(self) -> ProbeRows:
+        """Queries [L, H, G, P, d] and keys [L, H, P, d] of rows that repeat the context."""
+        queries = self._read("probe_q").unflatten(1, (self._trace.n_heads, -1))
+        return ProbeRows(queries, self._read("probe_k"), self._trace.header.probe_chunks)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""

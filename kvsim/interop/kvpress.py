@@ -93,10 +93,12 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
     def __init__(self, policy: Policy, budget: int, schedule: Schedule, new_tokens: int) -> None:
         super().__init__()
         check_live(policy)
-        if policy.positions == "slot" or policy.propagation or policy.codec:
+        repeats = "probe_q" in policy.scorer.needs
+        if policy.positions == "slot" or policy.propagation or policy.codec or repeats:
             raise PolicyError(
-                f"{policy.name}: rotates or rounds keys, or drops rows of the prompt, for "
-                "which a press has no place; expected another policy; run this one with kvsim live"
+                f"{policy.name}: rotates or rounds keys, drops rows of the prompt, or reads the "
+                "context again, for which a press has no place; expected another policy; run this "
+                "one with kvsim live"
             )
         self.policy, self.budget, self.schedule = policy, whole(budget), schedule
         self.new_tokens = new_tokens

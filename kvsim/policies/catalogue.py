@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvsim.core.policy import Even, Everything, Schedule
+from kvsim.core.policy import Even, Everything, Schedule, Uniform
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
 from kvsim.policies.asl import ASL, TwoPass
@@ -23,6 +23,7 @@ from kvsim.policies.gkv import GKV, Global, Local
 from kvsim.policies.h2o import H2O, ObservedAttention
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.knorm import Knorm
+from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
 from kvsim.policies.lengths import MEANT_FOR
@@ -101,6 +102,12 @@ _ENTRIES: Mapping[str, Entry] = {
         "what future queries, assumed normal, would attend to, times the norm of the value",
         ExpectedAttention,
         _PROMPT,
+    ),
+    "kvzip": Entry(
+        "what rows that repeat the context attend to most; all heads share one budget",
+        KVzip,
+        _PROMPT,
+        policy={"allocator": Pooled()},
     ),
     "qfilter": Entry(
         "keys along the main direction of calibration queries",
@@ -267,6 +274,12 @@ _PRESETS: Mapping[str, Preset] = {
     "expected_attention@kvpress": Preset(
         "epsilon 0; in decoding, positions count from the start of a query buffer",
         params={"epsilon": 0.0, "origin": "buffer"},
+    ),
+    "kvzip@uniform": Preset(
+        "the same number of entries in each head", policy={"allocator": Uniform()}
+    ),
+    "kvzip@kvpress": Preset(
+        "4 first entries stay, and join the softmax of each chunk", params={"sink": 4}
     ),
     "gkv@r1_qwen_7b": Preset("mix_lambda for R1-Distill-Qwen-7B", params={"mix_lambda": 0.7}),
     "gkv@r1_llama_8b": Preset("mix_lambda for R1-Distill-Llama-8B", params={"mix_lambda": 0.9}),

@@ -71,6 +71,8 @@ def policy(name: str, **params: Any) -> Policy:
         shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
         built = _base(name, innermost, {**innermost.params, **inner, **shared, **routed[-1]})
     rearranged = any(entry.kind != "propagation" for entry in outer)
+    if rearranged and built.allocator.yields:
+        built = replace(built, allocator=Uniform())
     if rearranged and not isinstance(built.allocator, Uniform):
         raise PolicyError(
             f"{name}: {part} decides itself how many entries each head keeps, so nothing can be "

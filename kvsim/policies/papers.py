@@ -17,6 +17,7 @@ PAPERS: Mapping[str, str] = {
     "norm_ratio": "arXiv 2509.04377",
     "lagkv": "arXiv 2504.04704",
     "expected_attention": "arXiv 2510.00636",
+    "kvzip": "arXiv 2505.23416",
     "qfilter": "arXiv 2503.02812",
     "triattention": "arXiv 2604.04921",
     "gkv": "arXiv 2512.00504",

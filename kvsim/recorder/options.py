@@ -21,6 +21,12 @@ Progress = Callable[[int, int], None]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+#: Tokens of a chunk of a probe by default, as in KVzip's paper.
+PROBE_CHUNK = 2048
+
+_PROBE = r"repeat(?::0*([1-9]\d{0,8}))?"
+
+
 @dataclass(frozen=True)
 class Help:
     """Text of an option for docstrings and `--help`, and how its value is written there."""
@@ -94,6 +100,15 @@ class Options:
             "be recomputed. It takes as many numbers per token and layer as the hidden size."
         ),
     ] = False
+    probe: Annotated[
+        str | None,
+        Help(
+            "Record rows that repeat the context too, which `kvzip` scores by: 'repeat', or "
+            "'repeat:N' for chunks of N tokens, 2048 by default. The model reads the context a "
+            "second time for them.",
+            "repeat[:N]",
+        ),
+    ] = None
     store_dtype: Annotated[
         Literal["float16"] | None,
         Help("'float16' stores q, k, v and outputs in half the space; the default is exact."),
@@ -142,6 +157,16 @@ class Options:
         if self.system is not None and not self.system.strip():
             raise CaptureError("system is empty, expected the text of a system message")
         self.dense_rows(1)
+        if self.probe is not None and not re.fullmatch(_PROBE, self.probe):
+            raise CaptureError(
+                f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens"
+            )
+
+    @property
+    def probe_chunk(self) -> int:
+        """Tokens of a chunk of a probe."""
+        match = re.fullmatch(_PROBE, self.probe or "")
+        return int(match[1]) if match and match[1] else PROBE_CHUNK
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvsim.core.attention import attention_weights
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
+from kvsim.recorder.answers import answer_check
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
+from kvsim.recorder.dense import write_attention
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
@@ -27,7 +28,6 @@ from kvsim.recorder.models import (
     check_new_tokens,
     context_length,
     describe_model,
-    is_tiny,
     model_name,
     read_ropes,
     softcap,
@@ -36,13 +36,11 @@ from kvsim.recorder.models import (
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Encoded, Labels, token_strings
-from kvsim.schema import CHUNK
+from kvsim.recorder.repetition import Repetition
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import final_part, is_right
-from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
@@ -99,6 +97,8 @@ class Session:
                 f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
                 "with the eager kernel it computes what it was trained to"
             )
+        wanted, chunk = options.probe is not None, options.probe_chunk
+        self.repetition = Repetition(model, encoded, tokenizer, chunk) if wanted else None
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.stop = StopStrings(options.stops, tokenizer)
@@ -168,6 +168,9 @@ class Session:
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in pairs.items() if a != b]
         if recorded.get("config_digest") != expected["config_digest"]:
             differing.append("its model has another configuration")
+        if trace.header.probe != (self.repetition and self.repetition.probe):
+            which = "a" if self.repetition is None else "another"
+            differing.append(f"it has {which if trace.header.probe else 'no'} probe")
         for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
             if requested is not None and trace.has(name) != requested:
                 differing.append(f"it has {'no ' if requested else ''}{name}")
@@ -201,25 +204,9 @@ class Session:
         return differing
 
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
-        """Compare a response with the right one, ready for JSON; None without anything to compare.
-
-        For tiny the right response follows from the prompt. For other models the response is right
-        if it has the answer in it (`kvsim.text.answers.is_right`). A response that was given is not
-        compared: the model did not write it.
-        """
-        if response is None or self.response:
-            return None
-        if is_tiny(self.model) and self.encoded.text is not None:
-            try:
-                check = ledger.check(self.encoded.text, response)
-            except ledger.LedgerError as error:
-                return {"kind": "none", "right": None, "reason": str(error)}
-            return {"kind": "ledger", "right": check.exact, **asdict(check)}
-        if self.answer is None:
-            return None
-        right = is_right(response, self.answer)
-        end = final_part(response).strip()[-200:]
-        return {"kind": "text", "right": right, "expected": self.answer, "answer": end}
+        """Compare a response that the model wrote with the right one; None without either."""
+        given = bool(self.response)
+        return None if given else answer_check(self.model, self.encoded, response, self.answer)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -230,11 +217,20 @@ class Session:
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._final_header(tokens, ended)
             texts = token_strings(tokens, self.tokenizer)
+            recorded = self.repetition.read(self.layer_ids) if self.repetition else {}
             if self._writer is None:
-                return self._in_memory(header, tokens, texts)
+                return self._in_memory(header, tokens, texts, recorded)
             self._writer.begin(header)
+            for name, values in recorded.items():
+                for layer, of_layer in enumerate(values):
+                    self._writer.write_layer(name, layer, of_layer)
             if self.options.attention:
-                self._write_attention(self._writer, header, len(tokens))
+                write_attention(
+                    self._writer,
+                    self._attention_array,
+                    header,
+                    self.options.dense_rows(len(tokens)),
+                )
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(self._writer.path)
 
@@ -353,6 +349,11 @@ class Session:
                 )
             name = self._attention_array
             shapes[name], dtypes[name] = (layers, qheads, rows, n), exact
+        if self.repetition is not None:
+            rows = len(self.repetition.probe.tokens)
+            shapes["probe_q"] = (layers, qheads, rows, dim)
+            shapes["probe_k"] = (layers, heads, rows, dim)
+            dtypes |= {"probe_q": source, "probe_k": source}
         if call.residual is not None:
             shapes["residual"] = (layers, n, call.residual.shape[1])
             dtypes["residual"] = DTYPES[call.residual.dtype]
@@ -412,15 +413,23 @@ class Session:
             },
             "answer_check": self._answer_check(response),
             **({"response_logprobs": self.logprobs} if self.logprobs else {}),
+            **({"probe": self.repetition.probe.document()} if self.repetition else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
 
-    def _in_memory(self, header: Header, tokens: list[int], texts: list[str] | None) -> Trace:
+    def _in_memory(
+        self,
+        header: Header,
+        tokens: list[int],
+        texts: list[str] | None,
+        recorded: Mapping[str, torch.Tensor],
+    ) -> Trace:
         """Return the trace of a capture without a path."""
         sink = self._recorder.sink
         if not isinstance(sink, MemorySink):
             raise TypeError(f"the sink is {type(sink).__name__}, expected one in memory")
         arrays: dict[str, Any] = {name: sink.array(name) for name in sink.blocks}
+        arrays |= {name: values.to("cpu") for name, values in recorded.items()}
         if self.projections is not None:
             blocks = self.projections.blocks
             arrays["o_proj"] = torch.stack([blocks[layer].to("cpu") for layer in sorted(blocks)])
@@ -436,15 +445,3 @@ class Session:
             layer_ids=header.layer_ids,
             meta=header.meta,
         )
-
-    def _write_attention(self, writer: TraceWriter, header: Header, n_pos: int) -> None:
-        """Write dense attention, recomputed from what is stored, a block of rows at a time."""
-        first = n_pos - self.options.dense_rows(n_pos)
-        at = torch.arange(n_pos)
-        for layer, formula in enumerate(header.formulas):
-            q, k, lse = (writer.read_back(name, layer) for name in ("q", "k", "lse"))
-            q, k = q.to(lse.dtype), k.to(lse.dtype)
-            for start in range(first, n_pos, CHUNK):
-                rows = slice(start, min(start + CHUNK, n_pos))
-                block = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
-                writer.write_attention(self._attention_array, layer, start - first, block)

@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from kvsim.core.checks import compute_dtype
+from kvsim.core.probe import Probe, ProbeRows
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
+from kvsim.recorder.repetition import read_probe, repetition
 from kvsim.runner.reading import LiveReads
 
 T = TypeVar("T")
@@ -140,6 +143,7 @@ class LiveSource:
         )
         empty = like.new_zeros(len(layers), self._heads, 0, self._dim)
         self._exact = Table(empty) if exact else None
+        self._probe: ProbeRows | None = None
         self._run = [0] * len(layers)
         self._first_row = 0  # rows before those of the table of queries
         self._first_queries = self._queries.rows  # of the first rows of the text
@@ -181,6 +185,18 @@ class LiveSource:
         parts = [self._sketch.read("o_proj", slice(layer, layer + 1)) for layer in self.layers]
         out: Tensor = torch.cat(parts).to(self.positions.device).unflatten(1, (-1, self._group))
         return out
+
+    @property
+    def probe(self) -> ProbeRows:
+        """Rows that repeat the context, of the block's layers."""
+        if self._probe is None:
+            raise NotImplementedError("rows that repeat the context, before they have run")
+        return self._probe
+
+    def note_probe(self, rows: ProbeRows) -> None:
+        """Keep rows that repeat the context, queries [L, qhead, P, d] and keys [L, H, P, d]."""
+        q, k = computable(rows.queries), computable(rows.keys)
+        self._probe = ProbeRows(q.unflatten(1, (self._heads, self._group)), k, rows.chunks)
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
@@ -313,6 +329,21 @@ class LiveSource:
 def computable(x: Tensor) -> Tensor:
     """A tensor of the model in the dtype that policies compute in."""
     return x.to(compute_dtype(x.dtype))
+
+
+def repeat_context(
+    model: PreTrainedModel,
+    context: Sequence[int],
+    probe: Probe | None,
+    sources: Sequence[LiveSource],
+) -> None:
+    """Run rows that repeat the context, by default the repetition alone, and tell the sources."""
+    probe = probe or repetition(context)
+    layers = sorted(layer for source in sources for layer in source.layers)
+    queries, keys = read_probe(model, context, probe, layers)
+    for source in sources:
+        at = [layers.index(layer) for layer in source.layers]
+        source.note_probe(ProbeRows(queries[at], keys[at], probe.chunks))
 
 
 class LiveLayer(CacheLayerMixin):

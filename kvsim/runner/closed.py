@@ -119,6 +119,8 @@ class ClosedLoop:
         observe: Callable[[KernelCall, Decoding], None] | None = None,
     ) -> Decoding:
         trace = self.trace
+        if "probe_q" in policy.scorer.needs and trace.header.probe is None:
+            trace.read("probe_q")  # its error says how rows that repeat the context are recorded
         decoding = Decoding(
             self.running,
             replace(policy, schedule=schedule),
@@ -130,6 +132,7 @@ class ClosedLoop:
             name=trace.name,
             observe=None if observe is None else lambda call: observe(call, decoding),
             paging=self._paging,
+            probe=trace.header.probe,
         )
         return decoding
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, Rope, causal_attention
+from kvsim.core.probe import ProbeRows
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.layers import decoder_layers
@@ -63,6 +64,11 @@ class Computed:
         """The output projection of each query head, [1, H, G, d, D]."""
         out: Tensor = self.projection().unflatten(1, (len(self.k), -1))
         return out
+
+    @property
+    def probe(self) -> ProbeRows:
+        """Nothing: a policy that drops rows and scores by a probe is refused when it is built."""
+        raise NotImplementedError("a probe of a layer with some rows of the prompt")
 
     def queries(self, start: int, stop: int) -> Tensor:
         """Return the queries of some rows, [1, H, G, stop - start, d]."""

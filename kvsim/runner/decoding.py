@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
+from kvsim.core.probe import Probe
 from kvsim.core.record import Record
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
@@ -26,7 +27,7 @@ from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.runner.cache import LiveLayer, LiveSource
+from kvsim.runner.cache import LiveLayer, LiveSource, repeat_context
 from kvsim.runner.decoder import Decoder
 from kvsim.runner.descent import prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
@@ -44,7 +45,8 @@ class Decoding:
     see the whole text by default. observe: called with each kernel call (`KernelCall`), whose keys
     and values are those that the cache holds, in its slots, with pads. paging: hold the entries in
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
-    receives are then those of new rows alone.
+    receives are then those of new rows alone. probe: the rows that repeat the context, for policies
+    that score by them; by default the repetition alone.
 
     Several can be open on one model, each in the `with` block of the one before.
 
@@ -73,6 +75,7 @@ class Decoding:
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
         paging: Paging | None = None,
+        probe: Probe | None = None,
     ) -> None:
         check_live(policy)
         policy = policy.at(whole(budget))
@@ -88,6 +91,7 @@ class Decoding:
         #: from the end of the prompt on, after the event there
         self.decode_peak_bytes = 0
         self._observe, self._paging = observe, paging
+        self._repeats, self._probe = "probe_q" in policy.scorer.needs, probe
         if (policy.reader or policy.codec) and paging is not None:
             raise PolicyError(
                 f"{policy.name}: reads a part of the cache, or rounds it, and attention through "
@@ -328,6 +332,11 @@ class Decoding:
     def _fire(self, row: int) -> None:
         """Fire the event after row `row`, and free the queries that no later one reads."""
         first, last = self.policy.query_rows
+        if self._repeats:
+            context = self.tokens[: self.sketch.context_len or self.sketch.prompt_len]
+            self._busy = self._repeats = False  # these rows are none of the sequence
+            repeat_context(self.running.model, context, self._probe, [x for _, x in self._blocks])
+            self._busy = True
         for block, source in self._blocks:
             if source.layers[0] in self._whole:
                 continue

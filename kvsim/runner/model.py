@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.attention import Formula
 from kvsim.core.policy import Policy
+from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import Memory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
@@ -107,20 +108,25 @@ class RunningModel:
     ) -> Trace:
         """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
         self.check_length(n_pos)
-        probe = self._projected if "o_proj" in policy.scorer.needs else self._plain
-        zero = torch.zeros((), dtype=probe.dtype)
-        shapes = probe.source.shapes
+        shown = self._projected if "o_proj" in policy.scorer.needs else self._plain
+        zero = torch.zeros((), dtype=shown.dtype)
+        shapes = shown.source.shapes
         arrays = {
             key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
         }
-        if probe.has("o_proj"):
-            arrays["o_proj"] = probe.o_proj
+        if shown.has("o_proj"):
+            arrays["o_proj"] = shown.o_proj
+        meta = {}
+        if "probe_q" in policy.scorer.needs:
+            rows = context_len or prompt_len  # about as many as will run
+            meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
+            arrays |= {f"probe_{x}": arrays[x][:, :, :1].expand(-1, -1, rows, -1) for x in "qk"}
         header = replace(
-            probe.header, prompt_len=prompt_len, context_len=context_len, name=name, meta={}
+            shown.header, prompt_len=prompt_len, context_len=context_len, name=name, meta=meta
         )
         layers, qheads, _, dim = arrays["q"].shape
         header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
-        return Trace(Memory(arrays), header.within(n_pos), dtype=probe.dtype)
+        return Trace(Memory(arrays), header.within(n_pos), dtype=shown.dtype)
 
     def forward(
         self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0

@@ -17,7 +17,7 @@ from kvsim.core.digest import CHECKSUMMED, content_digest, document_digest
 from kvsim.core.header import Header
 from kvsim.errors import TraceError
 from kvsim.schema import BOUND
-from kvsim.store.layout import LATER, StoredArray
+from kvsim.store.layout import UNSEALED, StoredArray
 from kvsim.store.metadata import object_at
 
 #: The attributes that bind a trace: the checksums of all chunks, and the seal.
@@ -45,7 +45,7 @@ def seal(attributes: Mapping[str, Any], arrays: Arrays) -> str:
                 "source_dtype": array.source_dtype,
             }
             for name, array in arrays.items()
-            if name not in LATER
+            if name not in UNSEALED
         },
     }
     return document_digest(facts)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvsim.core.checks import DTYPES
+from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 
@@ -49,6 +50,10 @@ _TYPES = {"token_text": ("string",), "tokens": ("int32",), "layer": ("int32",)}
 #: leaves them out, as the readers of then do, and its shape and checksums bind them all the same.
 LATER = {"residual_norm": "float32"}
 _TYPES |= {name: (dtype,) for name, dtype in LATER.items()}
+
+#: All arrays that the seal leaves out. The shape of a probe follows from `meta.probe` and q, and
+#: its types are those of q.
+UNSEALED = (*LATER, *PROBE)
 
 _NUMPY = {
     "float16": "<f2",
@@ -120,11 +125,14 @@ class StoredArray:
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the chunks: one layer, all heads, 256 positions; without a layer axis, all of it."""
+    """Return the chunks: one layer, all heads, 256 positions or rows of a probe.
+
+    Of an array without a layer axis, all of it.
+    """
     axes = DIMENSIONS[name]
     if len(axes) == 1:
         return (max(1, shape[0]),)
-    size = {"layer": 1, "pos": CHUNK, "row": CHUNK}
+    size = {"layer": 1, "pos": CHUNK, "row": CHUNK, "probe": CHUNK}
     return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
 
 

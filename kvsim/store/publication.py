@@ -14,6 +14,7 @@ import numpy as np
 from kvsim import files
 from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
+from kvsim.core.probe import check_probe
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import hidden, sync, sync_tree
 from kvsim.store.draft import Group, TokenFile
@@ -76,6 +77,7 @@ def complete(
     shapes = {name: array.shape for name, array in group.arrays.items()}
     n_layers, n_qheads, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
+    check_probe(header.probe, shapes, where)
     group.seal(
         {
             **attributes_of(header),

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from kvsim.core.checks import check_finite, check_shapes, first_row
+from kvsim.core.probe import ARRAYS as PROBE
+from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError, local_path
 from kvsim.schema import FORMAT_VERSION, is_url
@@ -129,6 +131,7 @@ class StoredTrace:
         self.header.check(
             n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
         )
+        self._check_probe()
         # last, because the checks above say more precisely what was changed
         check_binding(self.attributes, self.header, self.arrays, self.where)
         #: output projections next to the trace, None where it has its own or none
@@ -184,6 +187,20 @@ class StoredTrace:
         if name == "o_proj" and self.projections is not None:
             return self.projections.array
         return self.arrays[name]
+
+    def _check_probe(self) -> None:
+        """Raise TraceError unless a probe is what `meta.probe` says, in the types of q."""
+        check_probe(self.header.probe, self.shapes, self.where)
+        for name in PROBE:
+            types = [
+                (array.dtype, array.source_dtype)
+                for array in (self.arrays["q"], self.arrays.get(name, self.arrays["q"]))
+            ]
+            if types[0] != types[1]:
+                raise TraceError(
+                    f"{self.where}: {name} has types {types[1]}, expected those of q, {types[0]}; "
+                    "record the trace again"
+                )
 
     def _find_projections(self) -> None:
         """Look for the output projections that the trace names."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
+from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError, local_path
 from kvsim.files import Kind, unbroken
 from kvsim.schema import CHUNK
@@ -354,6 +355,8 @@ def _lost(group: Group) -> list[str]:
 def _usable(group: Group, name: str, committed: int) -> bool:
     """Return whether an array that is not appended with the positions is complete."""
     array = group.arrays[name]
+    if name in PROBE:  # the header names it at the end
+        return False
     whole = "pos" not in DIMENSIONS[name] or group.arrays["q"].shape[2] == committed
     return whole and group.written(name) == array.nchunks
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from kvsim.core.checks import DTYPES, as_stored, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
+from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
-from kvsim.schema import CHUNK, FORMAT_VERSION, is_url
+from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
 from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
@@ -32,7 +33,7 @@ from kvsim.store.publication import check_target, complete, put, remove_trace, w
 from kvsim.store.remote import check_free, upload
 
 #: Arrays that are not appended position by position; commits do not wait for them.
-LATE = (*DENSE, "o_proj")
+LATE = (*DENSE, "o_proj", *PROBE)
 
 
 class TraceWriter:
@@ -206,9 +207,12 @@ class TraceWriter:
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
 
-    def write_o_proj(self, layer: int, weights: Tensor) -> None:
-        """Store the output projection of one layer [qhead, dim, hidden]; raise as `append`."""
-        self._store("o_proj", layer, weights)
+    def write_layer(self, name: str, layer: int, values: Tensor) -> None:
+        """Store one layer of an array without positions; raise as `append`.
+
+        values: [qhead, dim, hidden] of `o_proj`, [head, probe, dim] of a probe.
+        """
+        self._store(name, layer, values)
 
     def write_projections(
         self, shape: Sequence[int], read: Callable[[int], Tensor], source_dtype: str
@@ -324,8 +328,8 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         for name in names:
             for layer in range(trace.n_layers):
                 values = source.read(name, slice(layer, layer + 1), slice(None))[0]
-                if name == "o_proj":
-                    writer.write_o_proj(layer, values)
+                if "pos" not in AXES[name]:
+                    writer.write_layer(name, layer, values)
                     continue
                 for block in values.split(CHUNK, dim=pos_axis(name)):
                     writer.append(name, layer, block)

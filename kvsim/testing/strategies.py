@@ -16,9 +16,13 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvsim.core.attention import Rope
+from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.trace import Trace
 
 T = TypeVar("T")
+
+# Rows of a probe, of which each of two chunks has some.
+_PROBE_ROWS = 7
 
 #: Kinds of traces. "grid" holds small integers and a power-of-two scale: its logits are
 #: exact in any order of summation, and often equal. "half" was rounded to float16 first.
@@ -45,7 +49,8 @@ GROUPS = (1, 2, 4, 7)
 class Case:
     """A trace as arrays: q [layer, qhead, pos, dim], k and v [layer, head, pos, dim].
 
-    o_proj [layer, qhead, dim, hidden].
+    o_proj [layer, qhead, dim, hidden]. probe_q [layer, qhead, probe, dim] and probe_k [layer, head,
+    probe, dim]: of rows that repeat the context.
     """
 
     kind: str
@@ -56,6 +61,8 @@ class Case:
     k: npt.NDArray[np.floating] = field(repr=False)
     v: npt.NDArray[np.floating] = field(repr=False)
     o_proj: npt.NDArray[np.floating] | None = field(repr=False)
+    probe_q: npt.NDArray[np.floating] = field(repr=False)
+    probe_k: npt.NDArray[np.floating] = field(repr=False)
 
     @property
     def n(self) -> int:
@@ -73,12 +80,21 @@ class Case:
         """The rotary embedding of base 10,000."""
         return Rope.default(self.shape[-1])
 
+    def chunks(self, end: int) -> tuple[Chunk, ...]:
+        """Chunks of a context of `end` tokens: two, if there are as many."""
+        middle, rows = end // 2, self.probe_q.shape[2]
+        if not middle:
+            return (Chunk(0, end, rows),)
+        return Chunk(0, middle, rows // 2), Chunk(middle, end, rows - rows // 2)
+
     def trace(self, context_len: int | None = None) -> Trace:
         """The arrays as a Trace, with a context of the prompt's first rows if it is given.
 
         The same one each time: what it computes of its arrays is computed once.
         """
         if context_len not in self._traces:
+            end = self.prompt_len if context_len is None else context_len
+            probe = Probe("repeat", self.chunks(end), (0,) * self.probe_q.shape[2])
             self._traces[context_len] = Trace.from_arrays(
                 self.q,
                 self.k,
@@ -88,7 +104,10 @@ class Case:
                 rope=self.rope,
                 scale=self.scale,
                 o_proj=self.o_proj,
+                probe_q=self.probe_q,
+                probe_k=self.probe_k,
                 name=repr(self),
+                meta={KEY: probe.document()},
             )
         return self._traces[context_len]
 
@@ -164,7 +183,11 @@ def make_case(
     elif kind != "normal":
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
     o_proj = rng.standard_normal((layers, heads * group, dim, 5))
-    arrays = (np.ascontiguousarray(x, dtype) for x in (q, k, v, o_proj))
+    probe_q = rng.standard_normal((layers, heads * group, _PROBE_ROWS, dim))
+    probe_k = rng.standard_normal((layers, heads, _PROBE_ROWS, dim))
+    if kind == "grid":
+        probe_q, probe_k = np.round(probe_q), np.round(probe_k)
+    arrays = (np.ascontiguousarray(x, dtype) for x in (q, k, v, o_proj, probe_q, probe_k))
     return Case(kind, seed, prompt_len, scale, *arrays)
 
 

@@ -14,7 +14,7 @@ from kvsim.errors import BudgetError
 from kvsim.testing import loops
 from kvsim.testing.loops.event import Decision, Floats, Numbers, Scored, Sets, first, last, union
 from kvsim.testing.strategies import Case
-from reference import allocation, layouts
+from reference import allocation, layouts, repeated
 from reference.event import Event
 from reference.propagation import Propagated, propagate
 from reference.rules import OUTER, Chain, own_protection, parse
@@ -45,11 +45,11 @@ def rule(
         interval=interval,
         prefill=prefill,
         protect=pieces.protect if pieces.is_ams else None,
-        allocate=None if chain.allocator is None else pieces.allocate,
+        allocate=None if chain.allocator is None and not chain.pooled else pieces.allocate,
         layer_budgets=pieces.together
-        if chain.across_layers
+        if chain.across_layers or chain.pooled
         else _LAYERS.get(chain.rule.layers, lambda _: None)(pieces),
-        across_layers=chain.rule.layers == "cake" or chain.across_layers,
+        across_layers=chain.rule.layers == "cake" or chain.across_layers or chain.pooled,
         propagate=None if chain.propagation is None else pieces.propagate,
         per_query_head=chain.rule.per_query_head,
         accumulates=chain.rule.accumulates,
@@ -81,6 +81,8 @@ class _Pieces:
     per_head: bool
     #: scores of this event by layer, where they depend on each other
     of_layers: dict[int, Scored] = field(default_factory=dict)
+    #: sets that stay after this event by layer, and what decided them, where all share one ranking
+    sets: dict[int, tuple[Sets, list[Decision]]] = field(default_factory=dict)
 
     @property
     def is_ams(self) -> bool:
@@ -89,7 +91,7 @@ class _Pieces:
 
     def score(self, event: loops.Event) -> Scored:
         """The scorer, then its wrappers from the inside out."""
-        if self.chain.across_layers:
+        if self.chain.across_layers or self.chain.pooled:
             return self.of_layers[event.layer]
         return self.score_layers([event])[0]
 
@@ -134,6 +136,9 @@ class _Pieces:
         """The same budget for all layers, whose scores are computed before any entry leaves."""
         scored = self.score_layers(events)
         self.of_layers.update({e.layer: s for e, s in zip(events, scored, strict=True)})
+        if self.chain.pooled:
+            kept, decision = repeated.pooled(events, scored, budget)
+            self.sets.update({e.layer: (s, [decision]) for e, s in zip(events, kept, strict=True)})
         return [budget] * len(events), []
 
     def protect(self, event: loops.Event) -> Sets:
@@ -145,6 +150,8 @@ class _Pieces:
         self, event: loops.Event, scored: Scored, protected: Sets
     ) -> tuple[Sets, list[Decision]]:
         """What the allocator keeps."""
+        if self.chain.pooled:
+            return self.sets[event.layer]
         params, budget, scores = self.chain.params[0], event.budgets[0], scored.values
         if self.chain.allocator == "paged":
             cells = _memory(event, 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsim.errors import PolicyError
 from kvsim.testing.loops import Scored
-from reference import classic, expected, layouts, windows
+from reference import classic, expected, layouts, repeated, windows
 from reference.event import Event
 from reference.propagation import ALONE, PROPAGATIONS
 
@@ -21,7 +21,8 @@ class Rule:
     """A policy as the reference knows it.
 
     interval and prefill: its own schedule; `interval` None fires after the prefill alone.
-    layers: how many entries the layers get: "even", "pyramid" and its presets, "cake", "growing".
+    layers: how many entries the layers get: "even", "pyramid" and its presets, "cake", "growing",
+    "pooled" (all heads of all layers share one ranking, unless something is put around the scorer).
     """
 
     score: Callable[[Event], Scored] | None  # None: never evicts
@@ -202,6 +203,9 @@ RULES: dict[str, Rule] = {
         512,
         signed=True,
     ),
+    "kvzip": _alone(repeated.kvzip, {"sink": 0}, layers="pooled"),
+    "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
+    "kvzip@kvpress": _alone(repeated.kvzip, {"sink": 4}, layers="pooled"),
     "lacache": Rule(layouts.lacache, _LADDER),
     "lacache@release": Rule(layouts.lacache, {**_LADDER, "offset": "modulo"}),
     "raas": Rule(
@@ -282,6 +286,11 @@ class Chain:
         chain = (self.allocator, *self.wrappers)
         levels = zip(chain, self.params, strict=False)
         return any(name == "union" and piece["across"] == "layers" for name, piece in levels)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all heads of all layers share one ranking."""
+        return self.rule.layers == "pooled" and self.allocator is None and not self.wrappers
 
     @property
     def average(self) -> str:

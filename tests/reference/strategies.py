@@ -49,6 +49,7 @@ def naive(case: Case, setup: Setup) -> Outcome:
         scale=case.scale,
         rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
         o_proj=case.o_proj,
+        probe=(case.probe_q, case.probe_k, case.chunks(case.prompt_len)),
     )
 
 

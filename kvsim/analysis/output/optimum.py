@@ -135,7 +135,8 @@ def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints
     layers, heads, _ = record.evicted_at.shape
     pools = 1 if policy.allocator.across_heads else heads
     shape = layers, pools, len(events)
-    if not events or (isinstance(policy.layer_budgets, Even) and policy.propagation is None):
+    even = isinstance(policy.layer_budgets, Even) and not policy.allocator.across_layers
+    if not events or (even and policy.propagation is None):
         return np.full(shape, record.budget * (heads // pools)), record.budget
     of_heads = np.sort(record.evicted_at, axis=-1).reshape(layers * heads, -1)
     before, after = (

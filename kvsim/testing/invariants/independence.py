@@ -289,6 +289,8 @@ def head_permutation(trial: Trial) -> None:
         k=case.k[:, order],
         v=case.v[:, order],
         o_proj=None if case.o_proj is None else case.o_proj[:, qorder],
+        probe_q=case.probe_q[:, qorder],
+        probe_k=case.probe_k[:, order],
     )
     permuted = replace(trial, case=moved).replay().evicted_at
     back = np.empty_like(permuted)

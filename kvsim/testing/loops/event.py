@@ -81,6 +81,9 @@ class Event:
     keys: Floats = field(default_factory=lambda: _EMPTY)  # [head, pos, dim], after RoPE
     values: Floats = field(default_factory=lambda: _EMPTY)  # [head, pos, dim]
     o_proj: Floats | None = None  # [qhead, dim, hidden]
+    #: queries [qhead, probe, dim] and keys [head, probe, dim] of rows that repeat the context, and
+    #: (start, stop, rows) of its chunks
+    probe: tuple[Floats, Floats, Sequence[tuple[int, int, int]]] | None = None
     rope: Rotary | None = None
     #: the positions that RoPE rotated the rows to, where they are not 0, 1, 2 ...
     places: list[int] | None = None

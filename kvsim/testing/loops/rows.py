@@ -280,6 +280,7 @@ def replay(
     layers: Sequence[int] | None = None,
     rope: tuple[Sequence[float], float] | None = None,
     o_proj: npt.ArrayLike | None = None,
+    probe: tuple[npt.ArrayLike, npt.ArrayLike, Sequence[tuple[int, int, int]]] | None = None,
     protect: tuple[int, int, bool] = (0, 0, False),
     store: Callable[[Event], None] | None = None,
 ) -> Outcome:
@@ -288,7 +289,9 @@ def replay(
     q [layer, qhead, pos, dim], k and v [layer, head, pos, dim]. budget: entries kept per KV head,
     or one number for each head. interval, prefill: replace the rule's own schedule. layers: which
     layers evict, all of them by default. rope: (inv_freq, attention_scaling), dimension i paired
-    with i + half. o_proj [layer, qhead, dim, hidden]. protect: (sink, recent, prompt), protected in
+    with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer, qhead, probe, dim] and
+    keys [layer, head, probe, dim] of rows that repeat the context, and (start, stop, rows) of its
+    chunks. protect: (sink, recent, prompt), protected in
     addition to what the rule protects. store: called after each row, and the event after it, for
     each layer; it may change the event's keys, values and logits, as a codec does.
     """
@@ -312,6 +315,9 @@ def replay(
     repeated = heads // keys.shape[1]  # keys and values as the rule's sets need them
     own_keys, own_values = (np.repeat(x, repeated, axis=1) for x in (keys, values))
     projection = None if o_proj is None else np.asarray(o_proj, dtype=np.float64)
+    if probe is not None:
+        probe_q, probe_k = (np.asarray(x, dtype=np.float64) for x in probe[:2])
+        probe = probe_q, np.repeat(probe_k, repeated, axis=1), probe[2]
     events = [
         Event(
             layer=layer,
@@ -328,6 +334,7 @@ def replay(
             keys=own_keys[layer],
             values=own_values[layer],
             o_proj=None if projection is None else projection[layer],
+            probe=None if probe is None else (probe[0][layer], probe[1][layer], probe[2]),
             rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
             n_layers=n_layers,
             whole_prompt=prompt_len,

@@ -1,0 +1,143 @@
+"""KVzip: what the model attends to while it repeats the context.
+
+Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", NeurIPS 2025,
+arXiv 2505.23416, section 3. After the prefill the model reads, for each chunk C of the context, a
+request to repeat the context and the chunk itself, over the full cache: the probe, whose rows are
+no rows of the text (`kvsim capture --probe repeat`). With queries q_i and keys k_p of its rows P,
+the score of an entry j of the chunk is the largest weight that any row and any query head of the
+group gives it in a softmax over the chunk and the rows up to its own,
+
+    s_j = max_(i in P) exp(q_i . k_j) / Z_i
+    Z_i = sum_(c in C) exp(q_i . k_c) + sum_(p in P, p <= i) exp(q_i . k_p)
+
+with logits scaled as the model scales them. All heads of all layers share one budget, and keep what
+scores best among all of their entries together; `kvzip@uniform` keeps the same number in each head.
+
+Deviations. The paper evicts before there is a question; what comes after the context has no score.
+Here it ranks above all of the context, the newest first, so that the budget binds it too. Scores of
+the context are computed once and stay with the entries. The whole context is repeated, chat
+template and system message included, in chunks of 2,048 tokens. The released code keeps what
+precedes the user's text, and adds it to the softmax of each chunk: `sink` says how many first
+entries are treated so, 4 in `kvzip@kvpress`. The release cuts at a threshold, so that one entry
+less may stay. Attention sinks that a model has learned are left out. What is put around the scorer
+(`adakv+kvzip`) decides itself how many entries a head keeps.
+
+The probe costs a second prefill: as many rows as the context has, which attend to three times as
+many entries on average. `kvsim cost` says how many FLOPs that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import AtLeast
+from kvsim.core.policy import Allocator, Plan, Protection, Scorer, Scores
+from kvsim.core.select import compete
+from kvsim.core.view import LOGIT_BYTES, View
+
+#: Tokens of a chunk, where `flops` has to guess.
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class KVzip(Scorer):
+    """Largest attention weight from rows that repeat a chunk.
+
+    sink: first entries, which stay and join the softmax of later chunks.
+    """
+
+    sink: Annotated[int, AtLeast(0)] = 0
+
+    #: the score of an entry of the context
+    columns: ClassVar[Mapping[str, float]] = {"importance": torch.nan}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The probe."""
+        return frozenset({"probe_q", "probe_k"})
+
+    def protection(self, budget: int) -> Protection:
+        """The sinks."""
+        return Protection(sink=self.sink)
+
+    def score(self, view: View) -> Scores:
+        """s_j of the context, at most 1; 2 + position behind it; [L, H, n]."""
+        chunks = view.probe.chunks
+        inside = view.live & (view.pos < chunks[-1].stop)
+        importance = view["importance"]
+        missing = inside & importance.isnan()
+        if bool(missing.any()):  # in layers from which nothing has left
+            importance = largest_weights(view, self.sink).where(missing, importance)
+        values = importance.where(inside, 2.0 + view.pos)
+        return Scores(values, {"importance": importance})
+
+    def flops(self, event: Event) -> Flops:
+        """At the prompt: 2 H P (C + P) d and 4 H P (C + P) for each chunk, with P = C rows."""
+        h, _, d, n = event.sizes
+        if not event.prompt:
+            return Flops()
+        chunks = [min(CHUNK, n - start) for start in range(0, int(n), CHUNK)]
+        pairs = sum(2 * chunk**2 for chunk in chunks)
+        return Flops(2 * h * pairs * d, 4 * h * pairs)
+
+
+def largest_weights(view: View, sink: int) -> Tensor:
+    """max_(g, i) of the weights of each chunk's rows, where nothing has left; else 0; [L, H, n]."""
+    queries, own, chunks = view.probe
+    keys, formula = view.keys, view.formula
+    layers, heads, n, _ = keys.shape
+    first = n - (view.row + 1)  # the slot of position 0
+    out = keys.new_zeros(layers, heads, n)
+    if first < 0:
+        return out
+    end = 0
+    for start, stop, rows in chunks:
+        begin, end = end, end + rows
+        sinks = min(sink, start)
+        parts = (
+            keys[:, :, first : first + sinks],
+            keys[:, :, first + start : first + stop],
+            own[:, :, begin:end],
+        )
+        subset = torch.cat(parts, 2)  # [L, H, m, d]
+        group, m = queries.shape[2], subset.shape[2]
+        step = max(1, LOGIT_BYTES // (layers * heads * group * m * subset.element_size()))
+        for row in range(begin, end, step):
+            q = queries[:, :, :, row : min(row + step, end)]  # [L, H, G, w, d]
+            z = (q.flatten(2, 3) @ subset.mT).mul_(formula.scale)
+            z = formula.capped(z).unflatten(2, (group, -1))  # [L, H, G, w, m]
+            later = torch.arange(m, device=z.device) > m - rows + row - begin + torch.arange(
+                q.shape[3], device=z.device
+            ).unsqueeze(-1)
+            weights = z.masked_fill_(later, -torch.inf).softmax(-1)
+            best = weights[..., sinks : sinks + stop - start].amax((2, 3))
+            into = out[:, :, first + start : first + stop]
+            torch.maximum(into, best, out=into)
+    return out
+
+
+@dataclass(frozen=True)
+class Pooled(Allocator):
+    """All heads of all layers keep the best of their entries together, sum of budgets in all."""
+
+    across_heads: ClassVar[bool] = True
+    across_layers: ClassVar[bool] = True
+    yields: ClassVar[bool] = True
+
+    flops = Allocator.no_flops  # comparisons alone
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """What each head wins, [L, H]; together layers x heads x budget."""
+        everything = (
+            x.flatten(0, 1).unsqueeze(0) for x in (scores, protected, view.live, view.pos)
+        )
+        values, always, live, pos = everything
+        total = view.budget.expand_as(view.count).sum().minimum(view.count.sum())
+        won = compete(values, always.sum(-1), total.unsqueeze(0), always, live, pos)
+        return Plan(won.view_as(view.count))

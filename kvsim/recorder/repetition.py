@@ -1,0 +1,146 @@
+"""Rows that repeat the context: what they are, and a model's queries and keys of them (KVzip).
+
+For each chunk of the context the model reads, over the full cache of the context, a request to
+repeat it and the chunk itself. Then these rows are dropped again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvsim.core.probe import ARRAYS, Chunk, Probe
+from kvsim.errors import CaptureError
+from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.models import context_length
+from kvsim.recorder.options import PROBE_CHUNK
+from kvsim.recorder.prompts import Encoded
+
+#: What asks for the first chunk, and for a later one behind the last tokens of the former.
+_FIRST = "\n\nRepeat the previous context exactly."
+_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+#: Tokens of the former chunk that say where the next one starts.
+_CUE = 8
+
+
+class Repetition:
+    """The probe of a capture, checked before the model runs.
+
+    Raises CaptureError where the model cannot read that many tokens.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, encoded: Encoded, tokenizer: Any, chunk: int
+    ) -> None:
+        self._model, self._context = model, encoded.ids[: encoded.context_len]
+        chat = encoded.messages is not None
+        self.probe = repetition(self._context, tokenizer, chat=chat, chunk=chunk)
+        check_length(model, len(self._context), self.probe)
+
+    def read(self, layers: Sequence[int]) -> dict[str, Tensor]:
+        """Run the probe, and return its arrays [layer, head, probe, dim] by name."""
+        rows = read_probe(self._model, self._context, self.probe, layers)
+        return dict(zip(ARRAYS, rows, strict=True))
+
+
+def repetition(
+    context: Sequence[int], tokenizer: Any = None, *, chat: bool = False, chunk: int = PROBE_CHUNK
+) -> Probe:
+    """Return the rows that repeat a context, given as token ids.
+
+    tokenizer: encodes the request; where there is none, or its vocabulary lacks the words, the rows
+    are the repetition alone, of later chunks behind the last tokens of the former one. chat: the
+    request ends with what the chat template writes between a user's message and its response.
+    """
+    first, later = (_encoded(text, tokenizer) for text in (_FIRST, _LATER))
+    turn = _encoded(_turn(tokenizer) if chat else "\n", tokenizer) if first else []
+    chunks: list[Chunk] = []
+    tokens: list[int] = []
+    for start in range(0, len(context), chunk):
+        stop = min(start + chunk, len(context))
+        request = [*later, *context[max(0, start - _CUE) : start]] if start else first
+        rows = [*request, *turn, *context[start:stop]]
+        chunks.append(Chunk(start, stop, len(rows)))
+        tokens += rows
+    return Probe("repeat", tuple(chunks), tuple(map(int, tokens)))
+
+
+def check_length(model: PreTrainedModel, context: int, probe: Probe) -> None:
+    """Raise CaptureError where context and probe are longer than what the model can read."""
+    limit = context_length(model)
+    if limit is not None and context + probe.longest > limit:
+        raise CaptureError(
+            f"a probe of {probe.longest} rows after a context of {context} tokens is longer than "
+            f"the model's context of {limit}; expected at most {limit - context} rows; give "
+            "smaller chunks, such as --probe repeat:256, or a shorter prompt"
+        )
+
+
+def read_probe(
+    model: PreTrainedModel, context: Sequence[int], probe: Probe, layers: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Run the context, then each chunk of the probe behind it.
+
+    Returns its queries [layer, qhead, probe, dim] and keys [layer, head, probe, dim].
+    """
+    calls: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+
+    def receive(call: KernelCall) -> None:
+        if call.start:  # the rows of a chunk
+            calls[call.layer].append((call.q.clone(), call.k[:, call.start :].clone()))
+
+    check_length(model, len(context), probe)
+    device, cache = device_of(model), DynamicCache()
+    fewer = "logits_to_keep" in inspect.signature(model.forward).parameters
+    keep = {"logits_to_keep": 1} if fewer else {}
+
+    def forward(ids: Sequence[int], start: int) -> None:
+        at = torch.arange(start, start + len(ids), device=device)
+        model(
+            torch.tensor([list(ids)], device=device),
+            past_key_values=cache,
+            position_ids=at[None],
+            cache_position=at,
+            use_cache=True,
+            **keep,
+        )
+
+    with torch.inference_mode(), evaluating(model), intercepting(model, receive, layers=layers):
+        forward(context, 0)
+        end = 0
+        for chunk in probe.chunks:
+            begin, end = end, end + chunk.rows
+            forward(probe.tokens[begin:end], len(context))
+            cache.crop(len(context))
+    parts = [[torch.cat(rows, dim=1) for rows in zip(*calls[at], strict=True)] for at in layers]
+    queries, keys = (torch.stack(arrays) for arrays in zip(*parts, strict=True))
+    return queries, keys
+
+
+def _encoded(text: str, tokenizer: Any) -> list[int]:
+    """Return the ids of a text, none where the vocabulary lacks a word of it."""
+    if tokenizer is None:
+        return []
+    ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return [] if tokenizer.unk_token_id in ids else ids
+
+
+def _turn(tokenizer: Any) -> str:
+    """Return what a chat template writes between a user's message and its response."""
+    marker = "\N{SECTION SIGN}" * 3
+    message = [{"role": "user", "content": marker}]
+    try:
+        text = str(
+            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        )
+    except (TemplateError, TypeError, ValueError):
+        return "\n"
+    return text.rpartition(marker)[2] if marker in text else "\n"
