@@ -97,7 +97,7 @@ def record(plan: Plan, folder: Path, numbers: Sequence[int]) -> list[Path]:
     if missing:
         model, tokenizer = _model(plan.model)
         most = {"max_new_tokens": ANSWER} if plan.lengths and not missing[0].response else {}
-        capture_many(model, tokenizer, missing, folder, o_proj=True, **most)
+        capture_many(model, tokenizer, missing, folder, o_proj=True, probe="repeat", **most)
     for prompt, path in zip(wanted, paths, strict=True):
         recorded = open_trace(path).meta["text"]
         if prompt.content not in (recorded["prompt"], recorded["messages"]):
@@ -108,7 +108,7 @@ def record(plan: Plan, folder: Path, numbers: Sequence[int]) -> list[Path]:
 def in_memory(path: Path) -> Trace:
     """A stored trace with its arrays in memory, for it is read some hundred times."""
     trace = open_trace(path)
-    more = ("attn_out", "lse", "o_proj", "tokens")
+    more = ("attn_out", "lse", "o_proj", "tokens", "probe_q", "probe_k")
     given: dict[str, Any] = {name: trace.read(name) for name in more}
     return Trace.from_arrays(
         trace.q,

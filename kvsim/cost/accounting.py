@@ -288,6 +288,13 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield f"{name}: layers share a budget by their attention; counted is an equal share"
     if policy.allocator.across_layers:
         yield f"{name}: heads and layers share a budget by their scores; counted is an equal share"
+    if "probe_q" in policy.scorer.needs:
+        pairs = prompt * prompt + prompt * (prompt + 1) / 2
+        again = model.n_layers * (2 * prompt * model.layer_matrices + model.attention_flops(pairs))
+        yield (
+            f"{name}: the model repeats the prompt before it evicts, {again:.3g} FLOPs beside the "
+            f"{model.prefill_flops(prompt):.3g} of the prefill, which are not counted"
+        )
     if policy.scorer.clairvoyant:
         yield f"{name}: looks at later rows, so its FLOPs are those of an analysis"
     if policy.per_query_head:

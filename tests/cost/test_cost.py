@@ -12,6 +12,7 @@ import numpy as np
 import papers
 import pytest
 import torch
+from probes import repeated
 from torch.utils.flop_counter import FlopCounterMode
 
 import kvsim
@@ -630,7 +631,7 @@ PROMPT, TOKENS, BUDGET, EVERY = 48, 96, 24, 16
 
 @pytest.fixture(scope="module")
 def trace():
-    """A small trace with an output projection."""
+    """A small trace with an output projection, and rows that repeat the prompt."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.normal(size=(3, heads, TOKENS, 8)).astype("float32") for heads in (4, 2, 2))
     out = Trace.from_arrays(
@@ -641,6 +642,7 @@ def trace():
         rope=Rope.default(8),
         o_proj=rng.normal(size=(3, 4, 8, 24)).astype("float32"),
         name="small",
+        **repeated(q, k, PROMPT),
     )
     out.full()  # computed once, so that no policy pays for it
     return out
@@ -686,7 +688,7 @@ def test_entries_are_those_of_a_replay(name, trace):
     if policy.schedule.interval is None:  # the event is the end of the prompt
         at_last = (record.evicted_at[..., :PROMPT] >= PROMPT).sum(-1)
     after = at_last.mean(-1)
-    if policy.layer_budgets.across_layers:  # what is known beforehand is the mean of the layers
+    if policy.across_layers:  # what is known beforehand is the mean of the layers
         held, after = (np.repeat(x.mean(-1, keepdims=True), 3, -1) for x in (held, after))
     assert cost.entries == pytest.approx(tuple(after))
     if name != "rpc":  # whose cache grows from event to event

@@ -24,6 +24,7 @@ from results_page.traces import weights
 ROOT = Path(__file__).resolve().parents[2]
 #: Names of the catalogue that are newer than both pages; empty again when the pages are made anew.
 LATER = ("norm_ratio", "lacache", "lacache@release", "raas", "union", "paged")
+LATER += ("kvzip", "kvzip@uniform", "kvzip@kvpress")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from itertools import combinations
 import polars as pl
 import pytest
 import torch
+from probes import repeated
 
 import kvsim
 from kvsim.analysis.output.optimum import Terms
@@ -30,10 +31,12 @@ from kvsim.sweeps.run import replay_all, resolve_budget, summarise
 def make_trace(name="a", tokens=80, **more):
     """A small random trace, and more arrays where they are given."""
     torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, tokens, 8) for heads in (4, 2, 2))
     return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, tokens, 8),
-        torch.randn(2, 2, tokens, 8),
-        torch.randn(2, 2, tokens, 8),
+        q,
+        k,
+        v,
+        **repeated(q, k, 30),
         prompt_len=30,
         rope=kvsim.Rope.default(8),
         name=name,

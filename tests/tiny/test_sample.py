@@ -17,11 +17,13 @@ DIGESTS = {
     "smollm2": "sha256:7feb3aeba68ec2658316e2e1ef581f9625a2224fabe89b4b582edd2639f0b842",
 }
 LAYERS = (7, 17, 28)
-#: Policies whose names say all that they need, but for those that need a calibration.
+#: Policies whose names say all that they need, but for those that need a calibration or a probe.
 ALONE = [
     name
     for name, entry in CATALOGUE.items()
-    if entry.kind in ("scorer", "propagation") and not hasattr(entry.piece, "calibration")
+    if entry.kind in ("scorer", "propagation")
+    and not hasattr(entry.piece, "calibration")
+    and name != "kvzip"
 ]
 
 
