@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.probe import ARRAYS as PROBE
+from kvsim.core.probe import KEY as PROBE_KEY
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError, local_path
 from kvsim.files import Kind, unbroken
 from kvsim.schema import CHUNK
@@ -317,6 +318,7 @@ def _finish(group: Group, progress: Progress) -> None:
     tokens = np.array(ids[:committed]) if len(ids) >= committed else None
     texts = None if tokens is None or texts is None else texts[:committed]
     header = read_header(group.attributes, group.arrays, group.place)
+    header = replace(header, meta={k: x for k, x in header.meta.items() if k != PROBE_KEY})
     if n_pos != committed or "stopped" not in object_at(header.meta, "generation"):
         header = _cut(header, committed, n_pos, texts)
     notes = [f"recovered without {name}, which was not complete" for name in dropped]
@@ -355,7 +357,7 @@ def _lost(group: Group) -> list[str]:
 def _usable(group: Group, name: str, committed: int) -> bool:
     """Return whether an array that is not appended with the positions is complete."""
     array = group.arrays[name]
-    if name in PROBE:  # the header names it at the end
+    if name in PROBE:  # written when all else is there, in a moment
         return False
     whole = "pos" not in DIMENSIONS[name] or group.arrays["q"].shape[2] == committed
     return whole and group.written(name) == array.nchunks

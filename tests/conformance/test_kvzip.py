@@ -1,0 +1,105 @@
+"""KVzip on tiny keeps what kvpress's KVzipPress keeps, which repeats the prompt by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvsim
+from kvsim.core.probe import Chunk, Probe
+from kvsim.recorder import load_model
+from kvsim.recorder.repetition import read_probe
+from kvsim.tiny.tasks import prompts
+
+pytestmark = pytest.mark.peers
+
+BUDGET, CHUNK = 40, 100
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """tiny, and a prompt of three chunks."""
+    model, tokenizer = load_model("tiny")
+    (sample,) = prompts(1, seed=3, task="get")
+    return model, tokenizer, list(tokenizer(sample.prompt)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def presses(tiny, kvpress):
+    """The press as it ran, over all layers and layer by layer: scores and what it masks."""
+    model, _, tokens = tiny
+    out = {}
+    for layerwise in (False, True):
+        ratio = (len(tokens) - BUDGET + 1e-6) / len(tokens)  # half an entry is rounded down
+        press = kvpress.KVzipPress(ratio, layerwise=layerwise, chunk_size=CHUNK)
+        noted = {}
+        prepare, post = press.prepare, press.compress_post
+
+        def keep(*args, _prepare=prepare, _noted=noted):
+            _noted["pairs"] = _prepare(*args)
+            return _noted["pairs"]
+
+        def end(of, _press=press, _post=post, _noted=noted):
+            _noted["scores"] = _press.score_val[:, 0].clone()
+            _post(of)
+
+        press.prepare, press.compress_post = keep, end
+        with torch.no_grad(), press(model):
+            model(input_ids=torch.tensor([tokens]), past_key_values=DynamicCache())
+        masked = torch.zeros_like(noted["scores"], dtype=torch.bool)
+        for number, layer in enumerate(model.model.layers):
+            _, heads, positions = layer.self_attn.masked_key_indices
+            masked[number, heads, positions] = True
+            layer.self_attn.masked_key_indices = None
+        out[layerwise] = noted["pairs"], noted["scores"], masked.numpy()
+    return out
+
+
+@pytest.fixture(scope="module")
+def trace(tiny, presses):
+    """The prompt with the rows that the press ran, recorded by kvsim."""
+    model, _, tokens = tiny
+    pairs = presses[False][0]
+    ends = np.cumsum([0, *(part.shape[1] for part, _ in pairs)]).tolist()
+    rows = [ids[0].tolist() for _, ids in pairs]
+    chunks = tuple(Chunk(a, b, len(ids)) for a, b, ids in zip(ends, ends[1:], rows, strict=False))
+    probe = Probe("repeat", chunks, tuple(token for ids in rows for token in ids))
+    queries, keys = read_probe(model, tokens, probe, range(len(model.model.layers)))
+    plain = kvsim.capture(model, None, tokens, max_new_tokens=0)
+    return kvsim.Trace.from_arrays(
+        plain.q,
+        plain.k,
+        plain.v,
+        prompt_len=len(tokens),
+        rope=plain.ropes,
+        probe_q=queries.clone(),
+        probe_k=keys.clone(),
+        meta={"probe": probe.document()},
+    )
+
+
+@pytest.mark.parametrize(
+    ("layerwise", "name", "params"),
+    [(False, "kvzip@kvpress", {}), (True, "adakv+kvzip@kvpress", {"floor": 0.0})],
+)
+def test_sets_are_those_of_kvpress(presses, trace, layerwise, name, params):
+    """One ranking over all layers, and one for each layer, with 4 sinks and chunks of 100."""
+    _, scores, masked = presses[layerwise]
+    assert len(trace.header.probe_chunks) == 3
+
+    record = kvsim.replay(trace, kvsim.policy(name, **params), BUDGET, internals=True)
+
+    mine = np.concatenate([plans.scores for plans in record.internals])
+    assert np.allclose(mine[..., 4:], scores[..., 4:].numpy(), rtol=1e-4, atol=1e-7)
+    assert masked.sum() == masked.size - BUDGET * masked[..., 0].size
+    assert np.array_equal(record.evicted_at == trace.prompt_len - 1, masked)
+
+
+@pytest.mark.parametrize("change", ["kvzip", "kvzip@uniform", "snapkv"])
+def test_another_policy_does_not_equal_kvpress(presses, trace, change):
+    """Without sinks, with equal heads, or by other scores, the sets differ."""
+    record = kvsim.replay(trace, change, BUDGET)
+
+    assert not np.array_equal(record.evicted_at == trace.prompt_len - 1, presses[False][2])

@@ -1,0 +1,202 @@
+"""Rows that repeat the context: what a capture records, and how a trace holds them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from probes import repeated
+
+import kvsim
+from kvsim.core.probe import Chunk
+from kvsim.errors import CaptureError, TraceError
+from kvsim.recorder import capture
+from kvsim.recorder.repetition import repetition
+from kvsim.store import describe, find_drafts, open_trace, recover, verify
+from kvsim.store.packing import pack
+from kvsim.store.writer import TraceWriter
+from small_model import small, words_tokenizer
+
+CONTEXT, PROMPT, NEW = 50, 56, 6
+TEMPLATE = "{% for m in messages %}w1 {{ m.content }} w2 {% endfor %}w3"
+
+
+def ids(n):
+    """So many tokens of the vocabulary, drawn once."""
+    return torch.randint(63, (n,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def record(out=None, **options):
+    """Capture a prompt whose context is all but its last six tokens."""
+    settings = {"max_new_tokens": NEW, "context": CONTEXT, "probe": "repeat:30", **options}
+    return capture(small(), None, ids(PROMPT), out=out, **settings)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A trace with a probe, and the folder that it is in."""
+    return record(tmp_path_factory.mktemp("probes") / "a.zarr")
+
+
+def test_rows_are_those_of_the_model_behind_the_context(stored):
+    """Queries and keys of each chunk are those of one forward over the context and its rows."""
+    first, second = stored.header.probe_chunks
+    assert (first, second) == (Chunk(0, 30, 30), Chunk(30, 50, 28))  # 8 tokens say where it starts
+    probe, context = stored.header.probe, ids(CONTEXT)
+    assert list(probe.tokens) == [*context[:30], *context[22:30], *context[30:]]
+
+    at = 0
+    for chunk in (first, second):
+        rows = list(probe.tokens[at : at + chunk.rows])
+        whole = capture(small(), None, [*context, *rows], max_new_tokens=0)
+        for name in "qk":
+            mine = stored.read(f"probe_{name}")[:, :, at : at + chunk.rows]
+            assert torch.allclose(mine, whole.read(name)[:, :, CONTEXT:], atol=1e-5)
+        at += chunk.rows
+
+
+def test_the_trace_is_the_same_without_its_probe(stored, tmp_path):
+    """Tokens, q, k, v and digest, in memory and on disk; copies keep the probe."""
+    plain, memory = record(tmp_path / "b.zarr", probe=None), record()
+
+    assert plain.digest == stored.digest == memory.digest
+    assert plain.header.probe is None
+    packed = pack(stored.path, tmp_path / "c.zarr.zip")
+    moved = open_trace(stored.save(tmp_path / "d.zarr"))
+    narrow = record(tmp_path / "e.zarr", store_dtype="float16")
+    for other, close in ((memory, 0), (open_trace(packed), 0), (moved, 0), (narrow, 2e-3)):
+        assert other.header.probe == stored.header.probe
+        for name in ("probe_q", "probe_k"):
+            assert (other.read(name) - stored.read(name)).abs().max() <= close
+    assert verify(moved.path, deep=True).ok
+    assert describe(moved.path)["arrays"]["probe_k"]["shape"] == [2, 2, 58, 8]
+    per_head = stored.per_query_head()
+    assert per_head.read("probe_k").shape == stored.read("probe_q").shape
+
+
+def test_a_request_is_what_the_tokenizer_knows():
+    """A chat ends the request as its template does; without its words the repetition is alone."""
+    context = ids(5)
+    assert repetition(context, words_tokenizer()).tokens == tuple(context)
+
+    class Words:
+        """A tokenizer of single characters, which has them all."""
+
+        unk_token_id = None
+
+        def __call__(self, text, add_special_tokens):
+            assert not add_special_tokens
+            return {"input_ids": [ord(x) for x in text]}
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            assert add_generation_prompt
+            assert not tokenize
+            return f"<user>{messages[0]['content']}<end><bot>"
+
+    def text(probe):
+        return "".join(map(chr, probe.tokens))
+
+    context = [ord(x) for x in "the quick brown fox"]
+    plain = repetition(context, Words(), chunk=10)
+    first = "\n\nRepeat the previous context exactly.\nthe quick "
+    later = "\n\nRepeat the part of the previous context exactly, starting withe quick \nbrown fox"
+    assert text(plain) == first + later
+    chat = text(repetition(context, Words(), chat=True))
+    assert chat == "\n\nRepeat the previous context exactly.<end><bot>the quick brown fox"
+
+
+@pytest.mark.parametrize("name", ["probe_q", "probe_k"])
+def test_an_interrupt_leaves_no_half_a_probe(tmp_path, monkeypatch, name):
+    """Whatever of the probe is written, a recovery has the whole text and no probe, and says so."""
+    write = TraceWriter.write_layer
+
+    def stopped(self, array, layer, values):
+        write(self, array, layer, values)
+        if (array, layer) == (name, 1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TraceWriter, "write_layer", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        record(tmp_path / "a.zarr")
+    assert not (tmp_path / "a.zarr").exists()
+    (left,) = find_drafts(tmp_path)
+
+    trace = open_trace(recover(left.path))
+
+    assert trace.n_pos == PROMPT + NEW
+    assert trace.header.probe is None
+    assert not trace.has("probe_q")
+    assert "recovered without probe_q, which was not complete" in trace.meta["notes"]
+    assert verify(trace.path).ok
+
+
+def edited(path, change):
+    """Change the attributes of a stored trace, without a new seal."""
+    root = json.loads((path / "zarr.json").read_text())
+    change(root["attributes"])
+    (path / "zarr.json").write_text(json.dumps(root))
+    return path
+
+
+def test_what_was_changed_is_refused(tmp_path):
+    """Another chunk, another row, an array that is gone or damaged: on opening, or by verify."""
+    path = record(tmp_path / "a.zarr").path
+
+    def chunks(attributes):
+        attributes["meta"]["probe"]["chunks"][0][2] += 1
+
+    def tokens(attributes):
+        attributes["meta"]["probe"]["tokens"][3] += 1
+
+    for change, expected in ((chunks, "meta.probe is"), (tokens, "its seal does not fit")):
+        before = (path / "zarr.json").read_text()
+        with pytest.raises(TraceError, match=expected):
+            open_trace(edited(path, change))
+        (path / "zarr.json").write_text(before)
+    part = path / "probe_k" / "c" / "1" / "0" / "0" / "0"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    assert not verify(path).ok
+    part.unlink()
+    with pytest.raises(TraceError, match="probe_k"):
+        open_trace(path)
+
+
+def test_arrays_and_their_description_must_fit():
+    """A probe without its arrays, arrays without it, and another number of rows are refused."""
+    q, k = torch.randn(1, 2, 9, 4), torch.randn(1, 1, 9, 4)
+    rope = kvsim.Rope.default(4)
+    given = {"prompt_len": 6, "rope": rope, **repeated(q, k, 6)}
+    trace = kvsim.Trace.from_arrays(q, k, k, **given)
+    assert trace.header.probe_chunks == (Chunk(0, 6, 6),)
+    wrong = (
+        {"meta": {}},
+        {"probe_q": None, "probe_k": None},
+        {"probe_k": k[:, :, :5]},
+        {"prompt_len": 7},
+        {"context_len": 5},
+        {"meta": {"probe": {**given["meta"]["probe"], "kind": "other"}}},
+    )
+    for change in wrong:
+        with pytest.raises(TraceError, match=r"probe"):
+            kvsim.Trace.from_arrays(q, k, k, **{**given, **change})
+
+
+def test_resuming_compares_probes(stored):
+    """The same probe is kept; another one, or none, is another capture."""
+    assert record(stored.path, resume=True).digest == stored.digest
+    for option, expected in (("repeat", "another probe"), (None, "a probe")):
+        with pytest.raises(CaptureError, match=f"it has {expected}"):
+            record(stored.path, resume=True, probe=option)
+    with pytest.raises(CaptureError, match="probe is 'repeat:0', expected 'repeat', or"):
+        record(probe="repeat:0")
+
+
+def test_a_replay_from_disk_is_that_in_memory(stored):
+    """The stored rows are what KVzip reads."""
+    memory = record()
+    for name in ("kvzip", "kvzip@uniform"):
+        sets = [kvsim.replay(trace, name, 12).evicted_at for trace in (stored, memory)]
+        assert np.array_equal(*sets)
