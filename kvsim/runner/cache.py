@@ -20,6 +20,7 @@ from kvsim.core.checks import compute_dtype
 from kvsim.core.probe import Probe, ProbeRows
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
+from kvsim.recorder.hooks import attention_modules
 from kvsim.recorder.repetition import read_probe, repetition
 from kvsim.runner.reading import LiveReads
 
@@ -194,8 +195,8 @@ class LiveSource:
         return self._probe
 
     def note_probe(self, rows: ProbeRows) -> None:
-        """Keep rows that repeat the context, queries [L, qhead, P, d] and keys [L, H, P, d]."""
-        q, k = computable(rows.queries), computable(rows.keys)
+        """Keep what `repeat_context` returns, of the block's layers."""
+        q, k = (computable(x[list(self.layers)]) for x in (rows.queries, rows.keys))
         self._probe = ProbeRows(q.unflatten(1, (self._heads, self._group)), k, rows.chunks)
 
     def queries(self, start: int, stop: int) -> Tensor:
@@ -332,18 +333,15 @@ def computable(x: Tensor) -> Tensor:
 
 
 def repeat_context(
-    model: PreTrainedModel,
-    context: Sequence[int],
-    probe: Probe | None,
-    sources: Sequence[LiveSource],
-) -> None:
-    """Run rows that repeat the context, by default the repetition alone, and tell the sources."""
+    model: PreTrainedModel, context: Sequence[int], probe: Probe | None = None
+) -> ProbeRows:
+    """Run rows that repeat the context, by default the repetition alone, through all layers.
+
+    Returns queries [layer, qhead, P, d], keys [layer, head, P, d] and the chunks.
+    """
     probe = probe or repetition(context)
-    layers = sorted(layer for source in sources for layer in source.layers)
-    queries, keys = read_probe(model, context, probe, layers)
-    for source in sources:
-        at = [layers.index(layer) for layer in source.layers]
-        source.note_probe(ProbeRows(queries[at], keys[at], probe.chunks))
+    queries, keys = read_probe(model, context, probe, sorted(attention_modules(model)))
+    return ProbeRows(queries, keys, probe.chunks)
 
 
 class LiveLayer(CacheLayerMixin):

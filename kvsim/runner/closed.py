@@ -21,12 +21,14 @@ from transformers import DynamicCache, PreTrainedModel
 from kvsim.analysis.live.outcome import Forced, Generated, Outcome
 from kvsim.analysis.output.error import OutputError
 from kvsim.core.policy import Policy, Schedule
+from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
+from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_model
@@ -119,8 +121,6 @@ class ClosedLoop:
         observe: Callable[[KernelCall, Decoding], None] | None = None,
     ) -> Decoding:
         trace = self.trace
-        if "probe_q" in policy.scorer.needs and trace.header.probe is None:
-            trace.read("probe_q")  # its error says how rows that repeat the context are recorded
         decoding = Decoding(
             self.running,
             replace(policy, schedule=schedule),
@@ -132,7 +132,7 @@ class ClosedLoop:
             name=trace.name,
             observe=None if observe is None else lambda call: observe(call, decoding),
             paging=self._paging,
-            probe=trace.header.probe,
+            probe=self._repeated if "probe_q" in policy.scorer.needs else None,
         )
         return decoding
 
@@ -158,6 +158,15 @@ class ClosedLoop:
         decoding.begin(prefix)
         rest = self._ids[len(prefix.tokens) : self.trace.prompt_len]
         return decoding.feed(rest)[-1] if rest else prefix.logits
+
+    @cached_property
+    def _repeated(self) -> ProbeRows:
+        """Rows that repeat the context, as recorded, run again: the same for all policies."""
+        trace = self.trace
+        if trace.header.probe is None:
+            trace.read("probe_q")  # its error says how they are recorded
+        context = self._ids[: trace.context_len or trace.prompt_len]
+        return repeat_context(self.running.model, context, trace.header.probe)
 
     @cached_property
     def _full(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:

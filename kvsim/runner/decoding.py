@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
-from kvsim.core.probe import Probe
+from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
@@ -45,8 +45,8 @@ class Decoding:
     see the whole text by default. observe: called with each kernel call (`KernelCall`), whose keys
     and values are those that the cache holds, in its slots, with pads. paging: hold the entries in
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
-    receives are then those of new rows alone. probe: the rows that repeat the context, for policies
-    that score by them; by default the repetition alone.
+    receives are then those of new rows alone. probe: what
+    `repeat_context` returns, for policies that score by it; by default of the repetition alone.
 
     Several can be open on one model, each in the `with` block of the one before.
 
@@ -75,7 +75,7 @@ class Decoding:
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
         paging: Paging | None = None,
-        probe: Probe | None = None,
+        probe: ProbeRows | None = None,
     ) -> None:
         check_live(policy)
         policy = policy.at(whole(budget))
@@ -335,8 +335,10 @@ class Decoding:
         if self._repeats:
             context = self.tokens[: self.sketch.context_len or self.sketch.prompt_len]
             self._busy = self._repeats = False  # these rows are none of the sequence
-            repeat_context(self.running.model, context, self._probe, [x for _, x in self._blocks])
+            rows = self._probe or repeat_context(self.running.model, context)
             self._busy = True
+            for _, source in self._blocks:
+                source.note_probe(rows)
         for block, source in self._blocks:
             if source.layers[0] in self._whole:
                 continue
