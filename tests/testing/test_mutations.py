@@ -20,13 +20,15 @@ from kvsim.analysis.output import seen as metrics_seen
 from kvsim.analysis.output.error import output_error
 from kvsim.core import record as records
 from kvsim.core.entries import Entries, gather
-from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Uniform
+from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Scores, Uniform
+from kvsim.core.probe import Chunk, ProbeRows
 from kvsim.core.record import Record
 from kvsim.core.view import View
 from kvsim.engine import block as engine_block
 from kvsim.engine.rows import RowView
 from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError, TraceError
+from kvsim.policies.kvzip import KVzip, largest_weights
 from kvsim.testing import InvariantError, check_policy, strategies
 from reference import metrics as loop_metrics
 
@@ -55,6 +57,40 @@ def future_softmax(patch: Patch) -> None:
         return weights * self.live.unsqueeze(2) / weights.sum(-1, keepdim=True)
 
     patch.setattr(RowView, "_softmax", wrong)
+
+
+def probe_of_one_chunk(patch: Patch) -> None:
+    """Rows that repeat one chunk are taken for rows that repeat the whole context."""
+    right = TraceSource.probe.func
+
+    def wrong(self: TraceSource) -> ProbeRows:
+        rows: ProbeRows = right(self)
+        whole = Chunk(0, rows.chunks[-1].stop, sum(chunk.rows for chunk in rows.chunks))
+        return rows._replace(chunks=(whole,))
+
+    patch.setattr(TraceSource, "probe", property(wrong))
+
+
+def probe_without_its_keys(patch: Patch) -> None:
+    """Rows that repeat the context do not see each other, so that weights are too large."""
+    right = TraceSource.probe.func
+
+    def wrong(self: TraceSource) -> ProbeRows:
+        rows: ProbeRows = right(self)
+        return rows._replace(keys=torch.zeros_like(rows.keys))
+
+    patch.setattr(TraceSource, "probe", property(wrong))
+
+
+def importance_not_remembered(patch: Patch) -> None:
+    """Scores of the context are taken anew at each event, as if nothing had left before."""
+
+    def wrong(self: KVzip, view: View) -> Scores:
+        inside = view.live & (view.pos < view.probe.chunks[-1].stop)
+        importance = largest_weights(view, self.sink)
+        return Scores(importance.where(inside, 2.0 + view.pos), {"importance": importance})
+
+    patch.setattr(KVzip, "score", wrong)
 
 
 def question_in_the_setting(patch: Patch) -> None:
@@ -303,6 +339,9 @@ CAUGHT: list[tuple[Bug, str, dict[str, Any], tuple[str, ...]]] = [
     (higher_position_wins_ties, "tova", {}, ("tie_rule", "naive_replay")),
     (higher_position_wins_ties, "snapkv", {"window": 4}, ("tie_rule", "naive_replay")),
     (columns_stay_behind, "h2o", {}, ("naive_replay",)),
+    (probe_of_one_chunk, "kvzip", {}, ("naive_replay",)),
+    (probe_without_its_keys, "kvzip@uniform", {}, ("naive_replay",)),
+    (importance_not_remembered, "kvzip@uniform", {}, ("naive_replay",)),
     (layer_counted_within_the_block, "random", {}, ("layer_blocks",)),
     (seen_one_row_longer, "streaming_llm", {}, ("nothing_returns",)),
     (forgotten_field, "streaming_llm@original", {}, ("round_trip",)),
