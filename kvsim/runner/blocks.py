@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsim.core.attention import Formula, with_sinks
+
 #: Slots of a tile: blocks whose entries `paged_attention` reads at once.
 _TILE = 512
 
@@ -198,13 +200,16 @@ def paged_attention(
     pool: Pool,
     table: Sequence[int],
     length: int,
-    scale: float,
+    formula: Formula,
     pads: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last w of `length` entries, q [heads, G, w, d]; [heads, G, w, d].
 
     Reads keys and values through the block table, a tile of blocks at a time; parts are merged by
-    their log-sum-exp. pads: how many of the first entries of each head are none, int [heads].
+    their log-sum-exp. formula: scale and softcap; a sliding window is not applied. pads: how many
+    leading slots of each head are padding, int [heads]. sinks: the logits of these heads' sinks,
+    [heads, G] (`Formula.sink`).
     """
     heads, _, w, _ = q.shape
     size, device = pool.size, q.device
@@ -217,7 +222,7 @@ def paged_attention(
         tile = blocks[start : start + per]
         n = min(len(tile) * size, length - start * size)
         k, v = (x[tile].flatten(0, 1)[:n].to(out.dtype) for x in (pool.keys, pool.values))
-        z = torch.einsum("hgwd,nhd->hgwn", q.to(out.dtype), k) * scale
+        z = formula.capped(torch.einsum("hgwd,nhd->hgwn", q.to(out.dtype), k) * formula.scale)
         at = torch.arange(start * size, start * size + n, device=device)
         hidden = (at > last[:, None]).expand(heads, 1, w, n)
         if pads is not None:
@@ -229,4 +234,6 @@ def paged_attention(
         weights = (z - shift).exp()
         out = out * (total.unsqueeze(-1) - shift).exp() + torch.einsum("hgwn,nhd->hgwd", weights, v)
         total = new
+    if sinks is not None:
+        out, _ = with_sinks(out, total, sinks.to(out.dtype))
     return out.to(q.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.runner.blocks import Pool, Sequences, paged_attention
 from kvsim.runner.cache import LiveSource, computable
 
@@ -82,11 +82,6 @@ class PagedSource(LiveSource):
         self, sketch: Trace, layers: Sequence[int], like: Tensor, paging: Paging, **more: Any
     ) -> None:
         super().__init__(sketch, layers, like, **more)
-        if self.formula.softcap is not None or self.formula.sinks:
-            raise CaptureError(
-                "the model's attention has a softcap or sinks; expected plain attention for a "
-                "cache in blocks; run it without --paged"
-            )
         self.paging = paging
         heads = self._heads
         self._tables = heads if paging.tables == "head" else 1  # of a layer
@@ -150,14 +145,16 @@ class PagedSource(LiveSource):
     def attend(self, index: int, query: Tensor) -> Tensor:
         """Attention of new rows [1, qhead, w, d] over the blocks of a layer; [1, w, qhead, d]."""
         q = query[0].unflatten(0, (self._heads, self._group))
+        sinks = self.formula.sink(query, self._heads) if self.formula.sinks else None
         parts = [
             paged_attention(
                 q[heads],
                 self._sequences.pool,
                 self._sequences.tables[at],
                 self._sequences.lengths[at],
-                self.formula.scale,
+                self.formula,
                 self._pads[index, heads] if self._padded else None,
+                None if sinks is None else sinks[heads],
             )
             for at, heads in self._of(index)
         ]

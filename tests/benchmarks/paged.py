@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from kvsim.core.attention import Formula
 from kvsim.runner.blocks import Pool, Sequences, paged_attention
 
 
@@ -58,8 +59,9 @@ def counts_of(cache: Cache, *, ragged: bool) -> list[int]:
 
 def read(cache: Cache, sequences: Sequences, q: torch.Tensor) -> None:
     """One row in all layers."""
+    formula = Formula(cache.dim**-0.5)
     for at, table in enumerate(sequences.tables):
-        paged_attention(q, sequences.pool, table, sequences.lengths[at], cache.dim**-0.5)
+        paged_attention(q, sequences.pool, table, sequences.lengths[at], formula)
 
 
 def seconds_of(call: Callable[[], object]) -> float:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvsim
+from families import FAMILIES
+from kvsim.core.attention import Formula
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies import names
 from kvsim.runner import blocks
@@ -117,7 +119,8 @@ test_no_block_leaks.__doc__ = "Allocate, share, compact and free in any order: c
 
 @pytest.mark.parametrize("size", [1, 5, 16])
 @pytest.mark.parametrize("rows", [1, 6])
-def test_paged_attention_is_attention(size, rows, monkeypatch):
+@pytest.mark.parametrize("kind", ["plain", "softcap", "sinks"])
+def test_paged_attention_is_attention(size, rows, kind, monkeypatch):
     """Block by block, with pads and tiles of few blocks, it is softmax attention in float64."""
     monkeypatch.setattr(blocks, "_TILE", 10)
     generator = torch.Generator().manual_seed(0)
@@ -129,15 +132,21 @@ def test_paged_attention_is_attention(size, rows, monkeypatch):
         sequences.append(0, keys[start : start + 7], values[start : start + 7])
         sequences.append(1, keys[:3], values[:3])
     q = torch.randn(HEADS, 3, rows, 8, generator=generator, dtype=torch.float64)
-    out = paged_attention(q, pool, sequences.tables[0], n, 0.3, pads)
+    formula = Formula(0.3, softcap=2.0 if kind == "softcap" else None)
+    sinks = torch.arange(6, dtype=torch.float64).view(HEADS, 3) / 3 if kind == "sinks" else None
+    out = paged_attention(q, pool, sequences.tables[0], n, formula, pads, sinks)
     z = torch.einsum("hgwd,nhd->hgwn", q, keys) * 0.3
+    z = 2 * (z / 2).tanh() if kind == "softcap" else z
     at = torch.arange(n)
     hidden = (at > at[n - rows :, None]) | (at < pads.view(-1, 1, 1, 1))
-    expected = z.masked_fill(hidden, -torch.inf).softmax(-1) @ values.transpose(0, 1)[:, None]
+    weights = z.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    total = total if sinks is None else total + sinks.exp()[..., None, None]
+    expected = weights / total @ values.transpose(0, 1)[:, None]
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-PROMPT, NEW, BUDGET, INTERVAL = 22, 20, 14, 6
+PROMPT, NEW, BUDGET, INTERVAL = 22, 14, 14, 6
 SIZES = {"window": 4, "min_segment": 2, "max_segment": 8, "lag": 3, "rows": 16, "layer": 0}
 SIZES |= {"sink": 2, "first_layer": 0, "look_back": 4, "calibration": "prefix:12", "recent": 4}
 
@@ -192,48 +201,63 @@ def written(policy, paging=None, *, shared=False):
     return [int(x.argmax()) for x in logits], torch.stack(logits), decoding
 
 
-def fed(policy, paging=None, *, shared=False):
-    """Logits of given tokens under a policy, and its Decoding."""
-    decoding, start = begun(policy, paging, shared=shared)
-    with decoding:
-        first = start()
-        rest = decoding.feed([i * 5 % 63 for i in range(NEW)], logits=NEW)
-    return torch.cat([first[None], rest]), decoding
+def test_all_policies_write_the_text_of_the_ordinary_cache():
+    """Token for token in blocks of 1, 8 and 16: ragged heads, both tables, shared prefixes.
 
-
-def test_all_policies_decide_and_predict_as_with_the_ordinary_cache():
-    """Blocks of 1, 8 and 16, tables per layer and head, ragged heads, shared prefixes."""
-    policies, ragged, pools = live_policies(), set(), []
+    All policies share the pools, and in them the prefix; sets, predictions and bytes are equal too.
+    """
+    policies, ragged = live_policies(), set()
     assert len(policies) > 40
     assert {"ams", "adakv+snapkv", "streaming_llm@original", "fastkv", "cake"} <= policies.keys()
+    pools = {
+        (size, tables): Paging(size, tables, poison=True)
+        for size in (1, 8, 16)
+        for tables in ("layer", "head")
+    }
     for i, (name, policy) in enumerate(policies.items()):
-        paging = Paging((1, 8, 16)[i % 3], ("layer", "head")[i % 2], poison=True)
-        logits, plain = fed(policy)
-        more, decoding = fed(policy, paging, shared=bool(i % 4))
-        torch.testing.assert_close(more, logits, rtol=0, atol=1e-5, msg=name)
-        assert (decoding.record().evicted_at == plain.record().evicted_at).all(), name
-        sizes = [(each.peak_bytes, each.cache_bytes) for each in (decoding, plain)]
-        assert sizes[0] == sizes[1], name
-        sources = [source for _, source in decoding._blocks]
-        assert all(isinstance(source, PagedSource) for source in sources)
-        ragged |= {name for source in sources if bool(source._pads.any())}
-        pools.append((paging, name))
+        text, logits, plain = written(policy)
+        for j, size in enumerate((1, 8, 16)):
+            paging = pools[size, ("layer", "head")[(i + j) % 2]]
+            more, rows, decoding = written(policy, paging, shared=bool((i // 2 + j) % 4))
+            assert more == text, (name, size)
+            torch.testing.assert_close(rows, logits, rtol=0, atol=1e-5, msg=name)
+            assert (decoding.record().evicted_at == plain.record().evicted_at).all(), (name, size)
+            sizes = [(each.peak_bytes, each.cache_bytes) for each in (decoding, plain)]
+            assert sizes[0] == sizes[1], (name, size)
+            sources = [source for _, source in decoding._blocks]
+            assert all(isinstance(source, PagedSource) for source in sources)
+            ragged |= {(name, size) for source in sources if bool(source._pads.any())}
     del decoding, plain, sources
     gc.collect()
-    assert ragged
-    for paging, name in pools:
+    assert {size for _, size in ragged} == {1, 8, 16}
+    for paging in pools.values():
+        assert paging.pool.use.shared_blocks > paging.pool.use.blocks > 0  # the prefix alone
         paging.release()
-        assert paging.pool.use.blocks == sum(paging.pool.counts) == 0, name
+        assert paging.pool.use.blocks == sum(paging.pool.counts) == 0
 
 
-@pytest.mark.parametrize("name", ["ams", "adakv+snapkv", "streaming_llm@original", "tova"])
-def test_the_text_is_that_of_the_ordinary_cache(name):
-    """Token for token, in blocks of each size, alone and from a shared prefix."""
-    policy = live_policies()[name]
-    text, *_ = written(policy)
-    for size, ways in {1: (False,), 8: (True, True), 16: (True,)}.items():
-        paging = Paging(size, "head" if size == 8 else "layer", poison=True)
-        assert all(written(policy, paging, shared=shared)[0] == text for shared in ways)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_a_softcap_and_sinks_are_applied_in_blocks(family):
+    """Models with either write the text of the ordinary cache."""
+    model = RunningModel(FAMILIES[family].build())
+    tokens = [i * 7 % 63 for i in range(PROMPT)]
+    prefix = prefill(model, tokens)
+    for name, tables in {"adakv+snapkv": "layer", "tova": "head"}.items():
+        policy, texts, logits = live_policies()[name], [], []
+        for paging in (None, Paging(8, tables, poison=True)):
+            with Decoding(
+                model, policy, BUDGET, prompt_len=PROMPT, n_pos=PROMPT + NEW, paging=paging
+            ) as decoding:
+                decoding.begin(prefix)
+                rows = [prefix.logits]
+                while len(rows) < NEW:
+                    rows.append(decoding.feed([int(rows[-1].argmax())])[-1])
+            formulas = [source.formula for _, source in decoding._blocks]
+            assert all(each.softcap or each.sinks for each in formulas)
+            texts.append([int(x.argmax()) for x in rows])
+            logits.append(torch.stack(rows))
+        assert texts[0] == texts[1], name
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
 def test_a_shared_prefix_is_stored_once():
@@ -268,12 +292,7 @@ def test_ragged_heads_are_padded_in_a_common_table_alone():
     assert sizes["head"] == decoding.cache_bytes < sizes["layer"]
 
 
-def test_what_blocks_cannot_hold_is_refused():
-    """Blocks without entries, and attention with a softcap, are one error."""
+def test_a_block_holds_an_entry_at_least():
+    """Blocks without entries are one error."""
     with pytest.raises(PolicyError, match="at least 1"):
         Paging(0)
-    sketch = running().sketch(kvsim.policy("tova"), PROMPT, PROMPT + NEW, None, "t")
-    formula = replace(sketch.formulas[0], softcap=30.0)
-    other = kvsim.Trace(sketch.source, replace(sketch.header, formulas=(formula, formula)))
-    with pytest.raises(CaptureError, match="softcap"):
-        PagedSource(other, [0], torch.empty(0), Paging())
