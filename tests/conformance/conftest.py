@@ -33,14 +33,16 @@ VOCABULARY = 256
 Recorded = tuple[PreTrainedModel, list[int], kvsim.Trace]
 
 
-def random_model_of(family: str, seed: int, kernel: str = "sdpa") -> PreTrainedModel:
-    """3 layers, 4 query heads, 2 KV heads, dim 8, attention far from uniform."""
+def random_model_of(
+    family: str, seed: int, kernel: str = "sdpa", layers: int = 3
+) -> PreTrainedModel:
+    """4 query heads, 2 KV heads, dim 8, attention far from uniform."""
     config_class, model_class = FAMILIES[family]
     config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
