@@ -39,6 +39,7 @@ from kvsim.analysis.summaries import (
     uneven,
 )
 from kvsim.core.display import Displayed
+from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import policy
 from kvsim.policies.naming import examples
@@ -227,15 +228,30 @@ _ASKED = pl.coalesce("share", pl.col("budget").cast(pl.String))
 
 def _is_reference(label: str) -> bool:
     """Whether a policy is no candidate: no budget binds what it holds, or it looks ahead."""
+    built = _built(label)
+    return built is not None and (built.clairvoyant or holds_all(label))
+
+
+def holds_all(label: str) -> bool:
+    """Whether no budget binds what the policy of a label holds, as behind a reader alone.
+
+    False for a policy of the user's own.
+    """
+    built = _built(label)
+    if built is None or built.bounded:
+        return False
+    return built.propagation is None or built.propagation.alone
+
+
+def _built(label: str) -> Policy | None:
+    """The policy of a label; None where the name is a user's own, or of another version."""
     name = label.partition(" (")[0]
-    if ":" in name:  # a user's own: to build it would run the code that the name points at
-        return False
+    if ":" in name:  # to build it would run the code that the name points at
+        return None
     try:
-        built = policy(name, **examples(name))
-    except PolicyError:  # of an earlier version
-        return False
-    alone = built.propagation is None or built.propagation.alone
-    return built.clairvoyant or (not built.bounded and alone)
+        return policy(name, **examples(name))
+    except PolicyError:
+        return None
 
 
 def _ranked(

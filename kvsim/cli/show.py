@@ -196,14 +196,19 @@ UNFAIR_NOTE = (
 
 
 def flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
-    """Return a summary with a column `unfair`: rows see more than under another bounded policy."""
+    """Return a summary with a column `unfair`: rows see more than under another bounded policy.
+
+    A reader alone evicts nothing: its budget is of what rows read.
+    """
     import polars as pl
 
+    from kvsim.analysis.comparison import holds_all
     from kvsim.analysis.summaries import sees_more
 
     if "entries_seen" not in summary:
         return summary.with_columns(unfair=pl.lit(value=False))
-    seen = pl.when(~pl.col("policy").is_in(list(unbounded))).then("entries_seen")
+    free = {*unbounded, *filter(holds_all, summary["policy"].unique())}
+    seen = pl.when(~pl.col("policy").is_in(free)).then("entries_seen")
     size = pl.coalesce("share", pl.col("budget").cast(pl.String))
     more = summary.select(seen=seen, size=size).select(sees_more("seen", ["size"]))
     return summary.with_columns(unfair=more.to_series())

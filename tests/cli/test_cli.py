@@ -1431,6 +1431,17 @@ def test_a_table_flags_what_sees_more_entries(run, trace):
     assert "Note: all policies act on one schedule (the prompt, every 32 rows)" in shared
 
 
+def test_a_reader_is_not_flagged_for_what_it_holds(run, trace, tmp_path):
+    """It evicts nothing; what is marked beside it is marked as without it, of a run folder too."""
+    asked = ["--policy", "quest,tova,snapkv+quest", "--set", "window=4", "--budget", "8"]
+    asked += ["--set", "dense_layers=0", "--own-schedule", "--out", str(tmp_path / "run")]
+    tables = [run("replay", trace, *asked)[1], run("info", str(tmp_path / "run"))[1]]
+
+    for table in tables:
+        marked = [line.split()[0] for line in table.splitlines() if re.search(r"\d!\s", line)]
+        assert marked == ["snapkv+quest"]
+
+
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):
     """`--set scorer.NAME` goes one part in; a budget that shortens something is remarked on."""
     asked = ["--set", "window=16", "--set", "scorer.window=8", "--budget", "20", "--interval", "8"]
