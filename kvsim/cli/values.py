@@ -310,7 +310,7 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     """
     from kvsim.cli.show import echo_text
     from kvsim.policies import has_parameter, parameters, policy
-    from kvsim.policies.naming import canonical
+    from kvsim.policies.naming import canonical, hidden_key
 
     names = [canonical(name) for name in names]
     custom = [name for name in names if ":" in name]
@@ -342,6 +342,10 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
             )
         for name in takers:
             out[name][key] = [value for _, value in pairs]
+            hidden = None if name in custom else hidden_key(name, key)
+            if hidden is not None:
+                note = f"Note: --set {text} is not that of {hidden[0]} in {name}"
+                echo_text(f"{note}; --set {hidden[1]} is.", err=True)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ def policy(name: str, **params: Any) -> Policy:
     A reader and a codec stand behind it, `snapkv+quest+kivi`, or alone where nothing is evicted.
     Next to an eviction a reader reads a quarter of the budget by default (`share`). `rocketkv`
     alone is `snapkv+rocketkv`, as in the paper.
-    A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in.
+    A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in,
+    and from the eviction to the reader and the codec: `tova+quest` takes `heads` for `tova`, and
+    `scorer__heads` for `quest`.
     `protect=Protection(sink, recent, prompt)` protects these entries, too.
 
     `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
@@ -69,7 +71,8 @@ def policy(name: str, **params: Any) -> Policy:
         inner = inside.get(part.partition("@")[0], {})
         inner = {key: inner[key] for key in inner.keys() & innermost.parameters.keys()}
         shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
-        built = _base(name, innermost, {**innermost.params, **inner, **shared, **routed[-1]})
+        given = {**innermost.params, **inner, **shared, **routed[-1]}
+        built = _explained(name, params, lambda: _base(name, innermost, given))
     rearranged = any(entry.kind != "propagation" for entry in outer)
     if rearranged and built.allocator.yields:
         built = replace(built, allocator=Uniform())
@@ -175,6 +178,21 @@ def declared(name: str) -> dict[str, Parameter]:
             out["scorer__" * (last.get(key, -1) + 1) + key] = parameter
             last[key] = depth
     return out
+
+
+def hidden_key(name: str, key: str) -> tuple[str, str] | None:
+    """The reader or codec of `name` whose parameter `key` an eviction has too; its key in `--set`.
+
+    None where `key` alone reaches it, or nothing behind the eviction has it.
+    """
+    chain, behind = _parse(name)
+    levels = [entry.parameters if entry is not None else {} for _, entry in chain]
+    outer = [depth for depth, names in enumerate(levels) if key in names]
+    parts = canonical(name).split("+")
+    for part, entry in zip(parts[len(parts) - len(behind) :], behind, strict=True):
+        if outer and key in entry.parameters:
+            return part, "scorer." * (outer[-1] + 1) + key
+    return None
 
 
 def examples(name: str) -> dict[str, Any]:
@@ -332,6 +350,17 @@ def _route(
                 f"parameters: {', '.join(available) or 'none'}"
             )
     return out
+
+
+def _explained(name: str, params: Mapping[str, Any], build: Callable[[], Policy]) -> Policy:
+    """What `build` returns; its error says which key reaches a reader or codec that it hides."""
+    try:
+        return build()
+    except PolicyError as error:
+        for key in (key for key in params if f" {key} is " in str(error)):
+            if hidden := hidden_key(name, key):
+                raise PolicyError(f"{error}; the {key} of {hidden[0]} is {hidden[1]}") from None
+        raise
 
 
 def _base(name: str, entry: Entry, params: Mapping[str, Any]) -> Policy:

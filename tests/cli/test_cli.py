@@ -1419,6 +1419,22 @@ def test_a_setting_is_of_one_policy_or_of_all_that_have_it(run, trace):
     assert "none of tova has this parameter" in run("replay", trace, *asked, "--set", "tova.x=1")[2]
 
 
+def test_a_setting_that_an_eviction_takes_from_its_reader_is_noted(run, trace):
+    """A bare key goes to the eviction, and the note says which one goes to the reader."""
+    asked = ["--policy", "tova+quest", "--budget", "12", "--interval", "8", "--json"]
+    status, out, err = run("replay", trace, *asked, "--set", "heads=group")
+    other = run("replay", trace, *asked, "--set", "scorer.heads=kv")
+
+    assert status == 0
+    assert err == (
+        "Note: --set heads=group is not that of quest in tova+quest; --set scorer.heads is.\n"
+    )
+    params = json.loads(out)["cells"][0]["params"]
+    assert (params["heads"], params["scorer__heads"]) == ("group", "query")
+    assert other[2] == ""
+    assert json.loads(other[1])["cells"][0]["params"]["scorer__heads"] == "kv"
+
+
 def test_a_table_flags_what_sees_more_entries(run, trace):
     """With schedules of their own, a policy that acts less often is marked; with one, none is."""
     asked = ["--policy", "tova,snapkv", "--set", "window=4", "--budget", "8"]

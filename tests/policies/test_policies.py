@@ -99,6 +99,12 @@ def test_parameters_replace_defaults_and_presets():
         ("snapkv", {"windw": 8}, r"no parameter 'windw'; did you mean 'window'\?"),
         ("tova", {"window": 8}, "parameters: protect_last, heads, log"),
         ("tova", {"heads": "some"}, "tova: heads is 'some'; expected 'all' or 'group'"),
+        ("tova+quest", {"heads": "kv"}, "'all' or 'group'; the heads of quest is scorer.heads$"),
+        (
+            "ams+tova+quest",
+            {"heads": "kv"},
+            "'all' or 'group'; the heads of quest is scorer.scorer.heads$",
+        ),
         ("tova", {"protect": 4}, "protect is 4; expected Protection"),
         ("tova", {"protect": {"sinks": 4}}, "protect is .*; expected Protection"),
         (
