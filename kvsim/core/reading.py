@@ -96,6 +96,10 @@ class Reader(Piece, ABC):
     def check(self, trace: Trace) -> None:
         """Raise PolicyError for a trace that the reader has no rule for."""
 
+    def remark(self, trace: Trace, budget: int) -> str:
+        """What to know about results, such as lengths that do not fit; empty for nothing."""
+        return ""
+
     def fitted(self, trace: Trace, budget: int) -> Reader:
         """The reader with the values that parameters have for this trace and budget."""
         return self

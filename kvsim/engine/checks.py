@@ -149,6 +149,9 @@ def remark(
             "the prompt fills the text: no row sees what is evicted, and metrics of rows after the "
             "prompt have no value"
         )
+    if policy.reader is not None:
+        of_reader = policy.reader.remark(trace, budget)
+        remarks.append(f"{policy.name}: {of_reader}" if of_reader else "")
     if trace.windowed:
         remarks.append(  # about the trace, so that it appears once for all policies
             f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "

@@ -53,6 +53,19 @@ class InfLLM(Reader):
         """With the local window of the budget."""
         return replace(self, local=self._window(budget))
 
+    def remark(self, trace: Trace, budget: int) -> str:
+        """Lengths that are more than what the budget says is read."""
+        least, most = self.sink + self._window(budget) + self.page, int(self.share * budget)
+        if least <= most:
+            return ""
+        whole = least >= trace.n_pos
+        return (
+            f"every row reads sink={self.sink}, local={self._window(budget)} and a block of "
+            f"{self.page}, more than the {most} entries of budget {budget}"
+            + (f", which is all of the {trace.n_pos} tokens" if whole else "")
+            + "; give smaller lengths, or a larger budget"
+        )
+
     def _window(self, budget: int) -> int:
         return self.local or max(1, int(self.share * budget) * 2 // 3)
 

@@ -107,6 +107,18 @@ def test_remarks():
     assert "no event ends the prefill in its schedule" in never.remark
 
 
+def test_lengths_of_a_reader_that_do_not_fit_are_remarked_on():
+    """A row reads more than the budget says, or all of a text; nothing where lengths fit."""
+    whole = kvsim.replay(trace(), kvsim.policy("infllm@release"), 20).remark
+    more = kvsim.replay(trace(), kvsim.policy("infllm", page=4, local=20), 24).remark
+    fits = kvsim.replay(trace(), kvsim.policy("infllm", page=4), 24).remark
+
+    assert "sink=128, local=4096 and a block of 128, more than the 20 entries" in whole
+    assert "which is all of the " in whole
+    assert "local=20 and a block of 4, more than the 24 entries of budget 24; give" in more
+    assert "infllm" not in fits
+
+
 def test_records_and_results_tell_it_apart(tmp_path):
     """Stored records have it, older ones are of the prompt; results have it as a parameter."""
     policies = [kvsim.policy("snapkv", window=4)]
