@@ -35,7 +35,8 @@ class RocketKV(Reader):
     the second stage compresses by C = c^(1 - r). Half of t pays for the entries that are read, half
     for the estimate: pages of ceil(sqrt C) entries, and d page / C of the d channels. Here the
     budget is what stays of the prompt, and c is what makes it S / c^r. A prompt that fits into the
-    budget is read whole.
+    budget is read whole: nothing is estimated, and there are no summaries. A page of one entry is
+    its own summary, and takes no memory.
 
     tokens: the paper's t; None is that of the split. page: entries of a page; channels: how many
     the estimate uses; None is those of C.
@@ -85,7 +86,9 @@ class RocketKV(Reader):
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """Two 16-bit numbers per channel, one of which a row reads of those that it uses."""
-        return 32.0 * dim, 16.0 * (self.channels or dim)
+        if self.tokens == NEVER:
+            return 0.0, 0.0
+        return 32.0 * dim * (self.page != 1), 16.0 * (self.channels or dim)
 
 
 def split(prompt: int, budget: int) -> int:

