@@ -18,7 +18,7 @@ import polars as pl
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.significance import sign_flip
-from kvsim.analysis.summaries import WEAKEST, Interval, main_variants, per_prompt
+from kvsim.analysis.summaries import WEAKEST, Interval, averages, main_variants, per_prompt
 from kvsim.analysis.table import BESIDE, choose
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.checks import resolve_device
@@ -31,6 +31,9 @@ from kvsim.sweeps.space import Dimension, dimension
 
 if TYPE_CHECKING:
     import optuna
+
+#: What a reader or a codec must not gain by, and the share by which bytes may differ.
+COSTS, _EQUAL = ("bytes_held", "bytes_read"), 0.001
 
 #: Fewest prompts that are split; with fewer of them over-fitting cannot be seen.
 FEWEST = 4
@@ -59,7 +62,8 @@ class Tuning:
     parameters: those in which the best setting differs from the default one. gains: how much
     better it is than the default, mean over the prompts "searched" on and "held out", with 95 %
     bootstrap intervals and, of prompts held out, the p-value of `sign_flip`. trials: one row for
-    each, its state (done, failed), mean over the searched prompts, and parameters as JSON.
+    each, its state (done, failed, or dearer: of more bytes than the default), mean over the
+    searched prompts, and parameters as JSON.
     """
 
     policy: str
@@ -95,8 +99,9 @@ def tune(
 ) -> Tuning:
     """Search the parameters of a policy for the best mean of a metric over prompts.
 
-    Equal arguments find equal parameters. Ctrl-C ends the search; the best of the trials that are
-    done is reported.
+    Equal arguments find equal parameters. Settings of a reader or a codec that hold or read more
+    bytes than the default one on the prompts searched on are no gain, and are not taken. Ctrl-C
+    ends the search; the best of the trials that are done is reported.
 
     Args:
         traces: of the prompts; they are split at random.
@@ -136,7 +141,7 @@ def tune(
         "prefill": prefill,
         "device": resolve_device(device),
     }
-    terms |= {"metrics": [metric], "regret": bool(entry.beside)}
+    terms["regret"] = bool(entry.beside)
     objective = _Objective(name, budget, metric, fixed or {}, terms)
     sign = 1 if entry.better == "higher" else -1
     report = progress or (lambda *_: None)
@@ -157,9 +162,13 @@ def tune(
                 study.tell(trial, state=_failed())
                 row |= {"state": "failed", "error": str(error)}
             else:
-                study.tell(trial, sign * value)
-                if sign * (value - best) > 0:
-                    best, parameters = value, setting
+                if objective.dearer(setting, searched):
+                    study.tell(trial, state=_failed())
+                    row["state"] = "dearer"
+                else:
+                    study.tell(trial, sign * value)
+                    if sign * (value - best) > 0:
+                        best, parameters = value, setting
             rows.append(row | {"params": json.dumps(setting)})
         parameters = _needed(objective, space, parameters, searched, best)
     except KeyboardInterrupt:
@@ -259,17 +268,36 @@ class _Objective:
         self._name, self._budget, self._metric = name, budget, metric
         self._fixed, self._terms = dict(fixed), terms
         self._tables: dict[tuple[str, tuple[str, ...]], pl.DataFrame] = {}
+        built = policy(name, **fixed)
+        self._costs = COSTS if built.reader or built.codec else ()
+        self._bytes: dict[tuple[str, tuple[str, ...]], Floats] = {}
 
     def values(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> Floats:
         """One value per trace [trace]; a KvsimError where one has none."""
         return self.table(setting, traces)["value"].to_numpy()
 
+    def dearer(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> bool:
+        """Whether a setting of a reader or a codec holds or reads more bytes than the default."""
+        if not self._costs:
+            return False
+        each = []
+        for one in ({}, setting):
+            self.table(one, traces)
+            each.append(self._bytes[self._key(one, traces)])
+        return bool((each[1] > (1 + _EQUAL) * each[0]).any())
+
+    def _key(
+        self, setting: Mapping[str, Any], traces: Sequence[Trace]
+    ) -> tuple[str, tuple[str, ...]]:
+        return json.dumps(setting, sort_keys=True), tuple(trace.name for trace in traces)
+
     def table(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> pl.DataFrame:
         """The `per_prompt` rows of the metric, one per trace."""
-        key = json.dumps(setting, sort_keys=True), tuple(trace.name for trace in traces)
+        key = self._key(setting, traces)
         if key not in self._tables:
             built = policy(self._name, **{**self._fixed, **setting})
-            run = replay_all(traces, [built], [self._budget], **self._terms)
+            metrics = [self._metric, *(cost for cost in self._costs if cost != self._metric)]
+            run = replay_all(traces, [built], [self._budget], **{**self._terms, "metrics": metrics})
             if run.interrupted:
                 raise KeyboardInterrupt
             if run.failures:
@@ -281,6 +309,9 @@ class _Objective:
                     "expected one on each: leave the others out, or lower --budget"
                 )
             self._tables[key] = rows
+            if self._costs:
+                means = averages(run.table, metrics=self._costs).sort("metric")
+                self._bytes[key] = means["mean"].to_numpy()
         return self._tables[key]
 
 
@@ -299,6 +330,7 @@ def _needed(
             continue
         try:
             same = objective.values(fewer, traces).mean() == best
+            same = same and not objective.dearer(fewer, traces)
         except KvsimError:  # the default of this one does not go with the others
             same = False
         kept = fewer if same else kept
@@ -345,6 +377,12 @@ def _remarks(
     ]
     if assumed:
         out.append(f"ranges that the policy does not declare: {', '.join(assumed)}")
+    dearer = done.filter(state="dearer")
+    if dearer.height:
+        out.append(
+            f"{dearer.height} of {done.height} trials hold or read more bytes than the default "
+            "setting, and are not taken"
+        )
     failed = done.filter(state="failed")
     if failed.height:
         out.append(

@@ -309,3 +309,31 @@ def test_per_prompt_values_are_in_the_order_of_traces(traces):
     rows = objective.table({}, traces)
 
     assert rows["trace"].to_list() == [trace.name for trace in traces]
+
+
+def test_reading_more_is_no_gain(traces, monkeypatch):
+    """Settings of a reader or a codec that hold or read more bytes than the default are left out.
+
+    Each of the settings that are taken costs no more; without the rule, one that does would be.
+    """
+    name, fixed = "quest", {"page": 4}
+    options = {"search": ["share", "dense_layers"], "fixed": fixed, "trials": 8, **TERMS}
+    tuned = tune(traces[:3], name, 16, **options)
+
+    dear = tuned.trials.filter(state="dearer")
+    assert dear.height
+    assert any(f"{dear.height} of 8 trials hold or read more" in x for x in tuned.remarks)
+    objective = _Objective(name, 16, "output_error", fixed, TERMS)
+    bytes_of = [
+        kvsim.sweep(
+            traces=traces[:3], policies=[kvsim.policy(name, **fixed, **setting)], budgets=[16],
+            intervals=8, metrics=["bytes_read"],
+        ).table["value"].sum()
+        for setting in ({}, tuned.parameters, json.loads(dear["params"][0]))
+    ]  # fmt: skip
+    assert bytes_of[1] <= 1.002 * bytes_of[0] < bytes_of[2]
+    assert not objective.dearer({}, traces[:3])
+    monkeypatch.setattr(_Objective, "dearer", lambda *_: False)
+    free = tune(traces[:3], name, 16, **options)
+    assert free.gains["tuned"][0] < tuned.gains["tuned"][0]
+    assert not _Objective("tova", 16, "output_error", {}, TERMS)._costs
