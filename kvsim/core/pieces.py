@@ -352,6 +352,10 @@ class Allocator(Sizing, ABC):
     #: the budget binds some heads even where it does not bind all
     binds_some: ClassVar[bool] = False
 
+    def bound_shares(self, n_layers: int) -> list[float] | None:
+        """The share of each layer's heads that the budget binds; None where it is all or none."""
+        return None
+
     @property
     def binds(self) -> bool:
         """False where protection only shows in the plan and is not enforced."""

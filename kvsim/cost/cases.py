@@ -171,20 +171,31 @@ class Case:
         return planned if len(planned) == n_layers else planned * n_layers
 
     @cached_property
-    def sizes(self) -> list[tuple[float, float, float]]:
-        """`entries`, `peak` and `mean` of `Cost`."""
+    def sizes(self) -> list[tuple[float, ...]]:
+        """`entries`, `peak` and `mean` of `Cost`, means over the heads of a layer."""
+        layers = [*zip(self.last, self.whole, self.budgets, strict=True)]
+        sizes = [self._sizes(*layer) for layer in layers]
+        shares = self.policy.allocator.bound_shares(self.model.n_layers)
+        if shares is None:
+            return sizes
+        return [  # the other heads hold everything
+            tuple(
+                share * x + (1 - share) * y
+                for x, y in zip(self._sizes(rows, whole, self.budget), size, strict=True)
+            )
+            for share, size, (rows, whole, _) in zip(shares, sizes, layers, strict=True)
+        ]
+
+    def _sizes(self, rows: int, whole: bool, budget: int) -> tuple[float, ...]:
+        """The same of a layer of heads that are cut to a budget."""
         interval, later = self.policy.schedule.interval, self.context - self.prompt
-        sizes: list[tuple[float, float, float]] = []
-        for rows, whole, budget in zip(self.last, self.whole, self.budgets, strict=True):
-            end = rows + later  # entries at the end of the context, if nothing is evicted
-            if whole or interval is None:
-                after = rows if whole else min(budget, rows)
-                sizes.append((after, after + later, after + later))
-            else:
-                after = min(budget, end)
-                peak, mean = after + interval, after + (interval + 1) / 2
-                sizes.append((after, min(end, peak), min(end, mean)))
-        return sizes
+        if whole or interval is None:
+            after = rows if whole else min(budget, rows)
+            return after, after + later, after + later
+        end = rows + later  # entries at the end of the context, if nothing is evicted
+        after = min(budget, end)
+        peak, mean = after + interval, after + (interval + 1) / 2
+        return after, min(end, peak), min(end, mean)
 
     def time(self, layer_time: Callable[[float], float]) -> float:
         """Prefill time relative to that of all layers over all rows."""

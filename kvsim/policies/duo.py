@@ -41,6 +41,7 @@ from kvsim.core.select import apportion, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies.tova import TOVA
+from kvsim.schema import plural
 
 #: Of the file; another one is refused.
 VERSION = 1
@@ -138,6 +139,18 @@ class Duo(Allocator):
     def exact(self) -> bool:
         """As `bounded`."""
         return self.bounded
+
+    def bound_shares(self, n_layers: int) -> list[float] | None:
+        """The share of streaming heads, where retrieval heads hold everything."""
+        if self.bounded:
+            return None
+        layers = len(self._retrieval)
+        if layers != n_layers:
+            raise PolicyError(
+                f"duo: {self.file} is a plan of {plural(layers, 'layer')}, the model has "
+                f"{n_layers}; give a plan of the same model"
+            )
+        return [float(x) for x in 1 - self._retrieval.double().mean(1)]
 
     def protection(self, budget: int) -> Protection:
         """The sinks, of every head."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.cli.replaying import unbounded
+from kvsim.core.policy import Schedule
+from kvsim.cost import estimate
+from kvsim.cost.model import Model
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.learning import head_plan
 from kvsim.policies.duo import HeadPlan
@@ -236,6 +240,25 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
     )
     assert status == 0
     assert document["policy"] in text
+
+
+@pytest.mark.parametrize("interval", [None, 4])
+def test_the_cost_of_a_plan_is_what_a_replay_holds(folder, interval):
+    """Streaming heads hold the budget, others everything; a plan of another model is refused."""
+    model = Model("two", 2, 4, 2, 8, hidden=24, intermediate=48, vocab=50)
+    path = plan_of(folder, [[0.9, 0.1], [0.8, 0.7]])
+    built = replace(kvsim.policy(f"duo:{path}", share=0.75), schedule=Schedule(interval))
+    case = make_case("sharp", layers=2, heads=2, n=41, prompt_len=20, seed=1)
+    record = kvsim.replay(case.trace(), built, 10)
+    cost = estimate(model, built, 10, 40, prompt=20)
+
+    row = 19 if interval is None else 39
+    assert cost.entries == tuple(record.retained(row).sum(-1).mean(-1))
+    assert cost.entries == ((15, 20) if interval is None else (25, 40))
+    assert cost.peak == ((35, 40) if interval is None else (27, 40))
+    larger = replace(model, n_layers=3)
+    with pytest.raises(PolicyError, match="a plan of 2 layers, the model has 3"):
+        estimate(larger, built, 10, 40, prompt=20)
 
 
 def test_a_table_has_a_line_for_each_budget(folder):
