@@ -28,6 +28,7 @@ POLICIES = (
     "pyramidkv",
     "global+tova",
     "full",
+    "tova+quest",
 )
 SCORERS = {
     "KnormPress": ("knorm", {}, {}),
@@ -99,7 +100,12 @@ def test_a_policy_as_a_press_is_the_live_run(interop, model, prompt, name):
 
     logits = pressed(model, press, tokens)
 
-    assert np.array_equal(press.record().evicted_at, record.evicted_at[..., : len(tokens)])
+    mine = press.record()
+    assert np.array_equal(mine.evicted_at, record.evicted_at[..., : len(tokens)])
+    assert (mine.reads is None) == (record.reads is None) == ("quest" not in name)
+    if record.reads is not None:
+        assert np.array_equal(mine.reads.bits, record.reads.bits)
+        assert (record.reads.bits[2] != 255).any()
     gap = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(gap.max()) < 1e-5
     assert (len(record.events) > 3) == (name != "full")

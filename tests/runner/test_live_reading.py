@@ -10,6 +10,7 @@ import torch
 
 import kvsim
 from families import FAMILIES
+from kvsim.core.policy import Schedule
 from kvsim.core.storing import stored_after
 from kvsim.errors import PolicyError
 from kvsim.runner.decoding import Decoding, RunningModel, check_live, prefill
@@ -40,11 +41,11 @@ def running():
     return RunningModel(replace(family, changes=changes).build(family.kernels[0], torch.float32))
 
 
-def gap(live, layer, record):
+def gap(live, layer, record, end=None):
     """The largest difference of a layer's outputs to attention over what its rows read; relative.
 
     Rows of the prompt read all that is resident; entries are rounded after the rows of the codec's
-    clock. In float64.
+    clock, which begins at the end of the context or the prompt, or at `end`. In float64.
     """
     at = record.layers.index(layer)
     gone = torch.from_numpy(record.evicted_at[at])
@@ -53,7 +54,7 @@ def gap(live, layer, record):
     q, k, v = (x[layer].double() for x in (live.q, live.k, live.v))
     group = len(q) // len(k)
     (new_k, late_k), (new_v, late_v) = (
-        (x.repeat_interleave(group, 0) for x in rounded(live, layer, record, which))
+        (x.repeat_interleave(group, 0) for x in rounded(live, layer, record, which, end))
         for which in range(2)
     )
     seen, k, v = (x.repeat_interleave(group, 0) for x in (seen, k, v))
@@ -67,13 +68,15 @@ def gap(live, layer, record):
     return float(apart.max())
 
 
-def rounded(live, layer, record, which):
+def rounded(live, layer, record, which, end=None):
     """Keys (0) or values (1) after the round trip [H, T, d], and whether rows see them so."""
     exact, codec = (live.k, live.v)[which][layer], record.codec
     if codec is None:
         return exact.double(), torch.zeros(len(exact), LENGTH, LENGTH, dtype=torch.bool)
     gone = torch.from_numpy(record.evicted_at)
-    after = stored_after(gone, codec.clocks[which], PROMPT - 1)[record.layers.index(layer)]
+    ends = Schedule(compress=record.compress).ends(PROMPT, live.decoding.sketch.context_len)
+    first = (end or min(ends)) - 1
+    after = stored_after(gone, codec.clocks[which], first)[record.layers.index(layer)]
     new = exact.clone()
     for head, rows in enumerate(after.tolist()):
         for row in {*rows} - {NEVER}:
@@ -179,3 +182,17 @@ def test_a_layer_that_alone_rounds_is_its_replay(running, step):
         assert np.array_equal(mine.evicted_at, record.evicted_at), name
         assert mine.reads is None or np.array_equal(mine.reads.bits, record.reads.bits), name
         assert gap(live, layer, record) < CLOSE, name
+
+
+@pytest.mark.parametrize("fires", [True, False])
+def test_rows_behind_the_context_see_rounded_entries(running, fires):
+    """From the question on, whether or not an event fires there; outputs are the replay's."""
+    for name in ("int4", "h2o+int4"):
+        policy, options = kvsim.policy(name), {"layers": [1], "compress": "context"}
+        options |= {"prefill": fires, "interval": 6 if name == "h2o+int4" else None}
+        live = run_live(running, policy, BUDGET, TOKENS, PROMPT, context_len=30, **options)
+
+        record = kvsim.replay(live.trace(), policy, BUDGET, **options)
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+        assert gap(live, 1, record) < CLOSE, name
+        assert gap(live, 1, record, end=PROMPT) > 1e-3, "those of the question saw it exact"
