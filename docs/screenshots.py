@@ -2,7 +2,8 @@
 """Make the pictures of the dashboard in images/: every page in two sizes, light and dark.
 
     python docs/screenshots.py              all of them, in a few minutes
-    python docs/screenshots.py PAGE ...     those of some pages, such as start (without a run)
+    python docs/screenshots.py PAGE ...     those of some pages, such as start (without a run) or
+                                            reads (retention behind a reader)
 
 It records twelve short prompts of the shipped model and replays four policies on them, as in
 compare.md, and shows the results next to the sample trace of SmolLM2. It needs Chromium.
@@ -11,6 +12,7 @@ compare.md, and shows the results next to the sample trace of SmolLM2. It needs 
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import shutil
 import subprocess
@@ -33,6 +35,20 @@ SIZES, SCHEMES = ((1440, 900), (1000, 700)), ("light", "dark")
 ALL = 1_500_000
 #: The first page in a folder without a run.
 START = "start"
+#: The page of retention behind a reader.
+READS = "reads"
+LINK_OF_READS = {
+    "trace": "traces/walk-1-paint-s0-000.zarr",
+    "layer": 2,
+    "head": 0,
+    "policy": "h2o",
+    "policy_reader": "quest",
+    "beside": "full",
+    "beside_reader": "quest",
+    "budget": 64,
+    "event": 200,
+    "set": "dense_layers=0 page=4",
+}
 COMMANDS = """\
 kvsim prompts --task walk,get --level 1 --n 12 --out many.jsonl
 kvsim capture --model tiny --prompts many.jsonl --out traces
@@ -52,8 +68,8 @@ def prepare(folder: Path) -> None:
     shutil.copytree(sample_trace("smollm2"), folder / "sample-smollm2.zarr")
 
 
-def shoot(folder: Path, pages: list[str], **link: Any) -> None:
-    """Show pages in every size and scheme, and keep what is seen."""
+def shoot(folder: Path, pages: list[str], title: str | None = None, **link: Any) -> None:
+    """Show pages in every size and scheme, and keep what is seen; title: in the names of files."""
     with serve(folder) as address, chromium(address) as context:
         tab = Tab(context.new_page())
         for scheme in SCHEMES:
@@ -61,7 +77,7 @@ def shoot(folder: Path, pages: list[str], **link: Any) -> None:
             for width, height in SIZES:
                 tab.page.set_viewport_size({"width": width, "height": height})
                 for page in pages:
-                    name = f"images/dashboard-{page}-{width}-{scheme}.webp"
+                    name = f"images/dashboard-{title or page}-{width}-{scheme}.webp"
                     tab.open(address.partition("/?")[0], page.replace(START, PAGES[0]), **link)
                     tab.check()
                     if tab.overflow() > 0:
@@ -74,15 +90,18 @@ def shoot(folder: Path, pages: list[str], **link: Any) -> None:
 def main(pages: list[str]) -> None:
     """Make the pictures of these pages, or of all."""
     with tempfile.TemporaryDirectory() as place:
-        full, empty = Path(place, "full"), Path(place, "empty")
+        full, empty = Path(place, "results"), Path(place, "empty")
         full.mkdir()
         empty.mkdir()
+        os.environ["HOME"] = place  # the pages show folders from there on, as a user's
         if START in pages:
             shoot(empty, [START])
         rest = [page for page in pages if page != START]
         if rest:
             prepare(full)
-            shoot(full, [page for page in rest if page != "layers"], layer=0, head=2)
+            shoot(full, [page for page in rest if page not in ("layers", READS)], layer=0, head=2)
+        if READS in rest:
+            shoot(full, ["retention"], READS, **LINK_OF_READS)
         if "layers" in rest:  # the sample has three layers that are no neighbours
             shoot(full, ["layers"], trace="traces/walk-1-paint-s0-000.zarr")
     total = sum(path.stat().st_size for path in DOCS.glob("images/dashboard-*.webp"))
@@ -92,4 +111,4 @@ def main(pages: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [START, *PAGES])
+    main(sys.argv[1:] or [START, *PAGES, READS])

@@ -34,7 +34,7 @@ SAMPLE = "sample-smollm2"
 HERE = "the chosen trace, replayed here"
 
 #: What a policy has behind its eviction, and what it does without.
-BEHIND = {"reader": "reads all", "codec": "as recorded"}
+BEHIND = {"reader": "reads all", "codec": "exact"}
 
 #: The option for no policy.
 NONE = "none"

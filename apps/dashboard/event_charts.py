@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
+from plotly.colors import hex_to_rgb
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.kept.segmentation import Segmented, thinned
-from kvsim.plots.style import COLOURS, KEPT, MISSED, UNREAD
+from kvsim.plots.style import COLOURS, KEPT, MISSED
 
 from . import cache, elements
 from .tiles import READ_STATES, SIDE, STATES, Tile
@@ -35,8 +36,8 @@ LEGEND = "&ensp; ".join(
         ("the longest dropped run", QUOTA),
     )
 )
-# Colour of each of tiles.READ_STATES.
-_READ_STATES = ("rgba(0,0,0,0)", PALE, UNREAD, KEPT)
+# Colour of each of tiles.READ_STATES; a lighter blue on white, and a darker one on black.
+_READ_STATES = ("rgba(0,0,0,0)", PALE, f"rgba{(*hex_to_rgb(KEPT), 0.4)}", KEPT)
 #: The colours of `reading` in words.
 READ_LEGEND = "&ensp; ".join(
     f'<span style="border-left:1em solid {colour};padding-left:.4em">{name}</span>'
