@@ -107,6 +107,7 @@ def _replay(origin: Replay) -> Run:
         fit=True,
         metrics=MEASURED,
         regret=origin.regret,
+        accounts=False,
     )
     return _run(origin, trace.name, swept.table, swept.describe())
 

@@ -126,6 +126,7 @@ def replay(
                 jobs=jobs,
                 out=out,
                 resume=resume,
+                accounts=out is not None,
                 progress=report,
             )
         shown = metric or available(SUMMARY, opened)

@@ -76,6 +76,7 @@ class Share(NamedTuple):
     cells: tuple[Cell, ...]
     metrics: tuple[str, ...]
     parameters: Mapping[str, Any]
+    accounts: bool = True
 
     def lost(self, reason: str, *, unexpected: bool = False) -> Computed:
         """What became of it where nothing did, for one reason."""
@@ -111,11 +112,15 @@ def compute(share: Share) -> Computed:
         )
     cells = [cell._replace(trace=trace) for cell in share.cells]
     metrics = {name: METRICS[name] for name in share.metrics}
-    return Cells(cells, metrics, dict(share.parameters), lambda *_: None).computed()
+    options = dict(share.parameters)
+    return Cells(cells, metrics, options, lambda *_: None, accounts=share.accounts).computed()
 
 
 class Cells:
-    """The work of a sweep, and what is done of it; with parts, all of it is stored there."""
+    """The work of a sweep, and what is done of it; with parts, all of it is stored there.
+
+    accounts: keep what readers read when it is measured.
+    """
 
     def __init__(
         self,
@@ -124,7 +129,10 @@ class Cells:
         parameters: dict[str, Any],
         report: Progress,
         parts: Parts | None = None,
+        *,
+        accounts: bool = True,
     ) -> None:
+        self._accounts = accounts
         self._cells, self._metrics, self._report = cells, metrics, report
         self._parameters, self._parts = parameters, parts
         self._beside = {metric.beside for metric in metrics.values() if metric.beside}
@@ -219,7 +227,9 @@ class Cells:
                 part = tuple(cell._replace(trace=None) for cell in cells[first : first + size])  # type: ignore[arg-type]
                 shares.append(
                     Share(
-                        trace.name, trace.path, trace.digest, part, tuple(names), self._parameters
+                        *(trace.name, trace.path, trace.digest, part, tuple(names)),
+                        self._parameters,
+                        self._accounts,
                     )
                 )
         return shares
@@ -243,7 +253,9 @@ class Cells:
         """Replay the cells of a trace and measure them."""
         bound = functools.cache(functools.partial(replay, cells[0].trace, **self._limits))
         optima: dict[Hashable, Record] = {}
-        together = len(cells) if self._parts is None else self._together
+        reading = not self._accounts and any(cell.policy.reader for cell in cells)
+        apart = self._parts is not None or reading
+        together = self._together if apart else len(cells)
         measured = self.measured
         missing = [cell for cell in cells if cell.number not in measured]
         pending: list[Cell] = []
@@ -345,14 +357,18 @@ class Cells:
             return
         rows = Rows(tuple(cell.number for cell in cells), trace.name if first else None, table)
         self._rows.append(rows)
+        if not self._accounts:
+            self._release(set(rows.cells))
         if store and self._parts is not None:
             self._parts.add_rows(rows)
 
     def _release(self, numbers: set[int]) -> None:
         """Free what only measuring needs."""
         for number in numbers:
-            record = self._replayed[number].record
-            self._replayed[number] = Replayed(replace(record, internals=()))
+            record = replace(self._replayed[number].record, internals=())
+            self._replayed[number] = Replayed(
+                record if self._accounts else replace(record, reads=None)
+            )
 
     def _table(self) -> pl.DataFrame:
         """Return the rows of all cells, in the order of cells and metrics."""

@@ -170,6 +170,7 @@ def replay_all(
     jobs: int | None = 1,
     out: str | Path | None = None,
     resume: bool = False,
+    accounts: bool = True,
     progress: Progress | bool | None = None,
 ) -> Run:
     """Replay every policy at every budget over every trace and measure the outcome.
@@ -196,6 +197,8 @@ def replay_all(
     out: a new run folder. What is computed is there as soon as it is: each replay, and the values
     of every `TOGETHER` cells. The folder is a run once `run.json` is in it. resume: continue what
     an earlier sweep left in `out`; cells that it finished are not computed again, failed ones are.
+    accounts: keep what readers read (`Record.reads`); False frees it when it is measured, where
+    there is no `out`, and records have none.
 
     Budgets that a policy has no rule for (BudgetError), a memory budget that holds no layer
     (MemoryLimitError), two traces of one name (TraceError), and a folder that cannot be written to
@@ -236,7 +239,8 @@ def replay_all(
     notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
     if out is None:
         with threads_for(traces):
-            return replace(Cells(cells, chosen, parameters, report).run(count), notes=notes)
+            work_of = Cells(cells, chosen, parameters, report, accounts=accounts)
+            return replace(work_of.run(count), notes=notes)
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):

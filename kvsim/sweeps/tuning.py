@@ -297,7 +297,8 @@ class _Objective:
         if key not in self._tables:
             built = policy(self._name, **{**self._fixed, **setting})
             metrics = [self._metric, *(cost for cost in self._costs if cost != self._metric)]
-            run = replay_all(traces, [built], [self._budget], **{**self._terms, "metrics": metrics})
+            terms = {**self._terms, "metrics": metrics, "accounts": False}
+            run = replay_all(traces, [built], [self._budget], **terms)
             if run.interrupted:
                 raise KeyboardInterrupt
             if run.failures:

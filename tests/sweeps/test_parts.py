@@ -466,3 +466,28 @@ def test_hostile_rows_are_computed_again(tmp_path, monkeypatch, whole, change):
 def interrupt(*_, **__):
     """Ctrl-C."""
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_accounts_are_freed_when_they_are_measured(paths, monkeypatch, jobs):
+    """On request: values are the same, records have none, and few are there at a time."""
+    traces = [kvsim.open_trace(path) for path in paths]
+    policies = [kvsim.policy(name, page=2, dense_layers=0) for name in ("quest", "tova+quest")]
+    options = {"interval": 8, "metrics": ["output_error", "bytes_read"]}
+    kept = replay_all(traces, policies, [8, 12], **options)
+    held, values = [], cells.Cells._values
+
+    def counted(self, *given):
+        held.append(sum(each.record.reads is not None for each in self._replayed.values()))
+        return values(self, *given)
+
+    monkeypatch.setattr(cells, "TOGETHER", 2)
+    monkeypatch.setattr(cells.Cells, "_values", counted)
+    here = lambda work, shares, _: ((share, work(share)) for share in shares)  # noqa: E731
+    monkeypatch.setattr(cells, "in_processes", here)
+    freed = replay_all(traces, policies, [8, 12], accounts=False, jobs=jobs, **options)
+
+    assert all(record.reads is not None for record in kept.records)
+    assert all(record.reads is None for record in freed.records)
+    assert freed.table.equals(kept.table)
+    assert jobs > 1 or held == [2] * (2 * len(traces))
