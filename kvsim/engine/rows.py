@@ -9,6 +9,7 @@ Layers with sinks go by `Block.event`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -169,11 +170,16 @@ class RowView(View):
             return z.masked_fill_(~self._live.unsqueeze(2), -torch.inf).softmax(-1)
         return weight.mul_(total.reciprocal_())
 
+    @cached_property
+    def _slot_keys(self) -> Tensor:
+        """Keys of every slot, whatever is live; [L, H, n, d]."""
+        return gather(self._block.source.keys, self._block.entries)
+
     def _block_logits(self, start: int, stop: int) -> Tensor:
         """Logits of rows start..stop-1 against every slot; [L, H, w, G, n]."""
         source = self._block.source
         q = source.queries(start, stop).transpose(2, 3)  # [L, H, w, G, d]
-        z = q.flatten(2, 3) @ gather(source.keys, self._block.entries).transpose(-1, -2)
+        z = q.flatten(2, 3) @ self._slot_keys.transpose(-1, -2)
         z = source.formula.capped(z.mul_(source.formula.scale))
         out: Tensor = z.unflatten(2, q.shape[2:4])
         return out

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows, length, marked, take
 
 #: Rows of a block.
-ROWS = 64
+ROWS = 128
 
 # Weights of the rows of a group in a block are at most so many: long texts have smaller blocks.
 _MOST_WEIGHTS = 1 << 24
