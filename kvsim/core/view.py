@@ -203,6 +203,11 @@ class View:
         return self._gather("keys", self._source.keys)
 
     @property
+    def rounded(self) -> bool:
+        """Whether a codec rounds keys, so that an entry has another key at a later event."""
+        return self._exact is not None
+
+    @property
     def values(self) -> Tensor:
         """Values of the entries, 0 on pads; [L, H, n, d]."""
         return self._gather("values", self._source.values)

@@ -152,6 +152,7 @@ class GKV(Windowed):
                 threshold=self.threshold,
                 epsilon=1e-8 if raw else 1e-6,
                 else_first=raw,
+                view=view,
             ).masked_fill_(~older, -torch.inf)
             most = alike.amax(-1, keepdim=True)
             repeated = (alike - most).exp_()  # R' = R / max R, where R is a softmax

@@ -14,29 +14,75 @@ followed here, keeps it, zeroes one entry per row, and divides by the number of 
 No matrix is needed for the sums, which are k_j . sum_i k_i - |k_j|^2 for unit keys k. What needs it
 is the search for the last similar slot. It goes back from the last slots, over blocks of columns
 that grow, and is over for a row at its first match: in keys that point in a common direction nearly
-at once, in the worst case after one matrix product.
+at once, in the worst case after one matrix product. At later events only what is new since the one
+before is compared, and what has lost its match: keys do not change (`Searched`).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
+from kvsim.core.view import View
 
 # Similarities that are held at once; blocks that stay in the processor's cache are faster.
 _BLOCK_BYTES = 4 << 20
 # Columns of the first block of the search, and of the largest.
 _NARROW, _WIDE = 64, 512
+# Instead of the last similar slot: there is none, or nobody has searched.
+_NONE, _UNKNOWN = -1, -2
+
+
+@dataclass
+class Searched:
+    """The last similar entry of each entry at the event before, by position.
+
+    pos [h, m]: ascending. last [h, m]: the position of the last similar entry, -1 for none, -2 for
+    an entry that was not compared.
+    """
+
+    pos: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    last: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+
+    def slots(self, pos: Tensor, chosen: Tensor) -> tuple[Tensor, int]:
+        """Return the last similar slots of entries at pos, and the first slot that may be new.
+
+        pos, chosen and the result [h, n]. The result counts slots before the first new one.
+        """
+        if not self.pos.shape[-1]:
+            return torch.full_like(pos, _UNKNOWN), 0
+        at = torch.searchsorted(self.pos, pos).clamp_(max=self.pos.shape[1] - 1)
+        last = self.last.gather(1, at).masked_fill_(self.pos.gather(1, at) != pos, _UNKNOWN)
+        new = chosen & (last == _UNKNOWN)
+        first = int(torch.where(new.any(-1), new.byte().argmax(-1), pos.shape[1]).min())
+        slot = torch.searchsorted(pos, last).clamp_(max=pos.shape[1] - 1)
+        there = (pos.gather(1, slot) == last) & chosen.gather(1, slot)
+        # one whose match has left searches again
+        return torch.where(there, slot, last.clamp(max=_NONE).where(last < 0, _UNKNOWN)), first
+
+    def keep(self, pos: Tensor, chosen: Tensor, last: Tensor) -> None:
+        """Keep the last similar slots [h, n] of the entries at pos that are chosen."""
+        found = pos.gather(1, last.clamp(min=0)).where(last >= 0, _NONE)
+        self.pos, self.last = pos, found.masked_fill_(~chosen, _UNKNOWN)
 
 
 def mean_similarity(
-    keys: Tensor, among: Tensor, *, threshold: float, epsilon: float, else_first: bool = False
+    keys: Tensor,
+    among: Tensor,
+    *,
+    threshold: float,
+    epsilon: float,
+    else_first: bool = False,
+    view: View | None = None,
 ) -> Tensor:
     """c_j of the entries marked in `among` with each other, 0 elsewhere.
 
     keys [L, H, n, d]; among bool [L, H, n]; a key is k / (|k| + epsilon). else_first: a row without
-    a similar entry has its first entry set to 0 instead of none.
+    a similar entry has its first entry set to 0 instead of none. view: where the keys are those of
+    its entries in their order, the search goes on from the event before.
     """
     n, dim = keys.shape[-2:]
     keys, chosen = keys.reshape(-1, n, dim), among.reshape(-1, n)  # a row per head
@@ -47,37 +93,60 @@ def mean_similarity(
     together = unit.sum(1).unsqueeze(-1)  # [L * H, d, 1]
     with_itself = (norm / (norm + epsilon)).square()
     total = (unit @ together - with_itself).squeeze(-1)
+    searched, pos = Searched(), torch.arange(n, device=keys.device).expand(len(keys), n)
+    if view is not None and not view.rounded:
+        searched = view.once(("similar", threshold, epsilon), Searched)
+        pos = view.pos.reshape(-1, n)
+    known, first = searched.slots(pos, chosen)
     heads = max(1, _BLOCK_BYTES // (n * _NARROW * keys.element_size()))
-    blocks = zip(unit.split(heads), chosen.split(heads), strict=True)
-    found = [_last_similar(*block, threshold) for block in blocks]
-    last, similarity = (torch.cat(parts) for parts in zip(*found, strict=True))
-    total.scatter_add_(-1, last.clamp(min=0), -similarity)
+    blocks = zip(*(x.split(heads) for x in (unit, chosen, known)), strict=True)
+    last = torch.cat([_last_similar(*block, first, threshold) for block in blocks])
+    searched.keep(pos, chosen, last)
+    at = (
+        last.clamp(min=0) + n * torch.arange(len(last), device=last.device).unsqueeze(-1)
+    ).flatten()
+    similarity = (unit.reshape(-1, dim).index_select(0, at).view_as(unit) * unit).sum(-1)
+    total.scatter_add_(-1, last.clamp(min=0), -similarity.masked_fill_(last < 0, 0.0))
     if else_first:
-        first = chosen.to(torch.uint8).argmax(-1, keepdim=True)
-        direction = unit.gather(1, first.unsqueeze(-1).expand(-1, 1, dim))
+        first_chosen = chosen.to(torch.uint8).argmax(-1, keepdim=True)
+        direction = unit.gather(1, first_chosen.unsqueeze(-1).expand(-1, 1, dim))
         lost = (unit @ direction.transpose(1, 2)).squeeze(-1)
-        lost = lost.masked_fill(last >= 0, 0.0).scatter(-1, first, 0.0)
-        total.scatter_add_(-1, first, -lost.sum(-1, keepdim=True))
+        lost = lost.masked_fill(last >= 0, 0.0).scatter(-1, first_chosen, 0.0)
+        total.scatter_add_(-1, first_chosen, -lost.sum(-1, keepdim=True))
     count = chosen.sum(-1, keepdim=True).clamp(min=1)
     mean: Tensor = (total / count).masked_fill(~chosen, 0.0)
     return mean.view(among.shape)
 
 
-def _last_similar(unit: Tensor, chosen: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Of every row the last slot above the threshold, -1 for none, and the similarity there, or 0.
+def _last_similar(
+    unit: Tensor, chosen: Tensor, known: Tensor, first: int, threshold: float
+) -> Tensor:
+    """Of every row the last slot above the threshold, -1 for none.
 
-    unit [h, n, d] unit keys, 0 where not chosen; both results [h, n].
+    unit [h, n, d] unit keys, 0 where not chosen; chosen, known and the result [h, n]. known: the
+    last similar slot before the slot `first`, -1 for none and -2 where it has to be searched for.
     """
     heads, n, dim = unit.shape
-    last = torch.full((heads, n), -1, device=unit.device)
-    similarity = unit.new_zeros(heads, n)
+    last = torch.full_like(known, _NONE)
     # the rows that are searched for: of which head, at which slot, their keys
     which = torch.arange(heads, device=unit.device)
     slot = torch.arange(n, device=unit.device).expand(heads, n)
-    keys, rows = unit, unit
+    keys, rows, left = unit, unit, chosen
     stop, width = n, _NARROW
     while True:
-        start = max(0, stop - width)
+        if stop == first:
+            last = torch.where(left & (known >= 0), known, last)
+            left = left & (known == _UNKNOWN)
+        most = int(left.sum(-1).max())
+        if stop == 0 or most == 0:
+            return last
+        if most < slot.shape[1]:  # filled up, where heads have fewer, with rows that are done
+            which = left.any(-1).nonzero().squeeze(-1)
+            keys = unit if len(which) == heads else unit[which]
+            slot = left[which].byte().sort(dim=-1, stable=True).indices[:, n - most :]
+            flat = slot + n * torch.arange(len(which), device=slot.device).unsqueeze(-1)
+            rows = keys.reshape(-1, dim).index_select(0, flat.flatten()).unflatten(0, flat.shape)
+        start = max(first if first < stop else 0, stop - width)
         columns = keys[:, start:stop].transpose(1, 2)
         step = max(1, _BLOCK_BYTES // (len(which) * (stop - start) * unit.element_size()))
         for some, at in zip(rows.split(step, 1), slot.split(step, 1), strict=True):
@@ -85,22 +154,12 @@ def _last_similar(unit: Tensor, chosen: Tensor, threshold: float) -> tuple[Tenso
             head, row = ((at >= start) & (at < stop)).nonzero(as_tuple=True)
             cosine[head, row, at[head, row] - start] = 0.0
             found = cosine.amax(-1) > threshold
-            head, row = (found & (last[which].gather(1, at) < 0)).nonzero(as_tuple=True)
+            head, row = (found & left[which].gather(1, at)).nonzero(as_tuple=True)
             match = cosine[head, row].flip(-1)
-            back = (match > threshold).to(torch.uint8).argmax(-1, keepdim=True)  # the first of them
-            last[which[head], at[head, row]] = stop - 1 - back.squeeze(-1)
-            similarity[which[head], at[head, row]] = match.gather(-1, back).squeeze(-1)
-        left = chosen & (last < 0)
-        most = int(left.sum(-1).max())
-        if start == 0 or most == 0:
-            return last, similarity
+            back = (match > threshold).to(torch.uint8).argmax(-1)  # the first of them
+            last[which[head], at[head, row]] = stop - 1 - back
+        left = left & (last < 0)
         stop, width = start, min(2 * width, _WIDE)
-        if most < slot.shape[1]:  # filled up, where heads have fewer, with rows that are done
-            which = left.any(-1).nonzero().squeeze(-1)
-            keys = unit if len(which) == heads else unit[which]
-            slot = left[which].byte().sort(dim=-1, stable=True).indices[:, n - most :]
-            flat = slot + n * torch.arange(len(which), device=slot.device).unsqueeze(-1)
-            rows = keys.reshape(-1, dim).index_select(0, flat.flatten()).unflatten(0, flat.shape)
 
 
 def similarity_flops(event: Event, keys: float) -> Flops:

@@ -77,21 +77,24 @@ class RKV(Windowed):
         attention = self._attention(view, older)
         among = older if self.variant == "ams" else view.live
         if self.slot_order == "position":
-            return self._mixed(attention, view.keys, among).where(older, 0.0)
+            return self._mixed(attention, view.keys, among, view).where(older, 0.0)
         order = self._slots(view, older)
         keys = view.keys.take_along_dim(order.unsqueeze(-1), dim=2)
         mixed = self._mixed(attention.gather(-1, order), keys, among.gather(-1, order))
         values = torch.empty_like(mixed).scatter_(-1, order, mixed).where(older, 0.0)
         return Scores(values, {"slot": self._left_in(view, values, older)})
 
-    def _mixed(self, attention: Tensor, keys: Tensor, among: Tensor) -> Tensor:
-        """The score of entries in the order in which the cache holds them."""
+    def _mixed(
+        self, attention: Tensor, keys: Tensor, among: Tensor, view: View | None = None
+    ) -> Tensor:
+        """The score of entries in the order in which the cache holds them; view: if its own."""
         alike = mean_similarity(
             keys,
             among,
             threshold=self.threshold,
             epsilon=1e-6 if self.variant == "gkv" else 1e-8,
             else_first=self.variant != "gkv",
+            view=view,
         )
         pooled = smooth(attention, self.pool, self.pool_kernel)
         return self.mix_lambda * pooled - (1 - self.mix_lambda) * shares(alike, among)
