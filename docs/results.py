@@ -6,7 +6,9 @@
     python docs/results.py --model smollm2   60 prompts of up to 2,048 tokens: hours; resumes
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
-What was measured of a prompt is kept in `--traces` and used again. Every number of the page comes
+What was measured of a prompt is kept in `--traces`, a piece for each policy, and used again, so
+that a policy added later is all that is measured. Regret on SmolLM2 is kept in
+`docs/results_page/regret.parquet` too. Every number of the page comes
 from `measure_prompt`, every verdict from `kvsim.claims`, as in `kvsim report`: nothing in the page
 is typed in but the reasons for which verdicts on two models differ. What does the work lies in
 docs/results_page.
@@ -32,7 +34,7 @@ from results_page.opening import beside, ranking_figure
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import table_policies
 from results_page.statistics import Results
-from results_page.tables import measure_prompt
+from results_page.tables import KEPT, measure_prompt
 from results_page.text import page
 from results_page.timing import cost
 from results_page.traces import record
@@ -52,6 +54,8 @@ def measure_all(plan: Plan, folder: Path, calibration: Path, jobs: int) -> Resul
     else:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             measured = list(pool.map(work, numbers))
+    if plan == PLANS["smollm2"]:
+        pl.concat(one.regret for one in measured).write_parquet(KEPT)
     evidence = Evidence(pl.concat(one.table for one in measured), cost(plan.cost))
     digests, sizes = zip(*((one.digest, one.size) for one in measured), strict=True)
     return Results(plan, evidence, digests, sizes)

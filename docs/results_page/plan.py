@@ -36,7 +36,8 @@ SMALL = Sizes(_SMALL, _SMALL_AMS, _SMALL_AMS["recent"], 16, (4, 8, 32), _SMALL["
 class Plan:
     """The model, its prompts, and how they are replayed.
 
-    interval, prefill: the one schedule of every policy. presets: a row for each preset too.
+    interval, prefill: the one schedule of every policy. presets: a row for each preset too. regret:
+    how many of the first prompts regret is measured on, all by default.
     """
 
     model: str = "tiny"
@@ -51,6 +52,7 @@ class Plan:
     interval: int = 16
     prefill: bool = False
     presets: bool = True
+    regret: int | None = None
     sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
@@ -69,6 +71,7 @@ SMOLLM2 = Plan(
     interval=32,
     prefill=True,
     presets=False,
+    regret=20,
     sizes=Sizes(),
 )
 PLANS = {"tiny": FULL, "smollm2": SMOLLM2}

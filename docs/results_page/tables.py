@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import torch
 import kvsim
 from kvsim import Policy, Trace, open_trace
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import COLUMNS
+from kvsim.analysis.table import COLUMNS, REGRET
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
-from kvsim.sweeps import Run, replay_all
+from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (
     across_policies,
@@ -26,7 +27,7 @@ from results_page.policies import (
     table_policies,
     variants,
 )
-from results_page.traces import in_memory, record, samples
+from results_page.traces import in_memory, record, samples, weights
 
 #: What is measured of every result.
 _METRICS = (
@@ -43,127 +44,185 @@ _OF_PROMPTS = (
     *("rank_variance", "rank_relative", "rank_union", "selection_layer"),
 )
 
+#: Columns of stored rows before those of a Table: the prompt, the piece, and the trace.
+_STORED = ("prompt", "piece", "digest", "tokens", "prompt_tokens")
 
-#: What a stored table says of its trace beside the measurements.
-_OF_TRACE = ("digest", "tokens", "prompt_tokens")
+#: Stored rows of the regret on SmolLM2, kept in the repository because they take an hour.
+KEPT = Path(__file__).with_name("regret.parquet")
+
+
+@dataclass(frozen=True)
+class Replays:
+    """Policies to replay over a prompt, and what to measure of them.
+
+    budgets: of the plan. options: of `replay_all`. more: further metrics of a policy. regret:
+    whether to measure it, of policies that a budget binds.
+    """
+
+    policies: Sequence[Policy]
+    budgets: Sequence[int]
+    metrics: Sequence[str]
+    options: Mapping[str, Any]
+    more: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    regret: bool = False
+
+    def pieces(self, policy: Policy) -> dict[str, tuple[str, ...]]:
+        """The metrics of a policy in pieces, by a name for all that decides about a piece."""
+        pieces = [(*self.metrics, *self.more.get(policy.name, ()))]
+        pieces += [REGRET] * (self.regret and policy.bounded)
+        decides = policy.name, _params(policy), policy.schedule, self.budgets, self.options
+        return {_hash(*decides, metrics): metrics for metrics in pieces}
+
+    def measure(self, trace: Trace, missing: Collection[str]) -> Iterator[tuple[str, pl.DataFrame]]:
+        """Replay the policies of missing pieces; name and Table of each piece."""
+        budgets = [budget for budget in self.budgets if 2 * budget <= trace.n_pos]
+        together: dict[tuple[tuple[str, ...], int], list[Policy]] = {}
+        turns: Counter[str] = Counter()  # a sweep has one policy of a name
+        for policy in self.policies:
+            pieces = [names for piece, names in self.pieces(policy).items() if piece in missing]
+            if pieces:
+                together.setdefault((sum(pieces, ()), turns[policy.name]), []).append(policy)
+                turns[policy.name] += 1
+        for (metrics, _), policies in together.items():
+            regret = {"regret": not set(REGRET).isdisjoint(metrics)}
+            run = replay_all([trace], policies, budgets, metrics=metrics, **regret, **self.options)
+            if run.failures:
+                raise SystemExit(f"a replay failed: {run.failures[0]}")
+            for policy in policies:
+                table = run.table.filter(policy=policy.name)
+                for piece, names in self.pieces(policy).items():
+                    if piece in missing:
+                        yield piece, table.filter(pl.col("metric").is_in(names))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The Table of one trace, its digest, and how many tokens it has, all and of the prompt."""
+    """What was measured of a prompt, as stored rows."""
 
-    table: pl.DataFrame
-    digest: str
-    size: tuple[int, int]
+    rows: pl.DataFrame
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """The Table of the trace, means over heads."""
+        return self.rows.drop(_STORED)
+
+    @property
+    def regret(self) -> pl.DataFrame:
+        """The stored rows of regret."""
+        return self.rows.filter(pl.col("metric").is_in(REGRET))
+
+    @property
+    def digest(self) -> str:
+        """Digest of the trace."""
+        return str(self.rows["digest"][0])
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Tokens of the trace, all and of the prompt."""
+        return self.rows["tokens"][0], self.rows["prompt_tokens"][0]
 
 
-def measure_prompt(number: int, plan: Plan, folder: Path, calibration: Path) -> Measured:
-    """Everything that the page says of one prompt.
+def measure_prompt(
+    number: int, plan: Plan, folder: Path, calibration: Path, *, regret_alone: bool = False
+) -> Measured:
+    """Everything that the page says of one prompt, or the regret of its policies alone.
 
-    What was measured before is read from `folder/measured`; traces of a plan with `lengths`, which
-    are large, are removed as soon as they are measured.
+    What was measured before is read from `folder/measured` and from `KEPT`; traces of a plan with
+    `lengths`, which are large, are removed as soon as they are measured. A change of the code is
+    not noticed: remove the folder, and `KEPT` where it changes regret.
     """
     torch.set_num_threads(1)
-    stored = folder / "measured" / f"{_key(number, plan, calibration)}.parquet"
-    if not stored.exists():
+    prompt = samples(plan)[number]
+    name = f"{prompt.id}-{_hash(prompt, weights(plan), calibration.name)}"
+    stored = folder / "measured" / f"{name}.parquet"
+    replays = _replays(plan, calibration, regret=number <= (plan.regret or number))
+    of_trace = {} if regret_alone else _of_trace(plan)
+    pieces = {
+        piece: metrics
+        for each in replays
+        for policy in each.policies
+        for piece, metrics in each.pieces(policy).items()
+        if metrics == REGRET or not regret_alone
+    }
+    wanted = [*pieces, *of_trace]
+    rows = {}
+    for file in (stored, KEPT):
+        if file.exists():
+            of_prompt = pl.read_parquet(file).filter(prompt=name)
+            rows |= {str(each["piece"][0]): each for each in of_prompt.partition_by("piece")}
+    missing = set(wanted).difference(rows)
+    if missing:
         path = record(plan, folder, [number])[0]
-        trace = open_trace(path)
-        table = measure_trace(path, plan, calibration).with_columns(
-            digest=pl.lit(trace.digest), tokens=trace.n_pos, prompt_tokens=trace.prompt_len
-        )
+        trace, digest = in_memory(path), open_trace(path).digest
+        new = {piece: table for each in replays for piece, table in each.measure(trace, missing)}
+        new |= {piece: make(trace) for piece, make in of_trace.items() if piece in missing}
+        for piece, table in new.items():
+            values = (name, piece, digest, trace.n_pos, trace.prompt_len)
+            of_row = (pl.lit(x).alias(column) for column, x in zip(_STORED, values, strict=True))
+            rows[piece] = _means(table).select(*of_row, pl.all())
         stored.parent.mkdir(exist_ok=True)
-        part = stored.with_suffix(".part")
-        table.write_parquet(part)
-        part.rename(stored)
+        unfinished = stored.with_suffix(".part")
+        pl.concat(rows.values()).write_parquet(unfinished)
+        unfinished.rename(stored)
         if plan.lengths:
             shutil.rmtree(path)
-    table = pl.read_parquet(stored)
-    digest, tokens, prompt = table.row(0, named=False)[-3:]
-    return Measured(table.drop(_OF_TRACE), digest, (tokens, prompt))
+    return Measured(pl.concat(rows[piece] for piece in wanted))
 
 
-def _key(number: int, plan: Plan, calibration: Path) -> str:
-    """A name for what decides about the measurements of a prompt."""
-    policies = [
-        *table_policies(plan, str(calibration)).values(),
-        *variants(plan.sizes),
-        *prompt_policies(plan.sizes),
-        *across_policies(plan.sizes),
+def _hash(*decides: Any) -> str:
+    """A name for what decides about something."""
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
+
+
+def _params(policy: Policy) -> dict[str, Any]:
+    """Parameters of a policy, without the folder of its calibration."""
+    return {
+        name: Path(str(x)).name if name.endswith("calibration") else x
+        for name, x in policy.params.items()
+    }
+
+
+def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
+    """What is replayed over a prompt."""
+    rows = [*table_policies(plan, str(calibration)).values()]
+    terms = {"interval": plan.interval, "prefill": plan.prefill}
+    schedule = Schedule(None, prefill=True)
+    at_the_prompt = [replace(one, schedule=schedule) for one in prompt_policies(plan.sizes)]
+    tried, each_own = plan.tried or plan.budgets, {"own_schedule": True}
+    sparsity = {"gkv": ("sparsity_compressed",)}
+    overlap = {"expected_attention": ("value_norm_overlap",)}
+    return [
+        Replays(rows, plan.budgets, _METRICS, terms, sparsity, regret),
+        Replays(variants(plan.sizes), tried, _METRICS, terms, sparsity),
+        Replays(at_the_prompt, tried, _METRICS, each_own, overlap),
+        Replays(across_policies(plan.sizes), plan.budgets, _ACROSS, each_own),
     ]
-    prompt = samples(plan)[number]
-    decides = [
-        replace(plan, prompts=0, lengths=()),
-        prompt,
-        kvsim.__version__,
-        _METRICS,
-        "oracle_regret",
-        *((one.name, one.params) for one in policies),
-    ]
-    text = repr(decides).replace(str(calibration.parent), "")
-    return f"{plan.model}-{number:03}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def measure_trace(path: Path, plan: Plan, calibration: Path) -> pl.DataFrame:
-    """A Table of one trace, means over heads: every policy, every variant, and the trace itself."""
-    trace = in_memory(path)
-    tables = []
-    rows = table_policies(plan, str(calibration))
-    terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
-    alone = Schedule(None, prefill=True)
-    own: dict[str, Any] = {"own_schedule": True}
-    at_the_prompt = [replace(one, schedule=alone) for one in prompt_policies(plan.sizes)]
-    budgets = [budget for budget in plan.budgets if 2 * budget <= trace.n_pos]
-    tried = [budget for budget in budgets if budget in (plan.tried or budgets)]
-    for policies, at, options, also in (
-        (rows.values(), budgets, terms | {"regret": True}, ("gkv", "sparsity_compressed")),
-        (variants(plan.sizes), tried, terms, ("gkv", "sparsity_compressed")),
-        (at_the_prompt, tried, own, ("expected_attention", "value_norm_overlap")),
-    ):
-        for batch in _batches(policies):
-            names = [*_METRICS, *(("oracle_regret",) if "regret" in options else ())]
-            run = replay_all([trace], batch, at, metrics=names, **options)
-            tables += [_table(run), _more(trace, run, *also)]
-    across = replay_all([trace], across_policies(plan.sizes), budgets, metrics=_ACROSS, **own)
-    tables.append(_table(across))
-    tables.append(kvsim.measure(trace, metrics=_OF_TRACES))
+def _of_trace(plan: Plan) -> dict[str, Callable[[Trace], pl.DataFrame]]:
+    """What is measured of a trace alone, by the names of the pieces."""
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)
-    ks = [budget - rule.window for budget in budgets]
-    analysis = Analysis(trace, ks=ks, rule=rule)
-    tables.append(kvsim.measure(analysis, metrics=_OF_PROMPTS))
-    return pl.concat(map(_over_heads, tables))
+
+    def of_prompt(trace: Trace) -> pl.DataFrame:
+        ks = [budget - rule.window for budget in plan.budgets if 2 * budget <= trace.n_pos]
+        return kvsim.measure(Analysis(trace, ks=ks, rule=rule), metrics=_OF_PROMPTS)
+
+    return {
+        _hash(_OF_TRACES): lambda trace: kvsim.measure(trace, metrics=_OF_TRACES),
+        _hash(_OF_PROMPTS, plan.budgets, rule): of_prompt,
+    }
 
 
-def _batches(policies: Iterable[Policy]) -> Iterator[list[Policy]]:
-    """The policies in lists of which none has two of one name, as a sweep wants them."""
-    batches: list[dict[str, Policy]] = []
-    for one in policies:
-        free = next((batch for batch in batches if one.name not in batch), None)
-        if free is None:
-            batches.append(free := {})
-        free[one.name] = one
-    for batch in batches:
-        yield list(batch.values())
+def _means(table: pl.DataFrame) -> pl.DataFrame:
+    """One row for the heads of a layer: all of the traces together would not fit in memory.
 
-
-def _table(run: Run) -> pl.DataFrame:
-    if run.failures:
-        raise SystemExit(f"a replay failed: {run.failures[0]}")
-    return run.table
-
-
-def _more(trace: Trace, run: Run, policy: str, metric: str) -> pl.DataFrame:
-    """One more metric of one policy alone."""
-    return kvsim.measure(trace, [one for one in run.records if one.policy == policy], [metric])
-
-
-def _over_heads(table: pl.DataFrame) -> pl.DataFrame:
-    """One row for the heads of a layer: all of the traces together would not fit in memory."""
-    heads = ("head", "qhead", "value", "chance")
-    keys = [name for name in COLUMNS if name not in heads]
-    none = pl.lit(None, pl.Int64)
+    Of regret one row for all layers, whose fidelity is that of the last.
+    """
+    over = ["layer"] * table["metric"].is_in(REGRET).all() + ["head", "qhead"]
+    values = ("value", "chance", "fidelity")
     return (
-        table.group_by(keys, maintain_order=True)
-        .agg(pl.col("value").mean(), pl.col("chance").mean())
-        .with_columns(head=none, qhead=none)
+        table.group_by([x for x in COLUMNS if x not in (*over, *values)], maintain_order=True)
+        .agg(pl.col("value", "chance").mean(), pl.col("fidelity").last())
+        .with_columns(pl.lit(None, pl.Int64).alias(name) for name in over)
         .select(list(COLUMNS))
     )

@@ -26,7 +26,7 @@ from results_page.traces import ANSWER, DEPTHS, REAL, VERBS, labels, weights
 COLUMNS = (
     ("output error", "output_error", None, ".3f"),
     ("retained mass", "retained_mass", None, ".3f"),
-    ("oracle regret", "oracle_regret", None, ".3f"),
+    ("regret", "regret", None, ".3f"),
     ("wipe-out 16", "wipeout", "length=16,threshold=0", ".2f"),
     ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
     ("IoU", "retained_iou", None, ".2f"),
@@ -45,7 +45,7 @@ def page(
     parts = [
         _introduction(r, opening("\n\n".join(tables), figure)),
         "## What policies keep and lose",
-        _reading(r),
+        reading(r, policies),
         *tables,
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
@@ -177,15 +177,31 @@ def _smollm2(r: Results) -> tuple[str, str]:
     return beginning, prompts
 
 
-def _reading(r: Results) -> str:
+def reading(r: Results, policies: Mapping[str, Policy]) -> str:
+    """What the columns of the tables are."""
+    gaps = [r.of(label, n, "regret_gap") for label in policies for n in r.plan.budgets]
+    gap = np.nanmax(gaps)
+    left_open = f"at most {gap:.0e}" if gap else "nothing"
     return (
-        "Rows are sorted by output error. *Oracle regret* is the mass that an oracle retains on "
-        "the same terms, minus retained mass; without a bound on the size there is none. "
-        "*Wipe-out 16* and *32* are the shares of regions of so many tokens of which nothing is "
-        "left after the last event; `full` has none. Beside the *IoU* of consecutive kept sets "
-        "stands what random sets of the same sizes have. *Entries* is what a row sees, on average "
-        "over rows, so it "
-        "lies above the budget. [Definitions](metrics.md).\n\n" + _sizes(r.plan)
+        "Rows are sorted by output error. *Regret* is the mass that the [optimum](optimum.md) "
+        "retains on the same terms, minus retained mass: no kept sets retain more, and the proof "
+        f"leaves {left_open} open. Without a bound on the size there is none. "
+        f"{_of_fewer(r)}*Wipe-out 16* and *32* are the shares of regions of so many tokens of "
+        "which nothing is left after the last event; `full` has none. Beside the *IoU* of "
+        "consecutive kept sets stands what random sets of the same sizes have. *Entries* is what a "
+        "row sees, on average over rows, so it lies above the budget. [Definitions](metrics.md)."
+        "\n\n" + _sizes(r.plan)
+    )
+
+
+def _of_fewer(r: Results) -> str:
+    """How many prompts regret was measured on, where that is not all."""
+    if r.plan.regret is None:
+        return ""
+    counts = [str(Interval.of(r.of("random", n, "regret")).n) for n in r.plan.budgets]
+    return (
+        f"It was measured on the first {r.plan.regret} prompts alone, at these budgets on "
+        f"{_and(counts)} of them. "
     )
 
 
