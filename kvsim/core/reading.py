@@ -176,6 +176,19 @@ class Reads:
                 "byte] and integers of at least 1"
             )
 
+    def check(self, evicted_at: NDArray[np.int32]) -> None:
+        """Raise ValueError where rows, heads or pages are not those of a record's `evicted_at`."""
+        layers, heads, n_pos = evicted_at.shape
+        of_layers, of_heads, rows, size = self.bits.shape
+        needed = -(-n_pos // self.page) // 8 + 1
+        fewer, more = sorted((heads, of_heads))
+        fits = (of_layers, rows, size) == (layers, max(0, n_pos - self.first), needed)
+        if not fits or fewer == 0 or more % fewer:
+            raise ValueError(
+                f"an account of reads has the shape {self.bits.shape} next to evicted_at "
+                f"{evicted_at.shape}, pages of {self.page} and {self.first} rows before it"
+            )
+
     def dense(self, at: int) -> bool:
         """Whether everything was read in a layer, by its place in the record."""
         return bool((self.bits[at] == 255).all())

@@ -223,6 +223,7 @@ def record_of(
     if "reads" in document and bits is not None:
         account = {**document["reads"], "summary": tuple(document["reads"]["summary"])}
         stored["reads"] = Reads(bits, **account)
+        stored["reads"].check(evicted_at)
     if "codec" in document:
         stored["codec"] = Spec(**document["codec"])
     return Record(evicted_at=evicted_at, **stored)

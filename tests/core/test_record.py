@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from kvsim.core.reading import Reads
 from kvsim.core.record import Record, Response, record_document, record_of
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
@@ -74,3 +75,29 @@ def test_responses_part_at_the_first_token_that_differs():
     assert same((1, 2, 3), (1, 5, 3)) == 1
     assert same((1, 2), (1, 2, 3)) == same((1, 2, 3), (1, 2)) == 2
     assert same((), (1,)) == 0
+
+
+#: An account of two query heads of one KV head: two rows after two of the prompt, pages of two.
+READS = Reads(np.full((1, 2, 2, 1), 128, np.uint8), 2, "query", 2)
+
+
+def test_an_account_of_reads_is_stored_with_its_record():
+    """Bits and sizes come back; a record without it has none."""
+    record = make_record([NEVER] * 4, reads=READS)
+    document = json.loads(json.dumps(record_document(record)))
+    read = record_of(document, record.evicted_at, READS.bits).reads
+
+    assert (read.page, read.heads, read.first) == (2, "query", 2)
+    assert np.array_equal(read.bits, READS.bits)
+    assert record_of(document, record.evicted_at).reads is None
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 2, 1), (1, 0, 2, 1), (1, 2, 1, 1), (1, 2, 3, 1), (1, 2, 2, 2)]
+)
+def test_an_account_of_another_record_is_refused(shape):
+    """Layers, heads, rows and pages are those of evicted_at; the message has both shapes."""
+    record = make_record([NEVER] * 4, reads=READS)
+
+    with pytest.raises(ValueError, match=r"next to evicted_at \(1, 1, 4\)"):
+        record_of(record_document(record), record.evicted_at, np.zeros(shape, np.uint8))
