@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -267,9 +268,17 @@ def rewritten(facts=None, tensors=None):
     return save(content, {"kvsim": json.dumps(text)})
 
 
+class Executing:
+    """Ends the process of whoever unpickles it."""
+
+    def __reduce__(self):
+        return sys.exit, ("executed",)
+
+
 REFUSED = {
     "nothing": (b"", "safetensors|header|empty|Error"),
     "text": (b"#!/bin/sh\nrm -rf x\n", "header|Error"),
+    "a pickle": (pickle.dumps(Executing()), "header|Error"),
     "other tensors": (save({"a": torch.ones(2)}), "no learned scorer"),
     "a version": (rewritten({"version": 2}), "its version is 2, expected 1"),
     "a checksum": (rewritten({"sha256": "0" * 64}), "SHA-256 is not the one"),
