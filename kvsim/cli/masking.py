@@ -63,9 +63,9 @@ def masks(
         except PolicyError as error:
             refused.setdefault(record.policy, error)
     if refused:
-        error, rest = next(iter(refused.values())), {x.labels["policy"]: x for x in every}
+        first, rest = next(iter(refused.values())), {x.labels["policy"]: x for x in every}
         advice = f"; leave it out with --policy {','.join(rest)}" if rest else ""
-        raise OptionError(f"{error}{advice}") from error
+        raise OptionError(f"{first}{advice}") from first
     write_masks(out, every, overwrite=overwrite)
     if as_json:
         show.echo_json({"file": str(out), "masks": [each.labels for each in every]})

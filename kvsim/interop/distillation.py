@@ -1,0 +1,77 @@
+"""Distillation under eviction: a model adapts to what a policy keeps (G-KV, appendix C).
+
+The teacher is the model with its full cache. The student starts as the same model, and each of its
+layers and KV heads sees what the policy keeps of it. The loss is equation 7, KL(teacher ‖ student)
+of the tokens of the response at temperature 1.
+
+    record = evicted(RunningModel(student), ids, prompt_len, policy, budget, interval=16)
+    loss = divergence(student, ids, targets, Masks.of(record)).sum()
+    loss.backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
+
+from kvsim.core.policy import Policy
+from kvsim.core.record import Record
+from kvsim.interop.masks import Masks, masking
+from kvsim.runner.decoding import Decoding, RunningModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def evicted(
+    running: RunningModel,
+    ids: Sequence[int],
+    prompt_len: int,
+    policy: Policy,
+    budget: int,
+    *,
+    interval: int | None = None,
+    prefill: bool | None = None,
+) -> Record:
+    """Run prompt and response through a model while a policy evicts; return what it evicted.
+
+    The response is given, and each decision follows from the model's present weights and from
+    earlier evictions, as in `kvsim.live`. interval, prefill: as for `kvsim.replay`. Raises as
+    `kvsim.runner.decoding.Decoding`.
+    """
+    decoding = Decoding(
+        running,
+        policy,
+        budget,
+        prompt_len=prompt_len,
+        n_pos=len(ids),
+        interval=interval,
+        prefill=prefill,
+    )
+    with decoding:
+        decoding.feed(ids, logits=0)
+    return decoding.record()
+
+
+def divergence(
+    model: PreTrainedModel, ids: Sequence[int], targets: Tensor, masks: Masks | None
+) -> Tensor:
+    """Compute KL(teacher ‖ student) of each of the last R tokens, in nats [R], with gradients.
+
+    targets: the teacher's logits of these tokens, [R, V]. masks: what rows of the student see; None
+    for all rows before them. What the masks show is fixed: gradients reach the student's queries,
+    keys and values, and not the policy's choice.
+    """
+    tokens = torch.tensor([list(ids)], device=model.device)
+    if masks is None:
+        logits = model(tokens).logits
+    else:
+        with masking(model, masks):
+            logits = model(tokens).logits
+    student = logits[0, -len(targets) - 1 : -1].float().log_softmax(-1)
+    teacher = targets.float().log_softmax(-1)
+    return kl_div(student, teacher, reduction="none", log_target=True).sum(-1)

@@ -1,0 +1,89 @@
+"""Distillation of the shipped model under eviction, at a size of seconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from apps.tiny import distill
+from kvsim.recorder import load_model
+from kvsim.tiny.ledger import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SMALL = distill.Settings(steps=2, batch=2, full=0.5, checkpoint=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread, so that sums are added in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def weights(run: distill.Run) -> torch.Tensor:
+    """All parameters of the student as one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in run.student.parameters()])
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
+    """Stopped after a step and loaded again, it is bit for bit the run that was not stopped."""
+    whole = distill.start(SMALL)
+    distill.train(whole, tmp_path / "whole")
+    distill.train(distill.start(SMALL), tmp_path / "parts", until=1)
+    resumed = distill.load(tmp_path / "parts" / "state.pt")
+    assert resumed.step == 1
+    assert not torch.equal(weights(resumed), weights(whole))
+    distill.main(["--out", str(tmp_path / "parts"), "--resume"])
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
+    assert one.read_bytes() == other.read_bytes()
+    shipped = distill.start(SMALL)
+    assert not torch.equal(weights(shipped), weights(whole))
+    teacher = torch.cat([parameter.flatten() for parameter in whole.teacher.parameters()])
+    assert torch.equal(teacher, weights(shipped))
+
+
+def test_the_loss_of_a_batch_falls():
+    """Steps on the same sequences bring the student nearer to the teacher under the policy."""
+    run = distill.start(replace(SMALL, steps=4, batch=2, full=0.0, learning_rate=3e-4))
+    batch = run.rng.getstate()
+    values = []
+    for _ in range(4):
+        run.rng.setstate(batch)
+        values.append(distill.take_step(run)["kl"])
+    assert values[0] > 0.01
+    assert values[-1] < 0.8 * values[0]
+
+
+def test_the_rate_follows_the_recipe():
+    """It rises for a twentieth of the steps, and falls as a cosine to nearly nothing."""
+    settings = distill.Settings(steps=100)
+    rates = [distill.rate(settings, step) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert max(rates) == 1.0
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] < 1e-3
+
+
+def test_sequences_are_prompts_with_their_right_response():
+    """Tokens are those of the tokenizer of the model, and the response is right."""
+    sample = distill.draw(distill.start(SMALL).rng)
+    ids, prompt_len = distill.encode(sample)
+    _, tokenizer = load_model("tiny")
+    assert ids[:prompt_len] == tokenizer(sample.prompt)["input_ids"]
+    text = tokenizer.decode(ids[prompt_len:], skip_special_tokens=True)
+    assert check(sample.prompt, text).exact
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path, capsys):
+    """`--resume` in an empty folder is one line that says what to do."""
+    with pytest.raises(SystemExit):
+        distill.main(["--out", str(tmp_path), "--resume"])
+    assert "start without --resume" in capsys.readouterr().err
