@@ -35,8 +35,9 @@ class Dump:
     """What an implementation kept after each of its events.
 
     kept: by the row that an event follows, bool [layer, head, row + 1]; in a layer without an
-    event there, what it kept before and all later positions. layers: numbers of the layers. trace:
-    q, k and v that the implementation itself computed; None where the file has no such arrays.
+    event there, what it kept before and all later positions. layers: their numbers in the model.
+    trace: q, k and v that the implementation itself computed; None where the file has no such
+    arrays.
     budget, schedule: those of the implementation, if they are recorded.
 
     Raises DumpError for a table that no implementation can have written.
@@ -100,7 +101,8 @@ class Dump:
         """Return what a replay or a live run kept. trace: the q, k and v that it had."""
         kept = {row: record.retained(row)[..., : row + 1] for row in record.events}
         schedule = Schedule(record.interval, record.prefill, record.compress)
-        dump = cls(kept, record.layers, record.trace, trace, record.budget, schedule)
+        layers = record.layers if record.layer_ids is None else record.layer_ids
+        dump = cls(kept, layers, record.trace, trace, record.budget, schedule)
         return dump.checked()
 
     def checked(self) -> Dump:
@@ -114,11 +116,11 @@ class Dump:
         if trace is None:
             return self
         last = max(self.kept)
-        if shape[1] != trace.n_heads or max(self.layers) >= trace.n_layers or last >= trace.n_pos:
+        if shape[1] != trace.n_heads or last >= trace.n_pos or {*self.layers} - {*trace.layer_ids}:
             raise DumpError(
-                f"{self.name}: the sets are of layers up to {max(self.layers)}, {shape[1]} heads "
-                f"and rows up to {last}; expected at most {trace.n_layers} layers, "
-                f"{trace.n_heads} heads and {trace.n_pos} rows, as its q, k and v"
+                f"{self.name}: the sets are of layers {list(self.layers)}, {shape[1]} heads and "
+                f"rows up to {last}; expected layers of {list(trace.layer_ids)}, {trace.n_heads} "
+                f"heads and at most {trace.n_pos} rows, as its q, k and v"
             )
         return self
 
@@ -174,6 +176,8 @@ class Dump:
             arrays |= {name: getattr(trace, name).float().cpu().numpy() for name in "qkv"}
             arrays |= {"prompt_len": trace.prompt_len, "scale": trace.scale}
             arrays |= {name: np.array(getattr(rope, name)) for name in _ROPE}
+            if trace.layer_ids != tuple(range(trace.n_layers)):
+                arrays["layer_ids"] = np.array(trace.layer_ids)
         return arrays
 
 
@@ -224,6 +228,7 @@ def _trace(arrays: Mapping[str, NDArray[Any]], name: str) -> Trace | None:
         prompt_len=int(arrays["prompt_len"]),
         rope=Rope(arrays["inv_freq"].tolist(), **rope),
         scale=float(arrays["scale"]) if "scale" in arrays else None,
+        layer_ids=arrays["layer_ids"].tolist() if "layer_ids" in arrays else None,
         name=name,
     )
 

@@ -55,7 +55,7 @@ class Difference:
 class Case:
     """Sets to be judged, and by what: a policy at a budget and the rows of its events, on a trace.
 
-    kept: by row, bool [layer, head, row + 1] of `layers`.
+    kept: by row, bool [layer, head, row + 1] of `layers`, which are counted in the trace.
     """
 
     kept: dict[int, NDArray[np.bool_]]
@@ -87,14 +87,15 @@ class Case:
         rows = schedule.rows(trace.prompt_len, last + 1, trace.context_len)
         replace(dump, trace=trace).checked()
         check_cell(trace, policy, budget, None, schedule)
-        replayed(trace, dump.layers)
+        layers = tuple(trace.layer_ids.index(number) for number in dump.layers)
+        replayed(trace, layers)
         if not rows:
             raise DumpError(
                 f"{dump.name}: its last event is after row {last}, and by definition there is none "
                 f"up to then ({policy.name}, prompt {trace.prompt_len}); give --interval, --prefill"
             )
         kept = dict(dump.kept)
-        return cls(kept, dump.layers, trace, policy, budget, schedule, tuple(rows), tolerance)
+        return cls(kept, layers, trace, policy, budget, schedule, tuple(rows), tolerance)
 
     def differences(self) -> Iterator[Difference]:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
@@ -178,7 +179,7 @@ class _Comparison:
             kind = "no eviction"
         return Difference(
             row=choice.view.row,
-            layer=self._case.layers[self._at[at]],
+            layer=self._case.trace.layer_ids[self._case.layers[self._at[at]]],
             head=head,
             kind=kind,
             extra=tuple(pos[extra].tolist()),

@@ -259,6 +259,28 @@ def test_files_hold_what_was_dumped(trace, tmp_path):
     assert read_dump(tmp_path / "d.parquet").trace is None
 
 
+def test_layers_have_their_numbers_in_the_model(trace, tmp_path):
+    """Sets of layers 1 and 2 are judged on a trace of these, whichever place they have in it."""
+    names = {"prompt_len": PROMPT, "rope": trace.rope}
+    some = kvsim.Trace.from_arrays(trace.q, trace.k, trace.v, layer_ids=[1, 2], **names)
+    record = kvsim.replay(some, POLICY, BUDGET, interval=INTERVAL, prefill=True)
+    dump = Dump.of_record(record)
+    assert dump.layers == (1, 2)
+    assert kvsim.conform(dump, POLICY, trace=some).equal
+    single = Dump.of_record(
+        kvsim.replay(some, POLICY, BUDGET, interval=INTERVAL, prefill=True, layers=[0])
+    )
+    assert single.layers == (1,)
+    assert kvsim.conform(single, POLICY, trace=some).equal
+    other = kvsim.conform(single, "knorm", trace=some)
+    assert {each.layer for each in other.differences} == {1}
+    with pytest.raises(DumpError, match=r"layers \[1, 2\].* expected layers of \[0, 1\]"):
+        kvsim.conform(dump, POLICY, trace=trace)
+    back = read_dump(Dump.of_record(record, some).save(tmp_path / "d.npz"))
+    assert back.trace.layer_ids == (1, 2)
+    assert kvsim.conform(back, POLICY).equal
+
+
 BAD = {
     "no column": (lambda x: x.pop("pos"), "expected 'pos'"),
     "lengths": (lambda x: x.update(pos=x["pos"][:-1]), "equally many"),
@@ -268,7 +290,7 @@ BAD = {
     "future": (lambda x: x.update(pos=x["pos"] + 70), "expected positions up to the row"),
     "twice": (lambda x: x.update({c: np.r_[x[c], x[c][:1]] for c in list(x)}), "listed twice"),
     "head": (lambda x: x.update({c: x[c][25:] for c in list(x)}), "expected all 2 heads"),
-    "layers": (lambda x: x.update(layer=x["layer"] + 7), "expected at most 2 layers"),
+    "layers": (lambda x: x.update(layer=x["layer"] + 7), "expected layers of [0, 1]"),
 }
 
 
