@@ -10,7 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvsim
 from kvsim.errors import PolicyError
 from kvsim.policies import names, parameters
-from kvsim.runner.decoding import Decoding, check_live
+from kvsim.runner.checks import check_live
+from kvsim.runner.decoding import Decoding
 
 COMPOSED = (
     "adakv+snapkv",

@@ -113,7 +113,7 @@ def live(
 
     from kvsim.analysis.live.table import choose_live
     from kvsim.core.policy import Protection
-    from kvsim.runner.decoding import check_live
+    from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
     from kvsim.sweeps.parts import check_output, replaced
     from kvsim.sweeps.run import LIVE_SUMMARY

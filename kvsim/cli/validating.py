@@ -83,7 +83,7 @@ def fidelity(
     from kvsim.analysis.table import available, check_arrays
     from kvsim.analysis.validity import OFFLINE
     from kvsim.files import check_output as check_free
-    from kvsim.runner.decoding import check_live
+    from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
     from kvsim.sweeps.parts import check_output
     from kvsim.sweeps.run import replay_all

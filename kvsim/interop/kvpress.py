@@ -31,7 +31,8 @@ from kvsim.engine.checks import whole
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder.models import context_length
 from kvsim.runner.cache import LiveLayer
-from kvsim.runner.decoding import Decoding, RunningModel, check_live
+from kvsim.runner.checks import check_live
+from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.schema import NEVER
 
 try:

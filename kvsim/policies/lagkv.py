@@ -71,7 +71,8 @@ class LagKV(Scorer):
         flat = span < torch.finfo(span.dtype).tiny  # nothing to scale by
         scaled = ((parts[:, :, :-1] - low) / span).masked_fill_(flat, 0.0)
         gap = scaled.sub_(scaled.mean(-1, keepdim=True))
-        return gap.square_().sum(-1).div_(x.shape[-1] - 1).sqrt_().softmax(-1)
+        variance = gap.square_().sum(-1).div_(x.shape[-1] - 1)
+        return torch.softmax(variance.sqrt_(), -1)
 
     def protection(self, budget: int) -> Protection:
         """The sinks."""

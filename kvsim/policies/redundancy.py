@@ -100,7 +100,7 @@ def mean_similarity(
     known, first = searched.slots(pos, chosen)
     heads = max(1, _BLOCK_BYTES // (n * _NARROW * keys.element_size()))
     blocks = zip(*(x.split(heads) for x in (unit, chosen, known)), strict=True)
-    last = torch.cat([_last_similar(*block, first, threshold) for block in blocks])
+    last = torch.cat([_last_similar(x, marks, at, first, threshold) for x, marks, at in blocks])
     searched.keep(pos, chosen, last)
     at = (
         last.clamp(min=0) + n * torch.arange(len(last), device=last.device).unsqueeze(-1)

@@ -28,13 +28,14 @@ from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.runner.cache import LiveLayer, LiveSource, repeat_context
+from kvsim.runner.checks import check_live
 from kvsim.runner.decoder import Decoder
 from kvsim.runner.descent import prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
 
-__all__ = ["Decoding", "Prefix", "RunningModel", "check_live", "prefill"]
+__all__ = ["Decoding", "Prefix", "RunningModel", "prefill"]
 
 
 class Decoding:
@@ -77,7 +78,7 @@ class Decoding:
         paging: Paging | None = None,
         probe: ProbeRows | None = None,
     ) -> None:
-        check_live(policy)
+        check_live(policy, paged=paging is not None)
         policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
         self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
@@ -92,11 +93,6 @@ class Decoding:
         self.decode_peak_bytes = 0
         self._observe, self._paging = observe, paging
         self._repeats, self._probe = "probe_q" in policy.scorer.needs, probe
-        if (policy.reader or policy.codec) and paging is not None:
-            raise PolicyError(
-                f"{policy.name}: reads a part of the cache, or rounds it, and attention through "
-                "block tables reads all of it as it is; run it without --paged"
-            )
         self._reads = (
             None
             if policy.reader is None
@@ -434,18 +430,4 @@ class Decoding:
             reads=None if self._reads is None else self._reads.record(n),
             codec=policy.codec,
             layer_ids=self.layers,
-        )
-
-
-def check_live(policy: Policy) -> None:
-    """Raise PolicyError for a policy that a running model cannot follow."""
-    reasons = {
-        "reads rows of the future": policy.scorer.clairvoyant,
-        "keeps sets per query head, which a grouped cache cannot hold": policy.per_query_head,
-        "chooses what it reads by rows of the trace": policy.reader and policy.reader.reads_trace,
-    }
-    reason = next((text for text, applies in reasons.items() if applies), None)
-    if reason is not None:
-        raise PolicyError(
-            f"{policy.name}: {reason}; a running model cannot follow it: replay it, or take another"
         )

@@ -23,8 +23,9 @@ from kvsim.engine import check_cell
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.recorder import load_model
 from kvsim.recorder.progress import with_bar
+from kvsim.runner.checks import check_live
 from kvsim.runner.closed import ClosedLoop, Writing, check_recorded
-from kvsim.runner.decoding import RunningModel, check_live
+from kvsim.runner.decoding import RunningModel
 from kvsim.runner.paged import Paging
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Cells, Progress
@@ -74,7 +75,7 @@ def live(
     One sequence runs at a time.
 
     Raises, before the model runs: PolicyError for a policy that a running model cannot follow
-    (`kvsim.runner.decoding.check_live`); NeedsError for a trace without tokens; CaptureError for
+    (`kvsim.runner.checks.check_live`); NeedsError for a trace without tokens; CaptureError for
     another model than the recorded one; and what `sweep` raises.
     """
     report: Progress = check_progress(progress) or (lambda *_: None)

@@ -13,7 +13,8 @@ from families import FAMILIES
 from kvsim.core.policy import Schedule
 from kvsim.core.storing import stored_after
 from kvsim.errors import PolicyError
-from kvsim.runner.decoding import Decoding, RunningModel, check_live, prefill
+from kvsim.runner.checks import check_live
+from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from kvsim.runner.paged import Paging
 from kvsim.schema import NEVER
 from live_runs import run_live

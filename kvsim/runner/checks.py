@@ -1,0 +1,28 @@
+"""Which policies a running model can follow."""
+
+from __future__ import annotations
+
+from kvsim.core.policy import Policy
+from kvsim.errors import PolicyError
+
+
+def check_live(policy: Policy, *, paged: bool = False) -> None:
+    """Raise PolicyError for a policy that a running model cannot follow.
+
+    paged: with a cache in blocks (`kvsim.runner.paged`).
+    """
+    reasons = {
+        "reads rows of the future": policy.scorer.clairvoyant,
+        "keeps sets per query head, which a grouped cache cannot hold": policy.per_query_head,
+        "chooses what it reads by rows of the trace": policy.reader and policy.reader.reads_trace,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise PolicyError(
+            f"{policy.name}: {reason}; a running model cannot follow it: replay it, or take another"
+        )
+    if paged and (policy.reader or policy.codec):
+        raise PolicyError(
+            f"{policy.name}: reads a part of the cache, or rounds it, and attention through block "
+            "tables reads all of it as it is; run it without --paged"
+        )
