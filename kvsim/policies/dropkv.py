@@ -17,7 +17,8 @@ count in the average of their neighbours. Smoothing is meant for long prompts. I
 of an isolated entry, such as the sink, by pool_kernel, so a budget of a few dozen entries can lose
 this entry. `pool_kernel=1` ranks by s_j itself. Weights and outputs are in float64. Where p is
 nearly 1, both 1 - p and v - y are differences of nearly equal numbers. In the release, the rank of
-an entry that takes all attention therefore depends on the floating-point precision. Budgets are in
+an entry that takes all attention therefore depends on the floating-point precision; here y - v of
+the first entry of each row is subtracted before it is squared. Budgets are in
 entries instead of a share of the prompt. The release evicts after the prompt only; with an
 interval, kvsim uses the same score in decoding, over the entries that are left.
 """
@@ -51,6 +52,10 @@ class DropKV(Windowed):
         y = p @ values  # [L, H, G * w, d]
         moved = (y @ values.mT).mul_(-2)
         moved += y.square().sum(-1, keepdim=True) + values.square().sum(-1).unsqueeze(2)
+        # with nearly all of the weight, y - v is what that sum of squares has rounded away
+        first = p.argmax(-1, keepdim=True)
+        apart = y - values.gather(2, first.expand(-1, -1, -1, y.shape[-1]))
+        moved.scatter_(-1, first, apart.square().sum(-1, keepdim=True))
         odds = p.div_(log_p.expm1_().neg_().add_(self.epsilon))
         lost = odds.square_().mul_(moved.clamp_(min=0)).sum(2)
         score = smooth(lost / rows.shape[2], "avg", self.pool_kernel)
