@@ -177,8 +177,9 @@ def test_logits_are_those_of_the_record_as_a_mask(family):
 
 @pytest.mark.parametrize("name", ["tova", *UNEVEN])
 def test_logits_of_the_shipped_model_are_those_of_the_record_as_a_mask(name):
-    """The same on `tiny`, over its sample trace."""
-    run, trace = tiny()
+    """The same on `tiny`, over its sample trace; in float32 single rows differ by 1.2e-5."""
+    trace = tiny()[1]
+    run = RunningModel(load_model("tiny")[0].double())
     tokens = trace.tokens.tolist()
     live = run_live(run, POLICIES[name], BUDGET, tokens, trace.prompt_len, interval=32)
 
