@@ -322,7 +322,8 @@ class View:
         example = self.keys
         layers, heads, n = example.shape[:3]
         per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
-        step = max(1, LOGIT_BYTES // (per_row * example.element_size()))
+        # a quarter: fewer rows together see fewer entries that only some of them see
+        step = max(1, LOGIT_BYTES // (4 * per_row * example.element_size()))
         total = example.new_zeros(layers, heads, n)
         for start in range(first, self.row + 1, step):
             stop = min(start + step, self.row + 1)

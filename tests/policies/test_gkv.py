@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import kvsim
 import reference
@@ -302,6 +303,50 @@ def test_redundancy_of_many_keys_in_float32_equals_the_matrix():
     for layer, head in np.ndindex(2, 5):
         expected = similarity(keys[layer, head], 0.5, 1e-8, else_first=True)
         np.testing.assert_allclose(found[layer, head], expected, atol=1e-6)
+
+
+def replay_searching(name, kind, monkeypatch, search):
+    """Replay a policy of redundancy with ten events; search stands in for `mean_similarity`."""
+    monkeypatch.setattr(redundancy, "_NARROW", 2)
+    for module in ("gkv", "rkv"):
+        monkeypatch.setattr(f"kvsim.policies.{module}.mean_similarity", search)
+    trace = make_trace(keys=keys_of(kind, n=N, heads=HEADS, dim=DIM).numpy())
+    codec = {"scorer__window": 4, "group": 4, "bits_per_number": 1} if "kivi" in name else {}
+    kvsim.replay(trace, kvsim.policy(name, window=2, **codec), budget=10, interval=3)
+
+
+@pytest.mark.parametrize("name", ["gkv", "rkv@original", "rkv@ams", "adakv+gkv", "gkv+kivi"])
+@pytest.mark.parametrize("kind", ["isotropic", "common", "repeated"])
+def test_redundancy_goes_on_from_the_event_before(kind, name, monkeypatch):
+    """It is that of a new search, whoever has left, and where a codec changes keys."""
+    events = []
+
+    def both(keys, among, *, view, **how):
+        found = mean_similarity(keys, among, view=view, **how)
+        torch.testing.assert_close(found, mean_similarity(keys, among, **how))
+        events.append(view.row)
+        return found
+
+    replay_searching(name, kind, monkeypatch, both)
+    assert len(events) == 10
+
+
+def test_redundancy_compares_what_is_new(monkeypatch):
+    """Of keys that match nothing, later events compare new ones with the others alone."""
+    products = []
+
+    def counted(keys, among, *, view, **how):
+        for of in (view, None):
+            with FlopCounterMode(display=False) as count:
+                found = mean_similarity(keys, among, view=of, **how)
+            products.append(count.get_total_flops())
+        return found
+
+    replay_searching("gkv", "isotropic", monkeypatch, counted)
+    (first, same), *later = np.reshape(products, (-1, 2))
+    assert first == same
+    fewer, all_ = np.sum(later, axis=0)
+    assert fewer < 0.7 * all_
 
 
 def test_redundancy_holds_no_matrix():
