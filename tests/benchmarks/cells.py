@@ -105,16 +105,16 @@ def run(shape: Shape, sample_budgets: tuple[int, ...]) -> tuple[dict[str, float]
     torch.set_num_threads(1)
     try:
         trace = random_trace(shape)
-        rates = [matrix_rate(shape.matrix)]
+        rates = [matrix_rate(shape.matrix, time.process_time)]
         records, seconds = replayed(trace, shape.budgets, shape.interval)
-        rates.append(matrix_rate(shape.matrix))
+        rates.append(matrix_rate(shape.matrix, time.process_time))
         began = time.process_time()
         output_error(trace, records)
         errors = time.process_time() - began
         began = time.process_time()
         measure(trace, records, available(SUMMARY, [trace]))
         measuring = time.process_time() - began
-        rates.append(matrix_rate(shape.matrix))
+        rates.append(matrix_rate(shape.matrix, time.process_time))
         sample = kvsim.open_trace(sample_trace())
         sample = sample.loaded(slice(0, sample.n_layers))
         began = time.process_time()

@@ -8,6 +8,7 @@ Prints
   of it. Useful operations are 4 x dim x the entries that query heads see, over rows after the
   prompt; time is scoring, selection, merging and the error, with the full output and log-sum-exp
   given. Rows before the first eviction are useful and free; the share without them stands beside.
+* the rate of the two products and the exponential in between, with nothing else.
 * for policies that evict after every row, the time of a row against reading the live keys once.
 * the time that each part takes.
 
@@ -26,6 +27,7 @@ import torch
 
 import kvsim
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.output.seen import ROWS
 
 BEGIN, END = "<!-- begin benchmark -->", "<!-- end benchmark -->"
 
@@ -52,20 +54,40 @@ SMALLEST = Size(1, 2, 2, 32, tokens=512, prompt=128, budget=64, interval=64, mat
 SMALLEST_ROWS = Size(2, 2, 2, 32, tokens=256, prompt=64, budget=64, interval=1, matrix=256)
 
 
-def best(call: Callable[[], object], repeats: int) -> float:
+def best(
+    call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds of the fastest of some calls."""
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times)
 
 
-def matrix_rate(size: int) -> float:
+def matrix_rate(size: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """fp32 operations per second of a square matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / best(lambda: a @ b, 8)
+    return 2 * size**3 / best(lambda: a @ b, 8, clock)
+
+
+def bare_rate(size: Size) -> float:
+    """Operations per second of logits, their exponentials and the product with values alone.
+
+    Of a block of rows of one head over as many entries as rows see on average: what an output error
+    cannot do without, and nothing else.
+    """
+    rows, entries = size.group * ROWS, size.budget + (size.interval or 0) // 2
+    q, k, v = (torch.randn(n, size.dim) for n in (rows, entries, entries))
+    z, out = torch.empty(entries, rows), torch.empty(size.dim, rows)
+
+    def block() -> None:
+        torch.mm(k, q.mT, out=z).exp_()
+        torch.mm(v.mT, z, out=out)
+
+    q /= size.dim**0.5
+    return 4 * size.dim * entries * rows / best(block, 40)
 
 
 def arrays(size: Size) -> dict[str, torch.Tensor]:
@@ -127,11 +149,11 @@ def run(size: Size, rows: Size) -> tuple[dict[str, float], list[str]]:
     lines = [f"threads {torch.get_num_threads()}, torch {torch.__version__}", f"{size}"]
     given = arrays(size)
     rate = matrix_rate(size.matrix)
-    measured = {}
+    measured, bare = {}, 0.0
     for name in ("tova", "snapkv"):
         measured[name] = error_rate(size, name, given)
         # the best that the machine showed: one that was busy just then would flatter us
-        rate = max(rate, matrix_rate(size.matrix))
+        rate, bare = max(rate, matrix_rate(size.matrix)), max(bare, bare_rate(size))
     for name, found in measured.items():
         ratios[name] = found["rate"] / rate
         lines.append(
@@ -139,6 +161,10 @@ def run(size: Size, rows: Size) -> tuple[dict[str, float], list[str]]:
             f"{ratios[name] * (1 - found['idle']):.2f} without the rows before the first eviction "
             f"(replay {found['replay_s'] * 1e3:.0f} ms, error {found['error_s'] * 1e3:.0f} ms)"
         )
+    ratios["bare"] = bare / rate
+    lines.append(
+        f"product, exponential, product: {bare / 1e9:.1f} Gop/s, {ratios['bare']:.2f}; nothing else"
+    )
     lines.append(f"{rows}")
     given = arrays(rows)
     products = 2 * rows.dim * rows.layers * rows.heads * rows.group * rows.budget

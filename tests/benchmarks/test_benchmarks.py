@@ -28,7 +28,7 @@ def test_replay_benchmark_prints_its_ratios(capsys):
 
     with capsys.disabled():
         print("", *lines, sep="\n")
-    assert set(ratios) == {"tova", "snapkv", "tova row", "h2o row"}
+    assert set(ratios) == {"tova", "snapkv", "bare", "tova row", "h2o row"}
     assert all(value > 0 for value in ratios.values())
 
 
