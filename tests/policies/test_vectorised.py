@@ -35,8 +35,9 @@ def operations(name, *, layers, heads, tokens):
     case = make_case("normal", layers=layers, heads=heads, n=tokens + 1, dim=8, prompt_len=tokens)
     trace = case.trace()
     trace.full()  # what the oracle reads is there
-    # blocks that fit the processor's cache are no loops over heads
+    # blocks of rows that fit memory or the processor's cache are no loops over heads or tokens
     with pytest.MonkeyPatch.context() as patch, Counting() as counting:
+        patch.setattr(view, "LOGIT_BYTES", 4 * view.LOGIT_BYTES)
         patch.setattr(view, "CACHE_BYTES", view.LOGIT_BYTES)
         record = kvsim.replay(trace, policy, tokens // 2, prefill=True)
     # RPC keeps the whole prompt, and a single layer drops no rows for others
