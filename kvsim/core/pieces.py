@@ -233,7 +233,7 @@ class Scorer(Piece, ABC):
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
 
-    def remark(self, trace: Trace) -> str:
+    def remark(self, trace: Trace, schedule: Schedule) -> str:
         """What a reader of results on this trace should know; empty for nothing."""
         return ""
 
@@ -280,9 +280,9 @@ class Wrapper(Scorer):
         """As the scorer."""
         self.scorer.check(trace, schedule)
 
-    def remark(self, trace: Trace) -> str:
+    def remark(self, trace: Trace, schedule: Schedule) -> str:
         """The scorer's."""
-        return self.scorer.remark(trace)
+        return self.scorer.remark(trace, schedule)
 
     def inner(self, view: View) -> Scores:
         """The scores of the scorer inside."""

@@ -134,13 +134,19 @@ def remark(
     events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
+    planned = policy.layer_budgets.planned(budget, sharing(trace), trace.n_pos)
+    if policy.bounded and fires and min(planned, default=0) >= trace.n_pos:
+        return (  # without the policy's name, so that it appears once for all policies
+            f"budget {budget} holds all {trace.n_pos} tokens, so that nothing is evicted; give a "
+            "smaller one"
+        )
     if budget < trace.n_pos and policy.bounded and fires and not any(e >= budget for e in events):
         first = f"; the first event fires after row {events[0]}" if events else ""
         return (
             f"{policy.name}: nothing is evicted at budget {budget}, because no event fires while "
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
-    of_scorer = policy.scorer.remark(trace)
+    of_scorer = policy.scorer.remark(trace, schedule)
     remarks = [policy.remark(budget), f"{policy.name}: {of_scorer}" if of_scorer else ""]
     remarks.append(_context_remark(trace, policy, schedule))
     alone = schedule.compress == "prompt"  # else the rows of the question see what is left

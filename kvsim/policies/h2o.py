@@ -24,7 +24,8 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.policy import Protection, Schedule, Scorer, Scores
+from kvsim.core.trace import Trace
 from kvsim.core.view import View
 
 
@@ -61,6 +62,15 @@ class ObservedAttention(Scorer):
         got = view.received() if view.is_prompt else view.attn(1, group="sum")[..., 0, :]
         n = view.pos.shape[-1]
         return got / group / (n - torch.arange(n, device=got.device))
+
+    def remark(self, trace: Trace, schedule: Schedule) -> str:
+        """That later events have little to go by."""
+        if schedule.interval is None:
+            return ""
+        return (
+            "events in decoding score by the attention of one row, as in kvpress; h2o, whose "
+            "scores are sums over all rows, can differ by far"
+        )
 
     def flops(self, event: Event) -> Flops:
         """Attention of the prompt, then of the last row."""

@@ -223,7 +223,7 @@ class Learned(Scorer):
                 "without projections"
             )
 
-    def remark(self, trace: Trace) -> str:
+    def remark(self, trace: Trace, schedule: Schedule) -> str:
         """On a trace that it was learned from."""
         learned = self._network.training.get("traces", {})
         if trace.path is None or trace.digest not in learned.values():

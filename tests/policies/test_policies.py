@@ -335,7 +335,21 @@ def test_a_policy_that_never_acts_is_remarked_on():
     assert "ams: nothing is evicted at budget 20, because no event fires" in idle.remark
     assert "give an interval" in idle.remark
     assert kvsim.replay(trace, kvsim.policy("full"), budget=20).remark == ""
-    assert kvsim.replay(trace, kvsim.policy("tova"), budget=60).remark == ""
+    remarks = {kvsim.replay(trace, name, 60).remark for name in ("tova", "snapkv")}
+    assert remarks == {
+        f"budget 60 holds all {trace.n_pos} tokens, so that nothing is evicted; give a smaller one"
+    }
+    assert "holds all" not in kvsim.replay(trace, "tova", trace.n_pos - 1).remark
+
+
+def test_scores_of_one_row_in_decoding_are_remarked():
+    """kvpress's variant of H2O says why it differs so much, where events follow the prompt's."""
+    trace = make_case("normal", n=30, prompt_len=12).trace()
+    remarks = [
+        kvsim.replay(trace, "h2o@kvpress", 8, interval=interval).remark for interval in (None, 4)
+    ]
+    assert ["attention of one row" in remark for remark in remarks] == [False, True]
+    assert kvsim.replay(trace, "h2o", 8, interval=4).remark == ""
 
 
 def test_what_comes_late_is_refused_early():
