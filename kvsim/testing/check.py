@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from kvsim.core.policy import Policy
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import policy as named
+from kvsim.schema import plural
 from kvsim.testing.invariants import EXEMPT, INVARIANTS
 from kvsim.testing.invariants.trial import Broken, Trial, smallest_budget
 from kvsim.testing.loops import Rule
@@ -37,6 +39,21 @@ def trials(draw: st.DrawFn, policy: Policy, rule: Rule | None, max_n: int) -> Tr
     return replace(trial, budget=draw_budget(draw, least, max(trial.rows, default=0)))
 
 
+@dataclass(frozen=True)
+class Passed:
+    """What `check_policy` has tried: the invariants that hold, on how many generated cases."""
+
+    policy: str
+    invariants: tuple[str, ...]
+    cases: int
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.policy}: passed {plural(len(self.invariants), 'invariant')} on "
+            f"{plural(self.cases, 'generated case')}"
+        )
+
+
 def check_policy(
     policy: Policy | str,
     *,
@@ -47,8 +64,10 @@ def check_policy(
     exempt: Collection[str] = (),
     shrink: bool = True,
     **params: Any,
-) -> None:
+) -> Passed:
     """Try every invariant on `policy`, a Policy or the name of one with `params`.
+
+    Returns what has passed, which prints as a line.
 
     rule: the policy once more, as a rule of the naive replay (`kvsim.testing.loops`): the policy
     must evict what the rule evicts. max_examples: generated traces, each with a budget and a
@@ -67,6 +86,8 @@ def check_policy(
         )
     phases = set(Phase) - ({Phase.explain} if shrink else {Phase.explain, Phase.shrink})
 
+    tried = Counter[str]()
+
     @settings(
         max_examples=max_examples,
         deadline=None,
@@ -77,6 +98,7 @@ def check_policy(
     )
     @given(trials(subject, rule, max_n))
     def attempt(trial: Trial) -> None:
+        tried["cases"] += 1
         for name, invariant in INVARIANTS.items():
             if name not in chosen:
                 continue
@@ -89,3 +111,6 @@ def check_policy(
                 ) from error
 
     attempt()
+    return Passed(
+        subject.name, tuple(name for name in INVARIANTS if name in chosen), tried["cases"]
+    )

@@ -201,6 +201,14 @@ def test_unknown_invariant_is_an_error_with_a_suggestion():
         check_policy("tova", exempt=["nothing"])
 
 
+def test_a_pass_says_what_was_tried():
+    """The invariants, without those left out, and the number of cases."""
+    passed = check_policy("tova", only=["causality", "isolation"], max_examples=2)
+
+    assert repr(passed) == "tova: passed 2 invariants on 2 generated cases"
+    assert passed.invariants == ("causality", "isolation")
+
+
 def test_smallest_budget_is_what_a_policy_always_keeps():
     """The budgets that check_policy draws begin where the policy has a rule."""
     case = strategies.make_case("normal", n=20)
