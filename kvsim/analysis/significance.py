@@ -36,12 +36,11 @@ def sign_flip(gaps: Floats) -> Floats:
     number of pairs; the measured signs count as one (Phipson and Smyth 2010, SAGMB 9:39).
     """
     pairs, prompts = gaps.shape
-    exact = 1 << (prompts - 1) <= _FLIPS  # the opposite of every flip is as far from 0
+    exact, flips = _flips(prompts, pairs)
     if exact:
-        signs = 1 - 2.0 * (np.arange(1 << (prompts - 1))[:, None] >> np.arange(prompts) & 1)
+        signs = 1 - 2.0 * (np.arange(flips)[:, None] >> np.arange(prompts) & 1)
     else:
-        drawn = max(_FLIPS, ceil(4 * pairs / ALPHA))
-        signs = np.random.default_rng(0).integers(0, 2, (drawn, prompts)) * 2.0 - 1
+        signs = np.random.default_rng(0).integers(0, 2, (flips, prompts)) * 2.0 - 1
     out = np.empty(pairs)
     for first in range(0, pairs, _PAIRS):
         part = gaps[first : first + _PAIRS]
@@ -51,6 +50,18 @@ def sign_flip(gaps: Floats) -> Floats:
             far += (np.abs(signs[row : row + _ROWS] @ part.T) >= least).sum(0)
         out[first : first + _PAIRS] = far / len(signs) if exact else (far + 1) / (len(signs) + 1)
     return out
+
+
+def _flips(prompts: int, pairs: int) -> tuple[bool, int]:
+    """Return whether all flips of signs are tried, and how many are tried."""
+    every = 1 << (prompts - 1)  # the opposite of a flip is as far from 0
+    return (True, every) if every <= _FLIPS else (False, max(_FLIPS, ceil(4 * pairs / ALPHA)))
+
+
+def least_p(prompts: int, pairs: int) -> float:
+    """Return the smallest p-value that `sign_flip` can have."""
+    exact, flips = _flips(prompts, pairs)
+    return 1 / (flips if exact else flips + 1)
 
 
 def holm(p: Floats) -> Floats:

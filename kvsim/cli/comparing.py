@@ -200,7 +200,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             f"minus {base}": _between(
                 row, ("difference", "difference_low", "difference_high"), signed
             ),
-            "p (Holm)": show.number(row["p_holm"], ".2g"),
+            "p (Holm)": "≤ " * _at_least(comparison, row) + show.number(row["p_holm"], ".2g"),
             "verdict": row["verdict"] or ("-" if row["rank"] is None else "best"),
             "prompts needed": show.number(row["needed"], ",d"),
             "entries seen": show.number(row["seen"], ".0f") + "!" * row["unfair"],
@@ -212,6 +212,14 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         rows.append(cells)
     shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     return shown, [[row[name] for name in shown] for row in rows]
+
+
+def _at_least(comparison: Comparison, row: Mapping[str, Any]) -> bool:
+    """Whether a p-value is as small as so many prompts allow."""
+    from kvsim.analysis.significance import least_p
+
+    p = row["p"]
+    return p is not None and p < 1 and p <= least_p(row["n"], comparison.comparisons) * (1 + 1e-9)
 
 
 def _between(row: Mapping[str, Any], names: tuple[str, str, str], form: str) -> str:
@@ -251,6 +259,8 @@ def _meaning(comparison: Comparison) -> list[str]:
             " Differences are paired by prompt; p: from flips of their signs, corrected for "
             f"{comparison.comparisons} comparison{several} (Holm), beyond chance up to {ALPHA:g}."
         )
+    if any(_at_least(comparison, row) for row in comparison.table.iter_rows(named=True)):
+        out[0] += " ≤: as small as p can be with so many prompts."
     if comparison.table["needed"].count():
         out[0] += (
             " Prompts needed: to decide an undecided difference, if it stays as large and as "
@@ -295,5 +305,5 @@ def _escaped(cell: str) -> str:
         return "--"
     plain = show.one_line(cell)
     plain = re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX.get(found[0], f"\\{found[0]}"), plain)
-    plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain)
+    plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain).replace("≤", r"$\le$")
     return re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e\+?(-?)0*(\d+)", r"$\1 \\times 10^{\2\3}$", plain)

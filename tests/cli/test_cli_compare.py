@@ -97,6 +97,8 @@ def test_markdown_and_latex_are_tables(run, folder):
     assert r"streaming\_llm & " in tex
     assert tex.count(r" \\") == 7
     assert r"budget & policy & mean & minus the best & p (Holm) \\" in tex
+    assert tex.count(r"& $\le$ 0.031 \\") == 1  # 2 comparisons, 7 prompts: 2 / 64
+    assert "≤: as small as p can be" in tex
     assert r"\_ & $-$0.5 [$-$2, +1] & -- & a-3 \\" in latex(
         ["a"], [["_", "-0.5 [-2, +1]", "-", "a-3"]]
     )
