@@ -6,7 +6,7 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ import typer
 
 from kvsim.cli.values import OptionError, Overwrite, path_option, split
 from kvsim.files import check_output, write_file
+from kvsim.schema import plural
 from kvsim.text.tasks import DEPTHLESS
 from kvsim.text.tasks import TASKS as TEXT_TASKS
 from kvsim.tiny import MODELS
@@ -184,6 +185,7 @@ def _on_text(
         index = drawn[task, length, at]
         drawn[task, length, at] += 1
         samples.append(sample(seed, index, count, task=task, length=length, depth=at))
+    _note_turns(n, {"tasks": chosen, "lengths": sizes, "depths": places})
     return samples
 
 
@@ -228,7 +230,24 @@ def _samples(
         # at least one, so that a bad value is an error even if its turn does not come
         count = max(1, shares[turn])
         drawn[turn] = iter(draw(count, turn_seed, task=task, level=level, domain=domain, **sizes))
+    _note_turns(n, {"tasks": tasks or TASKS, "levels": levels or [], "domains": domains or DOMAINS})
     return [next(drawn[turns[i % len(turns)]]) for i in range(n)]
+
+
+def _note_turns(n: int, choices: Mapping[str, Collection[Any]]) -> None:
+    """Say if there are fewer prompts than combinations, which makes differences ambiguous."""
+    several = {name: len(values) for name, values in choices.items() if len(values) > 1}
+    size = math.prod(several.values())
+    if len(several) > 1 and 1 < n < size:
+        from kvsim.cli.show import echo_text
+
+        product = " x ".join(f"{count} {name}" for name, count in several.items())
+        echo_text(
+            f"{plural(n, 'prompt')} for {size} combinations ({product}): a difference between "
+            f"{next(iter(several))} may come from the others; expected --n as a multiple of "
+            f"{size}, or fewer values",
+            err=True,
+        )
 
 
 def _turns(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
