@@ -133,9 +133,11 @@ def local_path(path: object, error: type[KvsimError]) -> Path:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest known name, or the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """`; did you mean 'x'?` for names that begin so, else the closest one, or the empty string."""
+    names = list(known)
+    longer = [each for each in names if name and each.startswith(name)]
+    close = longer if 0 < len(longer) < 5 else difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def error_line(error: BaseException) -> str:

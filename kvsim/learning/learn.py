@@ -168,7 +168,7 @@ def learn(
                 f"{', '.join(map(str, sizes))}; expected longer traces or smaller budgets"
             )
         joined = Pairs.joined(parts)
-        mean, spread, weights, _ = fit(
+        mean, spread, weights = fit(
             joined, [hidden] * (hidden > 0), steps=steps, seed=seed, fixed=fixed
         )
         network = Network(

@@ -38,8 +38,8 @@ def fit(
     steps: int = 1500,
     seed: int = 0,
     fixed: bool = False,
-) -> tuple[Tensor, Tensor, Layers, float]:
-    """Return mean and spread of the features [F], the layers, and the loss of the last step.
+) -> tuple[Tensor, Tensor, Layers]:
+    """Return mean and spread of the features [F], and the layers.
 
     hidden: widths of hidden layers, none for a linear score. fixed: hidden layers stay as they
     were drawn (random features; Rahimi and Recht 2007), and the last one alone is fitted.
@@ -59,7 +59,6 @@ def fit(
         trained = [x for x in network.parameters() if x.requires_grad]
         optimiser = torch.optim.Adam(trained, lr=_RATE)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-        loss = torch.zeros(())
         with threads_for(network):
             for _ in range(steps):
                 at = torch.randint(len(keep), (size,), generator=random)
@@ -70,7 +69,7 @@ def fit(
                 optimiser.step()
                 schedule.step()
     layers = tuple((layer.weight.detach(), layer.bias.detach()) for layer in linear)
-    return mean, spread, layers, float(loss.detach())
+    return mean, spread, layers
 
 
 class Projecting:

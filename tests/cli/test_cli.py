@@ -345,7 +345,10 @@ def test_every_combination_has_one_turn(sizes):
 
 def test_what_is_not_given_is_all_there_is(run):
     """Several levels, and every task and domain in turn."""
-    _, out, _ = run("prompts", "--level", "1,2", "--n", "56")
+    _, out, err = run("prompts", "--level", "1,2", "--n", "56")
+    assert err == ""
+    _, _, err = run("prompts", "--level", "1,2", "--n", "28")
+    assert "28 prompts for 56 combinations (7 tasks x 2 levels x 4 domains)" in one_line(err)
 
     counts = Counter((row["task"], row["level"], row["domain"]) for row in rows_of(out))
     assert len(counts) == 7 * 2 * 4
@@ -897,6 +900,7 @@ def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
         (["--policy", "ams+full"], "nothing can be put around it"),
         (["--set", "protect_last=7.5"], "protect_last is 7.5; expected True or False"),
         (["--metric", "output_eror"], "did you mean 'output_error'?"),
+        (["--metric", "retained"], "mean 'retained_iou' or 'retained_position' or 'retained_mass'?"),
         (["--metric", "regret"], "was not replayed; give --regret"),
         (["--sink", "-1"], "--sink"),
         (["--recent", "many"], "--recent"),

@@ -135,7 +135,7 @@ def test_the_fit_ranks_as_the_pairs_do():
     gain = ((a - b) @ rule).abs()
     pairs = Pairs(torch.where(first, a, b), torch.where(first, b, a), gain, gain.long())
     for hidden in ([], [8]):
-        mean, spread, layers, loss = fit(pairs, hidden, steps=300)
+        mean, spread, layers = fit(pairs, hidden, steps=300)
         again = fit(pairs, hidden, steps=300)[2]
         assert all(
             torch.equal(x, y)
@@ -145,7 +145,6 @@ def test_the_fit_ranks_as_the_pairs_do():
         score = Network(("values", "future"), mean, spread, layers)
         right = (score(pairs.keep) > score(pairs.drop)).double() @ pairs.gain.double()
         assert right / pairs.gain.sum() > 0.97
-        assert loss < 0.3
 
 
 def test_vectors_of_heads_are_those_of_least_squares():
