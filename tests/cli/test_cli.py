@@ -900,7 +900,7 @@ def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
         (["--policy", "ams+full"], "nothing can be put around it"),
         (["--set", "protect_last=7.5"], "protect_last is 7.5; expected True or False"),
         (["--metric", "output_eror"], "did you mean 'output_error'?"),
-        (["--metric", "retained"], "mean 'retained_iou' or 'retained_position' or 'retained_mass'?"),
+        (["--metric", "retained"], "'retained_position' or 'retained_mass'?"),
         (["--metric", "regret"], "was not replayed; give --regret"),
         (["--sink", "-1"], "--sink"),
         (["--recent", "many"], "--recent"),
