@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvsim import plots
     from kvsim.analysis import measure
     from kvsim.analysis.comparison import compare
+    from kvsim.analysis.folder import read_run
     from kvsim.analysis.summaries import averages
     from kvsim.core.attention import Rope
     from kvsim.core.policy import Policy
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from kvsim.store.labelled import to_xarray
     from kvsim.sweeps.closed_loop import live
     from kvsim.sweeps.driver import sweep
-    from kvsim.sweeps.folder import read_run
     from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
@@ -84,7 +84,7 @@ _HOME = {
     "measure": "analysis",
     "open_trace": "store",
     "policy": "policies",
-    "read_run": "sweeps.folder",
+    "read_run": "analysis.folder",
     "recompute": "runner",
     "replay": "engine.replay",
     "sample_trace": "tiny.sample",

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from kvsim.analysis.comparison import Comparison, compare
+from kvsim.analysis.folder import Saved
 from kvsim.analysis.results import labelled
 from kvsim.analysis.verdict import RANKING, lines, verdicts
 from kvsim.core.policy import Even, Policy
@@ -23,7 +24,6 @@ from kvsim.core.storing import Spec
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, schedule, visible
-from kvsim.sweeps.folder import Saved
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.run import SUMMARY, summarise
 

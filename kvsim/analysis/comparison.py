@@ -23,7 +23,8 @@ from scipy import stats
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import Tabular, as_table, extent, labelled
+from kvsim.analysis.results import extent, labelled
+from kvsim.analysis.runs import Tabular, as_table
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,

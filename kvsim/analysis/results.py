@@ -7,19 +7,15 @@ have the parameters in which they differ.
 from __future__ import annotations
 
 import json
-import reprlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib import import_module
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import polars as pl
 
-from kvsim.core.arguments import listed
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.policies import policy
@@ -32,36 +28,6 @@ COLUMNS = ("policy", "params", "interval", "prefill")
 BEYOND = 1_000_000
 
 Params = Mapping[str, Any]
-
-
-class Measured(Protocol):
-    """What holds a Table: a run in memory, or one that was read."""
-
-    @property
-    def table(self) -> pl.DataFrame:
-        """The Table."""
-
-
-#: A Table, a run, or run folders by path or URL.
-Tabular = pl.DataFrame | Measured | str | Path | Iterable[str | Path]
-
-
-def as_table(given: Tabular) -> pl.DataFrame:
-    """Return a Table, that of a run, or that of run folders together.
-
-    Raises PolicyError for anything else, OutputError for what is no run folder.
-    """
-    table = getattr(given, "table", given)
-    if isinstance(table, pl.DataFrame):
-        return table
-    paths = listed(given)
-    if not paths or not all(isinstance(path, str | Path) for path in paths):
-        raise PolicyError(
-            f"table is {reprlib.repr(given)}; expected a Table, a run, or the folder of one"
-        )
-    runs = import_module("kvsim.report")  # the room above that reads runs
-    joined: pl.DataFrame = runs.joined([runs.read_run(path) for path in paths])
-    return joined
 
 
 def extent(table: pl.DataFrame) -> str:

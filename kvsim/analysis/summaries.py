@@ -23,7 +23,7 @@ from scipy.stats import bootstrap
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.results import Tabular, as_table
+from kvsim.analysis.runs import Tabular, as_table
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered

@@ -44,9 +44,9 @@ def masks(
     block masks for flex_attention.
     """
     check_output(out, overwrite=overwrite)
+    from kvsim.analysis.folder import RECORDS, read_run
     from kvsim.interop.masks import Masks, write_masks
     from kvsim.store.records import read_records
-    from kvsim.sweeps.folder import RECORDS, read_run
 
     read_run(run)
     records = read_records(run / RECORDS)

@@ -16,15 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvsim.analysis.folder import Saved, read_run
+from kvsim.analysis.runs import joined
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
-from kvsim.report.study import Progress, check_traces, joined, study
+from kvsim.report.study import Progress, check_traces, study
 from kvsim.schema import visible
-from kvsim.sweeps.folder import Saved, read_run
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
 

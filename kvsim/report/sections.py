@@ -9,6 +9,7 @@ from functools import partial
 import polars as pl
 from markupsafe import Markup, escape
 
+from kvsim.analysis.folder import Saved
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
@@ -21,7 +22,6 @@ from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
 from kvsim.schema import LABELS, plural, schedule
-from kvsim.sweeps.folder import Saved
 
 
 def sections(

@@ -1,4 +1,4 @@
-"""What a report is made of: the Tables of runs together, and traces, analysed once.
+"""What a report is made of: traces, analysed once.
 
 Of several traces the analyses of the first are kept for figures.
 """
@@ -11,17 +11,17 @@ from itertools import product
 
 import polars as pl
 
+from kvsim.analysis.folder import Saved
 from kvsim.analysis.output.reconstruction import RECONSTRUCTION_COLUMNS, reconstruction_table
 from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import COLUMNS, in_order, measure
+from kvsim.analysis.table import in_order, measure
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
-from kvsim.sweeps.folder import Saved
 
 #: Called with (steps done, steps, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -33,35 +33,6 @@ RATIOS = (0.25, 0.5, 0.75)
 
 # The others are in the Tables of runs.
 _MEASURED = [name for name, x in METRICS.items() if x.kind == "trace" and not x.default]
-
-
-def joined(runs: Sequence[Saved]) -> pl.DataFrame:
-    """The Table of several runs; what is in several of them is there once.
-
-    Raises:
-        PolicyError: runs have different values in one and the same place, or replayed different
-            traces of one name.
-    """
-    first: dict[str, tuple[str, Saved]] = {}
-    for run in runs:
-        for name, digest in run.parameters.get("traces", {}).items():
-            expected, other = first.setdefault(name, (digest, run))
-            if "" not in (expected, digest) and expected != digest:  # in memory a trace has none
-                raise PolicyError(
-                    f"{other.path} and {run.path} replayed different traces, both called {name!r}, "
-                    "and results are told apart by the names of traces; take the runs one by one, "
-                    "or record one trace again under another id and replay it"
-                )
-    table = in_order(run.table for run in runs).unique(maintain_order=True)
-    place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
-    twice = table.filter(table.select(place).is_duplicated())
-    if twice.height:
-        policy, metric, trace = twice.select("policy", "metric", "trace").row(0)
-        raise PolicyError(
-            f"two of the runs have different values of {metric} for {policy or 'the trace'} on "
-            f"{trace}, with the same parameters and schedule; take them one by one"
-        )
-    return table
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from kvsim.analysis.folder import replace_run
 from kvsim.core.checks import check_progress
 from kvsim.core.threads import threads_for
 from kvsim.errors import ConfigError
 from kvsim.files import lock
 from kvsim.recorder.progress import with_bar
 from kvsim.sweeps.cluster import on_a_cluster
-from kvsim.sweeps.folder import replace_run
 from kvsim.sweeps.grid import Grid, Keys
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from

@@ -12,6 +12,7 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.analysis.folder import write_run
 from kvsim.analysis.live.responses import responses
 from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
@@ -19,7 +20,6 @@ from kvsim.core.display import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
-from kvsim.sweeps.folder import write_run
 from kvsim.sweeps.parts import check_output
 
 

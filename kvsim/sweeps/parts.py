@@ -32,6 +32,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvsim.analysis.folder import RUN, remove, replace_run, writing
+from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import in_order
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
@@ -40,8 +42,6 @@ from kvsim.errors import OutputError
 from kvsim.files import check_writable, hidden, lock, replace_file, unbroken
 from kvsim.schema import plural
 from kvsim.store.inputs import read_file
-from kvsim.sweeps.folder import RUN, remove, replace_run, writing
-from kvsim.sweeps.tables import decode_table, encode_table
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
 _PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers", "notes")]

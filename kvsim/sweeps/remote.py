@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvsim.analysis.folder import RUN
 from kvsim.errors import OutputError, local_path
 from kvsim.schema import is_url
 from kvsim.store.remote import filesystem, is_web, store_errors
-from kvsim.sweeps.folder import RUN
 from kvsim.sweeps.parts import PARTS
 from kvsim.sweeps.shards import CONFIG, Kept, Shards
 

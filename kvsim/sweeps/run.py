@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.summaries import over_layers
@@ -28,7 +29,6 @@ from kvsim.schema import schedule
 from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of
-from kvsim.sweeps.folder import RECORDS, read_run
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import (
     Parts,

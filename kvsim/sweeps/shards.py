@@ -27,16 +27,16 @@ import numpy as np
 import polars as pl
 import yaml
 
+from kvsim.analysis.folder import writing
+from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
 from kvsim.core.record import Record
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
-from kvsim.sweeps.folder import writing
 from kvsim.sweeps.grid import Grid, read_grid
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.parts import PARTS, arrays_of, packed, unpacked
-from kvsim.sweeps.tables import decode_table, encode_table
 from kvsim.sweeps.tasks import Outcome, Task
 
 CONFIG = "config.resolved.yaml"

@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.record import Record, Response
 from kvsim.sweeps import Run
-from kvsim.sweeps.folder import read_run
 from kvsim.tiny.tasks import prompts
 
 

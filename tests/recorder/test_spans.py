@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder.spans import located
 from kvsim.store import describe, recover
-from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.run import replay_all
 from kvsim.testing.strategies import make_case
 from small_model import small, words_tokenizer

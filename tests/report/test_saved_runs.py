@@ -15,12 +15,12 @@ import run_mutations
 import torch
 
 import kvsim
+from kvsim.analysis.folder import bind
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
 from kvsim.report import read_run, write_report
 from kvsim.store import inputs
 from kvsim.store.records import read_records
-from kvsim.sweeps.folder import bind
 from kvsim.sweeps.run import replay_all
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
 from kvsim.runner.closed import ClosedLoop
 from kvsim.store.records import read_records
-from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.run import replay_all
 from small_model import small, words_tokenizer
 

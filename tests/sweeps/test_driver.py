@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import ConfigError, OutputError, TraceError
 from kvsim.files import replace_file
 from kvsim.policies import policy
 from kvsim.sweeps import driver, shards, tasks
-from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.run import replay_all as in_turn
 from kvsim.sweeps.shards import Shards

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.core import threads
 from kvsim.errors import ConfigError
 from kvsim.sweeps import cells, workers
-from kvsim.sweeps.folder import read_run
 from kvsim.sweeps.run import replay_all
 from kvsim.sweeps.workers import Lost, processes
 from tests.sweeps.test_parts import BUDGETS, METRICS, make_trace, policies

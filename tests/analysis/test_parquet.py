@@ -13,9 +13,9 @@ import numpy as np
 import polars as pl
 import pytest
 
+from kvsim.analysis import parquet as decoder
+from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, in_order
-from kvsim.sweeps import tables
-from kvsim.sweeps.tables import decode_table, encode_table
 
 LARGE = 200_000_000
 
@@ -155,7 +155,7 @@ def test_forged_tables_are_refused(forger):
 MEASURE = """
 import sys
 from pathlib import Path
-from kvsim.sweeps.tables import decode_table
+from kvsim.analysis.parquet import decode_table
 
 def peak():
     status = Path("/proc/self/status").read_text()
@@ -238,7 +238,7 @@ def test_sizes_are_those_of_another_reader():
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     columns = [group.column(n) for group in groups for n in range(metadata.num_columns)]
 
-    rows, size = tables._declared(data)
+    rows, size = decoder._declared(data)
 
     assert rows == metadata.num_rows
     total = sum(column.total_uncompressed_size for column in columns)

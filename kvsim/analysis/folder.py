@@ -19,6 +19,7 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.results import extent
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.display import Displayed
@@ -29,11 +30,10 @@ from kvsim.schema import is_url
 from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
 from kvsim.store.records import write_records
 from kvsim.store.remote import filesystem, store_errors
-from kvsim.sweeps.tables import decode_table, encode_table
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 
-#: Most bytes of the results; what they decode to is bounded by them (`kvsim.sweeps.tables`).
+#: Most bytes of the results; what they decode to is bounded by them (`kvsim.analysis.parquet`).
 _RESULTS = 8 << 30
 
 
