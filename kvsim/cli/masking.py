@@ -54,7 +54,9 @@ def masks(
     for name in policy or ():
         if name not in names:
             closest = suggest(name, names)
-            raise OptionError(f"--policy {name!r} is not in {run}{closest}; it has {names}")
+            raise OptionError(
+                f"--policy {name!r} is not in {run}{closest}; it has {', '.join(names)}"
+            )
     chosen = [record for record in records if record.policy in (policy or names)]
     every, refused = [], dict[str, PolicyError]()
     for record in chosen:
@@ -83,3 +85,4 @@ def masks(
     ]
     headers = ("trace", "policy", "budget", "layers", "heads", "tokens", "size", "dense")
     show.echo_table(headers, rows, right=2)
+    show.echo_text(f"Written to {out}.", err=True)
