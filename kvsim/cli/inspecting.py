@@ -72,6 +72,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "projections": _projections(facts["projections"]),
+        "probe": _probe(facts["probe"]),
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
         **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
     }
@@ -126,6 +127,14 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
         return "not readable"
     within = f"within {max(values):.1e} of the model's own (relative)"
     return f"attention recomputed from q, k, v {within}"
+
+
+def _probe(facts: Mapping[str, Any] | None) -> str:
+    """Return how many rows of a probe there are, or an empty text."""
+    if facts is None:
+        return ""
+    rows, chunks = plural(facts["rows"], "row"), plural(len(facts["chunks"]), "chunk")
+    return f"{rows} that repeat the context, in {chunks}"
 
 
 def _projections(facts: Mapping[str, Any] | None) -> str:

@@ -88,36 +88,29 @@ class KVzip(Scorer):
 
 
 def largest_weights(view: View, sink: int) -> Tensor:
-    """max_(g, i) of the weights of each chunk's rows, where nothing has left; else 0; [L, H, n]."""
-    queries, own, chunks = view.probe
+    """max_i of the weights that rows which repeat a chunk give its entries; [L, H, n].
+
+    In layers from which nothing has left, where slots are positions. 0 if there are none.
+    """
+    queries, probe_keys, chunks = view.probe
     keys, formula = view.keys, view.formula
     layers, heads, n, _ = keys.shape
-    first = n - (view.row + 1)  # the slot of position 0
-    out = keys.new_zeros(layers, heads, n)
-    if first < 0:
-        return out
-    end = 0
-    for start, stop, rows in chunks:
+    out, end = torch.zeros_like(keys[..., 0]), 0
+    for start, stop, rows in chunks if n > view.row else ():
         begin, end = end, end + rows
         sinks = min(sink, start)
-        parts = (
-            keys[:, :, first : first + sinks],
-            keys[:, :, first + start : first + stop],
-            own[:, :, begin:end],
-        )
+        parts = (keys[:, :, :sinks], keys[:, :, start:stop], probe_keys[:, :, begin:end])
         subset = torch.cat(parts, 2)  # [L, H, m, d]
         group, m = queries.shape[2], subset.shape[2]
+        last = torch.arange(m - rows, m, device=keys.device)  # what a row sees last, itself
+        slot, into = torch.arange(m, device=keys.device), out[:, :, start:stop]
         step = max(1, LOGIT_BYTES // (layers * heads * group * m * subset.element_size()))
-        for row in range(begin, end, step):
-            q = queries[:, :, :, row : min(row + step, end)]  # [L, H, G, w, d]
-            z = (q.flatten(2, 3) @ subset.mT).mul_(formula.scale)
-            z = formula.capped(z).unflatten(2, (group, -1))  # [L, H, G, w, m]
-            later = torch.arange(m, device=z.device) > m - rows + row - begin + torch.arange(
-                q.shape[3], device=z.device
-            ).unsqueeze(-1)
-            weights = z.masked_fill_(later, -torch.inf).softmax(-1)
-            best = weights[..., sinks : sinks + stop - start].amax((2, 3))
-            into = out[:, :, first + start : first + stop]
+        for row in range(0, rows, step):
+            part = slice(row, row + step)
+            q = queries[:, :, :, begin:end][:, :, :, part].flatten(2, 3)  # [L, H, G * w, d]
+            z = formula.capped((q @ subset.mT).mul_(formula.scale)).unflatten(2, (group, -1))
+            z.masked_fill_(slot > last[part].unsqueeze(-1), -torch.inf)  # [L, H, G, w, m]
+            best = z.softmax(-1)[..., sinks : sinks + stop - start].amax((2, 3))
             torch.maximum(into, best, out=into)
     return out
 

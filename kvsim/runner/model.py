@@ -108,25 +108,25 @@ class RunningModel:
     ) -> Trace:
         """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
         self.check_length(n_pos)
-        shown = self._projected if "o_proj" in policy.scorer.needs else self._plain
-        zero = torch.zeros((), dtype=shown.dtype)
-        shapes = shown.source.shapes
+        example = self._projected if "o_proj" in policy.scorer.needs else self._plain
+        zero = torch.zeros((), dtype=example.dtype)
+        shapes = example.source.shapes
         arrays = {
             key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
         }
-        if shown.has("o_proj"):
-            arrays["o_proj"] = shown.o_proj
+        if example.has("o_proj"):
+            arrays["o_proj"] = example.o_proj
         meta = {}
         if "probe_q" in policy.scorer.needs:
             rows = context_len or prompt_len  # about as many as will run
             meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
             arrays |= {f"probe_{x}": arrays[x][:, :, :1].expand(-1, -1, rows, -1) for x in "qk"}
         header = replace(
-            shown.header, prompt_len=prompt_len, context_len=context_len, name=name, meta=meta
+            example.header, prompt_len=prompt_len, context_len=context_len, name=name, meta=meta
         )
         layers, qheads, _, dim = arrays["q"].shape
         header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
-        return Trace(Memory(arrays), header.within(n_pos), dtype=shown.dtype)
+        return Trace(Memory(arrays), header.within(n_pos), dtype=example.dtype)
 
     def forward(
         self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0

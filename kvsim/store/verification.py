@@ -289,6 +289,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             for name, array in stored.arrays.items()
         },
         "projections": _projections(stored),
+        "probe": _probe(stored.header),
         "bytes": None if sizes is None else _bytes(sizes),
         "files": None if sizes is None else len(sizes),
         "model": {key: value for key, value in object_at(meta, "model").items() if key != "config"},
@@ -317,6 +318,14 @@ def _projections(stored: StoredTrace) -> dict[str, Any] | None:
     }
     size = None if stored.projections is None else stored.projections.bytes
     return {**described, "bytes": size}
+
+
+def _probe(header: Header) -> dict[str, Any] | None:
+    """Return the kind, the rows and the chunks of a probe, None without one."""
+    probe = header.probe
+    if probe is None:
+        return None
+    return {"kind": probe.kind, "rows": len(probe.tokens), "chunks": [*map(list, probe.chunks)]}
 
 
 def _bytes(sizes: Mapping[str, int], prefix: str = "") -> int:

@@ -71,7 +71,9 @@ def test_the_trace_is_the_same_without_its_probe(stored, tmp_path):
         for name in ("probe_q", "probe_k"):
             assert (other.read(name) - stored.read(name)).abs().max() <= close
     assert verify(moved.path, deep=True).ok
-    assert describe(moved.path)["arrays"]["probe_k"]["shape"] == [2, 2, 58, 8]
+    facts = describe(moved.path)
+    assert facts["arrays"]["probe_k"]["shape"] == [2, 2, 58, 8]
+    assert facts["probe"] == {"kind": "repeat", "rows": 58, "chunks": [[0, 30, 30], [30, 50, 28]]}
     per_head = stored.per_query_head()
     assert per_head.read("probe_k").shape == stored.read("probe_q").shape
 
