@@ -137,7 +137,9 @@ def live(
                 if record_to is None and out is not None:
                     record_to = out.with_name(f"{out.name}-traces")
                 at = record_to or Path(stack.enter_context(TemporaryDirectory(prefix="kvsim-")))
-                recorded = _record(decoder, tokenizer, prompts, at, new_tokens)
+                repeats = any("probe_q" in each.scorer.needs for each in policies)
+                probe = "repeat" if repeats else None
+                recorded = _record(decoder, tokenizer, prompts, at, new_tokens, probe)
             if out is not None and overwrite:
                 stack.enter_context(replaced(out))
             run = run_live(
@@ -186,13 +188,12 @@ def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool
 
 
 def _record(
-    model: Any, tokenizer: Any, prompts: Path, folder: Path, new_tokens: int
+    model: Any, tokenizer: Any, prompts: Path, folder: Path, new_tokens: int, probe: str | None
 ) -> list[Trace]:
     """Record prompts with the full cache; those that are there already are kept."""
     from kvsim.recorder import capture_many, read_prompts
 
     requested = read_prompts(prompts, note=partial(show.echo_text, err=True))
     longest = None if any(each.response is not None for each in requested) else new_tokens or None
-    return capture_many(
-        model, tokenizer, requested, folder, resume=True, max_new_tokens=longest, progress=True
-    )
+    options: dict[str, Any] = {"resume": True, "max_new_tokens": longest, "progress": True}
+    return capture_many(model, tokenizer, requested, folder, **options, probe=probe)

@@ -168,9 +168,8 @@ class Session:
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in pairs.items() if a != b]
         if recorded.get("config_digest") != expected["config_digest"]:
             differing.append("its model has another configuration")
-        if trace.header.probe != (self.repetition and self.repetition.probe):
-            which = "a" if self.repetition is None else "another"
-            differing.append(f"it has {which if trace.header.probe else 'no'} probe")
+        if self.repetition is not None and trace.header.probe != self.repetition.probe:
+            differing.append(f"it has {'another' if trace.header.probe else 'no'} probe")
         for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
             if requested is not None and trace.has(name) != requested:
                 differing.append(f"it has {'no ' if requested else ''}{name}")

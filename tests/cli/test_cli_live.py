@@ -71,6 +71,17 @@ def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
     assert read_run(tmp_path / "run").table.equals(before)
 
 
+def test_prompts_are_recorded_with_what_policies_read(run, prompt, tmp_path):
+    """KVzip runs on prompts alone: their traces have the rows that repeat the context."""
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "one", "prompt": prompt.prompt}) + "\n")
+    given = ("--prompts", tmp_path / "p.jsonl", "--model", "tiny", "--policy", "kvzip")
+    options = ("--budget", "40", "--max-new-tokens", "4", "--metric", "response_kl")
+    status, _, _ = run("live", *given, *options, "--record-to", tmp_path / "traces")
+
+    assert status == 0
+    assert kvsim.open_trace(tmp_path / "traces" / "one.zarr").has("probe_k")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -186,12 +186,15 @@ def test_arrays_and_their_description_must_fit():
             kvsim.Trace.from_arrays(q, k, k, **{**given, **change})
 
 
-def test_resuming_compares_probes(stored):
-    """The same probe is kept; another one, or none, is another capture."""
-    assert record(stored.path, resume=True).digest == stored.digest
-    for option, expected in (("repeat", "another probe"), (None, "a probe")):
-        with pytest.raises(CaptureError, match=f"it has {expected}"):
-            record(stored.path, resume=True, probe=option)
+def test_resuming_compares_probes(stored, tmp_path):
+    """The same probe is kept, also where none is requested; another one is another capture."""
+    for option in ("repeat:30", None):
+        assert record(stored.path, resume=True, probe=option).header.probe == stored.header.probe
+    with pytest.raises(CaptureError, match="it has another probe"):
+        record(stored.path, resume=True, probe="repeat")
+    plain = record(tmp_path / "a.zarr", probe=None)
+    with pytest.raises(CaptureError, match="it has no probe"):
+        record(plain.path, resume=True)
     with pytest.raises(CaptureError, match="probe is 'repeat:0', expected 'repeat', or"):
         record(probe="repeat:0")
 
