@@ -103,8 +103,8 @@ def test_a_request_is_what_the_tokenizer_knows():
     context = [ord(x) for x in "the quick brown fox"]
     plain = repetition(context, Words(), chunk=10)
     first = "\n\nRepeat the previous context exactly.\nthe quick "
-    later = "\n\nRepeat the part of the previous context exactly, starting withe quick \nbrown fox"
-    assert text(plain) == first + later
+    later = "\n\nRepeat the part of the previous context exactly, starting with"
+    assert text(plain) == first + later + "e quick \nbrown fox"
     chat = text(repetition(context, Words(), chat=True))
     assert chat == "\n\nRepeat the previous context exactly.<end><bot>the quick brown fox"
 
