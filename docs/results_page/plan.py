@@ -71,7 +71,7 @@ SMOLLM2 = Plan(
     interval=32,
     prefill=True,
     presets=False,
-    regret=20,
+    regret=10,
     sizes=Sizes(),
 )
 PLANS = {"tiny": FULL, "smollm2": SMOLLM2}

@@ -13,15 +13,16 @@ import pytest
 
 import results
 from kvsim import policy
+from kvsim.analysis.summaries import Interval
 from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.policies import CATALOGUE, names
 from results_page import tables as measuring
 from results_page.claims import FILE, beside, store
 from results_page.opening import opening
-from results_page.plan import FULL, SMALLEST
+from results_page.plan import FULL, SMALLEST, SMOLLM2
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.reasons import REASONS
-from results_page.tables import measure_prompt
+from results_page.tables import KEPT, measure_prompt
 from results_page.text import listing
 from results_page.traces import record, weights
 
@@ -255,6 +256,21 @@ def test_the_committed_page_on_smollm2_is_of_the_catalogue():
     verdicts = [row["verdict"] for row in stored if row["model"] == "smollm2"]
     _, _, below = text.partition("## Which of the papers' claims hold here")
     assert re.findall(r"\| \*\*([^|*]+)\*\* \|$", below, re.MULTILINE) == verdicts
+
+
+def test_regret_on_smollm2_is_what_is_kept():
+    """Means and intervals of the kept values stand on the page, and none is below 0."""
+    text = (ROOT / "docs" / "results-smollm2.md").read_text("utf-8")
+    regret = pl.read_parquet(KEPT).filter(metric="regret")
+    budgets = {n: rows for n, rows in tables(text).items() if n.startswith("Budget ")}
+
+    assert regret["value"].min() > -1e-6
+    for (heading, (head, *rows)), n in zip(budgets.items(), SMOLLM2.budgets, strict=True):
+        assert heading.startswith(f"Budget {n}")
+        for row in rows:
+            label = row[0].removesuffix(" (no budget binds)").replace("`", "")
+            values = regret.filter(policy=label, budget=n)["value"].to_numpy()
+            assert row[head.index("regret")] == Interval.of(values).text(".3f")
 
 
 def test_every_verdict_that_differs_has_a_reason():
