@@ -91,8 +91,8 @@ def compared(rows: pl.DataFrame) -> pl.DataFrame:
 
 def best_first(rows: pl.DataFrame) -> list[str]:
     """Names of lines by their mean over columns."""
-    means = rows.group_by("name").agg(pl.col("mean").mean())
-    return means.sort("mean", descending=True)["name"].to_list()
+    means = rows.group_by("name", maintain_order=True).agg(pl.col("mean").mean())
+    return means.sort("mean", descending=True, maintain_order=True)["name"].to_list()
 
 
 def shares(rows: pl.DataFrame, *, presets: bool) -> str:
