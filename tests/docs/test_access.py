@@ -1,0 +1,115 @@
+"""docs/access.py and access_loop.py: tables of planted numbers, and the page of the results."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import access
+import access_loop
+import kvsim
+
+FIVE = [("a", 128), ("int8", 256), ("b + int8", 64), ("c", 64), ("d", 256)]
+
+
+def planted(swapped=False):
+    """Four prompts of ten cells whose divergence is the square of the error.
+
+    The response of the last one is too long for an answer.
+    """
+    rows = []
+    for at, (name, budget) in enumerate(FIVE):
+        for step, (label, equals) in enumerate(((name, None), ("h2o", name))):
+            place = 2 * at + step
+            for prompt in range(4):
+                error = (place + 1) / 10 + prompt / 1000
+                kl = error**2 if not (swapped and place == 9) else 1e-4
+                tokens = [9, 9 + (321 if prompt == 3 else 320)]
+                cell = ("tiny", str(prompt), tokens, prompt < 2, label, budget + prompt, equals)
+                rows.append((*cell, error, 0.5, 0.25 * step, kl, 0.9, float(prompt < step)))
+    names = ("model", "prompt", "tokens", "full_right", "name", "budget", "equals", "output_error")
+    names += ("bytes_held", "bytes_read", "response_kl", "top_agreement", "answer_right")
+    return pl.DataFrame(rows, names, orient="row", infer_schema_length=None)
+
+
+def test_the_tables_of_the_loop_have_the_planted_numbers(monkeypatch):
+    """Each policy stands above the eviction of as many bytes; answers are counted."""
+    monkeypatch.setattr(access_loop, "best", lambda _: FIVE)
+
+    head, _, _, _, first, equal, *rest = access_loop.table(planted(), "tiny").splitlines()
+
+    assert head == (
+        "**tiny**, 4 prompts; answers are counted on the 3 whose response has at most 320 tokens, "
+        "2 of them right with the full cache."
+    )
+    expected = np.mean([(0.1 + p / 1000) ** 2 for p in range(4)])
+    assert first.startswith(f"| **a** | 130 | 0.50 | 0.00 | 0.102 | {expected:.2g} [")
+    assert first.endswith("| 90 % | 0/3 (0-56 %) |")
+    assert equal.startswith("| h2o, as many bytes | 130 | 0.50 | 0.25 | 0.202 | ")
+    assert equal.endswith("| 90 % | 1/3 (6-79 %) |")
+    assert rest[0].startswith("| **int8** | - |"), "no budget binds it"
+    assert len(rest) == 8
+
+
+def test_the_order_in_words():
+    """Every pair in order; and one cell that diverges least though its error is largest."""
+    same, other = access_loop.order(planted()), access_loop.order(planted(swapped=True))
+
+    assert "1.00 [1.00, 1.00] over all ten rows, 45 of 45 pairs in the same order" in same
+    assert "a on 4, int8 on 4, b + int8 on 4, c on 4, d on 4." in same
+    assert "over all ten rows, 36 of 45 pairs" in other
+    assert "1.00 [1.00, 1.00] over the five, 10 of 10 pairs" in other
+    assert "c on 4, d on 0." in other
+
+
+@pytest.mark.parametrize(("prompt", "budget"), [(60, 24), (60, 100), (90, 40)])
+def test_the_eviction_holds_as_many_entries(prompt, budget):
+    """Entries by the formula are those of a replay, and a budget is found again from its share."""
+    q, k, v = torch.randn(3, 1, 2, 150, 8, generator=torch.Generator().manual_seed(0))
+    rope = kvsim.Rope.default(8)
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=prompt, rope=rope)
+    record = kvsim.replay(trace, "tova", budget, interval=access.INTERVAL, prefill=True)
+    seen = np.mean([record.kept(row).sum((0, 2)) for row in range(prompt, 150)])
+
+    assert access_loop.entries_seen(prompt, 150, budget) == pytest.approx(seen)
+    share = seen / access_loop.entries_seen(prompt, 150, 150)
+    assert access_loop.as_many(prompt, 150, share) == budget
+    assert access_loop.entries_seen(prompt, 150, access_loop.as_many(prompt, 150, 2.0)) == (
+        access_loop.entries_seen(prompt, 150, 150)
+    )
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path, monkeypatch):
+    """A prompt whose lines are there is left out, and another one adds its own."""
+    (tmp_path / "tiny").mkdir()
+    for name in ("x-001", "y-000"):
+        (tmp_path / "tiny" / f"{name}.zarr").mkdir()
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps({"model": "tiny", "prompt": "y-000"}) + "\n")
+    monkeypatch.setattr(access_loop, "RESULTS", results)
+    monkeypatch.setattr(access_loop, "load_model", lambda _: (None, None))
+    monkeypatch.setattr(access_loop.kvsim, "open_trace", lambda path: path.stem)
+    monkeypatch.setattr(
+        access_loop, "_measure", lambda _, __, trace, model: [{"model": model, "prompt": trace}]
+    )
+
+    access_loop.measure("tiny", tmp_path, None)
+
+    assert [row["prompt"] for row in access_loop.lines()] == ["y-000", "x-001"]
+
+
+def test_the_page_has_what_is_measured():
+    """Both tables are those of the committed results, and so is the choice of the five."""
+    text = access.PAGE.read_text("utf-8")
+    rows = pl.DataFrame(access.lines(), infer_schema_length=None)
+
+    assert f"<!-- begin table -->\n{access.table(rows)}\n<!-- end table -->" in text
+    assert f"<!-- begin loop -->\n{access_loop.page()}\n<!-- end loop -->" in text
+    for model in access.MODELS:
+        measured = pl.DataFrame(access_loop.lines(), infer_schema_length=None).filter(model=model)
+        names = measured.filter(pl.col("equals").is_null())["name"].unique(maintain_order=True)
+        assert names.to_list() == [name for name, _ in access_loop.best(model)]
