@@ -34,6 +34,7 @@ from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS, Segments, normalise
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from probes import repeated
 from replay import Size, arrays, best, fresh, matrix_rate, put
 
 from reference import allocation
@@ -258,6 +259,7 @@ def scoring(size: Size) -> tuple[dict[str, float], list[str]]:
     given["o_proj"] = torch.randn(
         (size.layers, size.heads * size.group, size.dim, hidden), generator=generator
     )
+    given |= repeated(given["q"], given["k"], size.prompt)
     rate = matrix_rate(size.matrix)
     units, lines = {}, [f"{size}"]
     for name in (*names(), "ams+expected_attention", "adakv+expected_attention"):
