@@ -11,18 +11,21 @@ sequences is without eviction, which keeps the student's answers with the full c
 
 The log is JSON lines on standard output. ``DIR/state.pt`` is written every ``checkpoint`` steps and
 after ``--minutes``, when the run stops; ``--resume`` continues from it with its settings, and ends
-with the same weights as an uninterrupted run. At the end ``from_pretrained`` loads ``DIR``.
+with the same weights as an uninterrupted run. ``--resume --steps N`` ends it earlier or later, and
+the learning rate falls towards that end. At the end ``from_pretrained`` loads ``DIR``: the mean of
+the student and the teacher, weight by weight.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +61,8 @@ class Settings:
         batch: sequences of a step.
         full: share of the sequences that have no eviction.
         learning_rate: peak, after a warm-up of 5 % of the steps and before a decay by cosine.
+        share: of the student in the weights that are written; the rest of each is the teacher's.
+            Such means keep what both models can do (Wortsman et al. 2022, arXiv 2109.01903).
         checkpoint: steps between two checkpoints.
     """
 
@@ -68,8 +73,9 @@ class Settings:
     budget: int = 64
     interval: int = 16
     batch: int = 32
-    full: float = 0.25
+    full: float = 0.5
     learning_rate: float = 1e-4
+    share: float = 0.75
     checkpoint: int = 10
 
 
@@ -209,6 +215,17 @@ def take_step(run: Run) -> dict[str, float]:
     return {"full_kl": full, "kl": under}
 
 
+def averaged(run: Run) -> PreTrainedModel:
+    """Return the model that a run ends with: the mean of student and teacher, by `share`."""
+    model, teacher = copy.deepcopy(run.student), run.teacher.state_dict()
+    student = run.student.state_dict()
+    share = run.settings.share
+    model.load_state_dict(
+        {name: torch.lerp(teacher[name], student[name], share) for name in student}
+    )
+    return model
+
+
 def train(run: Run, out: Path, until: int | None = None, minutes: float | None = None) -> None:
     """Continue a run to its end, to step `until` or for some minutes; write to `out`."""
     settings, began = run.settings, time.monotonic()
@@ -223,7 +240,7 @@ def train(run: Run, out: Path, until: int | None = None, minutes: float | None =
         if run.step % settings.checkpoint == 0 or run.step == settings.steps:
             save(run, out / "state.pt")
     if run.step == settings.steps:
-        run.student.save_pretrained(out)
+        averaged(run).save_pretrained(out)
         save_tokenizer(out, MAX_TOKENS)
         summary = {"seconds": round(run.seconds), "settings": asdict(settings), "kl": run.kl}
         (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
@@ -234,13 +251,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m apps.tiny.distill", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
-    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument(
+        "--steps", type=int, help="200 by default; with --resume, the decay ends there instead"
+    )
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--policy", default=defaults.policy)
     parser.add_argument("--budget", type=int, default=defaults.budget)
     parser.add_argument("--batch", type=int, default=defaults.batch)
     parser.add_argument("--full", type=float, default=defaults.full)
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--share", type=float, default=defaults.share)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time")
     parser.add_argument(
@@ -251,11 +271,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = options.out / "state.pt"
     if options.resume and not state.exists():
         parser.error(f"no checkpoint {state}, expected one; start without --resume")
-    names = ("steps", "seed", "policy", "budget", "batch", "full", "learning_rate")
+    names = ("seed", "policy", "budget", "batch", "full", "learning_rate", "share")
     given = {name: getattr(options, name) for name in names}
     if options.policy != defaults.policy:
         given["params"] = {}
     run = load(state) if options.resume else start(Settings(**given))
+    if options.steps is not None:
+        run.settings = replace(run.settings, steps=options.steps)
     train(run, options.out, minutes=options.minutes)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from apps.tiny import distill
 from kvsim.recorder import load_model
@@ -43,7 +44,11 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     distill.main(["--out", str(tmp_path / "parts"), "--resume"])
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == other.read_bytes()
-    shipped = distill.start(SMALL)
+    shipped, written = distill.start(SMALL), load_file(one)
+    for name, value in whole.student.state_dict().items():
+        if name in written:
+            expected = 0.25 * shipped.student.state_dict()[name] + 0.75 * value
+            torch.testing.assert_close(written[name], expected)
     assert not torch.equal(weights(shipped), weights(whole))
     teacher = torch.cat([parameter.flatten() for parameter in whole.teacher.parameters()])
     assert torch.equal(teacher, weights(shipped))
