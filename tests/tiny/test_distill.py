@@ -92,3 +92,11 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path, capsys):
     with pytest.raises(SystemExit):
         distill.main(["--out", str(tmp_path), "--resume"])
     assert "start without --resume" in capsys.readouterr().err
+
+
+def test_a_resumed_run_can_end_later(tmp_path):
+    """`--resume --steps N` takes the steps that are missing, and keeps the other settings."""
+    distill.train(distill.start(replace(SMALL, steps=1, batch=1)), tmp_path)
+    distill.main(["--out", str(tmp_path), "--resume", "--steps", "2"])
+    run = distill.load(tmp_path / "state.pt")
+    assert (run.step, run.settings) == (2, replace(SMALL, steps=2, batch=1))
