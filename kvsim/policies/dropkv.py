@@ -11,16 +11,16 @@ smoothed by an average over `pool_kernel` neighbours. The entries with the highe
 those of the window itself.
 
 Deviations. Formula and defaults are those of the released code (AozhongZhang/DropKV,
-`dropkv_scores_reference` and `DropKVCache`; epsilon avoids a division by 1 - p = 0). The text of
-the paper has not been checked; it may smooth differently. As in the code, the window's own entries
-count in the average of their neighbours. Smoothing is meant for long prompts. It divides the score
-of an isolated entry, such as the sink, by pool_kernel, so a budget of a few dozen entries can lose
-this entry. `pool_kernel=1` ranks by s_j itself. Weights and outputs are in float64. Where p is
-nearly 1, both 1 - p and v - y are differences of nearly equal numbers. In the release, the rank of
-an entry that takes all attention therefore depends on the floating-point precision; here y - v of
-the first entry of each row is subtracted before it is squared. Budgets are in
-entries instead of a share of the prompt. The release evicts after the prompt only; with an
-interval, kvsim uses the same score in decoding, over the entries that are left.
+`dropkv_scores_reference` and `DropKVCache`). The text of the paper has not been checked; it may
+smooth differently. As in the code, the window's own entries count in the average of their
+neighbours. Smoothing is meant for long prompts. It divides the score of an isolated entry, such as
+the sink, by pool_kernel, so a budget of a few dozen entries can lose this entry. `pool_kernel=1`
+ranks by s_j itself. Weights and outputs are in float64. The release adds 1e-6 to 1 - p. Where p is
+nearly 1, both 1 - p and y - v are differences of nearly equal numbers, so in the release the rank
+of an entry that takes all attention depends on the floating-point precision. Here the output
+without the entry of the largest weight is computed from the other entries. Budgets are in entries
+instead of a share of the prompt. The release evicts after the prompt only; with an interval, kvsim
+uses the same score in decoding, over the entries that are left.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
-from kvsim.core.parameters import Above, AtLeast, Finite, Odd
+from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, pooling_flops, smooth
 
@@ -42,22 +43,26 @@ class DropKV(Windowed):
 
     window: Annotated[int, AtLeast(1)] = 8
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11
-    epsilon: Annotated[float, Above(0), Finite()] = 1e-6
 
     def score(self, view: View) -> Tensor:
         """The average over neighbours of the score s_j, of the candidates; [L, H, n]."""
         rows = view.log_attn(self.window)  # [L, H, G, w, n]
-        log_p = rows.flatten(2, 3)
-        p, values = log_p.exp(), view.values.double()
-        y = p @ values  # [L, H, G * w, d]
+        log_p, values = rows.flatten(2, 3), view.values.double()
+        # of each row the entry with the largest weight, and the output without it
+        first = log_p.argmax(-1, keepdim=True)
+        most = log_p.gather(-1, first)
+        others = log_p.scatter(-1, first, -torch.inf)
+        rest = most.expm1().neg_()
+        shares = others - (rest.log() if view.formula.sinks else others.logsumexp(-1, keepdim=True))
+        without = shares.exp_().nan_to_num_(0.0) @ values  # [L, H, G * w, d]
+        largest = values.gather(2, first.expand(-1, -1, -1, values.shape[-1]))
+        y = most.exp() * largest + rest * without
+        p = others.exp_()
         moved = (y @ values.mT).mul_(-2)
         moved += y.square().sum(-1, keepdim=True) + values.square().sum(-1).unsqueeze(2)
-        # with nearly all of the weight, y - v is what that sum of squares has rounded away
-        first = p.argmax(-1, keepdim=True)
-        apart = y - values.gather(2, first.expand(-1, -1, -1, y.shape[-1]))
-        moved.scatter_(-1, first, apart.square().sum(-1, keepdim=True))
-        odds = p.div_(log_p.expm1_().neg_().add_(self.epsilon))
-        lost = odds.square_().mul_(moved.clamp_(min=0)).sum(2)
+        lost = moved.clamp_(min=0).mul_((p / (1 - p)).square_())
+        apart = (largest - without).square_().sum(-1, keepdim=True)
+        lost = lost.scatter_(-1, first, most.mul(2).exp_().mul_(apart)).sum(2)
         score = smooth(lost / rows.shape[2], "avg", self.pool_kernel)
         return score.where(before_window(view, self.window), 0.0)
 

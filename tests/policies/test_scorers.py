@@ -709,11 +709,16 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
 # ---------------------------------------------------------------------------------------- DropKV
 
 
-def test_dropkv_measures_the_output_without_the_entry():
-    """The score is the squared move of a row's output when it attends to all entries but one."""
-    trace, window = make_trace(), 3
+@pytest.mark.parametrize("sharp", [1, 30, 1000])
+def test_dropkv_measures_the_output_without_the_entry(sharp):
+    """The score is the squared move of a row's output when it attends to all entries but one.
+
+    Also where one entry has all of the weight that a double holds.
+    """
+    queries = make_trace().q * sharp
+    trace, window = make_trace(q=queries), 3
     view = view_of(trace, keep=uneven())
-    found = scores(DropKV(window=window, pool_kernel=1, epsilon=1e-12), view)
+    found = scores(DropKV(window=window, pool_kernel=1), view)
 
     for layer, head, positions, held in heads(view):
         z = view.logits(window)[layer, head, ..., held].double()  # [G, w, n]

@@ -150,7 +150,7 @@ RULES: dict[str, Rule] = {
     "snapkv@kvpress": _alone(classic.snapkv, _SNAP_KVPRESS),
     "snapkv@original": _alone(classic.snapkv, _SNAP, per_query_head=True),
     "snapkv@gkv": Rule(windows.morphkv, {"window": 16, "pool": "max", "pool_kernel": 5}, 128),
-    "dropkv": _alone(windows.dropkv, {"window": 8, "pool_kernel": 11, "epsilon": 1e-6}),
+    "dropkv": _alone(windows.dropkv, {"window": 8, "pool_kernel": 11}),
     "pyramidkv": _alone(classic.snapkv, {**_SNAP, "window": 8, "beta": 20.0}, layers="pyramid"),
     "pyramidkv@kvpress": _alone(
         classic.snapkv, {**_SNAP_KVPRESS, "beta": 20.0}, layers="pyramid@kvpress"

@@ -61,21 +61,20 @@ def morphkv_original(event: Event) -> Scored:
 
 def dropkv(event: Event) -> Scored:
     """How far the outputs of the window move if one entry is dropped, squared, then smoothed."""
-    rows, epsilon = event.window(int(event.params["window"])), float(event.params["epsilon"])
-    kernel = int(event.params["pool_kernel"])
+    rows, kernel = event.window(int(event.params["window"])), int(event.params["pool_kernel"])
     values, noise = [], []
     for h, live in enumerate(event.live):
         lost, terms = dict.fromkeys(live, 0.0), dict.fromkeys(live, 0.0)
         for i in event.qheads(h):
             for row in rows:
                 weight = event.attention(i, row)
-                y = sum(a * event.values[h, p] for p, a in weight.items())
                 for p, a in weight.items():
-                    rest = sum(b for other, b in weight.items() if other != p)
-                    odds, v = a / (rest + epsilon), event.values[h, p]
-                    lost[p] += odds**2 * float(((v - y) ** 2).sum()) / event.group
+                    others = {other: b for other, b in weight.items() if other != p}
+                    rest, v = sum(others.values()), event.values[h, p]
+                    y = sum(b / (rest or 1.0) * event.values[h, at] for at, b in others.items())
+                    lost[p] += a**2 * float(((v - y) ** 2).sum()) / event.group
                     size = float(np.linalg.norm(v)) + float(np.linalg.norm(y))
-                    terms[p] += (odds * size) ** 2 * (1 + 1 / max(rest, epsilon)) / event.group
+                    terms[p] += 3 * (a * size / max(rest, 0.5)) ** 2 / event.group
         old = candidates(event, h, rows)
         for of_entry, to in ((lost, values), (terms, noise)):
             smooth = pool(list(of_entry.values()), "avg", kernel)
