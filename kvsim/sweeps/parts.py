@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.folder import RUN, remove, replace_run, writing
 from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import in_order
+from kvsim.core.digest import document_digest
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.core.trace import Trace
@@ -121,9 +122,15 @@ def plan(
         **parameters,
         "schedules": schedules,
         "code": {name: code for policy in policies for name, code in code_of(policy)},
-        "traces": {trace.name: trace.digest for trace in traces},
+        "traces": {trace.name: identity(trace) for trace in traces},
         "versions": {name: version(name) for name in ("kvsim", "torch")},
     }
+
+
+def identity(trace: Trace) -> str:
+    """Return the digest of a trace, and that of its probe, which the former leaves out."""
+    probe = trace.header.probe
+    return trace.digest if probe is None else f"{trace.digest} {document_digest(probe.document())}"
 
 
 def plan_digest(plan: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from kvsim.store import open_trace
 from kvsim.sweeps.cells import Cell, Cells
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.parts import code_of
+from kvsim.sweeps.parts import code_of, identity
 
 #: Bytes of the arrays of a task as they are held in memory. More layers share more work, fewer are
 #: done sooner and keep more processes busy.
@@ -191,7 +191,7 @@ def _key(
 ) -> str:
     """A name for all that the values of a cell in some layers depend on."""
     content: dict[str, Any] = {
-        "trace": [trace.name, trace.digest],
+        "trace": [trace.name, identity(trace)],
         "layers": layers,
         "metrics": metrics,
         "options": {name: options[name] for name in ("regret", "events", "records", "device")},

@@ -28,6 +28,7 @@ from kvsim.schema import NEVER, plural
 from kvsim.store.records import read_records
 from kvsim.sweeps import cells, parts
 from kvsim.sweeps.run import replay_all
+from tests.probes import repeated
 
 METRICS = ["wipeout", "entries_seen", "segment_count", "window_overlap"]
 BUDGETS = [16, "25%", 30]
@@ -303,6 +304,24 @@ def test_another_trace_of_the_same_name_is_not_resumed(tmp_path, monkeypatch):
             metrics=METRICS,
             resume=True,
         )
+
+
+def test_a_trace_with_another_probe_is_not_resumed(tmp_path):
+    """Probes are compared too, although the digest of a trace leaves them out."""
+    generator, rope = torch.Generator().manual_seed(0), kvsim.Rope.default(8)
+    q, k = (torch.randn(2, heads, 20, 8, generator=generator) for heads in (4, 2))
+    whole, halves = repeated(q, k, 12), repeated(q, k, 12)
+    halves["meta"]["probe"]["chunks"] = [[0, 6, 6], [6, 12, 6]]
+    traces = [
+        kvsim.Trace.from_arrays(q, k, k, prompt_len=12, rope=rope, name="a", **probe)
+        for probe in (whole, halves)
+    ]
+    options = {"out": tmp_path / "x", "metrics": ["entries_seen"], "resume": True}
+    replay_all(traces[:1], [kvsim.policy("kvzip")], [4], **options)
+    assert traces[0].digest == traces[1].digest
+
+    with pytest.raises(OutputError, match="a run with other traces"):
+        replay_all(traces[1:], [kvsim.policy("kvzip")], [4], **options)
 
 
 def test_damaged_and_foreign_parts_are_computed_again(tmp_path, monkeypatch, whole):
