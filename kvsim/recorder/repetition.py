@@ -77,10 +77,12 @@ def check_length(model: PreTrainedModel, context: int, probe: Probe) -> None:
     """Raise CaptureError where context and probe are longer than what the model can read."""
     limit = context_length(model)
     if limit is not None and context + probe.longest > limit:
+        room = limit - context
+        chunks = f"smaller chunks, such as `kvsim capture --probe repeat:{room // 2}`, or "
         raise CaptureError(
             f"a probe of {probe.longest} rows after a context of {context} tokens is longer than "
-            f"the model's context of {limit}; expected at most {limit - context} rows; give "
-            "smaller chunks, such as --probe repeat:256, or a shorter prompt"
+            f"the model's context of {limit}; expected at most {room} rows; give "
+            f"{chunks if room > 1 else ''}a shorter prompt"
         )
 
 
