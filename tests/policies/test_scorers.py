@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.core.attention import Formula
 from kvsim.core.entries import Entries
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.view import Setting, View
@@ -709,20 +710,27 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
 # ---------------------------------------------------------------------------------------- DropKV
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("sharp", [1, 30, 1000])
-def test_dropkv_measures_the_output_without_the_entry(sharp):
+def test_dropkv_measures_the_output_without_the_entry(sharp, sinks):
     """The score is the squared move of a row's output when it attends to all entries but one.
 
-    Also where one entry has all of the weight that a double holds.
+    Also where one entry has all of the weight that a double holds, and next to sinks.
     """
     queries = make_trace().q * sharp
-    trace, window = make_trace(q=queries), 3
+    learned = torch.linspace(-3, 2, HEADS * GROUP, dtype=torch.float64) * sharp
+    formula = Formula(DIM**-0.5, sinks=learned.tolist() if sinks else ())
+    trace, window = make_trace(q=queries, formulas=[formula] * LAYERS), 3
     view = view_of(trace, keep=uneven())
     found = scores(DropKV(window=window, pool_kernel=1), view)
 
     for layer, head, positions, held in heads(view):
         z = view.logits(window)[layer, head, ..., held].double()  # [G, w, n]
         values = view.values[layer, head, held].double()
+        if sinks:  # an entry more, whose value is 0
+            sink = learned.view(HEADS, GROUP)[head, :, None, None].expand(-1, window, 1)
+            z = torch.cat([z, sink], -1)
+            values = torch.cat([values, torch.zeros(1, DIM, dtype=torch.float64)])
         for slot, pos in enumerate(positions):
             if pos >= view.first(window):
                 continue
