@@ -100,8 +100,10 @@ class Model:
     def catalogue(self) -> dict[str, Policy]:
         """Every policy that a budget binds, its lengths scaled; wrappers have SnapKV inside.
 
-        Policies with calibration have the first prompt that is learned from.
+        Policies with calibration have the first prompt that is learned from. Those that need what
+        the traces do not have, rows that repeat the context, are left out.
         """
+        recorded = self.sets["unseen"][0].source.shapes.keys()
         built = []
         for name in names():
             scores = describe(name).kind in ("scorer", "propagation") or name.startswith("ams")
@@ -109,7 +111,7 @@ class Model:
             options = {"calibration": self.sets["learned"][0], "protect_prompt": False}
             given = {key: x for key, x in options.items() if key in parameters(whole)}
             built.append(kvsim.policy(whole, **given).fitted())
-        return {one.name: one for one in built if one.bounded}
+        return {one.name: one for one in built if one.bounded and one.scorer.needs <= recorded}
 
 
 # ------------------------------------------------------------------------------------- measurement
