@@ -113,7 +113,7 @@ def _write_full(path: Path) -> None:
             for name, array in arrays.items():
                 for block in array[layer].split(256, dim=0 if name == "residual" else 1):
                     writer.append(name, layer, block)
-            writer.write_o_proj(layer, o_proj[layer])
+            writer.write_layer("o_proj", layer, o_proj[layer])
             for start in (0, 256):
                 rows = list(range(start, min(start + 256, n)))
                 writer.write_attention("attention", layer, start, trace.attention(layer, rows))

@@ -624,9 +624,9 @@ def test_duo_masks_what_duo_attention_press_masks(kvpress, recorded, tmp_path, m
 
 
 def test_page_names_tests_that_exist():
-    """Every test that docs/kvpress.md points to is in one of the three modules."""
+    """Every test that docs/kvpress.md points to is in one of the modules."""
     here = Path(__file__).parent
-    modules = ("test_interop.py", "test_kvpress.py", "test_kvpress_decoding.py")
+    modules = ("test_interop.py", "test_kvpress.py", "test_kvpress_decoding.py", "test_kvzip.py")
     code = "".join((here / module).read_text("utf-8") for module in modules)
     page = (here.parents[1] / "docs" / "kvpress.md").read_text("utf-8")
     named = set(re.findall(r"`(test_\w+)`", page))

@@ -128,7 +128,7 @@ def test_the_layouts_that_a_fused_kernel_misreads(layout, dtype):
 )
 @example((2, 2, 3, 5, 4), (LAST_FIRST,) * 4, (1, 1, 1, 1), True)  # noqa: FBT003  positional
 def test_attention_reads_queries_keys_values_and_masks_in_any_layout(sizes, orders, steps, masked):
-    """The kernel's output and log-sum-exp are those of C-ordered copies, to the bit."""
+    """The kernel's output and log-sum-exp are those of C-ordered copies, up to rounding."""
     batch, group, rows, entries, dim = sizes
     torch.manual_seed(0)
     shapes = [(batch, group, rows, dim), (batch, 1, entries, dim), (batch, 1, entries, dim)]
@@ -146,8 +146,7 @@ def test_attention_reads_queries_keys_values_and_masks_in_any_layout(sizes, orde
     out, lse = attend(*views[:3], 0.3, mask=views[3] if masked else None)
 
     expected = attend(*given[:3], 0.3, mask=given[3] if masked else None)
-    assert torch.equal(out, expected[0])
-    assert torch.equal(lse, expected[1])
+    torch.testing.assert_close((out, lse), tuple(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_arrays_in_c_order_are_not_copied():

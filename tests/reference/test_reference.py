@@ -1003,7 +1003,10 @@ def test_output_error_of_a_longer_trace_equals_the_naive_one():
 
 
 def test_records_measured_together_equal_records_measured_alone():
-    """What records of a trace share is not changed by any of them."""
+    """What records of a trace share is not changed by any of them.
+
+    On some processors the sums of a product of more rows are rounded otherwise.
+    """
     case = strategies.make_case("sharp", heads=2, group=2, n=200, prompt_len=40, seed=5)
     records = [
         replay(case, Setup(name, {}, 24, 70, None)) for name in ("tova", "h2o", "random", "tova")
@@ -1011,8 +1014,8 @@ def test_records_measured_together_equal_records_measured_alone():
     together = output_error(case.trace(), records)
     for record, found in zip(records, together, strict=True):
         alone = output_error(case.trace(), [record])[0]
-        np.testing.assert_array_equal(found.error, alone.error)
-        np.testing.assert_array_equal(found.missing, alone.missing)
+        np.testing.assert_allclose(found.error, alone.error, rtol=1e-6)
+        np.testing.assert_allclose(found.missing, alone.missing, rtol=1e-6)
 
 
 @settings(QUIET, max_examples=examples(80))

@@ -286,7 +286,8 @@ def make_case(
     q[..., 0] += rng.uniform(2.0, 5.0)
     v = rng.standard_normal(k.shape)
     o_proj = rng.standard_normal((layers, heads * group, dim, 5))
-    return Case("settling", seed, n, dim**-0.5, q, k, v, o_proj)
+    probe = q[:, :, :2], k[:, :, :2]
+    return Case("settling", seed, n, dim**-0.5, q, k, v, o_proj, *probe)
 
 
 def parameters(name: str, rng: np.random.Generator, layers: int, n: int) -> dict[str, Any]:
@@ -611,7 +612,8 @@ def test_monotone_map_of_the_scores_changes_nothing(seed, factor):
     Values count for nothing at all.
     """
     case, setup = of_asl(seed, window=1, pool_kernel=1)
-    case = replace(case, q=case.q[:, :1], k=case.k[:, :1], v=case.v[:, :1], o_proj=None)
+    one_head = ("q", "k", "v", "probe_q", "probe_k")
+    case = replace(case, **{x: getattr(case, x)[:, :1] for x in one_head}, o_proj=None)
     mapped = replace(case, q=case.q * factor, v=-case.v)
     one, other = replay(case, setup), replay(mapped, setup)
     assert one.selection == other.selection

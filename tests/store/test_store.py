@@ -569,10 +569,10 @@ def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
     )
     with writer:
         with pytest.raises(TraceError, match="o_proj reaches 70000 in layer 1, float16 holds"):
-            writer.write_o_proj(1, torch.full((2, 8, 20), 7e4))
+            writer.write_layer("o_proj", 1, torch.full((2, 8, 20), 7e4))
         with pytest.raises(TraceError, match="o_proj is nan at layer 1, head 0, dim 0"):
-            writer.write_o_proj(1, torch.full((2, 8, 20), torch.nan))
-        writer.write_o_proj(0, torch.ones(2, 8, 20))
+            writer.write_layer("o_proj", 1, torch.full((2, 8, 20), torch.nan))
+        writer.write_layer("o_proj", 0, torch.ones(2, 8, 20))
         with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
             require_chunks(writer._group, "o_proj", "a.zarr", "write it")
 
