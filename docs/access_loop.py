@@ -143,7 +143,7 @@ def _values(
     metrics: Sequence[str],
 ) -> list[dict[str, float]]:
     """The metrics of each cell; policies of one budget, and budgets of one policy, run together."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    by_cell: dict[tuple[str, int], dict[str, float]] = {}
     by_name = {policy.name: policy for policy, _ in cells}
     if any(by_name[policy.name] != policy for policy, _ in cells):
         raise SystemExit("two policies have one name; expected names that tell results apart")
@@ -157,9 +157,9 @@ def _values(
         if done.failures:
             raise SystemExit(str(done.failures[0]))
         for row in averages(done.table, metrics=list(metrics)).iter_rows(named=True):
-            values = found.setdefault((row["policy"], int(row["asked"])), {})
+            values = by_cell.setdefault((row["policy"], int(row["asked"])), {})
             values[row["metric"]] = row["mean"]
-    return [found[policy.name, budget] for policy, budget in cells]
+    return [by_cell[policy.name, budget] for policy, budget in cells]
 
 
 def lines() -> list[dict[str, Any]]:

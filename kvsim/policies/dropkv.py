@@ -52,13 +52,13 @@ class DropKV(Windowed):
         first = log_p.argmax(-1, keepdim=True)
         most = log_p.gather(-1, first)
         others = log_p.scatter(-1, first, -torch.inf)
-        rest, left = most.expm1().neg_(), others.logsumexp(-1, keepdim=True)
+        rest, remainder = most.expm1().neg_(), others.logsumexp(-1, keepdim=True)
         if view.formula.sinks:  # they take a share, with a value of 0
             z = view.logits(self.window).double()
             sink = view.formula.sink(z, z.shape[1])[..., None, None]  # [H, G, 1, 1]
             total = z.flatten(2, 3).gather(-1, first) - most
-            left = left.logaddexp(sink.expand(*z.shape[1:4], 1).flatten(1, 2) - total)
-        without = (others - left).exp_().nan_to_num_(0.0) @ values  # [L, H, G * w, d]
+            remainder = remainder.logaddexp(sink.expand(*z.shape[1:4], 1).flatten(1, 2) - total)
+        without = (others - remainder).exp_().nan_to_num_(0.0) @ values  # [L, H, G * w, d]
         largest = values.gather(2, first.expand(-1, -1, -1, values.shape[-1]))
         y = most.exp() * largest + rest * without
         p = others.exp_()

@@ -65,8 +65,8 @@ class Searched:
 
     def keep(self, pos: Tensor, chosen: Tensor, last: Tensor) -> None:
         """Keep the last similar slots [h, n] of the entries at pos that are chosen."""
-        found = pos.gather(1, last.clamp(min=0)).where(last >= 0, _NONE)
-        self.pos, self.last = pos, found.masked_fill_(~chosen, _UNKNOWN)
+        matches = pos.gather(1, last.clamp(min=0)).where(last >= 0, _NONE)
+        self.pos, self.last = pos, matches.masked_fill_(~chosen, _UNKNOWN)
 
 
 def mean_similarity(
@@ -97,9 +97,9 @@ def mean_similarity(
     if view is not None and not view.rounded:
         searched = view.once(("similar", threshold, epsilon), Searched)
         pos = view.pos.reshape(-1, n)
-    known, first = searched.slots(pos, chosen)
+    previous, first = searched.slots(pos, chosen)
     heads = max(1, _BLOCK_BYTES // (n * _NARROW * keys.element_size()))
-    blocks = zip(*(x.split(heads) for x in (unit, chosen, known)), strict=True)
+    blocks = zip(*(x.split(heads) for x in (unit, chosen, previous)), strict=True)
     last = torch.cat([_last_similar(x, marks, at, first, threshold) for x, marks, at in blocks])
     searched.keep(pos, chosen, last)
     at = (
@@ -119,46 +119,47 @@ def mean_similarity(
 
 
 def _last_similar(
-    unit: Tensor, chosen: Tensor, known: Tensor, first: int, threshold: float
+    unit: Tensor, chosen: Tensor, previous: Tensor, first: int, threshold: float
 ) -> Tensor:
     """Of every row the last slot above the threshold, -1 for none.
 
-    unit [h, n, d] unit keys, 0 where not chosen; chosen, known and the result [h, n]. known: the
-    last similar slot before the slot `first`, -1 for none and -2 where it has to be searched for.
+    unit [h, n, d] unit keys, 0 where not chosen; chosen, previous and the result [h, n]. previous:
+    the last similar slot before the slot `first`, -1 for none and -2 where it has to be searched
+    for.
     """
     heads, n, dim = unit.shape
-    last = torch.full_like(known, _NONE)
+    last = torch.full_like(previous, _NONE)
     # the rows that are searched for: of which head, at which slot, their keys
     which = torch.arange(heads, device=unit.device)
     slot = torch.arange(n, device=unit.device).expand(heads, n)
-    keys, rows, left = unit, unit, chosen
+    keys, rows, pending = unit, unit, chosen
     stop, width = n, _NARROW
     while True:
         if stop == first:
-            last = torch.where(left & (known >= 0), known, last)
-            left = left & (known == _UNKNOWN)
-        most = int(left.sum(-1).max())
+            last = torch.where(pending & (previous >= 0), previous, last)
+            pending = pending & (previous == _UNKNOWN)
+        most = int(pending.sum(-1).max())
         if stop == 0 or most == 0:
             return last
         if most < slot.shape[1]:  # filled up, where heads have fewer, with rows that are done
-            which = left.any(-1).nonzero().squeeze(-1)
+            which = pending.any(-1).nonzero().squeeze(-1)
             keys = unit if len(which) == heads else unit[which]
-            slot = left[which].byte().sort(dim=-1, stable=True).indices[:, n - most :]
+            slot = pending[which].byte().sort(dim=-1, stable=True).indices[:, n - most :]
             flat = slot + n * torch.arange(len(which), device=slot.device).unsqueeze(-1)
             rows = keys.reshape(-1, dim).index_select(0, flat.flatten()).unflatten(0, flat.shape)
         start = max(first if first < stop else 0, stop - width)
         columns = keys[:, start:stop].transpose(1, 2)
         step = max(1, _BLOCK_BYTES // (len(which) * (stop - start) * unit.element_size()))
-        for some, at in zip(rows.split(step, 1), slot.split(step, 1), strict=True):
-            cosine = some @ columns  # [h', r, stop - start]
+        for part, at in zip(rows.split(step, 1), slot.split(step, 1), strict=True):
+            cosine = part @ columns  # [h', r, stop - start]
             head, row = ((at >= start) & (at < stop)).nonzero(as_tuple=True)
             cosine[head, row, at[head, row] - start] = 0.0
-            found = cosine.amax(-1) > threshold
-            head, row = (found & left[which].gather(1, at)).nonzero(as_tuple=True)
+            similar = cosine.amax(-1) > threshold
+            head, row = (similar & pending[which].gather(1, at)).nonzero(as_tuple=True)
             match = cosine[head, row].flip(-1)
             back = (match > threshold).to(torch.uint8).argmax(-1)  # the first of them
             last[which[head], at[head, row]] = stop - 1 - back
-        left = left & (last < 0)
+        pending = pending & (last < 0)
         stop, width = start, min(2 * width, _WIDE)
 
 

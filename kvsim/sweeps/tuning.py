@@ -280,11 +280,10 @@ class _Objective:
         """Whether a setting of a reader or a codec holds or reads more bytes than the default."""
         if not self._costs:
             return False
-        each = []
-        for one in ({}, setting):
-            self.table(one, traces)
-            each.append(self._bytes[self._key(one, traces)])
-        return bool((each[1] > (1 + _EQUAL) * each[0]).any())
+        for compared in ({}, setting):
+            self.table(compared, traces)
+        default, costs = (self._bytes[self._key(each, traces)] for each in ({}, setting))
+        return bool((costs > (1 + _EQUAL) * default).any())
 
     def _key(
         self, setting: Mapping[str, Any], traces: Sequence[Trace]
