@@ -19,6 +19,7 @@ from kvsim.core.trace import Trace
 from kvsim.cost.cases import Case, find_selection, unknown
 from kvsim.cost.model import Model
 from kvsim.errors import BudgetError, PolicyError
+from kvsim.policies.kvzip import chunk_lengths
 
 #: Bytes of a number that a policy carries with each entry, of an eviction time, and of a rank.
 COLUMN_BYTES = TIME_BYTES = RANK_BYTES = 4
@@ -289,11 +290,11 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
     if policy.allocator.across_layers:
         yield f"{name}: heads and layers share a budget by their scores; counted is an equal share"
     if "probe_q" in policy.scorer.needs:
-        pairs = prompt * prompt + prompt * (prompt + 1) / 2
+        pairs = sum(n * prompt + n * (n + 1) / 2 for n in chunk_lengths(prompt))
         again = model.n_layers * (2 * prompt * model.layer_matrices + model.attention_flops(pairs))
         yield (
-            f"{name}: the model repeats the prompt before it evicts, {again:.3g} FLOPs beside the "
-            f"{model.prefill_flops(prompt):.3g} of the prefill, which are not counted"
+            f"{name}: before it evicts, the model repeats the prompt; these {again:.3g} FLOPs are "
+            f"not counted, those of the prefill are {model.prefill_flops(prompt):.3g}"
         )
     if policy.scorer.clairvoyant:
         yield f"{name}: looks at later rows, so its FLOPs are those of an analysis"

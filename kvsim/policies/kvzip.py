@@ -22,8 +22,8 @@ entries are treated so, 4 in `kvzip@kvpress`. The release cuts at a threshold, s
 less may stay. Attention sinks that a model has learned are left out. What is put around the scorer
 (`adakv+kvzip`) decides itself how many entries a head keeps.
 
-The probe costs a second prefill: as many rows as the context has, which attend to three times as
-many entries on average. `kvsim cost` says how many FLOPs that is.
+The probe costs a second prefill: as many rows as the context has, each of which attends to the
+whole context and to the rows of its chunk before it. `kvsim cost` says how many FLOPs that is.
 """
 
 from __future__ import annotations
@@ -41,8 +41,13 @@ from kvsim.core.policy import Allocator, Plan, Protection, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.view import LOGIT_BYTES, View
 
-#: Tokens of a chunk, where `flops` has to guess.
+#: Tokens of a chunk, where costs have to guess.
 CHUNK = 2048
+
+
+def chunk_lengths(n: float) -> list[float]:
+    """Return the tokens of each chunk of a context of n tokens."""
+    return [min(CHUNK, n - start) for start in range(0, int(n), CHUNK)]
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,7 @@ class KVzip(Scorer):
         h, _, d, n = event.sizes
         if not event.prompt:
             return Flops()
-        chunks = [min(CHUNK, n - start) for start in range(0, int(n), CHUNK)]
-        pairs = sum(2 * chunk**2 for chunk in chunks)
+        pairs = sum(2 * chunk**2 for chunk in chunk_lengths(n))
         return Flops(2 * h * pairs * d, 4 * h * pairs)
 
 

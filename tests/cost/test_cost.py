@@ -943,6 +943,17 @@ def test_a_scorer_of_ones_own_is_unknown(scorer):
         event_flops(policy, Event(LLAMA_8B, 640, 4096, 128, 512))
 
 
+def test_a_probe_costs_a_prefill_whose_rows_see_the_prompt_and_their_chunk():
+    """Counted row by row, in chunks of 2,048."""
+    prompt = 10_000
+    seen = sum(prompt + 1 + row % 2048 for row in range(prompt))
+    layer = 2 * prompt * LLAMA_8B.layer_matrices + LLAMA_8B.attention_flops(seen)
+
+    cost = estimate(LLAMA_8B, kvsim.policy("kvzip"), 512, prompt)
+    (remark,) = (text for text in cost.assumptions if "repeats the prompt" in text)
+    assert f"these {32 * layer:.3g} FLOPs" in remark
+
+
 def test_a_scorer_of_ones_own_can_give_its_flops():
     """Then it has a cost, alone and around or inside other pieces, and no note says otherwise."""
     policy = Policy("mine", Counted(), schedule=Schedule(128))
