@@ -69,11 +69,12 @@ def check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
         if difference:
             left_out = f", beside a window in {windows(trace)}" if trace.windowed else ""
             shared = "budget" if policy.layer_budgets.across_layers else "ranking"
+            example = "kvzip@uniform" if policy.allocator.across_layers else "snapkv"
             raise PolicyError(
                 f"{policy.name}: the layers share one {shared}, and layers {chosen[0]} and {layer} "
                 f"of {trace.name} differ in their {difference}{left_out}; expected layers that "
                 f"compute alike; take a policy that gives each layer its own {shared}, such as "
-                "snapkv"
+                f"{example}"
             )
 
 
