@@ -1,6 +1,6 @@
 """Adapt the shipped model to a cache that a policy compresses, by distillation, on one CPU core.
 
-    python -m apps.tiny.distill --out DIR [--steps 200] [--policy gkv] [--budget 64] [--minutes 10]
+    python -m apps.tiny.distill --out DIR [--steps 400] [--policy gkv] [--budget 64] [--minutes 10]
     python -m apps.tiny.distill --out DIR --resume [--minutes 10]
 
 The recipe is that of G-KV (appendix C): the teacher is the shipped model with its full cache; the
@@ -66,7 +66,7 @@ class Settings:
         checkpoint: steps between two checkpoints.
     """
 
-    steps: int = 200
+    steps: int = 400
     seed: int = 0
     policy: str = "gkv"
     params: dict[str, Any] = field(default_factory=lambda: {"window": 8})

@@ -40,9 +40,6 @@ REASONS: dict[tuple[str, str], str] = {
         "One window in question, 256, is as long as the budget here. On `tiny` all windows are "
         "shorter than the budgets."
     ),
-    ("Q13", "What AMS adds to an event grows in proportion to the length of the cache"): (
-        f"{_SIZES} Seconds are those of the same random caches."
-    ),
     ("G4", "More than 90 % of the keys get less than 1 % of the largest score (all keys)"): (
         "Scores are less sparse here, layer 0 above all. Deep layers pass only by the scores of "
         "the sinks, which are the largest (the next line)."
