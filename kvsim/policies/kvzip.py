@@ -16,11 +16,13 @@ scores best among all of their entries together; `kvzip@uniform` keeps the same 
 Deviations. The paper evicts before there is a question; what comes after the context has no score.
 Here it ranks above all of the context, the newest first, so that the budget binds it too. Scores of
 the context are computed once and stay with the entries. The whole context is repeated, chat
-template and system message included, in chunks of 2,048 tokens. The released code keeps what
-precedes the user's text, and adds it to the softmax of each chunk: `sink` says how many first
-entries are treated so, 4 in `kvzip@kvpress`. The release cuts at a threshold, so that one entry
-less may stay. Attention sinks that a model has learned are left out. What is put around the scorer
-(`adakv+kvzip`) decides itself how many entries a head keeps.
+template and system message included, in chunks of 2,048 tokens. Of a chat without a context the
+whole prompt is repeated, and the request for it follows the start of the assistant's turn; the
+setting of the paper needs a context (`context` of a prompt). The released code keeps what precedes
+the user's text, and adds it to the softmax of each chunk: `sink` says how many first entries are
+treated so, 4 in `kvzip@kvpress`. The release cuts at a threshold, so that one entry less may stay.
+Attention sinks that a model has learned are left out. What is put around the scorer (`adakv+kvzip`)
+decides itself how many entries a head keeps.
 
 The probe costs a second prefill: as many rows as the context has, each of which attends to the
 whole context and to the rows of its chunk before it. `kvsim cost` says how many FLOPs that is.
