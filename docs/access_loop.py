@@ -111,8 +111,8 @@ def _cost(name: str) -> str:
 def entries_seen(prompt_len: int, n_pos: int, budget: int) -> float:
     """Entries that a row after the prompt sees under an eviction, mean over these rows."""
     counts = np.arange(prompt_len, n_pos)
-    held = budget + (counts - prompt_len) % INTERVAL
-    return float((1 + np.minimum(counts, held)).mean())
+    bound = budget + (counts - prompt_len) % INTERVAL
+    return float((1 + np.minimum(counts, bound)).mean())
 
 
 def as_many(prompt_len: int, n_pos: int, share: float) -> int:
@@ -123,7 +123,7 @@ def as_many(prompt_len: int, n_pos: int, share: float) -> int:
 
 
 def _replayed(trace: kvsim.Trace, cells: Sequence[Cell]) -> list[dict[str, float]]:
-    """What a replay says of each cell."""
+    """Measure the replay of each cell."""
     terms: dict[str, Any] = {"interval": INTERVAL, "prefill": True, "metrics": REPLAYED}
     return _values(cells, lambda *of: replay_all([trace], *of, **terms), REPLAYED)
 
@@ -131,7 +131,7 @@ def _replayed(trace: kvsim.Trace, cells: Sequence[Cell]) -> list[dict[str, float
 def _lived(
     running: Any, tokenizer: Any, trace: kvsim.Trace, cells: Sequence[Cell], new_tokens: int
 ) -> list[dict[str, float]]:
-    """What the running model does in each cell."""
+    """Measure each cell on the running model."""
     terms: dict[str, Any] = {"interval": INTERVAL, "prefill": True, "metrics": LIVE}
     terms |= {"tokenizer": tokenizer, "max_new_tokens": new_tokens}
     return _values(cells, lambda *of: kvsim.live(running, [trace], *of, **terms), LIVE)
@@ -252,7 +252,7 @@ def _rank(x: Any, y: Any) -> float:
 
 
 def page() -> str:
-    """What stands between the marks of the page."""
+    """Return the part of the page between its marks."""
     rows = pl.DataFrame(lines(), infer_schema_length=None)
     of = {model: rows.filter(model=model) for model in MODELS}
     tables = [table(part, model) for model, part in of.items()]

@@ -187,7 +187,7 @@ def reading_heads(trace: Trace, sample: Sample) -> float:
 
 
 def lines() -> list[dict[str, Any]]:
-    """What is measured."""
+    """Return the measured cells, a line each."""
     return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
 
 
@@ -253,7 +253,7 @@ def levels(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def training(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the run took, and the summary of its effect."""
+    """Describe the cost of the run, and summarise its effect."""
     run = next(row for row in rows if row["part"] == "training" and "trial" not in row)
     settings, curve = run["settings"], np.array(run["kl"])
     tenth = max(1, len(curve) // 10)
@@ -272,7 +272,7 @@ That a response is right is decided by running the right response through the li
 
 
 def trials(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What else was tried."""
+    """Return a table of all runs, the main one and the others."""
     body = []
     for run in (row for row in rows if row["part"] == "training"):
         of = {row["part"]: row for row in rows if row["weights"] == run["weights"]}

@@ -133,7 +133,7 @@ def retention(source: Source, choice: Choice, alone: int | None, layer: int, hea
 
 @st.cache_data(max_entries=32, show_spinner="pooling the map of what rows read")
 def reading(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Tile:
-    """What rows read of every position of a head."""
+    """Return the positions that each row of a head reads, holds or has lost."""
     replayed = record(source, choice, alone)
     return reading_tile(replayed, replayed.layers.index(layer), head)
 

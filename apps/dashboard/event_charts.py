@@ -56,23 +56,8 @@ def retention(
     tile, gaps = retained
     positions = elements.token_names(texts, tile.positions)
     events = [f"row {event}" for event in tile.rows]
-    words = tile.values.size <= _WORDS
-    figure = go.Figure(
-        go.Heatmap(
-            z=tile.values,
-            x=positions,
-            y=events,
-            zmin=-0.5,
-            zmax=len(_STATES) - 0.5,
-            colorscale=_steps(_STATES),
-            showscale=False,
-            ygap=1 if len(events) <= 100 else 0,
-            text=np.array(STATES)[tile.values] if words else None,
-            hovertemplate="after %{y}<br>position %{x}"
-            + ("<br>%{text}" if words else "")
-            + "<extra></extra>",
-        )
-    )
+    figure = _map(tile, positions, events, (_STATES, STATES), "after %{y}")
+    figure.update_traces(ygap=1 if len(events) <= 100 else 0)
     # the first and the last cell of each gap, and nothing between two gaps
     dropped = gaps[:, 1] > gaps[:, 0]
     cells = np.searchsorted(tile.positions, gaps[dropped] - [0, 1], side="right") - 1
@@ -100,22 +85,7 @@ def reading(tile: Tile, texts: Sequence[str] | None, row: int, height: int) -> g
     """Draw what rows read of every position, and a frame around one row; tile: `reading_tile`."""
     positions = elements.token_names(texts, tile.positions)
     rows = elements.token_names(None, tile.rows)
-    words = tile.values.size <= _WORDS
-    figure = go.Figure(
-        go.Heatmap(
-            z=tile.values,
-            x=positions,
-            y=rows,
-            zmin=-0.5,
-            zmax=len(_READ_STATES) - 0.5,
-            colorscale=_steps(_READ_STATES),
-            showscale=False,
-            text=np.array(READ_STATES)[tile.values] if words else None,
-            hovertemplate="row %{y}<br>position %{x}"
-            + ("<br>%{text}" if words else "")
-            + "<extra></extra>",
-        )
-    )
+    figure = _map(tile, positions, rows, (_READ_STATES, READ_STATES), "row %{y}")
     _frame(figure, int(np.searchsorted(tile.rows[:-1], row, side="right")) - 1)
     _axes(figure, positions, tile, "row", height)
     return figure
@@ -127,6 +97,33 @@ def _steps(colours: Sequence[str]) -> list[list[object]]:
     return [
         [edges[place + side], colour] for place, colour in enumerate(colours) for side in (0, 1)
     ]
+
+
+def _map(
+    tile: Tile,
+    positions: Sequence[str],
+    rows: Sequence[str],
+    states: tuple[Sequence[str], Sequence[str]],
+    label: str,
+) -> go.Figure:
+    """Draw the state of each cell; states: colours and words; label: of a row under the pointer."""
+    colours, words = states
+    shown = tile.values.size <= _WORDS
+    return go.Figure(
+        go.Heatmap(
+            z=tile.values,
+            x=positions,
+            y=rows,
+            zmin=-0.5,
+            zmax=len(colours) - 0.5,
+            colorscale=_steps(colours),
+            showscale=False,
+            text=np.array(words)[tile.values] if shown else None,
+            hovertemplate=f"{label}<br>position %{{x}}"
+            + ("<br>%{text}" if shown else "")
+            + "<extra></extra>",
+        )
+    )
 
 
 def _frame(figure: go.Figure, place: int) -> None:

@@ -95,12 +95,12 @@ class Replayed:
 
     @property
     def map_of_reads(self) -> Tile:
-        """What rows read of the head, by position."""
+        """Return the positions of the head that each row reads, holds or has lost."""
         chosen = self.settings
         return cache.reading(chosen.source, self.choice, self.alone, chosen.layer, self.head)
 
     def reading(self, row: int) -> str:
-        """What a row reads of the head, in a sentence."""
+        """Describe in a sentence how many entries of the head a row reads."""
         chosen = self.settings
         held, read = cache.read(chosen.source, self.choice, self.alone, chosen.layer)
         return readings.reading(held, read, self.head, row, self.record.prompt_len)

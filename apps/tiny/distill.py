@@ -102,7 +102,7 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """What evicts."""
+        """The policy that evicts, with its parameters."""
         return kvsim.policy(self.settings.policy, **self.settings.params)
 
 
@@ -251,9 +251,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m apps.tiny.distill", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
-    parser.add_argument(
-        "--steps", type=int, help="200 by default; with --resume, the decay ends there instead"
-    )
+    steps = f"{defaults.steps} by default; with --resume, the decay ends there instead"
+    parser.add_argument("--steps", type=int, help=steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--policy", default=defaults.policy)
     parser.add_argument("--budget", type=int, default=defaults.budget)

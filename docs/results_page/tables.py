@@ -97,7 +97,7 @@ class Replays:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a prompt, as stored rows."""
+    """The measurements of a prompt, as stored rows."""
 
     rows: pl.DataFrame
 
@@ -183,7 +183,7 @@ def _params(policy: Policy) -> dict[str, Any]:
 
 
 def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
-    """What is replayed over a prompt."""
+    """Return the replays of a prompt."""
     rows = [*table_policies(plan, str(calibration)).values()]
     terms = {"interval": plan.interval, "prefill": plan.prefill}
     schedule = Schedule(None, prefill=True)
@@ -200,7 +200,7 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
 
 
 def _of_trace(plan: Plan) -> dict[str, Callable[[Trace], pl.DataFrame]]:
-    """What is measured of a trace alone, by the names of the pieces."""
+    """Return the metrics of a trace alone, by the names of the pieces."""
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)
 
     def of_prompt(trace: Trace) -> pl.DataFrame:

@@ -178,7 +178,7 @@ def _smollm2(r: Results) -> tuple[str, str]:
 
 
 def reading(r: Results, policies: Mapping[str, Policy]) -> str:
-    """What the columns of the tables are."""
+    """Explain the columns of the tables."""
     gaps = [r.of(label, n, "regret_gap") for label in policies for n in r.plan.budgets]
     gap = np.nanmax(gaps)
     left_open = f"at most {gap:.0e}" if gap else "nothing"
@@ -222,7 +222,10 @@ def _sizes(plan: Plan) -> str:
         "released code, which at these budgets leave little or nothing to choose: the most recent "
         f"entries alone take 32. The window of `ams` is {small:.0%} of the cache before an event "
         f"at the smallest budget and {large:.0%} at the largest; with 512 entries, an event every "
-        f"512 rows and the window of the paper it is {128 / (512 + 512):.1%}."
+        f"512 rows and the window of the paper it is {128 / (512 + 512):.1%}. `kvzip` has no "
+        "scores of the response, whose entries displace the context at later events; `kvzip@kvpress`, "
+        "which keeps four sinks, loses far less. Its paper evicts once, after the context ([on "
+        "the running model](live.md#rows-that-repeat-the-context))."
     )
 
 

@@ -16,7 +16,7 @@ from kvsim.errors import PolicyError
 
 
 class Measured(Protocol):
-    """What holds a Table: a run in memory, or one that was read."""
+    """An object that has a Table: a run in memory, or one that was read from a folder."""
 
     @property
     def table(self) -> pl.DataFrame:

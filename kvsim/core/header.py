@@ -68,7 +68,7 @@ class Header:
 
     @property
     def probe(self) -> Probe | None:
-        """What the rows of its probe are; None without one."""
+        """The chunks and tokens of its probe; None without one."""
         return Probe.of(self.meta, self.context_len or self.prompt_len, self.name)
 
     @property

@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """What the rows of a probe are.
+    """The chunks and tokens of a probe.
 
     kind: "repeat", rows that repeat the context. chunks: the parts of the context in order. tokens:
     of the rows, chunk after chunk; those of each chunk follow the context directly.

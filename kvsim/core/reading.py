@@ -97,7 +97,7 @@ class Reader(Piece, ABC):
         """Raise PolicyError for a trace that the reader has no rule for."""
 
     def remark(self, trace: Trace, budget: int) -> str:
-        """What to know about results, such as lengths that do not fit; empty for nothing."""
+        """Return a remark on results, such as lengths that do not fit; empty without any."""
         return ""
 
     def fitted(self, trace: Trace, budget: int) -> Reader:

@@ -130,7 +130,7 @@ class Period:
     def pages(
         self, trace: Trace, layer: int, reader: Reader, budget: int, of_layer: dict[Hashable, Any]
     ) -> Pages:
-        """What a reader sees of a layer; of_layer: as `Pages` has it."""
+        """Return the entries of a layer as a reader sees them; of_layer: as in `Pages`."""
         if reader.heads == "layer" and (self.slots[:, -1] != self.slots[0, -1]).any():
             raise PolicyError(
                 f"{reader.label}: heads is 'layer', and the heads of layer {layer} hold different "

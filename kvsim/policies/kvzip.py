@@ -39,8 +39,9 @@ from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Allocator, Plan, Protection, Scorer, Scores
+from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Scores
 from kvsim.core.select import compete
+from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 
 #: Tokens of a chunk, where costs have to guess.
@@ -83,6 +84,15 @@ class KVzip(Scorer):
             importance = largest_weights(view, self.sink).where(missing, importance)
         values = importance.where(inside, 2.0 + view.pos)
         return Scores(values, {"importance": importance})
+
+    def remark(self, trace: Trace, schedule: Schedule) -> str:
+        """A note that events in decoding leave little of the context."""
+        if schedule.interval is None:
+            return ""
+        return (
+            "has no scores of the response, whose entries rank above the context and fill the "
+            "budget at events in decoding; its paper evicts once, after the context: --own-schedule"
+        )
 
     def flops(self, event: Event) -> Flops:
         """At the prompt: 2 H P (C + P) d and 4 H P (C + P) for each chunk, with P = C rows."""
@@ -132,7 +142,7 @@ class Pooled(Allocator):
     flops = Allocator.no_flops  # comparisons alone
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """What each head wins, [L, H]; together layers x heads x budget."""
+        """Allocate to each head, [L, H], layers x heads x budget in all."""
         everything = (
             x.flatten(0, 1).unsqueeze(0) for x in (scores, protected, view.live, view.pos)
         )

@@ -353,7 +353,7 @@ def _route(
 
 
 def _explained(name: str, params: Mapping[str, Any], build: Callable[[], Policy]) -> Policy:
-    """What `build` returns; its error says which key reaches a reader or codec that it hides."""
+    """Return what `build` does; its error names the key of a reader or codec that it hides."""
     try:
         return build()
     except PolicyError as error:

@@ -1,4 +1,4 @@
-"""What a report is made of: traces, analysed once.
+"""The material of a report: traces, analysed once.
 
 Of several traces the analyses of the first are kept for figures.
 """

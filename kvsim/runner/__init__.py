@@ -1,7 +1,7 @@
 """A model's computation under a policy.
 
 decoding  a policy on a running model
-checks    which policies can be
+checks    the policies that a running model can follow
 cache     the cache of that model, from which entries are gathered
 model     that model: what its attention computes, and a shared prefill
 descent   its prefill in depth order, for a policy that drops rows on the way down

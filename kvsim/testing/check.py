@@ -41,7 +41,7 @@ def trials(draw: st.DrawFn, policy: Policy, rule: Rule | None, max_n: int) -> Tr
 
 @dataclass(frozen=True)
 class Passed:
-    """What `check_policy` has tried: the invariants that hold, on how many generated cases."""
+    """The result of `check_policy`: the invariants that hold, and on how many generated cases."""
 
     policy: str
     invariants: tuple[str, ...]

@@ -66,18 +66,12 @@ MORE = {
 DUMPS = {name: tuple(each[3:]) for name, each in PRESSES.items()} | MORE
 
 
-def decode(model, tokens, press):
-    """Record what a press in decoding keeps, row by row after the prompt."""
-    import kvpress
-
-    from kvsim.interop.recording import recording
-
-    ids, cache = torch.tensor([tokens]), DynamicCache()
-    buffer = 8 if isinstance(press, kvpress.ExpectedAttentionPress) else 256
-    pressed = kvpress.DecodingPress(press, INTERVAL, TARGET, buffer)
-    with torch.no_grad(), pressed(model), recording(model) as tape:
-        model(ids[:, :PROMPT], past_key_values=cache)
-        for row in range(PROMPT, LENGTH):
+def decode(model, tokens, cache, prompt):
+    """Run given tokens, the first of them as a prompt and the others one by one."""
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        model(ids[:, :prompt], past_key_values=cache)
+        for row in range(prompt, ids.shape[1]):
             at = torch.tensor([row])
             model(
                 ids[:, row : row + 1],
@@ -85,6 +79,18 @@ def decode(model, tokens, press):
                 position_ids=at[None],
                 cache_position=at,
             )
+
+
+def pressed_dump(model, tokens, press):
+    """Record what a press in decoding keeps, row by row after the prompt."""
+    import kvpress
+
+    from kvsim.interop.recording import recording
+
+    buffer = 8 if isinstance(press, kvpress.ExpectedAttentionPress) else 256
+    pressed = kvpress.DecodingPress(press, INTERVAL, TARGET, buffer)
+    with pressed(model), recording(model) as tape:
+        decode(model, tokens[:LENGTH], DynamicCache(), PROMPT)
     return tape.dump(budget=TARGET, interval=INTERVAL, prefill=False)
 
 
@@ -106,7 +112,7 @@ def main():
 
     for name, (press, arguments, kernel, *_) in PRESSES.items():
         model = random_model_of("llama", 1, kernel, layers=2)
-        write(name, decode(model, tokens, getattr(kvpress, press)(**arguments)))
+        write(name, pressed_dump(model, tokens, getattr(kvpress, press)(**arguments)))
 
     model = random_model_of("llama", 1, layers=2)
     press = kvpress.KnormPress(compression_ratio=0.9)  # keeps 3 of 40
@@ -116,7 +122,7 @@ def main():
 
     kvpress.attention_patch.patch_attention_functions()
     press = kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(epsilon=0.01))
-    write("adakv", decode(random_model_of("llama", 1, layers=2), tokens, press))
+    write("adakv", pressed_dump(random_model_of("llama", 1, layers=2), tokens, press))
 
     model, new = random_model_of("llama", 1, layers=2), LENGTH - PROMPT
     trace = kvsim.capture(model, None, tokens[:PROMPT], max_new_tokens=new)

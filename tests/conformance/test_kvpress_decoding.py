@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from conformance.dumps import decode
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -114,17 +115,8 @@ def decoded(kvpress: ModuleType, recorded: Callable, family: str) -> Callable[..
         press = Recording(base, interval, TARGET, buffer)
         press.known = whole.k[0]
         both = kvpress.PrefillDecodingPress(first, press)
-        ids, cache = torch.tensor([tokens]), DynamicCache()
-        with torch.no_grad(), both(model):
-            model(ids[:, :PROMPT], past_key_values=cache)
-            for row in range(PROMPT, LENGTH):
-                at = torch.tensor([row])
-                model(
-                    ids[:, row : row + 1],
-                    past_key_values=cache,
-                    position_ids=at[None],
-                    cache_position=at,
-                )
+        with both(model):
+            decode(model, tokens[:LENGTH], DynamicCache(), PROMPT)
         for block in model.model.layers:  # the model is used again
             block.self_attn.__dict__.pop("masked_key_indices", None)
         return Run(with_queries(whole, whole.q), press.events)

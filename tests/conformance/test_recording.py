@@ -7,7 +7,7 @@ difference of kvpress in decoding (docs/kvpress.md) is recognised by its name.
 from __future__ import annotations
 
 import pytest
-import torch
+from conformance.dumps import decode
 from transformers import DynamicCache
 
 import kvsim
@@ -17,21 +17,6 @@ from kvsim.referee.dump import read_dump
 from kvsim.runner.decoding import Decoding, RunningModel
 
 PROMPT, INTERVAL, TARGET, LENGTH = 40, 24, 32, 112
-
-
-def decode(model, tokens, cache, prompt=PROMPT):
-    """Run given tokens, the first of them as a prompt and the others one by one."""
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        model(ids[:, :prompt], past_key_values=cache)
-        for row in range(prompt, ids.shape[1]):
-            at = torch.tensor([row])
-            model(
-                ids[:, row : row + 1],
-                past_key_values=cache,
-                position_ids=at[None],
-                cache_position=at,
-            )
 
 
 @pytest.fixture
@@ -44,7 +29,7 @@ def pressed(kvpress, recorded):
             kvpress.DecodingPress(press, INTERVAL, TARGET, buffer)(model),
             recording(model) as tape,
         ):
-            decode(model, tokens, DynamicCache())
+            decode(model, tokens, DynamicCache(), PROMPT)
         for block in model.model.layers:  # the model is used again
             block.self_attn.__dict__.pop("masked_key_indices", None)
         return tape.dump(budget=TARGET, interval=INTERVAL, prefill=False)
@@ -173,7 +158,7 @@ def test_a_cache_of_transformers_is_recorded(recorded):
     """A class of a user's own that keeps the last entries is StreamingLLM without sinks."""
     model, tokens, _ = recorded("llama", LENGTH)
     with recording(model) as tape:
-        decode(model, tokens[:60], Halved())
+        decode(model, tokens[:60], Halved(), PROMPT)
     dump = tape.dump(budget=TARGET, interval=1, prefill=True)
     assert kvsim.conform(dump, kvsim.policy("streaming_llm", sink=0)).equal
     ruling = kvsim.conform(dump, "streaming_llm")
@@ -186,4 +171,4 @@ def test_keys_that_are_changed_are_refused(recorded):
     cache = Halved()
     cache.rounding = True
     with recording(model), pytest.raises(CaptureError, match="did not compute"):
-        decode(model, tokens[:60], cache)
+        decode(model, tokens[:60], cache, PROMPT)

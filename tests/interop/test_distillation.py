@@ -21,7 +21,7 @@ IDS = [*range(1, 61)]
 
 @pytest.fixture(scope="module")
 def record():
-    """What G-KV evicts from the small model, in sets that differ by layer and head."""
+    """G-KV's record of the small model, with sets that differ by layer and head."""
     policy = kvsim.policy("gkv", window=4)
     running = RunningModel(small())
     return evicted(running, IDS, PROMPT, policy, BUDGET, interval=INTERVAL, prefill=True)

@@ -43,7 +43,7 @@ def kvzip(event: Event) -> Scored:
 def pooled(
     events: list[loops.Event], scored: list[Scored], budget: int
 ) -> tuple[list[Sets], Decision]:
-    """What each head of each layer keeps if all of their entries are ranked together."""
+    """Return the entries that each head of each layer keeps if all are ranked together."""
     heads = range(len(events[0].live))
     protected = [union(s.protected, e.protected) for e, s in zip(events, scored, strict=True)]
     kept: list[Sets] = [[set(of_head) for of_head in of_layer] for of_layer in protected]

@@ -1,4 +1,4 @@
-"""What rows read of the entries that a head holds, from the account of a reader."""
+"""The part of a head's entries that rows read, from the account of a reader."""
 
 from __future__ import annotations
 
