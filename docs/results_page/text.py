@@ -223,9 +223,9 @@ def _sizes(plan: Plan) -> str:
         f"entries alone take 32. The window of `ams` is {small:.0%} of the cache before an event "
         f"at the smallest budget and {large:.0%} at the largest; with 512 entries, an event every "
         f"512 rows and the window of the paper it is {128 / (512 + 512):.1%}. `kvzip` has no "
-        "scores of the response, whose entries displace the context at later events; `kvzip@kvpress`, "
-        "which keeps four sinks, loses far less. Its paper evicts once, after the context ([on "
-        "the running model](live.md#rows-that-repeat-the-context))."
+        "scores of the response, whose entries displace the context at later events; "
+        "`kvzip@kvpress`, which keeps four sinks, loses far less. Its paper evicts once, after "
+        "the context ([on the running model](live.md#rows-that-repeat-the-context))."
     )
 
 
