@@ -253,13 +253,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
     steps = f"{defaults.steps} by default; with --resume, the decay ends there instead"
     parser.add_argument("--steps", type=int, help=steps)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--policy", default=defaults.policy)
-    parser.add_argument("--budget", type=int, default=defaults.budget)
-    parser.add_argument("--batch", type=int, default=defaults.batch)
-    parser.add_argument("--full", type=float, default=defaults.full)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    parser.add_argument("--share", type=float, default=defaults.share)
+    names = ("seed", "policy", "budget", "batch", "full", "learning_rate", "share")
+    for name in names:
+        default = getattr(defaults, name)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=type(default), help=f"{default} by default"
+        )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time")
     parser.add_argument(
@@ -270,9 +269,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = options.out / "state.pt"
     if options.resume and not state.exists():
         parser.error(f"no checkpoint {state}, expected one; start without --resume")
-    names = ("seed", "policy", "budget", "batch", "full", "learning_rate", "share")
-    given = {name: getattr(options, name) for name in names}
-    if options.policy != defaults.policy:
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.resume and given:
+        first = next(iter(given)).replace("_", "-")
+        parser.error(f"--{first} was given with --resume, which has the settings of the checkpoint")
+    if given.get("policy", defaults.policy) != defaults.policy:
         given["params"] = {}
     run = load(state) if options.resume else start(Settings(**given))
     if options.steps is not None:

@@ -64,7 +64,7 @@ def divergence(
 
     targets: the teacher's logits of these tokens, [R, V]. masks: what rows of the student see; None
     for all rows before them. What the masks show is fixed: gradients reach the student's queries,
-    keys and values, and not the policy's choice.
+    keys and values, and not the policy's choice. Raises ValueError where targets has another shape.
     """
     tokens = torch.tensor([list(ids)], device=model.device)
     if masks is None:
@@ -72,6 +72,12 @@ def divergence(
     else:
         with masking(model, masks):
             logits = model(tokens).logits
+    vocabulary = logits.shape[-1]
+    if targets.ndim != 2 or targets.shape[1] != vocabulary or not 0 < len(targets) < len(ids):
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}; expected [R, {vocabulary}], the logits of "
+            f"the last R of {len(ids)} tokens, R from 1 to {len(ids) - 1}"
+        )
     student = logits[0, -len(targets) - 1 : -1].float().log_softmax(-1)
     teacher = targets.float().log_softmax(-1)
     return kl_div(student, teacher, reduction="none", log_target=True).sum(-1)

@@ -72,3 +72,10 @@ def test_no_gradient_reaches_an_evicted_entry(gone):
         assert bool(gradient[IDS[at + 1]].any())
     finally:
         model.zero_grad()
+
+
+@pytest.mark.parametrize("shape", [(N - PROMPT, 63), (N, 64), (0, 64), (64,)])
+def test_targets_of_another_shape_are_refused(shape):
+    """The error says what was found and what was expected."""
+    with pytest.raises(ValueError, match=r"targets has shape .*; expected \[R, 64\]"):
+        divergence(small(), IDS, torch.zeros(shape), None)

@@ -100,3 +100,11 @@ def test_a_resumed_run_can_end_later(tmp_path):
     distill.main(["--out", str(tmp_path), "--resume", "--steps", "2"])
     run = distill.load(tmp_path / "state.pt")
     assert (run.step, run.settings) == (2, replace(SMALL, steps=2, batch=1))
+
+
+def test_a_resumed_run_takes_no_other_settings(tmp_path, capsys):
+    """`--resume` with a setting that the checkpoint has is refused by its name."""
+    (tmp_path / "state.pt").touch()
+    with pytest.raises(SystemExit):
+        distill.main(["--out", str(tmp_path), "--resume", "--learning-rate", "0.1"])
+    assert "--learning-rate was given with --resume" in capsys.readouterr().err
