@@ -95,170 +95,99 @@ _normality, _layers = partial(Figure, "normality"), partial(Figure, "layers", co
 FIGURES: Final[Mapping[str, Figure]] = {
     "over_budgets": _summary(
         "Output error, retained mass and wipe-out, or any metrics, against the budget.",
-        ("table",),
-        ("metrics",),
-        metrics=("output_error", "retained_mass", "wipeout"),
-    ),
+        ("table",), ("metrics",), metrics=("output_error", "retained_mass", "wipeout")),
     "pareto": _summary(
         "Output error and wipe-out, or any metrics, against the entries that rows really see.",
-        ("table",),
-        ("metrics",),
-        metrics=("output_error", "wipeout", "entries_seen"),
-    ),
+        ("table",), ("metrics",), metrics=("output_error", "wipeout", "entries_seen")),
     "ranking": _summary(
         "Policies in the order of a metric at each budget, and which differ beyond chance.",
-        ("table",),
-        ("metrics",),
-        metrics=("output_error",),
-    ),
+        ("table",), ("metrics",), metrics=("output_error",)),
     "retention_map": _records(
         "Positions that each row sees, and the evicted ones that it would attend to.",
-        ("trace", "records"),
-        _PLACE,
-    ),
+        ("trace", "records"), _PLACE),
     "bursts": _events(
         "Positions that each policy keeps after an event, and the long runs that it dropped.",
-        ("trace", "records"),
-        (*_PLACE, "zoom"),
-        "AMS, Fig. 2",
-    ),
+        ("trace", "records"), (*_PLACE, "zoom"), "AMS, Fig. 2"),
     "error_over_rows": _records(
-        "Output error of every row after the prompt.", ("trace", "records")
-    ),
+        "Output error of every row after the prompt.",
+        ("trace", "records")),
     "middle_coverage": _summary(
         "Share kept of each twentieth of the sequence, mean over events.",
-        ("traces", "records"),
-        _PLACE,
-        "AMS, Fig. 4",
-    ),
+        ("traces", "records"), _PLACE, "AMS, Fig. 4"),
     "position_density": _summary(
         "Positions of the entries that the last event keeps, as a density.",
-        ("traces", "records"),
-        _PLACE,
-        "G-KV, Fig. 7",
-    ),
+        ("traces", "records"), _PLACE, "G-KV, Fig. 7"),
     "iou_by": _summary(
         "Retained-set IoU by stage of the model, or by task, domain or level of the prompts.",
-        ("table",),
-        ("by",),
-        "AMS, Fig. 5, Table 14",
-        ("retained_iou",),
-        "at least two events",
-    ),
+        ("table",), ("by",), "AMS, Fig. 5, Table 14", ("retained_iou",), "at least two events"),
     "needle": Figure(
-        "haystack",
-        "Share kept of a needle, or right answers of a live run, by depth and length.",
-        ("table",),
-        ("metrics",),
-        metrics=("needle_recall",),
-        requires="prompts with a needle, length and depth",
-    ),
+        "haystack", "Share kept of a needle, or right answers of a live run, by depth and length.",
+        ("table",), ("metrics",), metrics=("needle_recall",),
+        requires="prompts with a needle, length and depth"),
     "overlap_curves": _attention(
         "Share of the last rows' top keys that were top keys of earlier rows.",
-        ("traces",),
-        ("layers",),
-        "G-KV, Fig. 1",
-    ),
+        ("traces",), ("layers",), "G-KV, Fig. 1"),
     "sparsity_curves": _attention(
         "Share of keys that score below p times the maximum, over p, full and compressed caches.",
-        ("table",),
-        ("layers",),
-        "G-KV, Fig. 9",
-        ("sparsity", "sparsity_compressed"),
-    ),
+        ("table",), ("layers",), "G-KV, Fig. 9", ("sparsity", "sparsity_compressed")),
     "mass_curve": _events(
         "Cumulative attention mass, the segments that it is cut into, and their quotas.",
-        ("trace", "plans"),
-        _PLACE,
-        "AMS, Fig. 3",
-        requires="`ams` around any scorer",
-    ),
+        ("trace", "plans"), _PLACE, "AMS, Fig. 3", requires="`ams` around any scorer"),
     "token_text": _records(
         "The text, each token retained, dropped or not yet scored by one head.",
-        ("trace", "record"),
-        _PLACE,
-        "G-KV, App. J",
-        requires="text of tokens",
-    ),
+        ("trace", "record"), _PLACE, "G-KV, App. J", requires="text of tokens"),
     "lift_bars": _records(
         "Tokens that are kept more or less often than all tokens.",
-        ("trace", "record"),
-        ("layer",),
-        "G-KV, App. I",
-        requires="text of tokens",
-    ),
+        ("trace", "record"), ("layer",), "G-KV, App. I", requires="text of tokens"),
     "reconstruction_error": _expectation(
         "Error of a layer's output after one eviction, against the share evicted.",
-        ("evictions",),
-        source="Expected Attention, Fig. 6",
-    ),
+        ("evictions",), source="Expected Attention, Fig. 6"),
     "expected_observed": _expectation(
         "Expected against observed attention on each key, after each step of the expectation.",
-        ("expectation",),
-        ("layers",),
-        "Expected Attention, Fig. 10",
-    ),
+        ("expectation",), ("layers",), "Expected Attention, Fig. 10"),
     "agreement_steps": _expectation(
         "Agreement of expected and observed attention after each step of the expectation.",
-        ("trace_table",),
-        ("layers",),
-        metrics=("expectation_steps",),
-    ),
+        ("trace_table",), ("layers",), metrics=("expectation_steps",)),
     "attention_loss": _expectation(
         "Observed attention lost as keys are removed in the order of each step.",
-        ("trace_table",),
-        ("layers",),
-        metrics=("attention_loss",),
-    ),
+        ("trace_table",), ("layers",), metrics=("attention_loss",)),
     "state_ridges": _normality(
         "Histograms of 32 dimensions of a layer's queries, next to normal distributions.",
-        ("trace",),
-        ("layer",),
-        "Expected Attention, Figs. 1, 7-9",
-    ),
+        ("trace",), ("layer",), "Expected Attention, Figs. 1, 7-9"),
     "state_quantiles": _normality(
         "Quantiles of 32 dimensions of a layer's queries against normal quantiles.",
-        ("trace",),
-        ("layer",),
-        "Expected Attention, Figs. 1, 7-9",
-    ),
-    "normal_distance": _normality("Distance of each head's queries from normal.", ("normality",)),
+        ("trace",), ("layer",), "Expected Attention, Figs. 1, 7-9"),
+    "normal_distance": _normality(
+        "Distance of each head's queries from normal.",
+        ("normality",)),
     "projection_gap": _normality(
         "Mean exponential of the projections of queries on keys, next to normal projections.",
-        ("projections",),
-    ),
+        ("projections",)),
     "variance_curves": _layers(
         "Relative rank variance by layer, with the threshold and the selection layer.",
-        ("diagnoses",),
-        source="ASL, Fig. 6",
-    ),
+        ("diagnoses",), source="ASL, Fig. 6"),
     "gold_recall": _layers(
-        "Share of the gold tokens among those that each layer would select.", ("diagnoses",)
-    ),
+        "Share of the gold tokens among those that each layer would select.",
+        ("diagnoses",)),
     "selection_histogram": _layers(
-        "Number of traces that select at each layer.", ("distribution",), source="ASL, Figs. 9-10"
-    ),
+        "Number of traces that select at each layer.",
+        ("distribution",), source="ASL, Figs. 9-10"),
     "layer_overlap": _layers(
         "Jaccard index of each layer's top tokens with the layer before, and entropy.",
-        ("diagnoses",),
-    ),
+        ("diagnoses",)),
     "layer_attention": _layers(
-        "Attention of the last rows of the prompt in every layer.", ("trace",), source="ASL, Fig. 3"
-    ),
+        "Attention of the last rows of the prompt in every layer.",
+        ("trace",), source="ASL, Fig. 3"),
     "selection_grid": _layers(
-        "Selection layer over first tested layer and look-back.", ("grid",), source="ASL, Fig. 8"
-    ),
+        "Selection layer over first tested layer and look-back.",
+        ("grid",), source="ASL, Fig. 8"),
     "rank_pattern": _layers(
         "Ranks in every layer of the tokens that the last layers rank first.",
-        ("diagnosis",),
-        source="ASL, Fig. 4",
-    ),
+        ("diagnosis",), source="ASL, Fig. 4"),
     "rank_bumps": _layers(
         "Ranks of the 30 best tokens of the last layer through all layers.",
-        ("diagnosis",),
-        source="ASL, Fig. 4",
-    ),
-}
+        ("diagnosis",), source="ASL, Fig. 4"),
+}  # fmt: skip
 
 #: Figures of `kvsim plot`.
 PLOTTED: Final = tuple(name for name, figure in FIGURES.items() if figure.command == "plot")
