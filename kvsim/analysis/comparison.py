@@ -22,9 +22,9 @@ import polars as pl
 from scipy import stats
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.results import extent, labelled
-from kvsim.analysis.runs import Tabular, as_table
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
@@ -50,37 +50,26 @@ VERDICTS = ("better", "worse", "undecided", "equal")
 
 #: Columns of `Comparison.table`, one row per policy and budget.
 COLUMNS: dict[str, Any] = {
-    "policy": pl.String,
-    "params": pl.String,
-    "asked": pl.String,
+    **dict.fromkeys(("policy", "params", "asked"), pl.String),
     "entries": pl.Float64,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
-    "metric": pl.String,
-    "unit": pl.String,
+    **dict.fromkeys(("metric", "unit"), pl.String),
     "fidelity": pl.Enum(FIDELITY),
     "rank": pl.Int64,
-    "mean": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "n": pl.Int64,
-    "leads": pl.Int64,
+    **dict.fromkeys(("mean", "low", "high"), pl.Float64),
+    **dict.fromkeys(("n", "leads"), pl.Int64),
     "against": pl.String,
-    "difference": pl.Float64,
-    "difference_low": pl.Float64,
-    "difference_high": pl.Float64,
-    "p": pl.Float64,
-    "p_holm": pl.Float64,
+    **dict.fromkeys(("difference", "difference_low", "difference_high"), pl.Float64),
+    **dict.fromkeys(("p", "p_holm"), pl.Float64),
     "verdict": pl.Enum(VERDICTS),
     "needed": pl.Int64,
     "seen": pl.Float64,
-    "unfair": pl.Boolean,
-    "front": pl.Boolean,
+    **dict.fromkeys(("unfair", "front"), pl.Boolean),
     "wipeout": pl.Float64,
     "wipeout_front": pl.Boolean,
     "bound": pl.Float64,
-    "meets": pl.Boolean,
-    "smallest": pl.Boolean,
+    **dict.fromkeys(("meets", "smallest"), pl.Boolean),
 }
 
 
@@ -182,7 +171,8 @@ def _values(
     table: pl.DataFrame, metric: str
 ) -> tuple[pl.DataFrame, Floats, tuple[str, ...], list[str]]:
     """Results with their budgets, their values [result, prompt], the prompts, and remarks."""
-    means = per_prompt(main_variants(table, [metric])).filter(pl.col("value").is_not_null())
+    of_metric = per_prompt(main_variants(table, [metric]))
+    means = of_metric.drop_nulls("value")
     if not means.height:
         measured = table.drop_nulls(["policy", "value"])["metric"].unique(maintain_order=True)
         raise PolicyError(
@@ -196,32 +186,30 @@ def _values(
         .group_by("policy", "asked")
         .agg(entries=pl.col("budget").mean())
     )
-    weakest = per_prompt(main_variants(table, [metric])).group_by(KEYS).agg(WEAKEST)
+    weakest = of_metric.group_by(KEYS).agg(WEAKEST)
     rows = means.select(KEYS).unique(maintain_order=True)
     rows = rows.join(sizes, on=["policy", "asked"], how="left", maintain_order="left")
     rows = rows.join(weakest, on=KEYS, how="left", nulls_equal=True, maintain_order="left")
-    names = means["trace"].unique(maintain_order=True).to_list()
-    values = np.full((rows.height, len(names)), np.nan)
-    place = {key: at for at, key in enumerate(rows.select(KEYS).rows())}
-    for *key, trace, value in means.select(*KEYS, "trace", "value").iter_rows():
-        values[place[tuple(key)], names.index(trace)] = value
+    names = means["trace"].unique(maintain_order=True)
+    cells = rows.select(KEYS).join(names.to_frame(), how="cross", maintain_order="left_right")
+    cells = cells.join(
+        means, on=[*KEYS, "trace"], how="left", nulls_equal=True, maintain_order="left"
+    )
+    values = cells["value"].fill_null(np.nan).to_numpy().reshape(rows.height, -1)
     shared = ~np.isnan(values).any(0)
     if not shared.any():
         raise PolicyError(
             f"no prompt has a value of {metric} for every policy and budget; compare runs of the "
             "same prompts, or fewer policies or budgets"
         )
-    left_out = [name for name, kept in zip(names, shared, strict=True) if not kept]
-    remarks = []
+    left_out, remarks = names.filter(~shared).to_list(), []
     if left_out:
-        (first,) = np.flatnonzero(np.isnan(values[:, names.index(left_out[0])]))[:1]
-        cell = rows.row(int(first), named=True)
+        cell = cells.filter(pl.col("value").is_null(), trace=left_out[0]).row(0, named=True)
         remarks.append(
             f"{plural(len(left_out), 'prompt')} left out, because not every policy has a value: "
             f"{first_of(left_out)} ({cell['policy']} at budget {cell['asked']} has none)"
         )
-    traces = tuple(name for name, kept in zip(names, shared, strict=True) if kept)
-    return rows, values[:, shared], traces, remarks
+    return rows, values[:, shared], tuple(names.filter(shared)), remarks
 
 
 _ASKED = pl.coalesce("share", pl.col("budget").cast(pl.String))
@@ -260,13 +248,13 @@ def _ranked(
 ) -> pl.DataFrame:
     """The results with their ranks, means, intervals and number of prompts that they lead on."""
     better = -values if higher else values  # lower is better from here on
-    rank, leads = np.full(len(values), np.nan), np.full(len(values), np.nan)
+    rank, leads = np.full((2, len(values)), np.nan)
     for places in _by_budget(rows, ranked):
         rank[places] = stats.rankdata(better[places].mean(1), method="min")
         leads[places] = (better[places] == better[places].min(0)).sum(1)
     numbers = pl.DataFrame([vars(one) for one in Interval.of_each(list(values))])
-    columns = {"rank": rank, "leads": leads} | {name: numbers[name] for name in numbers.columns}
-    return rows.with_columns(**columns).with_columns(pl.selectors.float().fill_nan(None))
+    numbers = numbers.with_columns(rank=rank, leads=leads)
+    return rows.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None)))
 
 
 def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
@@ -303,20 +291,18 @@ def _tested(
     gaps = np.array([values[a] - values[b] for a, b in pairs]).reshape(-1, values.shape[1])
     p = sign_flip(gaps)
     corrected = dict(zip(pairs, zip(p.tolist(), holm(p).tolist(), strict=True), strict=True))
-    out: dict[str, list[object]] = {name: [None] * rows.height for name in _OF_PAIR}
+    out: list[dict[str, object]] = [{} for _ in range(rows.height)]
     compared = [values[place] - values[base] for place, base in bases.items()]
     ends = Interval.of_each(compared)
     for (place, base), gap, end in zip(bases.items(), compared, ends, strict=True):
-        raw, adjusted = corrected[(place, base) if (place, base) in corrected else (base, place)]
-        verdict = _verdict(gap, adjusted, higher=higher)
+        p_values = corrected.get((place, base)) or corrected[base, place]
+        verdict = _verdict(gap, p_values[1], higher=higher)
         undecided = verdict == "undecided" and len(gap) > 1
         needed = prompts_needed(gap, ALPHA / len(pairs)) if undecided else None
-        numbers = (end.mean, end.low, end.high, raw, adjusted)
-        cells = (policies[base], *numbers, verdict, needed)
-        for name, cell in zip(_OF_PAIR, cells, strict=True):
-            out[name][place] = cell
-    columns = [pl.Series(name, cells, COLUMNS[name], strict=False) for name, cells in out.items()]
-    return rows.with_columns(columns).with_columns(pl.selectors.float().fill_nan(None)), len(pairs)
+        cells = (policies[base], end.mean, end.low, end.high, *p_values, verdict, needed)
+        out[place] = dict(zip(_OF_PAIR, cells, strict=True))
+    columns = pl.DataFrame(out, schema={name: COLUMNS[name] for name in _OF_PAIR})
+    return rows.with_columns(columns.with_columns(pl.selectors.float().fill_nan(None))), len(pairs)
 
 
 _OF_PAIR = (
@@ -345,21 +331,19 @@ def _on_fronts(
     higher: bool,
 ) -> pl.DataFrame:
     """The results with entries seen and wipe-out, means over the same prompts, and the fronts."""
-    names = ("entries_seen", "wipeout")
-    keys = KEYS[:5]
-    others = per_prompt(main_variants(table, names).filter(pl.col("trace").is_in(traces)))
+    keys, names = KEYS[:5], {"seen": "entries_seen", "wipeout": "wipeout"}
+    others = per_prompt(
+        main_variants(table, names.values()).filter(pl.col("trace").is_in(traces))
+    ).drop_nulls("value")
+    of = {column: pl.col("value").filter(pl.col("metric") == x) for column, x in names.items()}
     # null unless every prompt has a value
-    whole = pl.when(pl.col("value").count() == len(traces)).then(pl.col("value").mean())
-    means = others.group_by(*keys, "metric").agg(whole)
-    for name in names:
-        of_metric = means.filter(metric=name).select(*keys, pl.col("value").alias(f"_{name}"))
-        rows = rows.join(of_metric, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    rows = rows.rename({"_entries_seen": "seen", "_wipeout": "wipeout"})
+    whole = {x: pl.when(each.len() == len(traces)).then(each.mean()) for x, each in of.items()}
+    means = others.group_by(keys).agg(**whole)
+    rows = rows.join(means, on=keys, how="left", nulls_equal=True, maintain_order="left")
     rows = rows.with_columns(pl.when(pl.Series(ranked)).then("seen").alias("_seen"))
     rows = rows.with_columns(unfair=sees_more("_seen", ["asked"]))
     size = "seen" if rows.filter(ranked)["seen"].null_count() == 0 else "entries"
-    fronts = {"mean": ("front", higher), "wipeout": ("wipeout_front", False)}
-    for column, (name, most) in fronts.items():
+    for column, name, most in (("mean", "front", higher), ("wipeout", "wipeout_front", False)):
         best = np.full(rows.height, None, object)
         places = np.flatnonzero(ranked & rows[column].is_not_null().to_numpy())
         points = rows[places].select(seen=size, mean=column)
@@ -399,18 +383,15 @@ def _at_target(
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) -> list[str]:
     """What limits a comparison, a sentence each without its full stop."""
-    out: list[str] = []
-    prompts = rows["n"][0]
-    out += filter(None, [undecidable(prompts, comparisons)])
+    out = list(filter(None, [undecidable(rows["n"][0], comparisons)]))
     if references:
         out.append(
             f"{', '.join(references)}: listed without a rank, because no budget binds a reference "
             "or it looks ahead"
         )
     schedules: dict[str, dict[str, None]] = {}
-    chosen = rows.filter(pl.col("rank").is_not_null())
     columns = ("policy", "params", "interval", "prefill")
-    for name, params, interval, prefill in chosen.select(columns).iter_rows():
+    for name, params, interval, prefill in rows.drop_nulls("rank").select(columns).iter_rows():
         compress = json.loads(params).get("compress", "prompt")
         after = schedule(interval, prefill=bool(prefill), compress=compress)
         schedules.setdefault(after, {})[name] = None
