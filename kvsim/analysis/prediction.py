@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -90,7 +90,7 @@ class Curve:
                 f"{self.highest:.3g}; nothing is extrapolated: take another budget, or make a "
                 "calibration with this one"
             )
-        kl = float(np.exp(_interpolate(np.array([error]), self)[0]))
+        kl = float(np.exp(np.interp(np.log(error), np.log(self.errors), np.log(self.kl))))
         low, high = kl * self.below, max(kl * self.above, FLOOR)
         risk = next((of for upto, *of in self.risk if error <= upto), [None] * 3)
         return Estimate(kl, 0.0 if low <= FLOOR else low, high, *risk)
@@ -134,8 +134,8 @@ def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_erro
         (live, "answer_kept", "lost"),
     ):
         of = cell_values(table, name).rename({"value": column})
-        how: Literal["left", "inner"] = "left" if column == "lost" else "inner"
-        kept = kept.join(of, on=on, how=how, nulls_equal=True, maintain_order="left")
+        kept = kept.join(of, on=on, how="left", nulls_equal=True, maintain_order="left")
+    kept = kept.drop_nulls(["error", "kl"])
     return kept.select("trace", "policy", "asked", "error", "kl", lost=1 - pl.col("lost"))
 
 
@@ -158,7 +158,9 @@ def fit(of: pl.DataFrame) -> Curve:
     residual = np.full(len(x), np.nan)
     for tested, fitted in _folds(of):
         residual[tested] = y[tested] - np.interp(x[tested], *_isotonic(x[fitted], y[fitted]))
-    below, above = _conformal(residual[~np.isnan(residual)], n_policies)
+    # quantiles that cover `LEVEL` of a new policy, as one more group of residuals
+    level = min(1.0, LEVEL * (n_policies + 1) / n_policies)
+    below, above = np.quantile(residual[~np.isnan(residual)], [(1 - level) / 2, (1 + level) / 2])
     knots, heights = _isotonic(x, y)
     return Curve(
         errors=tuple(np.exp(knots).tolist()),
@@ -212,11 +214,6 @@ _PREDICTIONS: dict[str, Any] = {
 }
 
 
-def _interpolate(errors: Floats, curve: Curve) -> Floats:
-    knots, heights = (np.log(x) for x in (curve.errors, curve.kl))
-    return np.interp(np.log(errors), knots, heights)
-
-
 def _folds(of: pl.DataFrame) -> Iterator[tuple[Bools, Bools]]:
     """Which rows are tested and which are fitted: other prompts and other policies."""
     prompt = (of["trace"].rank("dense") - 1).to_numpy() % FOLDS
@@ -235,13 +232,6 @@ def _isotonic(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     knots = np.array([x[group].mean() for group in groups])
     means = np.array([y[group].mean() for group in groups])
     return knots, isotonic_regression(means, weights=[len(group) for group in groups]).x
-
-
-def _conformal(residual: Floats, groups: int) -> tuple[float, float]:
-    """Quantiles of the residuals of so many groups that cover `LEVEL` of a new one."""
-    level = min(1.0, LEVEL * (groups + 1) / groups)
-    low, high = np.quantile(residual, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
 
 
 def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
@@ -272,16 +262,10 @@ def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace
     schedules = live.filter(pl.col("policy").is_not_null()).select("interval", "prefill").unique()
     interval, prefill = schedules.row(0) if schedules.height == 1 else (None, None)
     sizes = [trace.n_pos for trace in traces]
+    policies, budgets = (tuple(of[x].unique(maintain_order=True)) for x in ("policy", "asked"))
     return Calibration(
-        model=names[0],
-        config=configs[0],
-        prompts=of["trace"].n_unique(),
-        policies=tuple(of["policy"].unique(maintain_order=True)),
-        budgets=tuple(of["asked"].unique(maintain_order=True)),
-        tokens=(min(sizes), max(sizes)),
-        interval=interval,
-        prefill=prefill,
-        curve=fit(of),
+        *(names[0], configs[0], of["trace"].n_unique(), policies, budgets),
+        *((min(sizes), max(sizes)), interval, prefill, fit(of)),
     )
 
 
@@ -314,7 +298,8 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     Raises NeedsError for what is no file of calibrations.
     """
     try:
-        return {each["config"]: _calibration(each) for each in json.loads(path.read_text("utf-8"))}
+        documents = [_tuples(each) for each in json.loads(path.read_text("utf-8"))]
+        return {x["config"]: Calibration(**{**x, "curve": Curve(**x["curve"])}) for x in documents}
     except FileNotFoundError:
         raise NeedsError(f"there is no file {path}; expected what kvsim fidelity wrote") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -330,14 +315,11 @@ def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
     write_file(path, f"{text}\n", overwrite=True)
 
 
-def _calibration(document: dict[str, Any]) -> Calibration:
-    curve = Curve(**{name: _tuple(x) for name, x in document["curve"].items()})
-    rest = {name: _tuple(x) for name, x in document.items() if name != "curve"}
-    return Calibration(**rest, curve=curve)
-
-
-def _tuple(x: Any) -> Any:
-    return tuple(map(_tuple, x)) if isinstance(x, list) else x
+def _tuples(x: Any) -> Any:
+    """A document with tuples for lists."""
+    if isinstance(x, dict):
+        return {name: _tuples(part) for name, part in x.items()}
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 def _model(trace: Trace) -> tuple[str, str]:
