@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -77,46 +77,38 @@ def _decline(analysis: Analysis) -> Iterator[Cells]:
 # ------------------------------------------------------------------ expected and observed attention
 
 
-def _expectation(analysis: Analysis) -> Iterator[Cells]:
-    if analysis.expectation is not None:
-        yield from _of_layers(analysis.expectation.spearman[-1], "")
+#: (variant, values [layer, qhead], what chance gives) of an Expectation.
+Values = Callable[[Expectation], Iterable[tuple[str, Floats, float | None]]]
 
 
-def _steps(values: Callable[[Expectation], Floats]) -> Callable[[Analysis], Iterator[Cells]]:
-    """Values of each step; values: [step, layer, qhead] of an Expectation."""
-
+def _expected(values: Values) -> Callable[[Analysis], Iterator[Cells]]:
     def cells(analysis: Analysis) -> Iterator[Cells]:
         if analysis.expectation is not None:
-            for step, by_layer in zip(STEPS, values(analysis.expectation), strict=True):
-                yield from _of_layers(by_layer, step)
+            for variant, by_layer, chance in values(analysis.expectation):
+                for layer, by_head in enumerate(by_layer):
+                    random = None if chance is None else np.full(by_head.shape, chance)
+                    yield Cells(layer, by_head, "qhead", variant, random)
 
     return cells
 
 
-def _recall(analysis: Analysis) -> Iterator[Cells]:
-    expectation = analysis.expectation
-    if expectation is None:
-        return
+def _steps(values: Floats) -> Iterator[tuple[str, Floats, None]]:
+    """Values [step, layer, qhead] of each step."""
+    return ((step, by_layer, None) for step, by_layer in zip(STEPS, values, strict=True))
+
+
+def _recall(expectation: Expectation) -> Iterator[tuple[str, Floats, float]]:
     for share in TOP:
         chance = math.ceil(share * expectation.keys - 1e-9) / expectation.keys
         for step, by_layer in zip(STEPS, expectation.recall(share), strict=True):
-            yield from _of_layers(by_layer, f"{step},top={share:g}", chance)
+            yield f"{step},top={share:g}", by_layer, chance
 
 
-def _loss(analysis: Analysis) -> Iterator[Cells]:
-    if analysis.expectation is None:
-        return
-    loss = analysis.expectation.loss(REMOVED)  # [order, layer, qhead, removed]
+def _loss(expectation: Expectation) -> Iterator[tuple[str, Floats, None]]:
+    loss = expectation.loss(REMOVED)  # [order, layer, qhead, removed]
     for order, by_layer in zip(ORDERS, loss, strict=True):
         for place, removed in enumerate(REMOVED):
-            yield from _of_layers(by_layer[..., place], f"{order},removed={removed:g}")
-
-
-def _of_layers(values: Floats, variant: str, chance: float | None = None) -> Iterator[Cells]:
-    """Values [layer, qhead] of every layer."""
-    for layer, by_head in enumerate(values):
-        random = None if chance is None else np.full(by_head.shape, chance)
-        yield Cells(layer, by_head, "qhead", variant, random)
+            yield f"{order},removed={removed:g}", by_layer[..., place], None
 
 
 # ---------------------------------------------------------------------- how queries are distributed
@@ -156,23 +148,25 @@ METRICS: Mapping[str, Metric] = {
     "expectation": Metric(
         "rank correlation over the prompt's keys of expected attention with what the response "
         "attends to",
-        "trace", "correlation", None, "Expected Attention, Fig. 10", _expectation, default=False),
+        "trace", "correlation", None, "Expected Attention, Fig. 10",
+        _expected(lambda expectation: [("", expectation.spearman[-1], None)]), default=False),
     "expectation_steps": Metric(
         "the same after each assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
-        _steps(lambda expectation: expectation.spearman), main=STEPS[-1], default=False),
+        _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False),
     "expectation_logs": Metric(
         "correlation of the logarithms of expected and observed attention, after each assumption",
         "trace", "correlation", None, "as expectation_steps",
-        _steps(lambda expectation: expectation.log_pearson), main=STEPS[-1], default=False),
+        _expected(lambda expectation: _steps(expectation.log_pearson)), main=STEPS[-1],
+        default=False),
     "expectation_recall": Metric(
         "share of the keys with the most observed attention that are first by expected attention "
         "too, next to chance",
-        "trace", "share", None, "as expectation_steps", _recall,
+        "trace", "share", None, "as expectation_steps", _expected(_recall),
         main=f"{STEPS[-1]},top=0.1", default=False),
     "attention_loss": Metric(
         "share of observed attention lost with keys removed in the order of a score",
-        "trace", "share", None, "as expectation_steps", _loss,
+        "trace", "share", None, "as expectation_steps", _expected(_loss),
         main=f"{STEPS[-1]},removed=0.5", default=False),
     "projection_gap": Metric(
         "distance of a key's log mean exponential over queries from that of normal ones, median "

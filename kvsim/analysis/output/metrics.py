@@ -74,33 +74,43 @@ def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
     return cells
 
 
-def _regret_gap(subject: Subject) -> Iterator[Cells]:
-    if "optimum" in subject.beside and subject.trace.n_pos > subject.trace.prompt_len:
-        certificate = _certificate(subject, "optimum")
-        yield from _means(subject, certificate["bound"] - certificate["retained"])  # [layer, pool]
+def _means(
+    values: Callable[[Subject], Floats | None], *, squared: bool = False
+) -> Callable[[Subject], Iterator[Cells]]:
+    """Means over rows of values [layer, row], or roots of the mean squares; none without rows."""
+
+    def cells(subject: Subject) -> Iterator[Cells]:
+        numbers = values(subject)
+        if numbers is not None and numbers.shape[-1]:
+            means = np.sqrt((numbers**2).mean(-1)) if squared else numbers.mean(-1)
+            for layer, mean in zip(subject.record.layers, means, strict=True):
+                yield Cells(layer, np.array([mean]))
+
+    return cells
 
 
-def _possible_share(subject: Subject) -> Iterator[Cells]:
+def _regret_gap(subject: Subject) -> Floats | None:
+    if "optimum" not in subject.beside or subject.trace.n_pos == subject.trace.prompt_len:
+        return None
+    certificate = _certificate(subject, "optimum")
+    gap: Floats = certificate["bound"] - certificate["retained"]  # [layer, pool]
+    return gap
+
+
+def _possible_share(subject: Subject) -> Floats | None:
     more = _more(subject, "unprotected")
-    if more is not None:
-        certificate = _certificate(subject, "unprotected")
-        lead = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
-        share = np.full_like(lead, np.nan)
-        np.divide(lead - more.mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
-        yield from _means(subject, share[:, None])
+    if more is None:
+        return None
+    certificate = _certificate(subject, "unprotected")
+    lead = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
+    share = np.full_like(lead, np.nan)
+    np.divide(lead - more.mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
+    return share[:, None]
 
 
 def _certificate(subject: Subject, reference: str) -> Mapping[str, Floats]:
     optimum, _ = subject.beside[reference]
     return optimum.internals[0].notes
-
-
-def _layer_error(subject: Subject) -> Iterator[Cells]:
-    yield from _rms(subject, _added(subject))
-
-
-def _layer_error_relative(subject: Subject) -> Iterator[Cells]:
-    yield from _rms(subject, _relative(_added(subject), subject.walk(residual_norms)))
 
 
 def _added(subject: Subject) -> Floats:
@@ -109,11 +119,15 @@ def _added(subject: Subject) -> Floats:
     return added[:, subject.rows].astype(np.float64)
 
 
-def _rms(subject: Subject, values: Floats) -> Iterator[Cells]:
-    """The root of the mean square over rows [layer, row] of each layer, nothing without rows."""
-    if values.shape[-1]:
-        for layer, mean in zip(subject.record.layers, (values**2).mean(-1), strict=True):
-            yield Cells(layer, np.sqrt([mean]))
+def _added_relative(subject: Subject) -> Floats:
+    return _relative(_added(subject), subject.walk(residual_norms))
+
+
+def _moved(subject: Subject) -> Floats:
+    """Distance of the output of all heads [layer, row]."""
+    lengths = subject.walk(head_lengths)  # [layer, qhead, row]
+    moved: Floats = np.sqrt(((subject.output().error[:, :, subject.rows] * lengths) ** 2).sum(1))
+    return moved
 
 
 def _relative(moved: Floats, length: Floats) -> Floats:
@@ -121,35 +135,8 @@ def _relative(moved: Floats, length: Floats) -> Floats:
     return np.divide(moved, length, out=np.zeros_like(moved), where=(length > 0) | (moved > 0))
 
 
-def _concat_error(subject: Subject) -> Iterator[Cells]:
-    yield from _means(subject, _relative(*_moved(subject)))
-
-
-def _concat_error_absolute(subject: Subject) -> Iterator[Cells]:
-    moved, _ = _moved(subject)
-    yield from _means(subject, moved)
-
-
-def _moved(subject: Subject) -> tuple[Floats, Floats]:
-    """Distance of the output of all heads, and length of the full one; [layer, row] each."""
-    lengths = subject.walk(head_lengths)  # [layer, qhead, row]
-    moved: Floats = np.sqrt(((subject.output().error[:, :, subject.rows] * lengths) ** 2).sum(1))
-    return moved, np.sqrt((lengths**2).sum(1))
-
-
-def _means(subject: Subject, values: Floats) -> Iterator[Cells]:
-    """The mean over rows [layer, row] of each layer, nothing without rows."""
-    if values.shape[-1]:
-        for layer, mean in zip(subject.record.layers, values.mean(-1), strict=True):
-            yield Cells(layer, np.array([mean]))
-
-
-def _bytes(name: str) -> Callable[[Subject], Iterator[Cells]]:
-    def cells(subject: Subject) -> Iterator[Cells]:
-        of_heads: Floats = getattr(subject.walk(cache_bytes), name)
-        yield from _means(subject, of_heads.sum(-1)[:, None])
-
-    return cells
+def _concat_error(subject: Subject) -> Floats:
+    return _relative(_moved(subject), np.sqrt((subject.walk(head_lengths) ** 2).sum(1)))
 
 
 METRICS: Mapping[str, Metric] = {
@@ -182,38 +169,44 @@ METRICS: Mapping[str, Metric] = {
         "rows", "share", "lower", "kvsim", _regret("optimum"), beside="optimum"),
     "regret_gap": Metric(
         "what its proof leaves open: mass by which kept sets could retain more than those",
-        "rows", "share", "lower", "kvsim", _regret_gap, beside="optimum"),
+        "rows", "share", "lower", "kvsim", _means(_regret_gap), beside="optimum"),
     "possible_share": Metric(
         "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
         "it, nothing protected in either, all heads of a layer together; needs --regret",
-        "rows", "share", "higher", "kvsim", _possible_share, beside="unprotected"),
+        "rows", "share", "higher", "kvsim", _means(_possible_share), beside="unprotected"),
     "oracle_regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
         "rows", "share", "lower", "kvsim", _regret("oracle"), beside="oracle", default=False),
     "layer_error": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
         "residual stream, RMS over rows after the prompt; summaries add up the layers",
-        "rows", "absolute", "lower", "kvsim", _layer_error, layers="sum", arrays=("o_proj",)),
+        "rows", "absolute", "lower", "kvsim", _means(_added, squared=True),
+        layers="sum", arrays=("o_proj",)),
     "layer_error_relative": Metric(
         "the same, each row over the length of the residual stream that enters the layer; "
         "summaries have the mean over layers",
-        "rows", "relative", "lower", "as layer_error", _layer_error_relative,
+        "rows", "relative", "lower", "as layer_error",
+        _means(_added_relative, squared=True),
         arrays=("o_proj", "residual_norm")),
     "bytes_held": Metric(
         "bytes of the cache that a row after the prompt attends with: 16 bits for a number that no "
         "codec has rounded, scales and summaries of pages included; summaries add up the layers",
-        "rows", "bytes", "lower", "kvsim", _bytes("resident"), default=False, layers="sum"),
+        "rows", "bytes", "lower", "kvsim",
+        _means(lambda subject: subject.walk(cache_bytes).resident.sum(-1, keepdims=True)),
+        default=False, layers="sum"),
     "bytes_read": Metric(
         "bytes of it that such a row reads: entries that any query head of a KV head reads, and "
         "what choosing them reads; summaries add up the layers",
-        "rows", "bytes", "lower", "as bytes_held", _bytes("read"), default=False, layers="sum"),
+        "rows", "bytes", "lower", "as bytes_held",
+        _means(lambda subject: subject.walk(cache_bytes).read.sum(-1, keepdims=True)),
+        default=False, layers="sum"),
     "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
         "after the prompt",
-        "rows", "relative", "lower", "after Expected Attention, Fig. 6", _concat_error,
-        default=False),
+        "rows", "relative", "lower", "after Expected Attention, Fig. 6",
+        _means(_concat_error), default=False),
     "concat_error_absolute": Metric(
         "|o_full - o_seen| of such a vector; comparable within a layer",
-        "rows", "units of the trace", "lower", "as concat_error", _concat_error_absolute,
-        default=False),
+        "rows", "units of the trace", "lower", "as concat_error",
+        _means(_moved), default=False),
 }  # fmt: skip
