@@ -44,12 +44,7 @@ from kvsim.analysis.attention.sparsity import (
 )
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
-from kvsim.analysis.kept.contents import (
-    KeySimilarity,
-    NormOverlap,
-    key_similarity,
-    value_norm_overlap,
-)
+from kvsim.analysis.kept.contents import key_similarity, value_norm_overlap
 from kvsim.analysis.kept.coverage import (
     Coverage,
     RetainedPositions,
@@ -96,7 +91,7 @@ from kvsim.analysis.table import COLUMNS, fidelity, measure, selection_fidelity
 __all__ = ["COLUMNS", "METRICS", "Analysis", "Metric", "fidelity", "measure", "metric"]
 __all__ += ["selection_fidelity"]
 # kept sets
-__all__ += ["Bursts", "Coverage", "KeySimilarity", "LeavingSlots", "NormOverlap"]
+__all__ += ["Bursts", "Coverage", "LeavingSlots"]
 __all__ += ["RetainedPositions", "RetentionRatio", "Segments", "SlotWipeout", "ams_segments"]
 __all__ += ["dense_share", "dropped_bursts", "entries_seen", "kept_coverage", "key_similarity"]
 __all__ += ["max_loop", "noted", "proxy_segments", "punctuation_lift", "repetition"]

@@ -40,7 +40,7 @@ def test_it_equals_a_loop_over_pairs(seed, stay):
             kept = [p for p in there if gone[head, p] > max(known)]
             each, random = (list(cosines(keys[head], some)) for some in (kept, there))
             mean, chance = (np.mean(some) if some else np.nan for some in (each, random))
-        assert found.mean[head] == pytest.approx(mean, nan_ok=True, abs=1e-12)
+        assert found.value[head] == pytest.approx(mean, nan_ok=True, abs=1e-12)
         assert found.chance[head] == pytest.approx(chance, nan_ok=True, abs=1e-12)
 
 
@@ -53,7 +53,7 @@ def test_it_has_closed_forms():
 
         found = key_similarity(gone, keys)
 
-        assert found.mean[0] == pytest.approx(expected)
+        assert found.value[0] == pytest.approx(expected)
         # 90 pairs of each kind are equal, 100 opposite
         assert found.chance[0] == pytest.approx((90 - 100) / 190)
 
@@ -69,5 +69,5 @@ def test_the_metric_reads_each_heads_own_keys():
             keys = case.k[layer].astype(float).repeat(len(gone) // 2, axis=0)
             found = table.filter(layer=layer)
 
-            assert found["value"].to_list() == pytest.approx(key_similarity(gone, keys).mean)
+            assert found["value"].to_list() == pytest.approx(key_similarity(gone, keys).value)
             assert found["chance"].to_list() == pytest.approx(key_similarity(gone, keys).chance)

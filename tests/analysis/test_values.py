@@ -32,7 +32,7 @@ def test_overlap_equals_loops_over_entries(seed, sink, stay):
             if 0 < len(kept) < len(there):
                 expected = len(kept & set(largest)) / len(kept)
                 chance = len(kept) / len(there)
-        assert found.overlap[head] == pytest.approx(expected, nan_ok=True)
+        assert found.value[head] == pytest.approx(expected, nan_ok=True)
         assert found.chance[head] == pytest.approx(chance, nan_ok=True)
 
 
@@ -48,7 +48,7 @@ def test_a_policy_that_keeps_the_largest_values_has_overlap_one():
 
         found = value_norm_overlap(gone, norms)
 
-        assert found.overlap == pytest.approx([expected] * 2)
+        assert found.value == pytest.approx([expected] * 2)
         assert found.chance == pytest.approx([10 / 36] * 2)
 
 
@@ -62,7 +62,7 @@ def test_the_metric_reads_each_heads_own_values():
         table = kvsim.measure(trace, record, ["value_norm_overlap"])
         each = record.evicted_at.shape[1] // 2
         expected = [
-            value_norm_overlap(record.evicted_at[layer], norms[layer].repeat(each, 0)).overlap
+            value_norm_overlap(record.evicted_at[layer], norms[layer].repeat(each, 0)).value
             for layer in range(2)
         ]
         assert table["value"].to_list() == pytest.approx(np.concatenate(expected).tolist())

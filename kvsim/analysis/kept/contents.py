@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, share
 from kvsim.analysis.kept.retention import SINK, last_event
-from kvsim.analysis.walk import T, by_layer
+from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 
-@dataclass(frozen=True)
-class NormOverlap:
-    """Of one layer after its last event, [H]; `chance` is that of a random choice of the size."""
+class WithChance(NamedTuple):
+    """Of one layer after its last event, [H]; `chance` is that of random sets of the size."""
 
-    overlap: Floats
+    value: Floats
     chance: Floats
 
 
-def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> NormOverlap:
+def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> WithChance:
     """Share of what each head keeps behind the sinks that the largest values would keep too.
 
     With c entries kept at positions from `sink` on, after the last event at which the layer evicted
@@ -43,31 +42,23 @@ def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -
     both = (np.take_along_axis(kept, order, -1) & largest).sum(-1)
     chosen = (count > 0) & (count < n)
     chance = np.where(chosen, count / max(1, n), np.nan)
-    return NormOverlap(share(both, np.where(chosen, count, 0)), chance)
+    return WithChance(share(both, np.where(chosen, count, 0)), chance)
 
 
 def value_norm_overlaps(
     trace: Trace, records: Sequence[Record], device: str = "cpu"
-) -> list[list[NormOverlap]]:
+) -> list[list[WithChance]]:
     """For each record the overlap of each of its layers."""
 
     def norms(layer: int) -> Floats:
         values = trace.read("v", slice(layer, layer + 1))[0].to(device)
-        length: Floats = values.norm(dim=-1).cpu().numpy()
-        return length
+        lengths: Floats = values.norm(dim=-1).cpu().numpy()
+        return lengths
 
     return _by_layer(records, norms, value_norm_overlap)
 
 
-@dataclass(frozen=True)
-class KeySimilarity:
-    """Of one layer after its last event, [H]; `chance` is what random sets have on average."""
-
-    mean: Floats
-    chance: Floats
-
-
-def key_similarity(evicted_at: EvictedAt, keys: Floats) -> KeySimilarity:
+def key_similarity(evicted_at: EvictedAt, keys: Floats) -> WithChance:
     """Mean cosine of two different keys that a head holds after the layer's last event.
 
     G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
@@ -81,7 +72,7 @@ def key_similarity(evicted_at: EvictedAt, keys: Floats) -> KeySimilarity:
     kept = evicted_at[:, : last + 1] > last
     length = np.linalg.norm(keys[:, : last + 1], axis=-1, keepdims=True)
     unit = keys[:, : last + 1] / np.where(length > 0, length, 1.0)
-    return KeySimilarity(_mean_cosine(unit, kept), _mean_cosine(unit, np.ones_like(kept)))
+    return WithChance(_mean_cosine(unit, kept), _mean_cosine(unit, np.ones_like(kept)))
 
 
 def _mean_cosine(unit: Floats, chosen: Bools) -> Floats:
@@ -96,7 +87,7 @@ def _mean_cosine(unit: Floats, chosen: Bools) -> Floats:
 
 def key_similarities(
     trace: Trace, records: Sequence[Record], device: str = "cpu"
-) -> list[list[KeySimilarity]]:
+) -> list[list[WithChance]]:
     """For each record the similarity in each of its layers."""
 
     def keys(layer: int) -> Floats:
@@ -107,11 +98,13 @@ def key_similarities(
 
 
 def _by_layer(
-    records: Sequence[Record], read: Callable[[int], Floats], of: Callable[[EvictedAt, Floats], T]
-) -> list[list[T]]:
+    records: Sequence[Record],
+    read: Callable[[int], Floats],
+    of: Callable[[EvictedAt, Floats], WithChance],
+) -> list[list[WithChance]]:
     """Return what `of` computes from `evicted_at` and what is read, both of the record's heads."""
 
-    def compute(record: Record, at: int, array: Floats) -> T:
+    def compute(record: Record, at: int, array: Floats) -> WithChance:
         gone = record.gone_after[at]
         return of(gone, array.repeat(len(gone) // len(array), axis=0))
 

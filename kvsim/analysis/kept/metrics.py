@@ -10,14 +10,14 @@ import numpy as np
 from kvsim.analysis.arrays import Ints
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
-from kvsim.analysis.kept.contents import key_similarities, value_norm_overlaps
+from kvsim.analysis.kept.contents import WithChance, key_similarities, value_norm_overlaps
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.kept.needle import global_eviction, needle_visibility
 from kvsim.analysis.kept.pages import PAGE, pages
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted
 from kvsim.analysis.kept.text import NGRAMS, is_punctuation, max_loop, punctuation_lift, repetition
-from kvsim.analysis.subject import Analysis, Subject
+from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.trace import Trace
 
 #: Notes of events about how the budget is allocated to segments.
@@ -277,16 +277,12 @@ def _response(trace: Trace) -> list[Ints]:
     return [] if trace.tokens is None else [trace.tokens[trace.prompt_len :].numpy()]
 
 
-def _norms(subject: Subject) -> Iterator[Cells]:
-    overlaps = subject.walk(value_norm_overlaps)
-    for layer, norms in zip(subject.record.layers, overlaps, strict=True):
-        yield Cells(layer, norms.overlap, "head", chance=norms.chance)
+def _contents(walk: Walk[list[WithChance]]) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layer, (values, chance) in zip(subject.record.layers, subject.walk(walk), strict=True):
+            yield Cells(layer, values, "head", chance=chance)
 
-
-def _similarity(subject: Subject) -> Iterator[Cells]:
-    similarities = subject.walk(key_similarities)
-    for layer, keys in zip(subject.record.layers, similarities, strict=True):
-        yield Cells(layer, keys.mean, "head", chance=keys.chance)
+    return cells
 
 
 def _punctuation(subject: Subject) -> Iterator[Cells]:
@@ -307,10 +303,12 @@ CONTENTS: Mapping[str, Metric] = {
     "value_norm_overlap": Metric(
         "share of the entries kept behind the sinks that the largest values would keep too, "
         "after the last event, next to chance",
-        "sets", "share", None, "after Expected Attention", _norms),
+        "sets", "share", None, "after Expected Attention",
+        _contents(value_norm_overlaps)),
     "key_similarity": Metric(
         "mean cosine of two keys that a head keeps, after the last event, next to chance",
-        "sets", "cosine", None, "G-KV, section 4", _similarity),
+        "sets", "cosine", None, "G-KV, section 4",
+        _contents(key_similarities)),
     "punctuation_lift": Metric(
         "share kept of punctuation over the share kept of all tokens, after the last event",
         "sets", "ratio", None, "G-KV, App. I", _punctuation),
