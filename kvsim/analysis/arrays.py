@@ -19,6 +19,15 @@ def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
     return counts.reshape(shape)
 
 
+def present(start: Ints, stop: Ints, shape: tuple[int, int]) -> Ints:
+    """Things [H, m] that are there from event `start` until `stop`, at each event; [H, E].
+
+    shape is (H, E + 1); event E is none.
+    """
+    counts: Ints = histogram(start, shape) - histogram(np.maximum(start, stop), shape)
+    return counts.cumsum(-1)[:, :-1]
+
+
 def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
     """part / whole, broadcast; NaN where whole is 0."""
     out = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)

@@ -46,7 +46,7 @@ def test_slots_equal_a_loop_over_the_live_entries(last, length, threshold, sink,
             regions += 1
             kept = sum(last[head, p] > row for p in live[first : first + length])
             wiped += kept <= threshold * length + 1e-9
-        assert leaving.live[head, j] == len(live)
+        assert leaving.leaving.live[head, j] == len(live)
         assert (found.regions[head, j], found.wiped[head, j]) == (regions, wiped)
         expected = wiped / regions if regions else np.nan
         np.testing.assert_equal(found.hazard[head, j], expected)

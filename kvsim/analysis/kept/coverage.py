@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints, present, share
 from kvsim.analysis.kept.retention import event_rows, last_event
 
 #: Bins of the curve, and the part of the text that counts as its middle.
@@ -92,9 +92,7 @@ def _kept_below(cut: Fraction, died: Ints, rows: Ints) -> Ints:
     heads, total = died.shape
     length = (2 * np.arange(total) + 1) * cut.denominator // (2 * cut.numerator) + 1
     since = np.broadcast_to(np.searchsorted(rows + 1, length), died.shape)
-    until = np.maximum(since, died)
-    shape = heads, len(rows) + 1
-    return (histogram(since, shape) - histogram(until, shape)).cumsum(-1)[:, :-1]
+    return present(since, died, (heads, len(rows) + 1))
 
 
 @dataclass(frozen=True)

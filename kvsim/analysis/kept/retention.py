@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, present, share
 from kvsim.analysis.kept import chance
 from kvsim.errors import PositionError
 from kvsim.schema import NEVER
@@ -178,9 +178,7 @@ class Leaving:
             until = np.minimum(ordered[:, where], n_events - 1)
             first = np.searchsorted(pair, number * n_events + since)
             last = np.searchsorted(pair, number * n_events + until, side="right")
-            shape = heads, len(pair) + 1
-            holding = histogram(first, shape) - histogram(np.maximum(first, last), shape)
-            count = holding.cumsum(-1)[:, :-1]
+            count = present(first, last, (heads, len(pair) + 1))
             head, some = np.nonzero(count)
             here = head, event[some]
             live = self.live[here]
@@ -308,9 +306,7 @@ def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) 
     pos = np.arange(sink, max(sink, total - recent))
     inside = died[:, sink : sink + len(pos)]
     since = np.searchsorted(rows + 1 - recent, pos + 1)  # the middle holds the position from here
-    entered = np.broadcast_to(since, inside.shape)
-    gone = np.maximum(entered, inside)
-    middle = (histogram(entered, shape) - histogram(gone, shape)).cumsum(-1)[:, : n_events - 1]
+    middle = present(np.broadcast_to(since, inside.shape), inside, shape)[:, : n_events - 1]
     lost_middle = _left_of(inside, since, shape)
     first, second = held[:, :-1], held[:, 1:]
     both = first - lost

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints
+from kvsim.analysis.arrays import Bools, Floats, Ints
 from kvsim.analysis.kept.segments import ams_segments, noted
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
@@ -158,21 +158,16 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
         by_entry = {name: plans.notes[name][at][live] for name in names}
         by_entry |= {"pos": pos, "kept": gone[pos] > plans.row, "segment": segment}
         events.append(Segmented(row=plans.row, quota=quota, **by_entry))
-    if not events:
-        raise PolicyError(
-            f"the record of {record.policy} has no segments of layer {layer}, head {head}: "
-            f"{_why_none(record, gone)}"
-        )
-    return events
-
-
-def _why_none(record: Record, gone: EvictedAt) -> str:
-    """Why a head was never cut into segments, and what to do; gone [T]: its `evicted_at`."""
+    if events:
+        return events
+    why = "what was decided was not kept; replay it with internals=True"
+    if record.internals:
+        why = "it does not cut by attention mass; expected ams, alone or around another policy"
     if (gone == NEVER).all():
-        return (
+        why = (
             f"nothing is evicted there at budget {record.budget}; give a smaller budget, or an "
             "interval that fits the trace"
         )
-    if record.internals:
-        return "it does not cut by attention mass; expected ams, alone or around another policy"
-    return "what was decided was not kept; replay it with internals=True"
+    raise PolicyError(
+        f"the record of {record.policy} has no segments of layer {layer}, head {head}: {why}"
+    )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, histogram, share
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, present, share
 from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
@@ -224,9 +224,7 @@ def proxy_segments(evicted_at: EvictedAt) -> Segments:
     since = np.maximum(there, behind)  # the first event after which a run starts here
 
     def alive(start: Ints, stop: Ints) -> Ints:
-        start = np.minimum(start, n_events)
-        stop = np.maximum(start, stop)
-        return (histogram(start, shape) - histogram(stop, shape)).cumsum(-1)[:, :n_events]
+        return present(np.minimum(start, n_events), stop, shape)
 
     entries = alive(there, died)
     count = alive(since, died)

@@ -43,15 +43,9 @@ class SlotWipeout:
 
 @dataclass(frozen=True)
 class LeavingSlots:
-    """The entries that leave one layer, by slot.
+    """The entries that leave one layer, by slot: head, event, slot [n] of each."""
 
-    rows [E]; live, dropped int [H, E]: entries before each event, and those of them that it drops;
-    head, event, slot [n] of every entry that leaves.
-    """
-
-    rows: Ints
-    live: Ints
-    dropped: Ints
+    leaving: Leaving
     head: Ints
     event: Ints
     slot: Ints
@@ -62,26 +56,25 @@ class LeavingSlots:
         died = leaving.died
         head, pos = np.nonzero(died < len(leaving.rows))
         slot = pos - _sooner(died)[head, pos]
-        return cls(leaving.rows, leaving.live, leaving.dropped, head, died[head, pos], slot)
+        return cls(leaving, head, died[head, pos], slot)
 
     def wipeout(
         self, length: int = 32, threshold: float = 0.0, sink: int = SINK, recent: int = RECENT
     ) -> SlotWipeout:
         """Regions [k length, (k + 1) length) of slots; see `kvsim.analysis.wipeout`."""
-        first = -(-sink // length)
-        stop = np.maximum((self.live - recent) // length, first)
+        live, dropped, first = self.leaving.live, self.leaving.dropped, -(-sink // length)
+        stop = np.maximum((live - recent) // length, first)
         region = self.slot // length
-        n_events = len(self.rows)
         widest = int(stop.max(initial=0)) + 1
-        at = self.head * n_events + self.event
+        at = self.head * live.shape[1] + self.event
         counted = (region >= first) & (region < stop[self.head, self.event])
         # by region: the event above, the region below
         touched, lost = np.unique(at[counted] * widest + region[counted], return_counts=True)
         left = int(np.floor(threshold * length + 1e-9))
         gone = touched[lost >= length - left] // widest
         wiped = np.bincount(gone, minlength=stop.size).reshape(stop.shape)
-        likely = chance.at_most(left, length, self.live, self.live - self.dropped)
-        return SlotWipeout(self.rows, stop - first, wiped, likely)
+        likely = chance.at_most(left, length, live, live - dropped)
+        return SlotWipeout(self.leaving.rows, stop - first, wiped, likely)
 
 
 def _sooner(died: Ints) -> Ints:
