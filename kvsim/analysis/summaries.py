@@ -22,8 +22,8 @@ import polars as pl
 from scipy.stats import bootstrap
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.runs import Tabular, as_table
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered

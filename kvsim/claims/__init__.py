@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from kvsim.analysis.runs import Tabular, as_table
+from kvsim.analysis.folder import Tabular, as_table
 from kvsim.claims.ams import ams
 from kvsim.claims.asl import asl
 from kvsim.claims.claim import HOLDS, NOT, OPEN, Claim

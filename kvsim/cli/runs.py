@@ -27,7 +27,7 @@ def is_run(path: Path | str) -> bool:
 def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     """Return the document of a saved run, and the summary of its values."""
     from kvsim.analysis.folder import RECORDS, read_run
-    from kvsim.analysis.live.responses import responses
+    from kvsim.analysis.live.table import responses
     from kvsim.store.records import read_records
     from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY, summarise
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.overlap import default_window, window_overlap
-from kvsim.analysis.runs import Tabular, as_table
+from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError

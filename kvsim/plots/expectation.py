@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
-from kvsim.analysis.runs import Tabular, as_table
+from kvsim.analysis.folder import Tabular, as_table
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,

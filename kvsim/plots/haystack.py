@@ -10,7 +10,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from kvsim.analysis.runs import Tabular, as_table
+from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.summaries import averages
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError

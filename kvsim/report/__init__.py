@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvsim.analysis.folder import Saved, read_run
-from kvsim.analysis.runs import joined
+from kvsim.analysis.folder import Saved, joined, read_run
 from kvsim.analysis.table import in_order
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError, local_path

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.folder import write_run
-from kvsim.analysis.live.responses import responses
+from kvsim.analysis.live.table import responses
 from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
 from kvsim.core.display import Displayed
@@ -69,7 +69,7 @@ class Run(Displayed):
 
     @property
     def responses(self) -> pl.DataFrame:
-        """What the model of a live run wrote: a row per cell (`kvsim.analysis.live.responses`)."""
+        """What the model of a live run wrote: a row per cell (`kvsim.analysis.live.table`)."""
         return responses(self.records)
 
     def save(self, out: str | Path) -> Path:

@@ -1,10 +1,11 @@
-"""`measure_live`: runs of a model under policies, to a tidy Table as `measure` makes it."""
+"""Runs of a model under policies, to a tidy Table as `measure` makes it, and what it wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import polars as pl
 
@@ -13,6 +14,7 @@ from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.table import Block, blocks_of, subjects_of, table_of
+from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 
 #: Metrics of rows that a live run has values of, beside those of sets and of kind "live".
@@ -65,3 +67,40 @@ def choose_live(metrics: Sequence[str] | None) -> dict[str, Metric]:
                 f"model: {', '.join(choose_live(None))}; take kvsim replay for {name}"
             )
     return chosen
+
+
+#: Columns of `responses`.
+_COLUMNS: dict[str, Any] = {
+    **dict.fromkeys(("trace", "policy"), pl.String),
+    "budget": pl.Int64,
+    "share": pl.String,
+    "right": pl.Boolean,
+    **dict.fromkeys(("tokens", "same_tokens"), pl.Int64),
+    "text": pl.String,
+    "full_right": pl.Boolean,
+    "full_tokens": pl.Int64,
+    "full_text": pl.String,
+}
+
+
+def responses(records: Iterable[Record]) -> pl.DataFrame:
+    """A row for each record of a live run whose model wrote a response of its own.
+
+    trace, policy, budget, share: of the record. right: whether the response has the right answer,
+    null where nothing says what is right. tokens: their number; same_tokens: those before the first
+    that differs from the response with the full cache. text: null without a tokenizer. full_right,
+    full_tokens, full_text: of the response with the full cache. The token ids themselves are in
+    `Record.response`.
+    """
+    rows = [
+        {
+            **{name: getattr(record, name) for name in ("trace", "policy", "budget", "share")},
+            **{name: getattr(x, name) for name in ("right", "same_tokens", "text")},
+            **{name: getattr(x, name) for name in ("full_right", "full_text")},
+            "tokens": len(x.tokens),
+            "full_tokens": len(x.full_tokens),
+        }
+        for record in records
+        if (x := record.response) is not None
+    ]
+    return pl.DataFrame(rows, schema=_COLUMNS)
