@@ -6,7 +6,6 @@ error of a layer's output is open loop after the first layer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
 from kvsim.analysis.folder import Tabular, as_table
+from kvsim.analysis.results import labelled
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
@@ -194,12 +194,12 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     else in the trace's own units, which differ between layers.
     """
     value = "relative_head_error" if relative else "head_error"
-    table = table.with_columns(name=_policy_names(table))
+    table = labelled(table.with_columns(interval=None, prefill=None))
     positive = table.filter(pl.col(value) > 0)[value]
     if positive.is_empty():
         raise PolicyError("no policy moved any output, so there is nothing to show; evict more")
     ratios, layers = sorted(table["ratio"].unique()), sorted(table["layer"].unique())
-    names = table["name"].unique(maintain_order=True).to_list()
+    names = table["policy"].unique(maintain_order=True).to_list()
     unit = "relative to the full output" if relative else "units of the trace"
     across = 2 if len(names) == 4 else min(3, len(names))
     down = -(-len(names) // across)
@@ -210,7 +210,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     maps = whole[1].subgridspec(down, across).subplots(squeeze=False, sharex=True, sharey=True)
     scale = LogNorm(float(positive.min()), float(positive.max()))  # type: ignore[arg-type]  # numbers
     for axis_of, (name, style) in zip(maps.flat, series(names).items(), strict=False):
-        part = table.filter(name=name)
+        part = table.filter(policy=name)
         lines = _cells(part, ["trace"], "ratio", ratios, value)
         mean_line(axis, np.array(ratios), list(lines), label=name, lw=1.3, ms=4, **style)
         cells = _cells(part.sort("layer"), ["layer"], "ratio", ratios, value)
@@ -272,21 +272,3 @@ def _cells(
     for *name, at, mean in means.drop_nulls(value).iter_rows():
         out[names[tuple(name)], columns.index(at)] = mean
     return out
-
-
-def _policy_names(table: pl.DataFrame) -> pl.Series:
-    """The policy of each row, with the parameters that distinguish policies of one name."""
-    pairs = table.select("policy", "params").rows()
-    variants: dict[str, list[dict[str, Any]]] = {}
-    for policy, params in dict.fromkeys(pairs):
-        variants.setdefault(policy, []).append(json.loads(params))
-
-    def name(policy: str, params: str) -> str:
-        values = json.loads(params)
-        differ = [
-            key for key in values if any(one.get(key) != values[key] for one in variants[policy])
-        ]
-        shown = ", ".join(f"{key}={values[key]}" for key in differ)
-        return f"{policy} ({shown})" if shown else policy
-
-    return pl.Series([name(*pair) for pair in pairs], dtype=pl.String)

@@ -252,7 +252,7 @@ def test_errors_are_means_over_layers_and_by_layer(errors, relative, column, uni
     """A line and a map per policy, with what tells policies of one name apart."""
     figure = reconstruction_error(errors, relative=relative)
     axis, *maps, bar = figure.axes
-    names = ["knorm", "expected_attention (n_future=512)", "expected_attention (n_future=8)"]
+    names = ["knorm", "expected_attention", "expected_attention (n_future=8)"]
     params = errors["params"].unique(maintain_order=True)
     drawn = lines(axis)
 
