@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import SHARES, Analysis
 from kvsim.analysis.table import Progress, measure
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import ASL, Selecting
 from kvsim.schema import FIDELITY
@@ -56,40 +55,39 @@ def findings(
     return measure(analysis, metrics=_NAMES if names is None else names, progress=progress)
 
 
+_COLUMNS: dict[str, Any] = {
+    **dict.fromkeys(("trace", "task"), pl.String),
+    **dict.fromkeys(("cut", "rows", "keys", "layer", "head", "qhead"), pl.Int64),
+}
+_FIDELITY = {"fidelity": pl.Enum(FIDELITY)}
+
+
 def expectation_table(found: Sequence[Expectation]) -> pl.DataFrame:
     """Return agreement with observed attention, one row per trace, step and query head."""
     recalls = {f"recall_{100 * share:.0f}": share for share in TOP}
-    values = [
-        {"spearman": x.spearman, "log_pearson": x.log_pearson}
-        | {name: x.recall(share) for name, share in recalls.items()}
+    parts = (
+        _shared(x, (*x.observed.shape[:2], 1))
+        | {"step": step, "spearman": x.spearman[at], "log_pearson": x.log_pearson[at]}
+        | {name: x.recall(share)[at] for name, share in recalls.items()}
         for x in found
-    ]
-    return _table(found, values, "step", STEPS, ("spearman", "log_pearson", *recalls))
+        for at, step in enumerate(STEPS)
+    )
+    numbers = dict.fromkeys(("spearman", "log_pearson", *recalls), pl.Float64)
+    return wide(parts, _COLUMNS | {"step": pl.Enum(STEPS)} | numbers | _FIDELITY)
 
 
 def loss_table(found: Sequence[Expectation], removed: Sequence[float] = REMOVED) -> pl.DataFrame:
     """Return attention lost, one row per trace, order, query head and share of keys removed."""
-    losses = [x.loss(removed) for x in found]
-    values = [{"removed": np.broadcast_to(removed, loss.shape), "loss": loss} for loss in losses]
-    return _table(found, values, "order", ORDERS, ("removed", "loss"))
+    parts = (
+        _shared(x, loss.shape)
+        | {"order": order, "removed": np.broadcast_to(removed, loss.shape), "loss": loss}
+        for x in found
+        for order, loss in zip(ORDERS, x.loss(removed), strict=True)
+    )
+    numbers = dict.fromkeys(("removed", "loss"), pl.Float64)
+    return wide(parts, _COLUMNS | {"order": pl.Enum(ORDERS)} | numbers | _FIDELITY)
 
 
-def _table(
-    found: Sequence[Expectation],
-    values: Sequence[Mapping[str, Floats]],
-    first: str,
-    names: Sequence[str],
-    numbers: Sequence[str],
-) -> pl.DataFrame:
-    """Return the values, arrays [name, layer, qhead, ...] of each expectation, in columns."""
-    of_trace = ("trace", "task", "cut", "rows", "keys")
-    columns: dict[str, Any] = dict.fromkeys(of_trace[:2], pl.String)
-    columns |= dict.fromkeys((*of_trace[2:], "layer", "head", "qhead"), pl.Int64)
-    columns |= {first: pl.Enum(names)} | dict.fromkeys(numbers, pl.Float64)
-    parts: list[dict[str, Any]] = []
-    for x, arrays in zip(found, values, strict=True):
-        name, layer, qhead, *_ = np.indices(arrays[numbers[-1]].shape)
-        places = {first: np.asarray(names)[name], "layer": layer, "qhead": qhead}
-        part = {column: getattr(x, column) for column in of_trace} | places | {**arrays}
-        parts.append(part | {"head": qhead // x.group, "fidelity": "exact"})
-    return wide(parts, columns | {"fidelity": pl.Enum(FIDELITY)})
+def _shared(x: Expectation, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the columns of rows [layer, qhead, n] that both tables have."""
+    return {**vars(x), **places(shape, x.group, "place"), "keys": x.keys}
