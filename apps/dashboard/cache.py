@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 import kvsim
 from kvsim import Policy, Record, Trace
-from kvsim.analysis.attention.heads import head_table, last_needed
-from kvsim.analysis.kept.reads import read_counts
-from kvsim.analysis.kept.states import head_course, longest_gaps
+from kvsim.analysis.attention.windows import head_table, last_needed
+from kvsim.analysis.kept.states import head_course, longest_gaps, read_counts
 from kvsim.plots import NEEDED
 
 from .tiles import Tile, attention_tile, reading_tile, retention_tile

@@ -10,8 +10,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.kept.reads import has_reads
-from kvsim.analysis.kept.states import TokenStates, token_states
+from kvsim.analysis.kept.states import TokenStates, has_reads, token_states
 from kvsim.analysis.table import fidelity
 from kvsim.engine.source import check_unwindowed
 from kvsim.errors import KvsimError

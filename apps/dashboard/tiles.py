@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Ints
-from kvsim.analysis.kept.reads import held_entries, read_entries
 from kvsim.analysis.kept.retention import RECENT, SINK, event_rows
+from kvsim.analysis.kept.states import held_entries, read_entries
 from kvsim.core.attention import sees
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

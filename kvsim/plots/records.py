@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from scipy.ndimage import maximum_filter
 
 from kvsim.analysis.arrays import Floats, Ints
-from kvsim.analysis.kept.reads import has_reads, read_entries
 from kvsim.analysis.kept.retention import RECENT, SINK
-from kvsim.analysis.kept.states import TOKEN_STATES, token_states
+from kvsim.analysis.kept.states import TOKEN_STATES, has_reads, read_entries, token_states
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity

@@ -16,6 +16,7 @@ from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.comparison import compare
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
+from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
@@ -360,12 +361,8 @@ def _per_budget(
             )
         trace = by_name[record.trace]
         check_record(trace, record)
-        heads = slice(None)
-        if head is not None:  # of a record per query head, the query heads of the KV head
-            size = trace.group if record.per_query_head else 1
-            heads = slice(head * size, (head + 1) * size)
-        pairs = zip(record.layers, record.gone_after, strict=True)
-        gone = {at: rows[heads] for at, rows in pairs if layer in (None, at)}
+        layers = [at for at in record.layers if layer in (None, at)]
+        gone = {at: gone_of(trace, record, at, head) for at in layers}
         array = value(list(gone.values()))
         if array is not None:
             budget = record.share or str(record.budget)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.needle import needle_visibility
+from kvsim.analysis.kept.coverage import needle_visibility
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 

@@ -12,9 +12,9 @@ import kvsim
 from apps.dashboard import tiles
 from apps.dashboard.tiles import STATES, attention_tile, reading_tile, retention_tile
 from kvsim import Rope, Trace
-from kvsim.analysis.attention.heads import head_table, last_needed
-from kvsim.analysis.kept.reads import read_counts
+from kvsim.analysis.attention.windows import head_table, last_needed
 from kvsim.analysis.kept.retention import wipeout
+from kvsim.analysis.kept.states import read_counts
 
 
 def made(n=70, layers=2, prompt_len=20, *, lse=False):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.analysis.attention.heads import head_table
+from kvsim.analysis.attention.windows import head_table
 from kvsim.store.index import find_runs, find_traces
 from kvsim.tiny.sample import sample_trace
 

@@ -11,8 +11,12 @@ from kvsim.analysis.arrays import Ints
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.contents import WithChance, key_similarities, value_norm_overlaps
-from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
-from kvsim.analysis.kept.needle import global_eviction, needle_visibility
+from kvsim.analysis.kept.coverage import (
+    global_eviction,
+    kept_coverage,
+    needle_visibility,
+    retained_positions,
+)
 from kvsim.analysis.kept.pages import PAGE, pages
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
 from kvsim.analysis.kept.segments import AMS, noted

@@ -208,11 +208,6 @@ class Wipeout:
     seen_from: Ints
 
     @property
-    def first(self) -> Bools:
-        """Whether nothing had left the head before the event; [H, E]."""
-        return self.leaving.first
-
-    @property
     def expected(self) -> Floats:
         """What `now` would be on average had the event kept as many entries at random; [H, E]."""
         return self.leaving.expected(self.spans, self.left, self.seen_from)
@@ -234,7 +229,7 @@ class Wipeout:
         NaN at later ones: what was wiped out before them depends on every choice until then.
         """
         expected = self.leaving.expected_first(self.spans, self.left, self.seen_from)
-        return np.where(self.first, share(expected, self.regions), np.nan)
+        return np.where(self.leaving.first, share(expected, self.regions), np.nan)
 
     @property
     def hazard_chance(self) -> Floats:

@@ -1,4 +1,4 @@
-"""One head after its events: states of its positions, and its course in numbers."""
+"""One head after its events: states and reads of its positions, and its course in numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 import polars as pl
+import torch
 
-from kvsim.analysis.arrays import EvictedAt, Ints
+from kvsim.analysis.arrays import Bools, EvictedAt, Ints
 from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
-from kvsim.analysis.kept.reads import has_reads, read_entries
 from kvsim.analysis.kept.retention import event_row, last_event, wipeout
 from kvsim.analysis.output.error import check_record
 from kvsim.core.record import Record
@@ -25,6 +25,8 @@ TOKEN_STATES: Final = ("dropped", "retained", "not yet scored", "missed", "held,
 STRIP_STATES: Final = ("kept", "dropped before", "dropped at the event")
 #: Positions of a region, of those that `wipeout` and a tile of retention count.
 REGION = 32
+#: Rows of an account that are unpacked at once.
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def token_states(
             f"{trace.name}: the trace has no text of its tokens to show; record it with a "
             "tokenizer (kvsim capture)"
         )
-    gone = _gone(trace, record, layer % trace.n_layers, head)
+    gone = gone_of(trace, record, layer % trace.n_layers, head)
     row = event_row(gone, row)
     codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
     if needed is not None:
@@ -129,7 +131,7 @@ def strips_after(
     """
     for record in records:
         check_record(trace, record)
-    gone = [_gone(trace, record, layer, head)[:1] for record in records]
+    gone = [gone_of(trace, record, layer, head)[:1] for record in records]
     if row is None:
         row = min((last for x in gone if (last := last_event(x)) >= 0), default=None)
         if row is None:
@@ -152,12 +154,14 @@ def strip(name: str, gone: EvictedAt, row: int) -> Strip:
     return Strip(name, codes, np.stack([edges[::2], edges[1::2] - 1], axis=1))
 
 
-def _gone(trace: Trace, record: Record, layer: int, head: int) -> EvictedAt:
-    """The rows [1, or query heads of the KV head, T] after which entries of the head are gone."""
+def gone_of(trace: Trace, record: Record, layer: int, head: int | None) -> EvictedAt:
+    """The rows after which entries of a KV head of a layer are gone, of all if None; [H, T].
+
+    H is 1, or in a record per query head the query heads of its group.
+    """
+    gone: EvictedAt = record.gone_after[record.layers.index(layer)]
     size = trace.group if record.per_query_head else 1
-    of_layer = record.gone_after[record.layers.index(layer)]
-    heads: EvictedAt = of_layer[head * size : (head + 1) * size]
-    return heads
+    return gone if head is None else gone[head * size : (head + 1) * size]
 
 
 def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
@@ -202,3 +206,46 @@ def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
         if len(after.runs):
             out[place] = after.runs[after.lengths.argmax()] + (0, 1)
     return out
+
+
+# ------------------------------------------------------------------------- entries that rows read
+
+
+def has_reads(record: Record, layer: int) -> bool:
+    """Whether some row of a layer may leave entries unread; layer: on the record's axis."""
+    return record.reads is not None and not record.reads.dense(layer)
+
+
+def read_entries(record: Record, layer: int, rows: slice) -> Bools:
+    """Return which entries rows read, for some query head of each head; bool [H, row, rows.stop].
+
+    layer and heads are on the record's axes. Rows of the prompt read all that they see, and so do
+    those of a layer without an account.
+    """
+    gone = torch.from_numpy(record.evicted_at[layer])
+    out = held_entries(record, layer, rows)
+    if record.reads is None or not has_reads(record, layer):
+        return out
+    first = max(rows.start, record.reads.first)
+    if first < rows.stop:
+        read = record.reads.entries(layer, slice(first, rows.stop), gone)
+        out[:, first - rows.start :] = read.unflatten(0, (len(gone), -1)).any(1).numpy()
+    return out
+
+
+def held_entries(record: Record, layer: int, rows: slice) -> Bools:
+    """Return which entries are resident when rows attend; bool [H, row, rows.stop]."""
+    pos, row = np.arange(rows.stop), np.arange(rows.start, rows.stop)[:, None]
+    held: Bools = (pos <= row) & (record.evicted_at[layer][:, None, : rows.stop] >= row)
+    return held
+
+
+def read_counts(record: Record, layer: int) -> tuple[Ints, Ints]:
+    """Return the entries that each row after the prompt sees, and those that it reads; [H, R]."""
+    held, read = [], []
+    for first in range(record.prompt_len, record.n_pos, _BLOCK):
+        rows = slice(first, min(first + _BLOCK, record.n_pos))
+        held.append(held_entries(record, layer, rows).sum(-1))
+        read.append(read_entries(record, layer, rows).sum(-1))
+    empty = [np.empty((record.evicted_at.shape[1], 0), np.int64)]
+    return np.concatenate(held or empty, axis=1), np.concatenate(read or empty, axis=1)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.output.layer import Layer, Rows, length
-from kvsim.analysis.output.pages import paged
-from kvsim.analysis.output.partial import partial
+from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import seen
 from kvsim.analysis.output.slots import by_slot
 from kvsim.analysis.walk import by_layer

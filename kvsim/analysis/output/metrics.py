@@ -102,7 +102,7 @@ def _possible_share(subject: Subject) -> Floats | None:
     if more is None:
         return None
     certificate = _certificate(subject, "unprotected")
-    lead = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
+    lead: Floats = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
     share = np.full_like(lead, np.nan)
     np.divide(lead - more.mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
     return share[:, None]
