@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.attention.overlap import default_window, window_overlap
+from kvsim.analysis.attention.overlap import TOPS, default_window, overlap_table
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace
@@ -28,9 +28,6 @@ from kvsim.plots.style import (
     series,
 )
 from kvsim.store.opening import Traces, as_traces
-
-#: Shares of top keys at which overlap is shown.
-TOPS = tuple(place / 20 for place in range(1, 21))
 
 _BLOCKS = ("oldest window", "second window", "third window", "union of the three", "equal budget")
 _MAXIMA = {"sequence": "all keys", "behind_sink": "all keys but the sink"}
@@ -86,9 +83,8 @@ def _overlaps(
     trace: Trace, layers: Sequence[int], window: int | None, tops: Sequence[float]
 ) -> Floats:
     """As `_BLOCKS`, then chance for a set and for the union; [7, share], mean over the layers."""
-    overlaps = (window_overlap(trace, layer, window=window, shares=tops) for layer in layers)
-    lines = [[*o.before, o.union, o.equal_budget, o.chance, o.chance_union] for o in overlaps]
-    out: Floats = np.mean(lines, axis=0)
+    tables = (overlap_table(trace, layer, window=window, shares=tops) for layer in layers)
+    out: Floats = np.mean([table.drop("share").to_numpy().T for table in tables], axis=0)
     return out
 
 

@@ -202,7 +202,8 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     upper.set_ylim(-0.03, 1.05)
     upper.legend(fontsize=7.5, frameon=False)
     uniform, name = math.log(diagnosis.ranking.ranked), f"log {diagnosis.ranking.ranked}"
-    lower.plot(diagnosis.entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
+    entropy = diagnosis.ranking.entropy()
+    lower.plot(entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
     lower.axhline(uniform, color=LINE, lw=0.9, ls=":", label=f"equal scores: {name}")
     lower.set_ylim(0, 1.08 * uniform)
     name_axes(lower, y="entropy, nats")

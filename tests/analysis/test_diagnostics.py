@@ -184,7 +184,7 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
     tops = [{i for i, rank in enumerate(row) if rank <= k} for row in naive_ranks(scores)]
 
     diagnosis = Diagnosis(one, one.curve(k + 4), gold=np.array(sorted(gold)))
-    jaccard, entropy, recall = diagnosis.jaccard, diagnosis.entropy, diagnosis.recall
+    jaccard, entropy, recall = diagnosis.jaccard, diagnosis.ranking.entropy(), diagnosis.recall
 
     assert np.isnan(jaccard[0])
     for layer in range(layers):

@@ -387,7 +387,7 @@ def test_overlap_stands_beside_chance(layered):
 
     np.testing.assert_array_equal(upper.get_lines()[0].get_ydata(), found[0].jaccard[1:])
     assert list(upper.get_lines()[1].get_ydata()) == [found[0].jaccard_chance] * 2
-    np.testing.assert_array_equal(lower.get_lines()[-2].get_ydata(), found[0].entropy)
+    np.testing.assert_array_equal(lower.get_lines()[-2].get_ydata(), found[0].ranking.entropy())
     assert list(lower.get_lines()[-1].get_ydata()) == [np.log(70)] * 2
 
 

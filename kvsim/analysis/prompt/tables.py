@@ -99,11 +99,6 @@ class Diagnosis:
         return ranked * (1 - absent) / k
 
     @cached_property
-    def entropy(self) -> Floats:
-        """As `Ranking.entropy`."""
-        return self.ranking.entropy()
-
-    @cached_property
     def jaccard(self) -> Floats:
         """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
 
@@ -196,7 +191,7 @@ def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
             "relative_variance": curve.relative,
             "selected": layers == (-1 if diagnosis.layer is None else diagnosis.layer),
             "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
-            "entropy": diagnosis.entropy,
+            "entropy": diagnosis.ranking.entropy(),
             "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
             "jaccard": diagnosis.jaccard,
             "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
