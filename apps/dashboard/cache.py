@@ -22,16 +22,17 @@ from .tiles import Tile, attention_tile, reading_tile, retention_tile
 
 @dataclass(frozen=True)
 class Source:
-    """A trace and when its metadata was written, so that a new recording is read anew."""
+    """A trace or a run and when it was written, so that what replaces it is read anew."""
 
     path: str
     written: float
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """Build it from a folder or a packed file."""
-        metadata = path if path.is_file() else path / "zarr.json"
-        return cls(str(path), metadata.stat().st_mtime if metadata.exists() else 0.0)
+        """Build it from the folder of a trace or of a run, or a packed trace."""
+        files = (path, path / "zarr.json", path / "results.parquet")
+        written = (file.stat().st_mtime for file in files if file.is_file())
+        return cls(str(path), next(written, 0.0))
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,6 @@ class Choice:
         """Build the policy; with `fit`, its lengths are scaled to the budget."""
         policy = kvsim.policy(self.policy, **dict(self.params))
         return policy.fitted() if self.fit else policy
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A run folder and when its values were written."""
-
-    path: str
-    written: float
-
-    @classmethod
-    def of(cls, path: Path) -> Folder:
-        """Build it from a folder."""
-        values = path / "results.parquet"
-        return cls(str(path), values.stat().st_mtime if values.exists() else 0.0)
 
 
 class Retained(NamedTuple):

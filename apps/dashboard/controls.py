@@ -25,7 +25,7 @@ from kvsim.policies.ams import AMS
 from kvsim.store.index import find_runs, find_traces
 from kvsim.tiny.sample import SAMPLES, sample_trace
 
-from . import cache
+from . import cache, elements
 
 #: The sample trace with a text to read.
 SAMPLE = "sample-smollm2"
@@ -38,6 +38,38 @@ BEHIND = {"reader": "reads all", "codec": "exact"}
 
 #: The option for no policy.
 NONE = "none"
+
+#: Where a widget stands.
+Where = st.delta_generator.DeltaGenerator
+
+
+def choose(
+    label: str,
+    key: str,
+    options: Sequence[Any],
+    start: int | None = 0,
+    where: Where = st.sidebar,
+    **more: Any,
+) -> Any:
+    """Choose one of some options, that at the place `start` by default."""
+    return where.selectbox(label, options, start, key=key, bind="query-params", **more)
+
+
+def number(
+    label: str,
+    key: str,
+    ends: tuple[int, int],
+    start: int,
+    where: Where = st.sidebar,
+    **more: Any,
+) -> int:
+    """Choose a whole number between two ends, both included."""
+    return int(where.number_input(label, *ends, start, key=key, bind="query-params", **more))
+
+
+def switch(label: str, key: str, about: str, *, on: bool = False) -> bool:
+    """Choose yes or no."""
+    return st.sidebar.toggle(label, on, key=key, bind="query-params", help=about)
 
 
 def root() -> Path:
@@ -54,8 +86,8 @@ def traces() -> dict[str, Path]:
 def runs() -> dict[str, Path]:
     """Return the runs of the folder by name, the newest first."""
     listed = find_runs(root())
-    written = {name: cache.Folder.of(path).written for name, path in listed.items()}
-    return {name: listed[name] for name in sorted(listed, key=lambda name: -written[name])}
+    newest = sorted(listed, key=lambda name: -cache.Source.of(listed[name]).written)
+    return {name: listed[name] for name in newest}
 
 
 def sidebar(shown: Sequence[str]) -> None:
@@ -66,10 +98,10 @@ def sidebar(shown: Sequence[str]) -> None:
     with st.sidebar:
         if "run" in shown:
             listed = runs()
-            if not listed or _choose("Run", "run", [*listed, HERE]) == HERE:
+            if not listed or choose("Run", "run", [*listed, HERE]) == HERE:
                 shown = [*shown, "trace"]
         if "trace" in shown:
-            _choose("Trace", "trace", list(traces()))
+            choose("Trace", "trace", list(traces()))
             if not find_traces(root()):
                 st.caption(
                     "Samples that come with kvsim, because this folder has no trace. Record one: "
@@ -84,15 +116,9 @@ def sidebar(shown: Sequence[str]) -> None:
             sample = st.session_state["trace"] == SAMPLE and not find_traces(root())
             layer, head = (0, 2) if sample else (opened.n_layers - 1, 0)
             left, right = st.columns(2)
-            with left:
-                _choose("Layer", "layer", list(range(opened.n_layers)), layer)
+            choose("Layer", "layer", range(opened.n_layers), layer, left)
             if "head" in shown:
-                with right:
-                    _choose("KV head", "head", list(range(opened.n_heads)), head)
-
-
-def _choose(label: str, key: str, options: Sequence[Any], start: int = 0) -> Any:
-    return st.selectbox(label, options, start, key=key, bind="query-params")
+                choose("KV head", "head", range(opened.n_heads), head, right)
 
 
 def trace() -> Trace:
@@ -100,10 +126,7 @@ def trace() -> Trace:
     try:
         return cache.trace(source())
     except KvsimError as error:
-        st.error("This trace cannot be read.", icon=":material/error:")
-        st.text(str(error))
-        st.caption("Choose another one on the left.")
-        st.stop()
+        elements.stop("This trace cannot be read.", error, "Choose another one on the left.")
 
 
 def folder() -> None:
@@ -146,52 +169,36 @@ def scorers() -> list[str]:
     return [name for name in names() if entry(name).kind == "scorer"]
 
 
-def scorer(key: str, default: str, where: st.delta_generator.DeltaGenerator = st.sidebar) -> str:
+def scorer(key: str, default: str) -> str:
     """Choose the scorer inside, the default where nothing is chosen."""
-    name = where.selectbox(
-        "Scorer inside", scorers(), index=None, placeholder=default, key=key, bind="query-params"
-    )
-    return name or default
+    return choose("Scorer inside", key, scorers(), None, placeholder=default) or default
 
 
-def policy(
-    label: str,
-    key: str,
-    first: str,
-    *,
-    optional: bool = False,
-    where: st.delta_generator.DeltaGenerator = st.sidebar,
-) -> str | None:
+def policy(label: str, key: str, first: str, *, optional: bool = False) -> str:
     """Choose a policy of the catalogue: an eviction with its scorer inside, a reader, a codec.
 
-    None for no policy.
+    optional: `NONE` can be chosen too.
 
     A link cannot name a policy outside of the catalogue, because that would import code.
     """
     listed = [NONE, *names()] if optional else names()
-    name = where.selectbox(label, listed, listed.index(first), key=key, bind="query-params")
+    name = choose(label, key, listed, listed.index(first))
     if name == NONE:
-        return None
+        return NONE
     listing = entry(name)
     if not listing.innermost:
-        name = f"{name}+{scorer(f'{key}_scorer', listing.default or 'tova', where)}"
-    return access(name, key, where)
+        name = f"{name}+{scorer(f'{key}_scorer', listing.default or 'tova')}"
+    return access(name, key)
 
 
-def access(name: str, key: str, where: st.delta_generator.DeltaGenerator) -> str:
+def access(name: str, key: str) -> str:
     """Choose a reader and a codec behind an eviction, nothing by default."""
     behind = []
-    columns = where.columns(2)
+    columns = st.sidebar.columns(2)
     for column, (kind, without) in zip(columns, BEHIND.items(), strict=True):
         listed = [each for each in access_names() if entry(each).kind == kind]
-        part = column.selectbox(
-            kind.capitalize(),
-            listed,
-            index=None,
-            placeholder=without,
-            key=f"{key}_{kind}",
-            bind="query-params",
-        )
+        title = kind.capitalize()
+        part = choose(title, f"{key}_{kind}", listed, None, column, placeholder=without)
         behind += [part] if part else []
     alone = name == "full" and behind and not entry(behind[0]).default
     return "+".join(behind if alone else [name, *behind])
@@ -202,11 +209,9 @@ def required(name: str) -> dict[str, Any]:
     return {key: value for part in name.split("+") for key, value in entry(part).required.items()}
 
 
-def params(
-    names: Sequence[str], where: st.delta_generator.DeltaGenerator = st.sidebar
-) -> dict[str, Any]:
+def params(names: Sequence[str]) -> dict[str, Any]:
     """Read typed parameters of policies; KvsimError for one that no policy has."""
-    typed = where.text_input(
+    typed = st.sidebar.text_input(
         "Parameters",
         key="set",
         bind="query-params",
@@ -228,36 +233,18 @@ def settings(name: str, typed: Mapping[str, Any]) -> dict[str, Any]:
     return {**required(name), **given}
 
 
-def budget(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int:
+def budget(trace: Trace) -> int:
     """Choose the entries per KV head, about a quarter of the trace by default."""
     most = max(2, trace.n_pos)
-    return int(
-        where.number_input(
-            "Budget",
-            1,
-            most,
-            min(most, part(trace, 4)),
-            step=16,
-            key="budget",
-            bind="query-params",
-            help="entries that stay in each KV head, protected ones included",
-        )
-    )
+    about = "entries that stay in each KV head, protected ones included"
+    start = min(most, part(trace, 4))
+    return number("Budget", "budget", (1, most), start, step=16, help=about)
 
 
-def interval(trace: Trace, where: st.delta_generator.DeltaGenerator = st.sidebar) -> int | None:
+def interval(trace: Trace) -> int | None:
     """Choose the rows between events; None for the policy's own schedule."""
-    rows = where.number_input(
-        "Interval",
-        0,
-        max(2, trace.n_pos),
-        part(trace, 12),
-        step=16,
-        key="interval",
-        bind="query-params",
-        help="rows between events; 0 is the policy's own schedule",
-    )
-    return int(rows) or None
+    ends, about = (0, max(2, trace.n_pos)), "rows between events; 0 is the policy's own schedule"
+    return number("Interval", "interval", ends, part(trace, 12), step=16, help=about) or None
 
 
 def entries(trace: Trace, budget: int, interval: int) -> int:
@@ -265,11 +252,7 @@ def entries(trace: Trace, budget: int, interval: int) -> int:
     return trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval)
 
 
-def event(
-    rows: Sequence[int],
-    where: st.delta_generator.DeltaGenerator = st.sidebar,
-    label: str = "After the event of row",
-) -> int:
+def event(rows: Sequence[int], where: Where, label: str = "After the event of row") -> int:
     """Choose an event, the last by default; keep the choice among other events if it is near."""
     if len(rows) == 1:
         where.caption(f"One event, after row {rows[0]}.")
@@ -280,9 +263,7 @@ def event(
     return int(where.select_slider(label, rows, rows[-1], key="event", bind="query-params"))
 
 
-def ams(
-    trace: Trace, budget: int, where: st.delta_generator.DeltaGenerator = st.sidebar
-) -> dict[str, Any]:
+def ams(trace: Trace, budget: int) -> dict[str, Any]:
     """Choose the parameters of AMS: by default lengths of `ams@scaled`, the rest is the paper's."""
     scaled = cast("AMS", kvsim.policy("ams@scaled").at(budget).allocator)
 
@@ -293,10 +274,7 @@ def ams(
         if last is not None and st.session_state.get(name) == last:
             st.session_state[name] = value
         st.session_state[f"scaled {name}"] = value
-        most = max(2, trace.n_pos, value)
-        return int(
-            box.number_input(label, least, most, value, key=name, bind="query-params", help=how)
-        )
+        return number(label, name, (least, max(2, trace.n_pos, value)), value, box, help=how)
 
     def share(label: str, name: str, least: float, how: str) -> float:
         value = float(getattr(scaled, name))
@@ -304,29 +282,24 @@ def ams(
             box.slider(label, least, 1.0, value, 0.01, key=name, bind="query-params", help=how)
         )
 
-    box = where.expander("Segments", expanded=True)
+    box = st.sidebar.expander("Segments", expanded=True)
     values: dict[str, Any] = {
         "segment_mass": share("Segment mass", "segment_mass", 0.01, "mass that a segment holds"),
         "min_segment": whole("Shortest", "min_segment", 1, "entries, at least"),
         "max_segment": whole("Longest", "max_segment", 1, "entries, at most"),
         "min_quota": whole("Least quota", "min_quota", 0, "entries that each one keeps"),
     }
-    box = where.expander("Mass and credit")
+    box = st.sidebar.expander("Mass and credit")
     values |= {
         "credit_decay": share("Credit decay", "credit_decay", 0.0, "weight of earlier events"),
         "credit_mix": share("Credit mix", "credit_mix", 0.0, "weight of what is observed now"),
         "window": whole("Window", "window", 1, "rows that vote"),
     }
-    box = where.expander("More")
-    for label, name, options in (
-        ("Mode", "mode", ["strict", "reference"]),
-        (
-            "Recent entries count as",
-            "suffix_fill",
-            ["head_max", "global_max", "head_mean", "observed", "zero"],
-        ),
-    ):
-        values[name] = box.selectbox(label, options, key=name, bind="query-params")
-    values["sink"] = whole("Sinks", "sink", 0, "first entries, protected")
-    values["recent"] = whole("Recent", "recent", 0, "last entries, protected")
-    return values
+    box = st.sidebar.expander("More")
+    fills = ["head_max", "global_max", "head_mean", "observed", "zero"]
+    return values | {
+        "mode": choose("Mode", "mode", ["strict", "reference"], where=box),
+        "suffix_fill": choose("Recent entries count as", "suffix_fill", fills, where=box),
+        "sink": whole("Sinks", "sink", 0, "first entries, protected"),
+        "recent": whole("Recent", "recent", 0, "last entries, protected"),
+    }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import plotly.graph_objects as go
@@ -39,6 +39,20 @@ def title(name: str, how: str) -> None:
     st.markdown(how)
 
 
+def stop(what: str, error: Exception, advice: str = "") -> NoReturn:
+    """Show what cannot be done, why, and what to do; end the page."""
+    st.error(what, icon=":material/error:")
+    st.text(str(error))
+    if advice:
+        st.caption(advice)
+    st.stop()
+
+
+def chart(figure: go.Figure, key: str) -> None:
+    """Show a figure of plotly over the whole width."""
+    st.plotly_chart(figure, key=key, config={"displaylogo": False})
+
+
 def reading(sentence: str) -> None:
     """Show a chart in a sentence; names in it may be untrusted."""
     st.text(visible(sentence))
@@ -55,7 +69,7 @@ def prompts(means: pl.DataFrame) -> None:
         st.caption(f"Means over {fewest} to {most} prompts; a point of one prompt has no bar.")
 
 
-def fidelity(levels: Sequence[str]) -> None:
+def fidelity(levels: Iterable[str]) -> None:
     """Show how far the numbers above can be trusted."""
     for level in sorted(set(levels)):
         st.caption(f":material/verified: fidelity **{level}**: {FIDELITY[level]}.")
@@ -63,15 +77,13 @@ def fidelity(levels: Sequence[str]) -> None:
 
 def numbers(courses: Mapping[str, pl.DataFrame]) -> None:
     """Show what an event leaves of a head, by policy; courses: `head_course`, one row or no row."""
-    rows = [
-        pl.DataFrame({"policy": name}, schema={"policy": pl.String}).join(
-            course.with_columns(policy=pl.lit(name)), on="policy", how="left"
-        )
-        for name, course in courses.items()
-    ]
+    events = pl.concat(course.with_columns(policy=pl.lit(name)) for name, course in courses.items())
+    rows = pl.DataFrame({"policy": list(courses)}).join(
+        events, on="policy", how="left", maintain_order="left"
+    )
     form = st.column_config.NumberColumn
     st.dataframe(
-        pl.concat(rows),
+        rows,
         hide_index=True,
         column_config={
             "event": form("after row"),
@@ -142,7 +154,7 @@ def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int =
     figure.update_yaxes(
         title="row", type="category", autorange="reversed", nticks=24, showgrid=False
     )
-    st.plotly_chart(figure, key=key, config={"displaylogo": False})
+    chart(figure, key)
 
 
 def bare(names: Sequence[str], edges: NDArray[np.int64], count: int = 8) -> dict[str, Any]:

@@ -26,23 +26,22 @@ PALE = "rgba(128,128,128,0.22)"
 PROTECTED, ALONE = COLOURS[0], COLOURS[5]
 MASS, CREDIT, QUOTA = COLOURS[2], COLOURS[3], COLOURS[4]
 
+
+def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
+    return "&ensp; ".join(
+        f'<span style="border-left:1em solid {colour};padding-left:.4em">{name}</span>'
+        for name, colour in zip(names, colours, strict=True)
+    )
+
+
 # Colour of each of tiles.STATES: they differ in lightness too.
 _STATES = ("rgba(0,0,0,0)", KEPT, PALE, MISSED)
 #: The colours of `retention` in words.
-LEGEND = "&ensp; ".join(
-    f'<span style="border-left:1em solid {colour};padding-left:.4em">{name}</span>'
-    for name, colour in (
-        *zip(STATES[1:], _STATES[1:], strict=True),
-        ("the longest dropped run", QUOTA),
-    )
-)
+LEGEND = _legend([*STATES[1:], "the longest dropped run"], [*_STATES[1:], QUOTA])
 # Colour of each of tiles.READ_STATES; a lighter blue on white, and a darker one on black.
 _READ_STATES = ("rgba(0,0,0,0)", PALE, f"rgba{(*hex_to_rgb(KEPT), 0.4)}", KEPT)
 #: The colours of `reading` in words.
-READ_LEGEND = "&ensp; ".join(
-    f'<span style="border-left:1em solid {colour};padding-left:.4em">{name}</span>'
-    for name, colour in zip(READ_STATES[:0:-1], _READ_STATES[:0:-1], strict=True)
-)
+READ_LEGEND = _legend(READ_STATES[:0:-1], _READ_STATES[:0:-1])
 # Cells up to which the state is shown in words under the pointer.
 _WORDS = 20_000
 # Segments up to which bars are labelled.
@@ -56,7 +55,7 @@ def retention(
     tile, gaps = retained
     positions = elements.token_names(texts, tile.positions)
     events = [f"row {event}" for event in tile.rows]
-    figure = _map(tile, positions, events, (_STATES, STATES), "after %{y}")
+    figure = _map(tile, positions, events, _STATES, STATES, "after %{y}")
     figure.update_traces(ygap=1 if len(events) <= 100 else 0)
     # the first and the last cell of each gap, and nothing between two gaps
     dropped = gaps[:, 1] > gaps[:, 0]
@@ -65,16 +64,14 @@ def retention(
     for first, last in cells.tolist():
         ends += [positions[first], positions[last], None]
     lines = [name for name, has in zip(events, dropped, strict=True) if has for _ in range(3)]
-    figure.add_trace(
-        go.Scatter(
-            x=ends,
-            y=lines,
-            mode="lines+markers" if len(events) <= 60 else "lines",
-            line={"color": QUOTA, "width": 3 if len(events) <= 60 else 1},
-            marker={"symbol": "line-ns", "size": 9, "line": {"width": 3, "color": QUOTA}},
-            showlegend=False,
-            hoverinfo="skip",
-        )
+    figure.add_scatter(
+        x=ends,
+        y=lines,
+        mode="lines+markers" if len(events) <= 60 else "lines",
+        line={"color": QUOTA, "width": 3 if len(events) <= 60 else 1},
+        marker={"symbol": "line-ns", "size": 9, "line": {"width": 3, "color": QUOTA}},
+        showlegend=False,
+        hoverinfo="skip",
     )
     _frame(figure, int(np.searchsorted(tile.rows, row, side="right")) - 1)
     _axes(figure, positions, tile, "event", height)
@@ -85,30 +82,23 @@ def reading(tile: Tile, texts: Sequence[str] | None, row: int, height: int) -> g
     """Draw what rows read of every position, and a frame around one row; tile: `reading_tile`."""
     positions = elements.token_names(texts, tile.positions)
     rows = elements.token_names(None, tile.rows)
-    figure = _map(tile, positions, rows, (_READ_STATES, READ_STATES), "row %{y}")
+    figure = _map(tile, positions, rows, _READ_STATES, READ_STATES, "row %{y}")
     _frame(figure, int(np.searchsorted(tile.rows[:-1], row, side="right")) - 1)
     _axes(figure, positions, tile, "row", height)
     return figure
-
-
-def _steps(colours: Sequence[str]) -> list[list[object]]:
-    """A scale with a colour for each code."""
-    edges = np.linspace(0, 1, len(colours) + 1)
-    return [
-        [edges[place + side], colour] for place, colour in enumerate(colours) for side in (0, 1)
-    ]
 
 
 def _map(
     tile: Tile,
     positions: Sequence[str],
     rows: Sequence[str],
-    states: tuple[Sequence[str], Sequence[str]],
+    colours: Sequence[str],
+    words: Sequence[str],
     label: str,
 ) -> go.Figure:
-    """Draw the state of each cell; states: colours and words; label: of a row under the pointer."""
-    colours, words = states
+    """Draw the state of each cell, by colours and words; label: of a row under the pointer."""
     shown = tile.values.size <= _WORDS
+    edges = np.linspace(0, 1, len(colours) + 1).repeat(2)[1:-1]
     return go.Figure(
         go.Heatmap(
             z=tile.values,
@@ -116,7 +106,7 @@ def _map(
             y=rows,
             zmin=-0.5,
             zmax=len(colours) - 0.5,
-            colorscale=_steps(colours),
+            colorscale=list(zip(edges, np.repeat(colours, 2), strict=True)),
             showscale=False,
             text=np.array(words)[tile.values] if shown else None,
             hovertemplate=f"{label}<br>position %{{x}}"
@@ -129,23 +119,13 @@ def _map(
 def _frame(figure: go.Figure, place: int) -> None:
     """A frame around a line of cells, where there is one."""
     if place >= 0:
-        figure.add_shape(
-            type="rect",
-            xref="paper",
-            x0=0,
-            x1=1,
-            y0=place - 0.5,
-            y1=place + 0.5,
-            line={"color": GREY, "width": 2},
-        )
+        ends, line = {"y0": place - 0.5, "y1": place + 0.5}, {"color": GREY, "width": 2}
+        figure.add_shape(type="rect", xref="paper", x0=0, x1=1, **ends, line=line)
 
 
 def _axes(figure: go.Figure, positions: Sequence[str], tile: Tile, what: str, height: int) -> None:
     """Axes of a map of positions."""
-    figure.update_layout(
-        height=height,
-        margin={"l": 10, "r": 10, "t": 10, "b": 10},
-    )
+    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
     figure.update_xaxes(
         title="position",
         **elements.bare(positions, tile.positions),
@@ -206,16 +186,14 @@ def _masses(
     )
     for name, label, colour, dash, width in curves:
         pos, share = event.curve(name, SIDE)
-        figure.add_trace(
-            go.Scatter(
-                x=pos,
-                y=share.astype(np.float32),
-                mode="lines",
-                line={"color": colour, "dash": dash, "width": width, "shape": "hv"},
-                name=label,
-                customdata=_tokens(pos, texts),
-                hovertemplate=f"{label}: %{{y:.3f}}<br>%{{customdata}}<extra></extra>",
-            ),
+        figure.add_scatter(
+            x=pos,
+            y=share.astype(np.float32),
+            mode="lines",
+            line={"color": colour, "dash": dash, "width": width, "shape": "hv"},
+            name=label,
+            customdata=_tokens(pos, texts),
+            hovertemplate=f"{label}: %{{y:.3f}}<br>%{{customdata}}<extra></extra>",
             row=1,
             col=1,
         )
@@ -227,16 +205,14 @@ def _uprights(
 ) -> None:
     """Lines from bottom to top in one trace."""
     gap = np.full(len(at), np.nan)
-    figure.add_trace(
-        go.Scatter(
-            x=np.stack([at, at, gap], axis=1).ravel(),
-            y=np.tile([0.0, 1.02, np.nan], len(at)),
-            mode="lines",
-            line={"color": colour, "dash": dash, "width": 1},
-            opacity=opacity,
-            name=label,
-            hoverinfo="skip",
-        ),
+    figure.add_scatter(
+        x=np.stack([at, at, gap], axis=1).ravel(),
+        y=np.tile([0.0, 1.02, np.nan], len(at)),
+        mode="lines",
+        line={"color": colour, "dash": dash, "width": 1},
+        opacity=opacity,
+        name=label,
+        hoverinfo="skip",
         row=1,
         col=1,
     )
@@ -247,15 +223,13 @@ def _moves(figure: go.Figure, event: Segmented, before: Segmented | None) -> Non
     if before is not None:
         pairs = event.moves(before)
         gap = np.full(len(pairs), np.nan)
-        figure.add_trace(
-            go.Scatter(
-                x=np.concatenate([pairs, gap[:, None]], axis=1).ravel(),
-                y=np.tile([0.0, 1.0, np.nan], len(pairs)),
-                mode="lines",
-                line={"color": MASS, "width": 1.5},
-                showlegend=False,
-                hoverinfo="skip",
-            ),
+        figure.add_scatter(
+            x=np.concatenate([pairs, gap[:, None]], axis=1).ravel(),
+            y=np.tile([0.0, 1.0, np.nan], len(pairs)),
+            mode="lines",
+            line={"color": MASS, "width": 1.5},
+            showlegend=False,
+            hoverinfo="skip",
             row=2,
             col=1,
         )
@@ -269,15 +243,13 @@ def _moves(figure: go.Figure, event: Segmented, before: Segmented | None) -> Non
 def _points(
     figure: go.Figure, at: Ints, height: float, symbol: str, colour: str, label: str
 ) -> None:
-    figure.add_trace(
-        go.Scatter(
-            x=at,
-            y=np.full(len(at), height),
-            mode="markers",
-            marker={"symbol": symbol, "color": colour, "size": 7},
-            showlegend=False,
-            hovertemplate=f"boundary {label}: %{{x}}<extra></extra>",
-        ),
+    figure.add_scatter(
+        x=at,
+        y=np.full(len(at), height),
+        mode="markers",
+        marker={"symbol": symbol, "color": colour, "size": 7},
+        showlegend=False,
+        hovertemplate=f"boundary {label}: %{{x}}<extra></extra>",
         row=2,
         col=1,
     )
@@ -294,32 +266,28 @@ def _bars(figure: go.Figure, event: Segmented, alone: Ints, scorer: str) -> None
     )
     spans = np.array([f"{a} to {b - 1}" for a, b in zip(starts, stops, strict=True)])
     for label, heights, colour, share in series:
-        figure.add_trace(
-            go.Bar(
-                x=middle,
-                y=heights,
-                width=width * share,
-                marker={"color": colour, "line": {"width": 0.5, "color": GREY}},
-                name=label,
-                customdata=spans,
-                hovertemplate=f"{label}: %{{y}}<br>%{{customdata}}<extra></extra>",
-                text=heights if label == "kept" and len(heights) <= _LABELLED else None,
-                textposition="outside",
-                cliponaxis=False,
-            ),
+        figure.add_bar(
+            x=middle,
+            y=heights,
+            width=width * share,
+            marker={"color": colour, "line": {"width": 0.5, "color": GREY}},
+            name=label,
+            customdata=spans,
+            hovertemplate=f"{label}: %{{y}}<br>%{{customdata}}<extra></extra>",
+            text=heights if label == "kept" and len(heights) <= _LABELLED else None,
+            textposition="outside",
+            cliponaxis=False,
             row=3,
             col=1,
         )
-    figure.add_trace(
-        go.Scatter(
-            x=middle,
-            y=event.spread(alone),
-            mode="markers",
-            marker={"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}},
-            name=f"{scorer} alone holds",
-            customdata=spans,
-            hovertemplate=f"{scorer} alone: %{{y}}<br>%{{customdata}}<extra></extra>",
-        ),
+    figure.add_scatter(
+        x=middle,
+        y=event.spread(alone),
+        mode="markers",
+        marker={"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}},
+        name=f"{scorer} alone holds",
+        customdata=spans,
+        hovertemplate=f"{scorer} alone: %{{y}}<br>%{{customdata}}<extra></extra>",
         row=3,
         col=1,
     )
@@ -342,22 +310,20 @@ def _ticks(
         (alone, 0.0, ALONE, 9, "stays with the scorer alone"),
     ):
         pos = thinned(at, event.row + 1, SIDE)
-        figure.add_trace(
-            go.Scatter(
-                x=pos,
-                y=np.full(len(pos), height),
-                mode="markers",
-                marker={
-                    "symbol": "line-ns",
-                    "size": size,
-                    "line": {"width": 1.5, "color": colour},
-                    "color": colour,
-                },
-                name=label,
-                showlegend=label == "protected",  # the axis names the others
-                customdata=_tokens(pos, texts),
-                hovertemplate=f"{label}: %{{customdata}}<extra></extra>",
-            ),
+        figure.add_scatter(
+            x=pos,
+            y=np.full(len(pos), height),
+            mode="markers",
+            marker={
+                "symbol": "line-ns",
+                "size": size,
+                "line": {"width": 1.5, "color": colour},
+                "color": colour,
+            },
+            name=label,
+            showlegend=label == "protected",  # the axis names the others
+            customdata=_tokens(pos, texts),
+            hovertemplate=f"{label}: %{{customdata}}<extra></extra>",
             row=4,
             col=1,
         )

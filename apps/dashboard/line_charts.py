@@ -64,7 +64,7 @@ def draw(figure: go.Figure, key: str, height: int = 420) -> None:
     """Show a figure over the whole width."""
     figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 30, "b": 10})
     figure.update_layout(hoverlabel={"align": "left"})
-    st.plotly_chart(figure, key=key, config={"displaylogo": False})
+    elements.chart(figure, key)
 
 
 def over_budgets(

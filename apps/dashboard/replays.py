@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,16 +71,19 @@ class Replayed:
         return head * self.settings.trace.group if self.record.per_query_head else head
 
     @property
+    def _layer(self) -> tuple[cache.Source, cache.Choice, int | None, int]:
+        """What the cache knows the replay of the chosen layer by."""
+        return self.settings.source, self.choice, self.alone, self.settings.layer
+
+    @property
     def course(self) -> pl.DataFrame:
         """What the events leave of the head, in numbers."""
-        chosen = self.settings
-        return cache.course(chosen.source, self.choice, self.alone, chosen.layer, self.head)
+        return cache.course(*self._layer, self.head)
 
     @property
     def picture(self) -> cache.Retained:
         """What the events leave of the head, by position."""
-        chosen = self.settings
-        return cache.retention(chosen.source, self.choice, self.alone, chosen.layer, self.head)
+        return cache.retention(*self._layer, self.head)
 
     @property
     def fidelity(self) -> str:
@@ -95,13 +98,11 @@ class Replayed:
     @property
     def map_of_reads(self) -> Tile:
         """Return the positions of the head that each row reads, holds or has lost."""
-        chosen = self.settings
-        return cache.reading(chosen.source, self.choice, self.alone, chosen.layer, self.head)
+        return cache.reading(*self._layer, self.head)
 
     def reading(self, row: int) -> str:
         """Describe in a sentence how many entries of the head a row reads."""
-        chosen = self.settings
-        held, read = cache.read(chosen.source, self.choice, self.alone, chosen.layer)
+        held, read = cache.read(*self._layer)
         return readings.reading(held, read, self.head, row, self.record.prompt_len)
 
     def place(self, row: int) -> dict[str, Any] | None:
@@ -145,11 +146,6 @@ def replay(settings: Settings, name: str) -> Replayed | str:
         return Replayed(settings, choice, alone, cache.record(settings.source, choice, alone))
     except KvsimError as error:
         return str(error)
-
-
-def replays(settings: Settings, names: Sequence[str]) -> list[Replayed | str]:
-    """Replay several policies; for each that cannot be replayed, the reason."""
-    return [replay(settings, name) for name in names]
 
 
 def unable(reason: str) -> None:

@@ -30,8 +30,7 @@ from kvsim.policies import access_names, names
 from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
 
-from . import cache, controls
-from .cache import Folder
+from . import cache, controls, elements
 
 #: The label of a variant without a name.
 PLAIN = "main"
@@ -62,7 +61,8 @@ class Replay:
     regret: bool
 
 
-Origin = Folder | Replay
+#: The folder of a run, or a sweep.
+Origin = cache.Source | Replay
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,11 @@ class Run:
 
 def load(origin: Origin) -> Run:
     """Read the run of a folder, or replay one."""
-    return _read(origin) if isinstance(origin, Folder) else _replay(origin)
+    return _replay(origin) if isinstance(origin, Replay) else _read(origin)
 
 
 @st.cache_resource(max_entries=6, show_spinner="reading the run")
-def _read(origin: Folder) -> Run:
+def _read(origin: cache.Source) -> Run:
     saved = read_run(origin.path)
     return _run(origin, saved.path.name, saved.table, saved.parameters)
 
@@ -183,17 +183,14 @@ def run() -> Run:
 
 def read(path: Path) -> Run:
     """Read the run of a folder. Where it cannot be read the page says why, and ends."""
-    return _loaded(Folder.of(path), "This run cannot be read.", "Choose another one.")
+    return _loaded(cache.Source.of(path), "This run cannot be read.", "Choose another one.")
 
 
 def _loaded(origin: Origin, what: str, advice: str) -> Run:
     try:
         return load(origin)
     except KvsimError as error:
-        st.error(what, icon=":material/error:")
-        st.text(str(error))
-        st.caption(advice)
-        st.stop()
+        elements.stop(what, error, advice)
 
 
 def _replayed(trace: Trace) -> Run:
@@ -211,12 +208,8 @@ def _replayed(trace: Trace) -> Run:
         bind="query-params",
         help="entries per KV head, or a share of the trace",
     )
-    regret = st.sidebar.toggle(
-        "Regret",
-        key="regret",
-        bind="query-params",
-        help="replays a mass oracle beside each policy, which takes twice as long",
-    )
+    about = "replays a mass oracle beside each policy, which takes twice as long"
+    regret = controls.switch("Regret", "regret", about)
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")
         st.stop()
@@ -248,21 +241,11 @@ def _offered() -> list[str]:
     return [*offered, *behind, *(f"{first}+{name}" for first in COMBINED for name in real)]
 
 
-def variant(
-    values: pl.DataFrame,
-    metric: str,
-    where: st.delta_generator.DeltaGenerator,
-    *,
-    key: str = "variant",
-) -> str:
+def variant(values: pl.DataFrame, metric: str, key: str = "variant") -> str:
     """Choose a variant of a metric, the main one by default."""
     main = METRICS[metric].main if metric in METRICS else ""
-    listed = sorted(
-        values["variant"].unique(maintain_order=True).to_list(), key=lambda name: name != main
-    )
-    label = where.selectbox(
-        "Variant of the metric", [name or PLAIN for name in listed], key=key, bind="query-params"
-    )
+    listed = sorted(values["variant"].unique(maintain_order=True), key=lambda name: name != main)
+    label = controls.choose("Variant of the metric", key, [name or PLAIN for name in listed])
     return "" if label == PLAIN else str(label)
 
 

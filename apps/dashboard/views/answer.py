@@ -49,7 +49,7 @@ def _run(run: runs.Run) -> None:
     )
     elements.reading(readings.over_budgets(means, metric))
     elements.prompts(means)
-    elements.fidelity(means["fidelity"].cast(str).to_list())
+    elements.fidelity(means["fidelity"])
     runs.provenance(run)
 
 
@@ -57,14 +57,8 @@ def _texts() -> None:
     """Show the text of one head under two policies, by what became of its tokens."""
     trace = controls.trace()
     st.sidebar.divider()
-    names = [
-        name
-        for name in (
-            controls.policy("Policy", "first", FIRST),
-            controls.policy("Second policy", "second", SECOND),
-        )
-        if name is not None
-    ]
+    policies = {"Policy": ("first", FIRST), "Second policy": ("second", SECOND)}
+    names = [controls.policy(label, *choice) for label, choice in policies.items()]
     settings = replays.Settings(
         *(trace, controls.source(), controls.layer(), controls.head()),
         *(controls.budget(trace), controls.interval(trace)),
@@ -75,7 +69,7 @@ def _texts() -> None:
         "folder has no run yet; with one, this page says which policy is best. *Compare* replays "
         "several policies on this trace.",
     )
-    results = replays.replays(settings, names)
+    results = [replays.replay(settings, name) for name in names]
     shown = [each for each in results if isinstance(each, replays.Replayed)]
     last = trace.n_pos - 1
     if trace.token_text is None:

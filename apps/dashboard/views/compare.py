@@ -13,7 +13,7 @@ from kvsim.analysis.summaries import COSTS, against_entries
 from kvsim.errors import PolicyError
 from kvsim.schema import LABELS, visible
 
-from .. import cache, downloads, elements, line_charts, readings, runs
+from .. import controls, downloads, elements, line_charts, readings, runs
 
 #: Policies that are shown at first, where a run has many.
 FEW = 8
@@ -70,54 +70,29 @@ def page() -> None:
 
 def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
     """Read the controls."""
-    side = st.sidebar
     measured = set(values["metric"].unique())
     listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
-    metric = side.selectbox(
-        "Metric",
-        listed,
-        listed.index("output_error") if "output_error" in listed else 0,
-        key="metric",
-        bind="query-params",
-    )
-    variant = runs.variant(values.filter(metric=metric), metric, side)
+    start = listed.index("output_error") if "output_error" in listed else 0
+    metric = controls.choose("Metric", "metric", listed, start)
+    variant = runs.variant(values.filter(metric=metric), metric)
     of_metric = values.filter(metric=metric, variant=variant)
-    labels = [name for name in LABELS if name in of_metric]
-    layered = of_metric["layer"].drop_nulls().n_unique() > 1
-    split = side.selectbox(
-        "Split by",
-        [
-            "nothing",
-            *(["stage"] if layered else []),
-            *(name for name in labels if of_metric[name].drop_nulls().n_unique() > 1),
-        ],
-        key="by",
-        bind="query-params",
-        help="stage: early, middle and late layers of the model; or labels of the prompts",
-    )
-    logarithmic = side.toggle(
-        "Logarithmic",
-        key="log",
-        bind="query-params",
-        help="a logarithmic scale, on which 0 has no place",
-    )
+    parts = {"stage": "layer", **{name: name for name in LABELS if name in of_metric}}
+    splits = [name for name, of in parts.items() if of_metric[of].drop_nulls().n_unique() > 1]
+    about = "stage: early, middle and late layers of the model; or labels of the prompts"
+    split = controls.choose("Split by", "by", ["nothing", *splits], help=about)
+    about = "a logarithmic scale, on which 0 has no place"
+    logarithmic = controls.switch("Logarithmic", "log", about)
     policies = run.policies
-    if isinstance(run.origin, cache.Folder):
-        policies = side.multiselect(
+    if not isinstance(run.origin, runs.Replay):
+        policies = st.sidebar.multiselect(
             "Policies", policies, policies[:FEW], key="policies", bind="query-params"
         )
     if not policies:
         st.info("Choose at least one policy.")
         st.stop()
-    base = side.selectbox(
-        "Compare with", policies, key="base", bind="query-params", help="for paired differences"
-    )
+    base = controls.choose("Compare with", "base", policies, help="for paired differences")
     by = None if split == "nothing" else split
     return Comparison(run, policies, base, metric, variant, by, logarithmic)
-
-
-def _fidelity(means: pl.DataFrame) -> None:
-    elements.fidelity(means["fidelity"].cast(pl.String).to_list())
 
 
 def _over_budgets(comparison: Comparison) -> None:
@@ -144,7 +119,7 @@ def _over_budgets(comparison: Comparison) -> None:
     )
     elements.reading(readings.over_budgets(means, metric, by))
     elements.prompts(means)
-    _fidelity(means)
+    elements.fidelity(means["fidelity"])
     if run.best.height < run.table.height:
         st.caption(
             "This run has some values at several levels of fidelity; this page takes the strongest "
@@ -208,7 +183,7 @@ def _front(comparison: Comparison) -> None:
     )
     elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))
-    _fidelity(both)
+    elements.fidelity(both["fidelity"])
     downloads.table(both, f"{comparison.run.name}-pareto", key="pareto")
 
 
@@ -237,5 +212,5 @@ def _regret(comparison: Comparison, *, measured: set[str]) -> None:
         by=comparison.by,
     )
     elements.reading(readings.regret(regret))
-    _fidelity(regret)
+    elements.fidelity(regret["fidelity"])
     downloads.table(regret, f"{comparison.run.name}-regret", key="regret-chart")

@@ -80,13 +80,8 @@ def _by_metric(run: runs.Run) -> list[str]:
 def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None:
     """Show the levels of one metric in each layer."""
     st.subheader("By layer", anchor=False)
-    metric = st.sidebar.selectbox(
-        "Metric by layer",
-        measured,
-        measured.index("output_error") if "output_error" in measured else 0,
-        key="metric",
-        bind="query-params",
-    )
+    start = measured.index("output_error") if "output_error" in measured else 0
+    metric = controls.choose("Metric by layer", "metric", measured, start)
     by_layer = counted.filter(metric=metric).with_columns(
         place=pl.when(pl.col("layer").is_null())
         .then(pl.lit("no layer"))
@@ -106,14 +101,9 @@ def _two_levels(run: runs.Run) -> None:
     """Show values that are there at two levels, in this run or with another one."""
     st.subheader("The same values at two levels", anchor=False)
     folders = controls.runs().items()
-    others = {name: path for name, path in folders if cache.Folder.of(path) != run.origin}
-    other = st.sidebar.selectbox(
-        "Compare with the run",
-        [NOTHING, *others],
-        key="other",
-        bind="query-params",
-        help="a run of the same traces, policies and budgets at another level of fidelity",
-    )
+    others = {name: path for name, path in folders if cache.Source.of(path) != run.origin}
+    about = "a run of the same traces, policies and budgets at another level of fidelity"
+    other = controls.choose("Compare with the run", "other", [NOTHING, *others], help=about)
     origins = [run.origin]
     if other != NOTHING:
         origins.append(runs.read(others[other]).origin)
@@ -142,15 +132,9 @@ def _differences(
         "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
         "schedule, metric, layer and head. The difference is what the weaker level left out."
     )
-    metric = st.sidebar.selectbox(
-        "Metric compared",
-        differences["metric"].unique(maintain_order=True).to_list(),
-        key="compared",
-        bind="query-params",
-    )
-    variant = runs.variant(
-        differences.filter(metric=metric), metric, st.sidebar, key="compared_variant"
-    )
+    metrics = differences["metric"].unique(maintain_order=True).to_list()
+    metric = controls.choose("Metric compared", "compared", metrics)
+    variant = runs.variant(differences.filter(metric=metric), metric, "compared_variant")
     selected = {"metric": metric, "variant": variant}
     st.dataframe(
         differences.filter(**selected).drop("params", "prefill", "metric", "variant"),
@@ -159,6 +143,6 @@ def _differences(
     by_layer = runs.levels(origins, ("layer",)).filter(**selected)
     line_charts.between(by_layer, key="between")
     elements.reading(readings.between(by_layer))
-    elements.fidelity(differences["stronger"].cast(pl.String).to_list())
+    elements.fidelity(differences["stronger"])
     downloads.table(differences, f"{run.name}-levels", key="levels")
     downloads.table(by_layer, f"{run.name}-levels-of-{metric}-by-layer", key="levels-by-layer")

@@ -11,6 +11,7 @@ from kvsim.analysis.prompt.ranking import Curve, Ranking
 from kvsim.analysis.prompt.tables import Diagnosis, layer_table
 from kvsim.errors import KvsimError
 from kvsim.plots.style import COLOURS
+from kvsim.schema import plural
 
 from .. import cache, controls, downloads, elements, line_charts, rankings, readings
 
@@ -53,27 +54,16 @@ def page() -> None:
 
 def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
     """Read the controls and rank the prompt. Where it cannot be ranked the page ends."""
-    side = st.sidebar
-    window = int(
-        side.number_input(
-            "Window",
-            1,
-            trace.prompt_len - 1,
-            min(32, trace.prompt_len - 1),
-            key="window",
-            bind="query-params",
-            help="last rows of the prompt, whose attention ranks the tokens before them",
-        )
-    )
+    most = trace.prompt_len - 1
+    about = "last rows of the prompt, whose attention ranks the tokens before them"
+    window = controls.number("Window", "window", (1, most), min(32, most), help=about)
     try:
         ranking = rankings.ranking(source, window)
     except KvsimError as error:
-        st.error("The layers of this trace cannot be ranked.", icon=":material/error:")
-        st.text(str(error))
-        st.caption("Choose another trace on the left.")
-        st.stop()
-    tau = side.slider("tau", 0.0, 1.5, 0.3, 0.05, key="tau", bind="query-params")
-    k = side.slider(
+        what = "The layers of this trace cannot be ranked."
+        elements.stop(what, error, "Choose another trace on the left.")
+    tau = st.sidebar.slider("tau", 0.0, 1.5, 0.3, 0.05, key="tau", bind="query-params")
+    k = st.sidebar.slider(
         "k",
         1,
         max(2, ranking.ranked),  # a slider has two ends
@@ -82,22 +72,11 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
         bind="query-params",
         help="tokens that are propagated besides the window; the budget is their sum",
     )
-    first = side.selectbox(
-        "First layer",
-        list(range(trace.n_layers)),
-        trace.n_layers // 3,
-        key="first_layer",
-        bind="query-params",
-        help="the first layer that is tested",
-    )
-    look_back = side.selectbox(
-        "Look-back",
-        list(range(1, trace.n_layers + 1)),
-        min(8, trace.n_layers) - 1,
-        key="look_back",
-        bind="query-params",
-        help="layers whose ranks are compared",
-    )
+    n, about = trace.n_layers, "the first layer that is tested"
+    first = controls.choose("First layer", "first_layer", range(n), n // 3, help=about)
+    about = "layers whose ranks are compared"
+    backs = range(1, n + 1)
+    look_back = controls.choose("Look-back", "look_back", backs, min(8, n) - 1, help=about)
     return ranking, rankings.diagnosis(source, window, k, tau, first, look_back)
 
 
@@ -112,10 +91,9 @@ def _few(curve: Curve) -> str:
         if tested
         else "cannot select at all, because behind its first tested layer there is nothing to drop"
     )
-    layers = f"{total} layer{'s' * (total > 1)}"
     return (
-        f"This trace has {layers}. With layer {curve.first_layer} as the first that is tested ASL "
-        f"{where}. A deeper model shows whether ranks settle."
+        f"This trace has {plural(total, 'layer')}. With layer {curve.first_layer} as the first "
+        f"that is tested ASL {where}. A deeper model shows whether ranks settle."
     )
 
 
@@ -124,75 +102,51 @@ def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Dia
     curve = diagnosis.curve
     selected = None if diagnosis.layer is None else (float(diagnosis.layer), "selects")
     table = layer_table([diagnosis])
+    numbers = {name: table[name].to_list() for name in table.columns}
+    taus = [curve.rule.tau] * trace.n_layers
+    dotted = line_charts.style(line_charts.GREY, "dot")
     left, right = st.columns(2)
     with left:
         st.subheader("Do ranks settle?", anchor=False)
+        variance = numbers["relative_variance"]
         line_charts.over_layers(
             {
-                "relative variance": (
-                    table["relative_variance"].to_list(),
-                    line_charts.style(BLUE),
-                ),
-                f"tau {curve.rule.tau:g}": (
-                    [curve.rule.tau] * trace.n_layers,
-                    line_charts.style(ORANGE, "dash"),
-                ),
+                "relative variance": (variance, line_charts.style(BLUE)),
+                f"tau {curve.rule.tau:g}": (taus, line_charts.style(ORANGE, "dash")),
             },
             key="variance",
             label="rank variance / first tested",
             mark=selected,
         )
-        elements.reading(
-            readings.ends(
-                *("relative variance", table["relative_variance"].to_list()),
-                *("tau", [curve.rule.tau] * trace.n_layers),
-            )
-        )
+        elements.reading(readings.ends("relative variance", variance, "tau", taus))
     with right:
         st.subheader("Do layers agree?", anchor=False)
+        overlap, chance = numbers["jaccard"], numbers["jaccard_chance"]
         line_charts.over_layers(
             {
-                "Jaccard with the layer before": (
-                    table["jaccard"].to_list(),
-                    line_charts.style(GREEN),
-                ),
-                "chance": (
-                    table["jaccard_chance"].to_list(),
-                    line_charts.style(line_charts.GREY, "dot"),
-                ),
+                "Jaccard with the layer before": (overlap, line_charts.style(GREEN)),
+                "chance": (chance, dotted),
             },
             key="jaccard",
             label="overlap of first k tokens",
             top=1.05,
             mark=selected,
         )
-        elements.reading(
-            readings.ends(
-                *("overlap", table["jaccard"].to_list()),
-                *("chance", table["jaccard_chance"].to_list()),
-            )
-        )
-    left, right = st.columns([1, 1])
+        elements.reading(readings.ends("overlap", overlap, "chance", chance))
+    left, right = st.columns(2)
     with left:
         st.subheader("How even are scores?", anchor=False)
+        entropy, equal = numbers["entropy"], numbers["entropy_uniform"]
         line_charts.over_layers(
             {
-                "entropy of the scores": (table["entropy"].to_list(), line_charts.style(BLUE)),
-                f"equal scores: log {ranking.ranked}": (
-                    table["entropy_uniform"].to_list(),
-                    line_charts.style(line_charts.GREY, "dot"),
-                ),
+                "entropy of the scores": (entropy, line_charts.style(BLUE)),
+                f"equal scores: log {ranking.ranked}": (equal, dotted),
             },
             key="entropy",
             label="entropy, nats",
             mark=selected,
         )
-        elements.reading(
-            readings.ends(
-                *("entropy", table["entropy"].to_list()),
-                *("equal scores", table["entropy_uniform"].to_list()),
-            )
-        )
+        elements.reading(readings.ends("entropy", entropy, "equal scores", equal))
     with right:
         st.subheader("How sparse is attention?", anchor=False)
         sparsity = rankings.sparsity(source)
@@ -259,16 +213,8 @@ def _overlap(trace: Trace, source: cache.Source) -> None:
     if longest < 1:
         st.info("This trace is too short for four windows of rows.")
         st.stop()
-    rows = int(
-        st.sidebar.number_input(
-            "Rows of a window of overlap",
-            1,
-            longest,
-            max(1, default_window(trace.n_pos)),
-            key="rows_of_window",
-            bind="query-params",
-        )
-    )
+    start = max(1, default_window(trace.n_pos))
+    rows = controls.number("Rows of a window of overlap", "rows_of_window", (1, longest), start)
     overlap = rankings.overlap(source, layer, rows)
     line_charts.over_layers(
         {name: (overlap[column].to_list(), style) for column, (name, style) in OVERLAPS.items()},

@@ -26,7 +26,7 @@ def page() -> None:
         f"of {REGION} positions of which nothing is left. Behind a reader, a second map shows what "
         "each row reads of the positions that are held.",
     )
-    results = replays.replays(settings, names)
+    results = [replays.replay(settings, name) for name in names]
     shown = [result for result in results if isinstance(result, Replayed)]
     rows = sorted({int(row) for each in shown for row in each.picture.tile.rows})
     readers = any(each.reads for each in shown)
@@ -66,44 +66,21 @@ def _settings() -> tuple[Settings, list[str], st.delta_generator.DeltaGenerator]
     trace = controls.trace()
     events = st.sidebar.container()
     st.sidebar.divider()
-    policies = [
-        controls.policy("Policy", "policy", "tova"),
-        controls.policy("Second policy", "beside", "ams", optional=True),
-    ]
-    names = [name for name in policies if name is not None]
+    names = [controls.policy("Policy", "policy", "tova")]
+    second = controls.policy("Second policy", "beside", "ams", optional=True)
+    if second != controls.NONE:
+        names.append(second)
     budget, interval = controls.budget(trace), controls.interval(trace)
-    fit = st.sidebar.toggle(
-        "Fit lengths to the budget",
-        value=True,
-        key="fit",
-        bind="query-params",
-        help="scales windows and segments to the budget, as `kvsim replay --fit`; off: the "
-        "lengths of the papers",
-    )
-    all_layers = st.sidebar.toggle(
-        "All layers",
-        key="all",
-        bind="query-params",
-        help="for policies whose layers share one budget: replay all of them, which takes longer",
-    )
+    about = "scales windows and segments to the budget, as `kvsim replay --fit`; off: the lengths "
+    fit = controls.switch("Fit lengths to the budget", "fit", f"{about}of the papers", on=True)
+    about = "for policies whose layers share one budget: replay all of them, which takes longer"
+    all_layers = controls.switch("All layers", "all", about)
     try:
         params = controls.params(names)
     except KvsimError as error:
-        st.error("The parameters cannot be read.", icon=":material/error:")
-        st.text(str(error))
-        st.stop()
-    settings = Settings(
-        trace,
-        controls.source(),
-        controls.layer(),
-        controls.head(),
-        budget,
-        interval,
-        fit,
-        all_layers,
-        params,
-    )
-    return settings, names, events
+        elements.stop("The parameters cannot be read.", error)
+    place = (controls.source(), controls.layer(), controls.head())
+    return Settings(trace, *place, budget, interval, fit, all_layers, params), names, events
 
 
 def _map(number: int, replay: Replayed, row: int, height: int) -> None:
@@ -126,21 +103,16 @@ def _reads(number: int, replay: Replayed, row: int) -> None:
     """Show the map of what rows read, and say what one of them reads."""
     st.html(event_charts.READ_LEGEND)
     texts = replay.settings.trace.token_text
-    st.plotly_chart(
-        event_charts.reading(replay.map_of_reads, texts, row, 420),
-        key=f"reads-{number}",
-        config={"displaylogo": False},
-    )
+    figure = event_charts.reading(replay.map_of_reads, texts, row, 420)
+    elements.chart(figure, f"reads-{number}")
     elements.reading(replay.reading(row))
 
 
 def _events(number: int, replay: Replayed, row: int, height: int) -> None:
     """Show the map of all events, and say what is left after the chosen one."""
-    st.plotly_chart(
-        event_charts.retention(replay.picture, replay.settings.trace.token_text, row, height),
-        key=f"map-{number}",
-        config={"displaylogo": False},
-    )
+    texts = replay.settings.trace.token_text
+    figure = event_charts.retention(replay.picture, texts, row, height)
+    elements.chart(figure, f"map-{number}")
     event = replay.course.filter(pl.col("event") <= row).tail(1)
     if event.height:
         elements.reading(readings.retention(event))

@@ -117,17 +117,9 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
     if len(event.quota) > SIDE:
         st.info(f"{len(event.quota):,} segments are too many to draw; the table has them all.")
     else:
-        st.plotly_chart(
-            event_charts.segments(
-                event,
-                before,
-                alone,
-                ("ams", replays.scorer),
-                trace.token_text,
-            ),
-            key="segments",
-            config={"displaylogo": False},
-        )
+        names = ("ams", replays.scorer)
+        figure = event_charts.segments(event, before, alone, names, trace.token_text)
+        elements.chart(figure, "segments")
         elements.reading(readings.segments(event, alone, replays.scorer))
     elements.numbers(
         {name: course.filter(pl.col("event") == row) for name, course in courses.items()}

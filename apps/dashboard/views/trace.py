@@ -33,9 +33,9 @@ def page() -> None:
 
 def _attention(trace: Trace) -> tuple[int, int]:
     """Show the map of one query head; return the first position shown and the one behind it."""
-    group = list(range(controls.head() * trace.group, (controls.head() + 1) * trace.group))
+    group = range(controls.head() * trace.group, (controls.head() + 1) * trace.group)
     side = st.sidebar
-    qhead = side.selectbox("Query head", group, key="qhead", bind="query-params")
+    qhead = controls.choose("Query head", "qhead", group)
     whole = (0, trace.n_pos)
     rows = side.slider("Rows", *whole, whole, key="rows", bind="query-params", help="queries")
     positions = side.slider(
