@@ -185,7 +185,6 @@ def _means(summary: pl.DataFrame) -> Markup:
 
 
 def _text(text: str, most: int = _TEXT) -> Markup:
-    """Return untrusted text, shortened and escaped."""
     plain = visible(text).replace("\n", " ")
     return Markup("{}").format(plain if len(plain) <= most else f"{plain[: most - 3]}...")
 
@@ -201,7 +200,6 @@ def _facts(facts: Mapping[str, str]) -> Markup:
 
 
 def _table(frame: pl.DataFrame) -> Markup:
-    """Return the first lines of a table, numbers with three digits."""
     rows = [frame.columns, *frame.head(_LINES).rows()]
     more = f"{frame.height - _LINES} more lines" if frame.height > _LINES else ""
     return _TABLE.format(_joined(_line(map(_cell, row)) for row in rows)) + more
@@ -237,7 +235,6 @@ def _budget(share: str | None, entries: int) -> str:
 
 
 def _svg(height: int, label: str, content: Iterable[Markup]) -> Markup:
-    """Return a picture whose text has the colour of the page."""
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{1}" width="{2}" '
         'height="{3}" viewBox="0 0 {2} {3}" fill="currentColor" font-size="11" '

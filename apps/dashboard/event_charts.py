@@ -117,14 +117,12 @@ def _map(
 
 
 def _frame(figure: go.Figure, place: int) -> None:
-    """A frame around a line of cells, where there is one."""
     if place >= 0:
         ends, line = {"y0": place - 0.5, "y1": place + 0.5}, {"color": GREY, "width": 2}
         figure.add_shape(type="rect", xref="paper", x0=0, x1=1, **ends, line=line)
 
 
 def _axes(figure: go.Figure, positions: Sequence[str], tile: Tile, what: str, height: int) -> None:
-    """Axes of a map of positions."""
     figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
     figure.update_xaxes(
         title="position",
@@ -175,7 +173,6 @@ def segments(
 def _masses(
     figure: go.Figure, event: Segmented, before: Segmented | None, texts: Sequence[str] | None
 ) -> None:
-    """Cumulative masses, and boundaries of this event and of the one before."""
     if before is not None:
         _uprights(figure, before.boundaries, GREY, "dot", "boundaries of the event before", 0.6)
     _uprights(figure, event.boundaries, GREY, "solid", "boundaries", 1.0)
@@ -203,7 +200,6 @@ def _masses(
 def _uprights(
     figure: go.Figure, at: Ints, colour: str, dash: str, label: str, opacity: float
 ) -> None:
-    """Lines from bottom to top in one trace."""
     gap = np.full(len(at), np.nan)
     figure.add_scatter(
         x=np.stack([at, at, gap], axis=1).ravel(),

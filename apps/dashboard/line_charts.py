@@ -109,7 +109,6 @@ def _over_budgets(
     zero: bool,
     logarithmic: bool,
 ) -> go.Figure:
-    """Build the figure of `over_budgets`; most changes of a page leave it as it is."""
     groups: list[Any] = [None] if by is None else means[by].unique().sort().to_list()[:PANELS]
     budgets = asked_order(means["asked"].to_list())
     policies = means["policy"].unique(maintain_order=True).to_list()
@@ -151,7 +150,6 @@ def _over_budgets(
 
 
 def _line(part: pl.DataFrame, x: list[float], policy: str, look: Style, *, legend: bool) -> Any:
-    """Means of one policy, with bars where there are intervals."""
     mean, low, high = (part[name] for name in ("mean", "low", "high"))
     return go.Scatter(
         x=x,
@@ -196,7 +194,6 @@ def _chance(part: pl.DataFrame, x: list[float], policy: str, look: Style) -> Any
 
 
 def _hover(row: Mapping[str, Any]) -> str:
-    """Text of a point under the pointer, escaped."""
     name = elements.shortened(row["policy"], 48)
     lines = [f"<b>{name}</b>, budget {elements.shortened(str(row['asked']))}"]
     if "base" in row:

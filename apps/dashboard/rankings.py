@@ -88,7 +88,6 @@ def draw(
 
 
 def _step(layers: int) -> int:
-    """Layers between two labels of an axis."""
     return max(1, layers // 16)
 
 

@@ -41,7 +41,6 @@ HOST: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")
 
 
 def _inline_scripts() -> str:
-    """Return the hashes of the scripts that stand in Streamlit's page itself."""
     page = Path(streamlit.__file__).with_name("static") / "index.html"
     scripts = re.findall(r"<script>(.*?)</script>", page.read_text("utf-8"), re.DOTALL)
     hashes = [b64encode(sha256(script.encode()).digest()).decode() for script in scripts]

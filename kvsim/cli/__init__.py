@@ -29,7 +29,6 @@ from kvsim.cli import (
     costing,
     dashboard,
     demo,
-    heads,
     inspecting,
     layers,
     learning,
@@ -37,7 +36,6 @@ from kvsim.cli import (
     living,
     masking,
     plotting,
-    predicting,
     prompting,
     recomputing,
     recording,
@@ -49,7 +47,7 @@ from kvsim.cli import (
     tuning,
     validating,
 )
-from kvsim.cli.show import echo_text, one_line
+from kvsim.cli.show import echo_error, one_line
 from kvsim.cli.values import Stop
 from kvsim.errors import ClusterError, KvsimError, missing_extra
 
@@ -71,9 +69,9 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "masks": masking.masks,
     "tune": tuning.tune,
     "learn": learning.learn,
-    "heads": heads.heads,
+    "heads": learning.heads,
     "fidelity": validating.fidelity,
-    "predict": predicting.predict,
+    "predict": validating.predict,
     "report": reporting.report,
     "plot": plotting.plot,
     "recompute": recomputing.recompute,
@@ -181,7 +179,7 @@ def _status(argv: list[str]) -> int:
 def _end(line: str, status: int) -> int:
     """Print the last line of a command on standard error; return the status."""
     with contextlib.suppress(BrokenPipeError):
-        echo_text(line, err=True)
+        echo_error(line)
     return status
 
 

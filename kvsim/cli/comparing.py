@@ -23,14 +23,7 @@ _IN_PAPERS = ("budget", "policy", "mean", "minus ", "p (Holm)")
 
 
 def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN",
-            help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, URLs of them in a "
-            "store, or Tables in .parquet files.",
-        ),
-    ],
+    runs: values.Runs,
     metric: Annotated[
         str,
         typer.Option(
@@ -54,22 +47,8 @@ def compare(
             "where higher is better, with 95 % confidence.",
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="The policies to compare; default: all of the runs.",
-        ),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="N|P%[,...]",
-            help="The budgets to compare at; default: all of the runs.",
-        ),
-    ] = None,
+    policy: values.PoliciesOfRuns = None,
+    budget: values.BudgetsOfRuns = None,
     form: Annotated[
         Form, typer.Option("--format", help="How the result is printed; csv has every number.")
     ] = "table",
@@ -99,17 +78,17 @@ def compare(
         from kvsim import plots
 
         plots.save(plots.ranking(data.table, [metric], against=against), figure)
-    measured = data.table.filter(data.table["trace"].is_in(comparison.traces))
-    measured = measured.filter(measured["policy"].is_not_null())
-    trust = fidelity_line(measured, [metric])
+    measured = data.table.drop_nulls("policy")
+    measured = measured.filter(measured["trace"].is_in(comparison.traces))
     if as_json or form == "json":
         show.echo_json(_document(comparison, remarks, show.fidelity_shares(measured, [metric])))
     elif form == "csv":
         show.echo_text(comparison.table.write_csv().rstrip())
     else:
-        _print(comparison, [*_meaning(comparison), trust, *_notes(remarks)], form)
+        notes = [fidelity_line(measured, [metric]), *(f"Note: {remark}." for remark in remarks)]
+        _print(comparison, [*_meaning(comparison), *notes], form)
     if figure is not None:
-        show.echo_text(f"Written to {figure}.", err=True)
+        show.echo_error(f"Written to {figure}.")
 
 
 def _document(
@@ -131,10 +110,6 @@ def _document(
         "fidelity": fidelity,
         "remarks": remarks,
     }
-
-
-def _notes(remarks: Sequence[str]) -> list[str]:
-    return [f"Note: {remark}." for remark in remarks]
 
 
 def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
@@ -195,12 +170,12 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             "budget": show.budget_text(round(row["entries"]), share),
             "policy": row["policy"],
             "rank": show.number(row["rank"], "d"),
-            "mean": _between(row, ("mean", "low", "high"), form),
+            "mean": show.interval(row["mean"], row["low"], row["high"], form),
             "leads on": "-" if row["leads"] is None else f"{row['leads']} of {row['n']}",
-            f"minus {base}": _between(
-                row, ("difference", "difference_low", "difference_high"), signed
+            f"minus {base}": show.interval(
+                *(row[f"difference{end}"] for end in ("", "_low", "_high")), form=signed
             ),
-            "p (Holm)": "≤ " * _at_least(comparison, row) + show.number(row["p_holm"], ".2g"),
+            "p (Holm)": "≤ " * _least_possible(comparison, row) + show.number(row["p_holm"], ".2g"),
             "verdict": row["verdict"] or ("-" if row["rank"] is None else "best"),
             "prompts needed": show.number(row["needed"], ",d"),
             "entries seen": show.number(row["seen"], ".0f") + "!" * row["unfair"],
@@ -214,19 +189,11 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return shown, [[row[name] for name in shown] for row in rows]
 
 
-def _at_least(comparison: Comparison, row: Mapping[str, Any]) -> bool:
-    """Whether a p-value is as small as so many prompts allow."""
+def _least_possible(comparison: Comparison, row: Mapping[str, Any]) -> bool:
     from kvsim.analysis.significance import least_p
 
     p = row["p"]
     return p is not None and p < 1 and p <= least_p(row["n"], comparison.comparisons) * (1 + 1e-9)
-
-
-def _between(row: Mapping[str, Any], names: tuple[str, str, str], form: str) -> str:
-    mean, low, high = (row[name] for name in names)
-    if mean is None or low is None:
-        return show.number(mean, form)
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -249,7 +216,6 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def _meaning(comparison: Comparison) -> list[str]:
-    """What the columns mean, a paragraph each."""
     from kvsim.analysis.significance import ALPHA, POWER
 
     out = ["leads on: prompts on which no other policy is better."]
@@ -259,7 +225,7 @@ def _meaning(comparison: Comparison) -> list[str]:
             " Differences are paired by prompt; p: from flips of their signs, corrected for "
             f"{comparison.comparisons} comparison{several} (Holm), beyond chance up to {ALPHA:g}."
         )
-    if any(_at_least(comparison, row) for row in comparison.table.iter_rows(named=True)):
+    if any(_least_possible(comparison, row) for row in comparison.table.iter_rows(named=True)):
         out[0] += " ≤: as small as p can be with so many prompts."
     if comparison.table["needed"].count():
         out[0] += (

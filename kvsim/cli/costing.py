@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvsim.cli import values
-from kvsim.cli.show import echo_json, echo_table
+from kvsim.cli.show import echo_json, echo_notes, echo_rows
 from kvsim.cli.values import OptionError
 from kvsim.schema import plural, schedule
 
@@ -33,12 +33,7 @@ _FIDELITY = (
 def cost(
     policy: values.PolicyNames,
     budget: Annotated[
-        list[str],
-        typer.Option(
-            callback=values.split,
-            metavar="N|P%[,...]",
-            help="Entries per KV head, or a share of the context.",
-        ),
+        list[str], values.several("N|P%[,...]", "Entries per KV head, or a share of the context.")
     ],
     model_config: Annotated[
         Path | None, values.path_option("PATH", "A model's config.json, or a folder with one.")
@@ -53,11 +48,7 @@ def cost(
     ] = None,
     context: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="N[,...]",
-            help="Tokens, prompt included; default: the trace's.",
-        ),
+        values.several("N[,...]", "Tokens, prompt included; default: the trace's."),
     ] = None,
     prompt: Annotated[
         int | None,
@@ -86,7 +77,10 @@ def cost(
     """
     if dtype_bytes is not None and not 1 <= dtype_bytes <= 8:
         raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
-    contexts = [_tokens(text) for text in context or ()]
+    for text in context or ():
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise OptionError(f"--context is {text!r}; expected a number of tokens")
+    contexts = [int(text) for text in context or ()]
 
     from kvsim.core.arguments import resolve_budget
     from kvsim.cost import Model, bounded, estimate, no_selection
@@ -125,12 +119,6 @@ def cost(
         echo_json({"model": model.as_dict(), "costs": [cost.as_dict() for cost in costs]})
     else:
         _print(model, costs)
-
-
-def _tokens(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise OptionError(f"--context is {text!r}; expected a number of tokens")
-    return int(text)
 
 
 def _prompt(given: int | None, context: int, trace: Trace | None) -> int | None:
@@ -172,19 +160,16 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
         }
         for cost in costs
     ]
-    echo_table(list(rows[0]), [list(row.values()) for row in rows], right=2)
-    typer.echo(f"\n{_RATIOS}")
-    typer.echo(_FIDELITY)
+    echo_rows(rows, right=2)
+    typer.echo(f"\n{_RATIOS}\n{_FIDELITY}")
     selecting = [cost for cost in costs if cost.selection is not None]
     if selecting:
         layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
         typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")
-    for remark in dict.fromkeys(remark for cost in costs for remark in cost.assumptions):
-        typer.echo(f"Note: {remark}.")
+    echo_notes(remark for cost in costs for remark in cost.assumptions)
 
 
 def _selects(cost: Cost, among: Sequence[Cost]) -> str:
-    """The layer behind which rows are dropped, and where it comes from."""
     at = "none" if cost.selection_layer is None else f"{cost.selection_layer:.4g}"
     others = {(c.selection_layer, c.selection) for c in among if c.policy == cost.policy}
     where = f", {cost.budget} of {cost.context}" if len(others) > 1 else ""

@@ -186,7 +186,6 @@ class _Demo:
             echo_text(text)
 
     def _record(self, model: Any, tokenizer: Any) -> tuple[Trace, dict[str, Any]]:
-        """Return the trace, and what `--json` prints of it."""
         from kvsim.recorder import capture
         from kvsim.tiny.tasks import prompts
 
@@ -259,7 +258,6 @@ class _Demo:
             (self.folder / f"{prefix}{name}").write_bytes(picture(figure, "png"))
 
     def _introduce(self, trace: Trace) -> None:
-        """Say what the second trace is."""
         layers = ", ".join(map(str, trace.layer_ids))
         self._echo(
             f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
@@ -269,11 +267,7 @@ class _Demo:
         )
 
     def _times(
-        self,
-        seconds: Mapping[tuple[str, int], float],
-        row: Mapping[str, Any],
-        *,
-        recorded: bool,
+        self, seconds: Mapping[tuple[str, int], float], row: Mapping[str, Any], *, recorded: bool
     ) -> dict[str, str]:
         """Return the columns of times; a trace that was not recorded now has one less."""
         replay = seconds[row["policy"], row["budget"]]
@@ -283,7 +277,6 @@ class _Demo:
         return times
 
     def _read_tiny(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return sentences about the first table, and about its times."""
         small = _by_error(rows, min(BUDGETS))
         best, worst = small[0], small[-1]
         streaming = next(row for row in small if row["policy"] == "streaming_llm")
@@ -309,7 +302,6 @@ def _by_error(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[st
 
 
 def _read_smollm2(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return sentences about the second table: the output error, and the needle."""
     best = _by_error(rows, min(BUDGETS))[0]
     parts = []
     for budget in BUDGETS:

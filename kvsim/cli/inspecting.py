@@ -87,7 +87,6 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _source(source: object) -> str:
-    """Return the GGUF file of a model, or an empty text."""
     if not isinstance(source, Mapping):
         return ""
     keys = ("file", "quantization", "package", "sha256")
@@ -110,7 +109,6 @@ def _attention(facts: Mapping[str, Any]) -> str:
 
 
 def _likelihood(logprobs: Sequence[float]) -> str:
-    """Return the mean of the tokens of a given response, or an empty text."""
     if not logprobs:
         return ""
     mean = sum(logprobs) / len(logprobs)
@@ -130,7 +128,6 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
 
 
 def _probe(facts: Mapping[str, Any] | None) -> str:
-    """Return how many rows of a probe there are, or an empty text."""
     if facts is None:
         return ""
     rows, chunks = plural(facts["rows"], "row"), plural(len(facts["chunks"]), "chunk")
@@ -138,7 +135,6 @@ def _probe(facts: Mapping[str, Any] | None) -> str:
 
 
 def _projections(facts: Mapping[str, Any] | None) -> str:
-    """Return where the output projections are that belong to a trace, or an empty text."""
     if facts is None:
         return ""
     shape = " x ".join(map(str, facts["shape"]))
@@ -246,7 +242,6 @@ def verify(
 
 
 def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
-    """Return the verdict on a trace in words, and the report for JSON."""
     from kvsim.store import verify as check
 
     try:

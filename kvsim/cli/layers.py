@@ -46,10 +46,9 @@ def layers(
     traces: values.TracePaths,
     budget: Annotated[
         list[str],
-        typer.Option(
-            callback=values.split,
-            metavar="N|P%[,...]",
-            help="Tokens that propagate past the selection layer, window included, or a share of "
+        values.several(
+            "N|P%[,...]",
+            "Tokens that propagate past the selection layer, window included, or a share of "
             "the trace's length.",
         ),
     ],
@@ -236,12 +235,10 @@ def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
 
 
 def _formatted(row: dict[str, Any], columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return the cells of a row; columns: header to the key in the row and the format."""
     return [number(row[key], form) for key, form in columns.values()]
 
 
 def _gold(diagnosis: Diagnosis, recall: Floats) -> str:
-    """Return in words what the layers have of the gold tokens."""
     full, late = diagnosis.first_full_recall, diagnosis.layer_regret
     if full is None:
         best = f"{recall.max():.0%}"
@@ -331,7 +328,6 @@ def _grid(diagnosis: Diagnosis) -> dict[str, Any]:
 def _figures(
     traces: Sequence[Trace], diagnoses: Sequence[Diagnosis], device: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield names and figures; of several traces those that compare them."""
     from kvsim import plots
     from kvsim.analysis.prompt.tables import distribution, selection_table
 

@@ -1,4 +1,4 @@
-"""`kvsim learn`: a scorer that imitates the optimum, and what it is worth on prompts held out."""
+"""`kvsim learn` and `kvsim heads`: a scorer that imitates the optimum, a plan for `duo`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show, values
+from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -18,10 +19,8 @@ def learn(
     traces: values.TracePaths,
     budget: Annotated[
         list[str],
-        typer.Option(
-            callback=values.split,
-            metavar="N|P%[,...]",
-            help="Entries per KV head to learn for, or shares of the trace's length.",
+        values.several(
+            "N|P%[,...]", "Entries per KV head to learn for, or shares of the trace's length."
         ),
     ],
     out: Annotated[
@@ -32,10 +31,9 @@ def learn(
     ],
     features: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="GROUP[,...]",
-            help="What it may see of an entry: position, attention, keys, values; default: all of "
+        values.several(
+            "GROUP[,...]",
+            "What it may see of an entry: position, attention, keys, values; default: all of "
             "these. projections of keys and values bind it to one model; future, with --ahead, "
             "looks ahead.",
         ),
@@ -48,8 +46,7 @@ def learn(
     rounds: Annotated[
         int,
         typer.Option(
-            min=1,
-            help="Replays of each prompt; after the first it keeps what was learned so far.",
+            min=1, help="Replays of each prompt; after the first it keeps what was learned so far."
         ),
     ] = 2,
     held_out: Annotated[
@@ -68,18 +65,14 @@ def learn(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,...]",
-            help="Policies to compare with; default: h2o, tova, snapkv and random.",
+        values.several(
+            "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,...]",
-            help="What to measure on the prompts held out; default: as `kvsim sweep`.",
+        values.several(
+            "NAME[,...]", "What to measure on the prompts held out; default: as `kvsim sweep`."
         ),
     ] = None,
     seed: Annotated[
@@ -165,3 +158,39 @@ def _print(learning: Learning) -> None:
     show.echo_verdict(show.verdict(learning.run.table, learning.metrics))
     show.echo_results(summarise(learning.run.table, learning.metrics), ())
     show.echo_failures(learning.run.failures)
+
+
+def heads(
+    traces: values.TracePaths,
+    out: Annotated[
+        Path, values.path_option("FILE.json", "The plan to write; it replays as --policy duo:FILE.")
+    ],
+    budget: Annotated[
+        int, typer.Option(min=1, help="Entries of a head that streams, sinks included.")
+    ] = 64,
+    sink: Annotated[int, typer.Option(min=0, help="First entries that such a head keeps.")] = 4,
+    overwrite: values.Overwrite = False,
+    as_json: values.Json = False,
+) -> None:
+    """Measure how much each head loses if it holds sinks and recent entries alone.
+
+    The traces are of one model. The plan says of each KV head the error of its attention output,
+    and replays as `--policy duo:FILE`: the heads that lose most hold everything.
+    """
+    from kvsim.learning.heads import head_plan
+
+    check_output(out, overwrite=overwrite)
+    plan = head_plan(values.open_traces(traces), budget, sink=sink)
+    write_file(out, plan.text(), overwrite=overwrite)
+    if as_json:
+        show.echo_json({"policy": f"duo:{out}", "sha256": plan.digest, "scores": plan.scores})
+        return
+    number = plural(len(plan.scores) * len(plan.scores[0]), "KV head")
+    show.echo_text(f"duo:{out}: {number}, the error of each if it streams {budget} entries:")
+    show.echo_rows(
+        [
+            {"layer": str(at), **{f"head {head}": f"{x:.3f}" for head, x in enumerate(row)}}
+            for at, row in enumerate(plan.scores)
+        ],
+        right=1,
+    )

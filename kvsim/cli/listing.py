@@ -66,7 +66,6 @@ def policies(
 
 
 def _in_full(policy: Description) -> str:
-    """One policy: its facts, its parameters, and the docstrings of its files."""
     from kvsim.core.pieces import Even
     from kvsim.policies import policy as build
     from kvsim.policies.description import defining, documentation
@@ -127,8 +126,7 @@ def needs(policy: Description) -> str:
 
 def metrics(
     name: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Show these in full."),
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Show these in full.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -169,7 +167,6 @@ def metrics(
 
 
 def _metric_in_full(name: str, entry: Metric) -> str:
-    """One metric: what it says and reads, and what stands for its variants, layers and events."""
     facts = {
         "reads": _READS[entry.kind],
         "measured": "by default" if entry.default else f"on request, with --metric {name}",

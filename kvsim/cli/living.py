@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -66,11 +65,9 @@ def live(
     seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="What to measure, as `kvsim metrics` lists it; default: everything of a running "
-            "model.",
+        values.several(
+            "NAME[,NAME...]",
+            "What to measure, as `kvsim metrics` lists it; default: everything of a running model.",
         ),
     ] = None,
     paged: Annotated[
@@ -124,12 +121,10 @@ def live(
     policies = values.build_policies(policy, settings, fit=fit)
     for each in policies:
         check_live(each)
-    layers = None if layer is None else values.parse_layers(layer)
+    layers = values.parse_layers(layer)
     recorded = values.open_traces(traces or [])
-    if prompts is None:
-        new_tokens = max_new_tokens or 0
-    else:
-        new_tokens = 512 if max_new_tokens is None else max_new_tokens
+    usual = 0 if prompts is None else 512
+    new_tokens = usual if max_new_tokens is None else max_new_tokens
     try:
         with ExitStack() as stack, show.bar("cells") as report:
             decoder, tokenizer = load(model, recorded, device, trust_remote_code)
@@ -183,7 +178,7 @@ def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        note=partial(show.echo_text, err=True),
+        note=show.echo_error,
     )
 
 
@@ -193,7 +188,7 @@ def _record(
     """Record prompts with the full cache; those that are there already are kept."""
     from kvsim.recorder import capture_many, read_prompts
 
-    requested = read_prompts(prompts, note=partial(show.echo_text, err=True))
+    requested = read_prompts(prompts, note=show.echo_error)
     longest = None if any(each.response is not None for each in requested) else new_tokens or None
     options: dict[str, Any] = {"resume": True, "max_new_tokens": longest, "progress": True}
     return capture_many(model, tokenizer, requested, folder, **options, probe=probe)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kvsim.cli import show, values
 from kvsim.cli.values import OptionError
 from kvsim.errors import PolicyError, suggest
@@ -20,18 +18,15 @@ def masks(
     out: Annotated[Path, values.path_option("FILE", "A new .safetensors file.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="The policies whose masks are written; default: all of the run.",
+        values.several(
+            "NAME[,NAME...]", "The policies whose masks are written; default: all of the run."
         ),
     ] = None,
     defect: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="lag|last-layer[,...]",
-            help="Reproduce a defect of the G-KV release: each event takes effect an event late; "
+        values.several(
+            "lag|last-layer[,...]",
+            "Reproduce a defect of the G-KV release: each event takes effect an event late; "
             "all layers have the mask of the last.",
         ),
     ] = None,
@@ -85,4 +80,4 @@ def masks(
     ]
     headers = ("trace", "policy", "budget", "layers", "heads", "tokens", "size", "dense")
     show.echo_table(headers, rows, right=2)
-    show.echo_text(f"Written to {out}.", err=True)
+    show.echo_error(f"Written to {out}.")

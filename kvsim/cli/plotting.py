@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import values
-from kvsim.cli.show import bar, echo_text
+from kvsim.cli.show import bar, echo_error
 from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import PolicyError, suggest
 from kvsim.files import check_output
@@ -54,19 +54,17 @@ def plot(
     out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="Policies, as `kvsim policies` lists them, for figures that show any; of a run "
+        values.several(
+            "NAME[,NAME...]",
+            "Policies, as `kvsim policies` lists them, for figures that show any; of a run "
             "those to show, by default all.",
         ),
     ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="N|P%[,...]",
-            help="Entries per KV head that stay after an event, or a share of the trace's length; "
+        values.several(
+            "N|P%[,...]",
+            "Entries per KV head that stay after an event, or a share of the trace's length; "
             "of a run those to show, by default all.",
         ),
     ] = None,
@@ -77,19 +75,17 @@ def plot(
     fit: values.Fit = False,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="What over_budgets and pareto show, as `kvsim metrics` lists it, a panel each; "
+        values.several(
+            "NAME[,NAME...]",
+            "What over_budgets and pareto show, as `kvsim metrics` lists it, a panel each; "
             "of metrics with variants the main one.",
         ),
     ] = None,
     ratio: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="P%[,...]",
-            help="Shares of the entries that reconstruction_error evicts. [default: 10% to 90%]",
+        values.several(
+            "P%[,...]",
+            "Shares of the entries that reconstruction_error evicts. [default: 10% to 90%]",
         ),
     ] = None,
     layer: Annotated[
@@ -168,7 +164,7 @@ def plot(
     typer.echo(f"Written to {plots.save(drawing, out)}.")
     layers = data.layers if runs or layer is None else {}
     for remark in dict.fromkeys(filter(None, (*data.remarks, uneven(layers)))):
-        echo_text(f"Note: {remark}.", err=True)
+        echo_error(f"Note: {remark}.")
 
 
 def check_figure(out: Path, option: str) -> None:
@@ -194,7 +190,6 @@ def _figure(name: str) -> Figure:
 
 
 def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
-    """Raise unless a figure has the options that were given, and these have values."""
     from kvsim.analysis.registry import metric
 
     for flag, value in flags.items():
@@ -211,7 +206,6 @@ def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
 
 
 def _positions(text: str) -> tuple[int, int]:
-    """Return `120-180` as two positions."""
     match = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise OptionError(f"--zoom is {text!r}; expected two positions such as 120-180")
@@ -219,7 +213,6 @@ def _positions(text: str) -> tuple[int, int]:
 
 
 def _share(text: str) -> float:
-    """Return `25%` as a share below 1."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
     share = 1.0 if match is None else float(match[1]) / 100
     if not 0 < share < 1:
@@ -230,7 +223,6 @@ def _share(text: str) -> float:
 def _check_given(
     name: str, figure: Figure, sources: Sequence[str], runs: Sequence[str], given: Mapping[str, Any]
 ) -> None:
-    """Raise unless a figure can be drawn from these sources with the options given for policies."""
     if runs and name not in _RUNS:
         raise OptionError(
             f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
@@ -407,7 +399,6 @@ def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any
 def _evicted_once(
     traces: Sequence[Trace], policies: Sequence[Policy], ratios: Sequence[float] | None
 ) -> Data:
-    """Return the errors of one eviction by each policy at each ratio."""
     import polars as pl
 
     from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
@@ -429,7 +420,6 @@ def _swept(
     schedule: Mapping[str, Any],
     metrics: Sequence[str],
 ) -> Data:
-    """Return records of every policy at every budget over every trace, and their metrics."""
     from kvsim.analysis.registry import metric
     from kvsim.sweeps.run import replay_all
 

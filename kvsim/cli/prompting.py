@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli.values import OptionError, Overwrite, path_option, split
+from kvsim.cli.values import OptionError, Overwrite, path_option, several
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 from kvsim.text.tasks import DEPTHLESS
@@ -38,46 +38,38 @@ def prompts(
     ] = "tiny",
     task: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=split,
-            metavar="NAME[,...]",
-            help=f"The question; without it, all tasks in turn. tiny: {', '.join(TASKS)}. Real "
+        several(
+            "NAME[,...]",
+            f"The question; without it, all tasks in turn. tiny: {', '.join(TASKS)}. Real "
             f"text: {', '.join(TEXT_TASKS)}.",
         ),
     ] = None,
     level: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=split,
-            metavar=f"1..{len(TOKENS)}[,...]",
-            help="The length of page and response, and the distance of lookups, from about "
+        several(
+            f"1..{len(TOKENS)}[,...]",
+            "The length of page and response, and the distance of lookups, from about "
             f"{TOKENS[0][0]} to {TOKENS[-1][1]} tokens; without it, the sizes below.",
         ),
     ] = None,
     domain: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=split,
-            metavar=f"{'|'.join(DOMAINS)}[,...]",
-            help="The subject of the words; without it, all domains in turn.",
+        several(
+            f"{'|'.join(DOMAINS)}[,...]",
+            "The subject of the words; without it, all domains in turn.",
         ),
     ] = None,
     length: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=split,
-            metavar="N[,...]",
-            help="Real text: tokens of the encoded prompt, at most; a prompt is a few tokens "
+        several(
+            "N[,...]",
+            "Real text: tokens of the encoded prompt, at most; a prompt is a few tokens "
             "shorter. [default: 512]",
         ),
     ] = None,
     depth: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=split,
-            metavar="0..1[,...]",
-            help="Real text: the share of the text before the needle. [default: 0.5]",
-        ),
+        several("0..1[,...]", "Real text: the share of the text before the needle. [default: 0.5]"),
     ] = None,
     context: Annotated[
         bool,
@@ -158,7 +150,6 @@ def _on_text(
     lengths: Sequence[str] | None,
     depths: Sequence[str] | None,
 ) -> list[TextSample]:
-    """Draw prompts on real text of all combinations in turn."""
     from kvsim.text.tasks import sample
 
     sizes = [_value("length", text, int, "whole numbers of tokens") for text in lengths or ["512"]]
@@ -170,11 +161,11 @@ def _on_text(
     if depths and all(task in DEPTHLESS for task in chosen):
         raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
 
-    from kvsim.cli.show import echo_text
+    from kvsim.cli.show import echo_error
     from kvsim.recorder.models import load_tokenizer
     from kvsim.recorder.prompts import token_count
 
-    tokenizer = load_tokenizer(model, note=partial(echo_text, err=True))
+    tokenizer = load_tokenizer(model, note=echo_error)
     count = partial(token_count, tokenizer=tokenizer)
     turns = _turns(chosen, sizes, places)
     drawn: Counter[tuple[Any, ...]] = Counter()
@@ -239,14 +230,13 @@ def _note_turns(n: int, choices: Mapping[str, Collection[Any]]) -> None:
     several = {name: len(values) for name, values in choices.items() if len(values) > 1}
     size = math.prod(several.values())
     if len(several) > 1 and 1 < n < size:
-        from kvsim.cli.show import echo_text
+        from kvsim.cli.show import echo_error
 
         product = " x ".join(f"{count} {name}" for name, count in several.items())
-        echo_text(
+        echo_error(
             f"{plural(n, 'prompt')} for {size} combinations ({product}): a difference between "
             f"{next(iter(several))} may come from the others; expected --n as a multiple of "
-            f"{size}, or fewer values",
-            err=True,
+            f"{size}, or fewer values"
         )
 
 

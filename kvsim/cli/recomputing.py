@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import values
-from kvsim.cli.show import bar, echo_json, echo_table, echo_text, one_line, selection_dict
+from kvsim.cli.living import load
+from kvsim.cli.show import (
+    bar,
+    echo_json,
+    echo_notes,
+    echo_rows,
+    echo_text,
+    one_line,
+    selection_dict,
+)
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
     from kvsim.runner import Recomputed
 
 _WHAT = (
+    "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, mean "
+    "over\nits rows. KL, token: the first token beside that of the full prefill.\n"
     "Fidelity semi: layers behind the selection are computed from the recorded residual stream "
     "with the model's weights, which is what a live prefill computes; decoding is not part of it."
 )
@@ -30,9 +40,7 @@ def recompute(
     model: values.RecordedModel,
     settings: values.Settings = None,
     device: values.ModelDevice = "cpu",
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory for a block of layers.")
-    ] = None,
+    memory: values.Memory = None,
     trust_remote_code: values.TrustRemoteCode = False,
     as_json: values.Json = False,
 ) -> None:
@@ -41,10 +49,9 @@ def recompute(
     As a prefill that drops rows would, with the model's weights. Prints how far the residual
     stream and the first token move from those of the full prefill.
     """
-    limit = None if memory is None else values.parse_memory(memory)
+    limit = values.parse_memory(memory)
 
     from kvsim.core.arguments import resolve_budget
-    from kvsim.recorder import load_model
     from kvsim.runner import recompute as prefill
     from kvsim.store import open_trace
 
@@ -52,14 +59,7 @@ def recompute(
     policies = values.build_policies(policy, settings)
     sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded
-    values.quiet_transformers()
-    decoder, _ = load_model(
-        model,
-        dtype=opened.meta.get("model", {}).get("dtype"),  # that of the recording
-        device=device,
-        trust_remote_code=trust_remote_code,
-        note=partial(echo_text, err=True),
-    )
+    decoder, _ = load(model, [opened], device, trust_remote_code)
     prefills: list[Recomputed] = []
     with bar("prefills") as report:
         for each, size in product(policies, sizes):
@@ -72,29 +72,23 @@ def recompute(
         f"{one_line(opened.name)}: prompt of {opened.prompt_len} tokens, "
         f"{plural(opened.n_layers, 'layer')}\n"
     )
-    columns = ["policy", "budget", "selected after", "rows behind", "residual", "KL (nats)"]
-    echo_table([*columns, "token"], map(_row, prefills), right=3)
-    echo_text(
-        "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, "
-        "mean over\nits rows. KL, token: the first token beside that of the full prefill."
-    )
+    echo_rows(list(map(_row, prefills)), right=3)
     echo_text(_WHAT)
-    for remark in dict.fromkeys(each.record.remark for each in prefills if each.record.remark):
-        echo_text(f"Note: {remark}.")
+    echo_notes(each.record.remark for each in prefills)
 
 
-def _row(prefill: Recomputed) -> list[str]:
+def _row(prefill: Recomputed) -> dict[str, str]:
     selection, errors = prefill.record.selection, prefill.residual_error
     layer = None if selection is None else selection.layer
-    return [
-        prefill.record.policy,
-        str(prefill.record.budget),
-        "nowhere" if layer is None else f"layer {layer}",
-        "" if selection is None else str(selection.counts[-1]),
-        f"{float(errors[max(errors)].mean()):.3f}" if errors else "-",
-        f"{prefill.kl:.4f}",
-        "same" if prefill.same_token else "other",
-    ]
+    return {
+        "policy": prefill.record.policy,
+        "budget": str(prefill.record.budget),
+        "selected after": "nowhere" if layer is None else f"layer {layer}",
+        "rows behind": "" if selection is None else str(selection.counts[-1]),
+        "residual": f"{float(errors[max(errors)].mean()):.3f}" if errors else "-",
+        "KL (nats)": f"{prefill.kl:.4f}",
+        "token": "same" if prefill.same_token else "other",
+    }
 
 
 def _document(prefill: Recomputed) -> dict[str, Any]:

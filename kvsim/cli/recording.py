@@ -6,7 +6,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Annotated, Any, Literal, get_type_hints
@@ -15,7 +15,7 @@ import typer
 
 from kvsim.cli import values
 from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
-from kvsim.cli.show import echo_json, echo_text
+from kvsim.cli.show import echo_error, echo_json, echo_text
 from kvsim.cli.values import OptionError, Stop
 from kvsim.recorder.options import Declared, Options, declared
 from kvsim.schema import is_url
@@ -24,10 +24,7 @@ from kvsim.tiny import MODELS
 #: Types of options that the command line takes as another type, and their conversion from it.
 _FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
-    Sequence[int] | None: (
-        str | None,
-        lambda text: None if text is None else values.parse_layers(text),
-    ),
+    Sequence[int] | None: (str | None, values.parse_layers),
     bool | str: (str | None, lambda text: text or False),
     Literal["float16"] | None: (str | None, lambda text: text),
     bool | None: (bool | None, lambda flag: flag),
@@ -61,7 +58,6 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(option: Declared) -> inspect.Parameter:
-    """Return the parameter of a command that typer makes an option of."""
     name, described = f"--{option.name.replace('_', '-')}", option.help
     if option.kind == bool | None:
         name += f"/--no-{name[2:]}"
@@ -150,7 +146,7 @@ def capture(
     if prompts is None:
         requested = [Prompt(path.stem, prompt or "")]
     else:
-        requested = read_prompts(prompts, limit=limit, note=partial(echo_text, err=True))
+        requested = read_prompts(prompts, limit=limit, note=echo_error)
     single = len(requested) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if single else [path / file_name(each.id) for each in requested]
     with suggesting_resume(applies=not (single or options.overwrite or is_url(out))):
@@ -160,10 +156,13 @@ def capture(
     values.quiet_transformers()
     before = {path: _identity(path) for path in paths}
     try:
-        placed = {"dtype": dtype, "device": device, "device_map": device_map}
-        tell = partial(echo_text, err=True)
         decoder, tokenizer = load_model(
-            model, trust_remote_code=trust_remote_code, note=tell, **placed
+            model,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            note=echo_error,
         )
         if single:
             (first,) = requested
@@ -191,7 +190,6 @@ def capture(
 
 
 def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:
-    """Raise OptionError unless the prompts come from one place."""
     if prompt is not None and prompts is not None:
         raise OptionError("both --prompt and --prompts are given; expected one of them")
     if prompt is None and prompts is None:
@@ -255,9 +253,8 @@ def _stage(context: typer.Context, out: str) -> Path:
 
 
 def _leave(folder: Path) -> None:
-    """Remove a staging folder without files, or print where the files are."""
     if any(path.is_file() for path in folder.rglob("*")):
-        echo_text(f"files that were not uploaded are kept in {folder}", err=True)
+        echo_error(f"files that were not uploaded are kept in {folder}")
     else:
         shutil.rmtree(folder)
 

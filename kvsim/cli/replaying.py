@@ -27,8 +27,15 @@ _OPEN_LOOP = (
     "from layer to layer and the model may generate other tokens."
 )
 
-#: Metrics that are means over the tokens of a response that was fed to the model.
-LIVE = {"response_kl", "nll_increase", "top_agreement"}
+#: What some columns of the table mean.
+_MEANING = {
+    "wipeout": "wiped out: regions of 32 tokens of which nothing is left after the last event",
+    "layer_error": "layer error: sum over layers of what each adds to the residual stream (RMS)",
+    "regret": "regret: mass that the best possible kept sets retain beyond the policy, with the "
+    "same entries protected",
+    "possible_share": "of the possible: 0% is what random sets retain, 100% what the best ones do, "
+    "with nothing protected; mean of the shares of layers",
+}
 
 
 def replay(
@@ -55,28 +62,19 @@ def replay(
     ] = False,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="What to measure, as `kvsim metrics` lists it; default: everything with --out, "
+        values.several(
+            "NAME[,NAME...]",
+            "What to measure, as `kvsim metrics` lists it; default: everything with --out, "
             "without it what the table shows.",
         ),
     ] = None,
     regret: Annotated[
         bool,
         typer.Option(
-            "--regret",
-            help="Show how much more attention the best possible kept sets retain.",
+            "--regret", help="Show how much more attention the best possible kept sets retain."
         ),
     ] = False,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for a block of layers, such as 500MB or 2GB; larger traces are replayed "
-            "block by block.  [default: 2GiB]",
-        ),
-    ] = None,
+    memory: values.Memory = None,
     device: values.Device = "cpu",
     jobs: values.Jobs = None,
     events: values.Events = False,
@@ -92,7 +90,7 @@ def replay(
     continues.
     """
     values.check_run_options(out, resume=resume, events=events, overwrite=overwrite)
-    limit = None if memory is None else values.parse_memory(memory)
+    limit = values.parse_memory(memory)
 
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
@@ -224,13 +222,14 @@ def _print(
             f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
             f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
         )
-    protected = (
-        f"the first {protect.sink} positions" if protect.sink else "",
-        "the prompt" if protect.prompt else "",
-        f"the last {protect.recent} positions" if protect.recent else "",
-    )
-    if any(protected):
-        show.echo_text(f"Every policy also protects {' and '.join(filter(None, protected))}.")
+    protected = {
+        f"the first {protect.sink} positions": protect.sink,
+        "the prompt": protect.prompt,
+        f"the last {protect.recent} positions": protect.recent,
+    }
+    if any(protected.values()):
+        names = " and ".join(name for name, given in protected.items() if given)
+        show.echo_text(f"Every policy also protects {names}.")
     show.echo_text()
     show.echo_verdict(show.verdict(run.table, shown))
     summary, free = summarise(run.table, shown), unbounded(policies)
@@ -239,14 +238,8 @@ def _print(
         show.echo_text()
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
-        show.echo_table(
-            of_trace.columns,
-            [
-                [*row[:3], *(show.number(value, ".3f") for value in row[3:])]
-                for row in of_trace.rows()
-            ],
-            right=3,
-        )
+        rows = ([*row[:3], *(show.number(x, ".3f") for x in row[3:])] for row in of_trace.rows())
+        show.echo_table(of_trace.columns, rows, right=3)
         show.echo_text()
     if shown:
         show.echo_text(means(shown, len(traces)))
@@ -256,8 +249,7 @@ def _print(
     lines = (_selection_line(record, free, many=len(traces) > 1) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
         show.echo_text(line)
-    for remark in run.remarks:
-        show.echo_text(f"Note: {remark}.")
+    show.echo_notes(run.remarks)
     if out is not None:
         show.echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
 
@@ -296,24 +288,11 @@ def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
 def means(shown: Sequence[str], n_traces: int) -> str:
     """Return what the numbers of the table are means over."""
     over = "layers and heads" if n_traces == 1 else f"layers, heads and {n_traces} traces"
-    more = ""
-    if "wipeout" in shown:
-        more += "; wiped out: regions of 32 tokens of which nothing is left after the last event"
-    if "layer_error" in shown:
-        more += "; layer error: sum over layers of what each adds to the residual stream (RMS)"
-    if "regret" in shown:
-        more += (
-            "; regret: mass that the best possible kept sets retain beyond the policy, with the "
-            "same entries protected"
-        )
-    if "possible_share" in shown:
-        more += (
-            "; of the possible: 0% is what random sets retain, 100% what the best ones do, with "
-            "nothing protected; mean of the shares of layers"
-        )
-    if not LIVE.isdisjoint(shown):
-        more += "; of tokens over those of the recorded response"
-    return f"Means over {over}, of rows over those after the prompt{more}."
+    parts = [f"Means over {over}, of rows over those after the prompt"]
+    parts += [text for name, text in _MEANING.items() if name in shown]
+    if not {"response_kl", "nll_increase", "top_agreement"}.isdisjoint(shown):
+        parts.append("of tokens over those of the recorded response")
+    return f"{'; '.join(parts)}."
 
 
 def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:

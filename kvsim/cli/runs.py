@@ -103,7 +103,6 @@ def echo_responses(rows: list[dict[str, Any]], *, whole: bool) -> None:
 
 
 def _verdict(row: dict[str, Any], prefix: str = "") -> str:
-    """Return whether a response is right, and its length."""
     verdict = {True: "right", False: "wrong", None: "not checked"}[row[f"{prefix}right"]]
     return f"{verdict}, {plural(row[f'{prefix}tokens'], 'token')}"
 

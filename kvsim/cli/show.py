@@ -59,9 +59,20 @@ def one_line(text: str) -> str:
     return visible(text).replace("\n", "\\n")
 
 
-def echo_text(text: str = "", *, err: bool = False) -> None:
-    """Print prose on standard output or standard error; names in it may be untrusted input."""
-    typer.echo(visible(text), err=err)
+def echo_text(text: str = "") -> None:
+    """Print prose on standard output; names in it may be untrusted input."""
+    typer.echo(visible(text))
+
+
+def echo_error(text: str) -> None:
+    """Print prose on standard error; names in it may be untrusted input."""
+    typer.echo(visible(text), err=True)
+
+
+def echo_notes(remarks: Iterable[str]) -> None:
+    """Print each remark once, a line each."""
+    for remark in dict.fromkeys(filter(None, remarks)):
+        echo_text(f"Note: {remark}.")
 
 
 def echo_json(document: object) -> None:
@@ -94,6 +105,12 @@ def echo_table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
+def echo_rows(rows: Sequence[Mapping[str, str]], *, right: int = 0) -> None:
+    """Print rows with the same keys, the headers of the columns; see `echo_table`."""
+    if rows:
+        echo_table(list(rows[0]), [list(row.values()) for row in rows], right=right)
+
+
 def metric_format(name: str) -> str:
     """Return the format of the values of a metric."""
     return _COLUMNS.get(name, ("", ".3g"))[1]
@@ -102,6 +119,13 @@ def metric_format(name: str) -> str:
 def number(value: float | None, form: str) -> str:
     """Return a number as a cell of a table, a dash for None."""
     return "-" if value is None else format(value, form)
+
+
+def interval(mean: float | None, low: float | None, high: float | None, form: str) -> str:
+    """Return a mean as a cell of a table, with the ends of its interval where it has one."""
+    if mean is None or low is None or high is None:
+        return number(mean, form)
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:
@@ -141,8 +165,9 @@ def selection_dict(record: Record) -> dict[str, Any] | None:
 
 def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, float]:
     """Return for each fidelity label its share among the values of `metrics`."""
-    labels = table.filter(table["metric"].is_in(list(metrics)))["fidelity"].cast(str).to_list()
-    return {name: labels.count(name) / len(labels) for name in sorted(set(labels))}
+    labels = table.filter(table["metric"].is_in(list(metrics)))["fidelity"].cast(str)
+    counts = labels.value_counts(sort=False, normalize=True, name="share").sort("fidelity")
+    return dict(counts.iter_rows())
 
 
 def echo_results(
@@ -159,9 +184,9 @@ def echo_results(
     free = set(unbounded)
     shown = [name for name in summary.columns if name not in _KEYS and summary[name].count()]
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
-    rows = []
     settings = _settings(summary)
-    summary = flagged(summary.filter(~repeated), free)
+    summary = _flagged(summary.filter(~repeated), free)
+    warned, rows = summary["unfair"].any(), []
     for row in summary.to_dicts():
         bounded = row["policy"] not in free
         compress = json.loads(row["params"]).get("compress", "prompt")
@@ -174,18 +199,17 @@ def echo_results(
         for name in shown:
             header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
             line[header] = number(row[name], form)
-            if name == "entries_seen" and summary["unfair"].any():
+            if name == "entries_seen" and warned:
                 times = row[name] / row["budget"] if bounded and row[name] else None
                 line["seen /\nbudget"] = number(times, ".1f") + "!" * row["unfair"]
         rows.append(line | more(row))
-    right, common = 3, {row["evicts after"] for row in rows} - {"never"}
+    common = {row["evicts after"] for row in rows} - {"never"}
     if len(common) == 1:
         echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
-        right = 2
         for row in rows:
             del row["evicts after"]
-    echo_table(list(rows[0]), [list(row.values()) for row in rows], right=right)
-    if summary["unfair"].any():
+    echo_rows(rows, right=3 if "evicts after" in rows[0] else 2)
+    if warned:
         echo_text(f"\n{UNFAIR_NOTE}")
 
 
@@ -195,7 +219,7 @@ UNFAIR_NOTE = (
 )
 
 
-def flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
+def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
     """Return a summary with a column `unfair`: rows see more than under another bounded policy.
 
     A reader alone evicts nothing: its budget is of what rows read.
@@ -251,7 +275,7 @@ def echo_failures(failures: Sequence[Failure]) -> None:
     """Print on standard error what failed, each error once."""
     for first, error in errors_once(failures):
         cell = f"{one_line(first.trace)}: {first.policy}, budget {first.budget}"
-        echo_text(f"failed: {cell}: {error}", err=True)
+        echo_error(f"failed: {cell}: {error}")
 
 
 @contextmanager

@@ -34,23 +34,18 @@ def sweep(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", callback=values.split, metavar="NAME[,NAME...]", help="Policies."),
+        list[str] | None, values.several("NAME[,NAME...]", "Policies.", "--policy")
     ] = None,
     budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--budget", callback=values.split, metavar="N|P%[,...]", help="Entries, or shares."
-        ),
+        list[str] | None, values.several("N|P%[,...]", "Entries, or shares.", "--budget")
     ] = None,
     interval: Annotated[
         list[str] | None,
-        typer.Option(
-            "--interval",
-            callback=values.split,
-            metavar="N|own[,...]",
-            help="Rows between events; own: each policy's own schedule. Default: 32 for two or "
+        values.several(
+            "N|own[,...]",
+            "Rows between events; own: each policy's own schedule. Default: 32 for two or "
             "more policies, the schedule of its paper for one.",
+            "--interval",
         ),
     ] = None,
     own_schedule: values.OwnSchedule = False,
@@ -64,19 +59,15 @@ def sweep(
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="What to measure, as `kvsim metrics` lists it; default: the main metrics.",
+        values.several(
+            "NAME[,NAME...]",
+            "What to measure, as `kvsim metrics` lists it; default: the main metrics.",
         ),
     ] = None,
     records: Annotated[
         bool, typer.Option("--records", help="Keep what each cell would have kept, too.")
     ] = False,
-    memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory of each process for a block of layers."),
-    ] = None,
+    memory: values.Memory = None,
     device: values.Device = "cpu",
     out: Annotated[
         str | None,
@@ -173,7 +164,6 @@ def _check(
     scheduler: str | None,
     folder_only: bool,
 ) -> None:
-    """Raise OptionError for options that need a folder, or that exclude each other."""
     if out is None and (shard or slurm or folder_only):
         option = "--shard" if shard else "--slurm" if slurm else "--status and --collect"
         raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
@@ -193,7 +183,6 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
-    """Return the grid of a configuration, of options, or of the folder."""
     from kvsim.sweeps.grid import grid_of, read_grid
     from kvsim.sweeps.shards import Shards
 
@@ -209,11 +198,10 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
         if isinstance(kept, Shards):
             return kept.grid()
         raise OptionError("nothing to sweep; give CONFIG.yaml, or traces, --policy and --budget")
-    for name in ("policies", "budgets"):
+    for name, option in {"policies": "--policy", "budgets": "--budget"}.items():
         if not given[name]:
-            option = {"policies": "--policy", "budgets": "--budget"}[name]
             raise OptionError(f"{option} is missing; give one, or several between commas")
-    numbers = None if given["layers"] is None else values.parse_layers(given["layers"])
+    numbers = values.parse_layers(given["layers"])
     document = {name: value for name, value in given.items() if value is not None}
     document |= {"layers": numbers, "traces": [str(path) for path in values.paths_of(source)]}
     settings = values.settings_of(given["policies"], document.pop("set", None) or [])
@@ -297,7 +285,6 @@ def _time(seconds: float) -> str:
 
 
 def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
-    """Print how far a sweep is."""
     run = plan.run(kept)
     done = kept.done
     left = [task for task in (each.without(done) for each in plan.tasks) if task is not None]
@@ -333,12 +320,7 @@ def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> N
 
 
 def _show(
-    run: Run,
-    plan: Plan,
-    out: str | None,
-    *,
-    as_json: bool,
-    shard: tuple[int, int] | None = None,
+    run: Run, plan: Plan, out: str | None, *, as_json: bool, shard: tuple[int, int] | None = None
 ) -> None:
     """Print the results, or what of them is there, and end with the right status."""
     from kvsim.cli.replaying import fidelity_line, means, unbounded
@@ -359,8 +341,7 @@ def _show(
             show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
             show.echo_text(means(metrics, len(plan.traces)))
             show.echo_text(fidelity_line(run.table, metrics))
-        for remark in run.remarks:
-            show.echo_text(f"Note: {remark}.")
+        show.echo_notes(run.remarks)
     if out is not None and not as_json:
         more = "" if shard is None else "; --collect writes the results"
         show.echo_text(f"{done} of {plural(total, 'cell')} are done in {out}{more}.")

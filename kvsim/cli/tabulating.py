@@ -21,69 +21,50 @@ _PARTS = ("stage", "layer", *LABELS)
 
 
 def table(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN",
-            help="Folders that `kvsim replay`, `live` or `sweep --out` wrote, or Tables in "
-            ".parquet files.",
-        ),
-    ],
+    runs: values.Runs,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="What to show, a column each, of metrics with variants the main one; default: the "
+        values.several(
+            "NAME[,NAME...]",
+            "What to show, a column each, of metrics with variants the main one; default: the "
             "main metrics of the runs, in latex and markdown the first two that rank policies.",
         ),
     ] = None,
     by: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help=f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
+        values.several(
+            "NAME[,NAME...]",
+            f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
             "layers, as in Table 14 of AMS; the others but layer are labels of prompts.",
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            callback=values.split, metavar="NAME[,NAME...]", help="The policies; default: all."
-        ),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            callback=values.split, metavar="N|P%[,...]", help="The budgets; default: all."
-        ),
-    ] = None,
+    policy: values.PoliciesOfRuns = None,
+    budget: values.BudgetsOfRuns = None,
     form: Annotated[
-        Form,
-        typer.Option("--format", help="csv and json have a row per metric, and every number."),
+        Form, typer.Option("--format", help="csv and json have a row per metric, and every number.")
     ] = "table",
 ) -> None:
     """Print means of finished runs over prompts, with their 95 % intervals.
 
     Layers, heads and events are averaged within a prompt first. Nothing is replayed.
     """
-    unknown = [name for name in by or () if name not in _PARTS]
-    if unknown:
-        raise OptionError(f"--by is {unknown[0]!r}; expected {', '.join(_PARTS)}")
+    by = by or []
+    for name in by:
+        if name not in _PARTS:
+            raise OptionError(f"--by is {name!r}; expected {', '.join(_PARTS)}")
 
     data = plotting.read(runs, policy, budget)
     assert data.table is not None  # noqa: S101 - for type checkers; runs always have one
     paper = form in ("latex", "markdown")
-    means = _means(data.table, metric, by or [], most=2 if paper else None)
+    means = _means(data.table, metric, by, most=2 if paper else None)
     if form == "csv":
         show.echo_text(means.write_csv().rstrip())
     elif form == "json":
         show.echo_json(show.cells(means))
     else:
-        headers, rows = _wide(means, by or [])
+        headers, rows = _wide(means, by)
         if form == "table":
-            show.echo_table(headers, rows, right=2 + len(by or []))
+            show.echo_table(headers, rows, right=2 + len(by))
         else:
             show.echo_text({"latex": latex, "markdown": markdown}[form](headers, rows))
         notes = [_meaning(means), *(f"Note: {remark}." for remark in dict.fromkeys(data.remarks))]
@@ -127,15 +108,12 @@ def _means(
             "prompts with this label"
         )
     means = averages(chosen.drop_nulls(by), by).filter(pl.col("mean").is_not_null())
-    order = {name: place for place, name in enumerate(metrics)}
-    place = pl.col("metric").replace_strict(order, return_dtype=pl.Int64)
-    return means.sort([*by, place], maintain_order=True)
+    return means.sort(*by, pl.col("metric").cast(pl.Enum(metrics)), maintain_order=True)
 
 
 def _meaning(means: pl.DataFrame) -> str:
-    """What the means are over, and their fidelity."""
-    counts = sorted({*means["n"].to_list()})
-    prompts = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    counts = sorted(means["n"])
+    prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     labels = ", ".join(sorted(means["fidelity"].cast(str).unique()))
     return (
         f"Means over {prompts} prompts, of layers, heads and events within a prompt first, in "
@@ -153,10 +131,7 @@ def _wide(means: pl.DataFrame, by: list[str]) -> tuple[list[str], list[list[str]
     for row in means.iter_rows(named=True):
         cells = rows.setdefault(tuple(row[key] for key in keys), {})
         form = show.metric_format(row["metric"])
-        text = f"{row['mean']:{form}}"
-        if row["low"] is not None:
-            text += f" [{row['low']:{form}}, {row['high']:{form}}]"
-        cells[row["metric"]] = text
+        cells[row["metric"]] = show.interval(row["mean"], row["low"], row["high"], form)
         cells[f"{row['metric']} chance"] = show.number(row["chance"], form)
     shown = len(by) + 1
     lines = [

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli.show import bar, echo_json, echo_text, one_line
+from kvsim.cli.show import bar, echo_error, echo_json, echo_text, one_line
 from kvsim.cli.values import Json, Overwrite, Stop, TracePaths, path_argument, path_option, paths_of
 from kvsim.schema import FORMAT_VERSION
 from kvsim.tiny.sample import SAMPLES
@@ -92,7 +92,7 @@ def recover(
     for draft in store.find_drafts(trace.parent):
         if draft.target == trace and draft.kind == "old":
             removal = f"kvsim trace discard {shlex.quote(str(draft.path))}"
-            typer.echo(f"note: {draft} is left over; `{removal}` removes it", err=True)
+            echo_error(f"note: {draft} is left over; `{removal}` removes it")
     if as_json:
         echo_json({"trace": facts})
         return

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def tune(
     traces: values.TracePaths,
     policy: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="The policy to tune, as `kvsim policies` lists it."),
+        str, typer.Option(metavar="NAME", help="The policy to tune, as `kvsim policies` lists it.")
     ],
     budget: Annotated[
         str,
@@ -30,15 +29,12 @@ def tune(
         ),
     ],
     metric: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="What to improve: a metric with a better direction."),
+        str, typer.Option(metavar="NAME", help="What to improve: a metric with a better direction.")
     ] = "output_error",
     search: Annotated[
         list[str] | None,
-        typer.Option(
-            callback=values.split,
-            metavar="NAME[,NAME...]",
-            help="The parameters to search; default: all that have a range or choices.",
+        values.several(
+            "NAME[,NAME...]", "The parameters to search; default: all that have a range or choices."
         ),
     ] = None,
     settings: Annotated[
@@ -158,17 +154,24 @@ def _print(tuning: Tuning, options: str) -> None:
         interval = "-"
         if row["low"] is not None:
             interval = f"{row['low']:{signed}} to {row['high']:{signed}}"
-        numbers = [f"{row['default']:{form}}", f"{row['tuned']:{form}}", f"{row['gain']:{signed}}"]
-        last = [interval, show.number(row["p"], ".2g"), row["fidelity"]]
-        rows.append([row["prompts"], str(row["n"]), *numbers, *last])
-    headers = ["prompts", "n", "default", "tuned", "gain", "95 % interval", "p", "fidelity"]
-    show.echo_table(headers, rows, right=1)
-    found = f"Parameters: {options}" if tuning.parameters else "Nothing better than the default."
-    show.echo_text(f"\n{found}\n")
+        rows.append(
+            {
+                "prompts": row["prompts"],
+                "n": str(row["n"]),
+                "default": f"{row['default']:{form}}",
+                "tuned": f"{row['tuned']:{form}}",
+                "gain": f"{row['gain']:{signed}}",
+                "95 % interval": interval,
+                "p": show.number(row["p"], ".2g"),
+                "fidelity": row["fidelity"],
+            }
+        )
+    show.echo_rows(rows, right=1)
+    outcome = f"Parameters: {options}" if tuning.parameters else "Nothing better than the default."
     show.echo_text(
+        f"\n{outcome}\n\n"
         "gain: by how much the tuned parameters are better than the default ones, mean over "
         "prompts. On the prompts searched on it is partly luck; p: of the gain on prompts held "
         "out, from flips of its signs."
     )
-    for remark in tuning.remarks:
-        show.echo_text(f"Note: {remark}.")
+    show.echo_notes(tuning.remarks)

@@ -1,4 +1,4 @@
-"""`kvsim fidelity`: how well replays predict what policies do to the running model."""
+"""`kvsim fidelity` and `kvsim predict`: what replays say about the running model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from kvsim.cli import show, values
 from kvsim.cli.living import load
 from kvsim.cli.replaying import finish, left
 from kvsim.cli.values import OptionError, Stop
-from kvsim.schema import plural
+from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
     import polars as pl
 
+    from kvsim.analysis.prediction import Calibration
     from kvsim.sweeps.outcome import Run
 
 _CORRELATIONS = """\
@@ -34,6 +35,13 @@ _CAVEAT = """\
 The model was fed the recorded responses. A high correlation says that the replay orders policies
 and budgets like these on prompts like these; it says nothing about the size of what happens to the
 model, nor about other models or much longer prompts."""
+
+
+_PREDICTED = """\
+Live KL: divergence of the model's predictions from those with the full cache, in nats per token of
+the recorded response, mean over traces. The interval covers at least 90 % of prompts and policies
+that are new to the calibration, if they are like those that it was fitted on. Answer lost: share of
+answers, right with the full cache, that were wrong in live runs with such a layer error."""
 
 
 def fidelity(
@@ -129,7 +137,6 @@ def fidelity(
 
 
 def _whole(run: Run) -> Run:
-    """Return a run that was not interrupted; KeyboardInterrupt otherwise."""
     if run.interrupted:
         raise KeyboardInterrupt
     return run
@@ -160,7 +167,7 @@ def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> Non
             [
                 *(row["metric"], str(row["layer"])),
                 *(show.number(row[name], ".3g") for name in ("open", "closed")),
-                _interval(row["ratio"], row["low"], row["high"], ".2f"),
+                show.interval(row["ratio"], row["low"], row["high"], ".2f"),
                 show.number(row["between"], ".2f"),
             ]
             for row in layers.to_dicts()
@@ -186,30 +193,20 @@ def _correlation_rows(table: pl.DataFrame) -> tuple[list[str], list[list[str]]]:
     """A row per metric, those that predict the first outcome best above."""
     rows = {(row["metric"], row["outcome"]): row for row in table.to_dicts()}
     metrics, outcomes = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
-    outcomes = [
-        x for x in outcomes if any(rows.get((y, x), _NONE)["between"] is not None for y in metrics)
-    ]
-    headers = ["metric"]
+    cells = {(x, y): rows.get((x, y), _NONE) for x in metrics for y in outcomes}
+    outcomes = [y for y in outcomes if any(cells[x, y]["between"] is not None for x in metrics)]
+    if outcomes:  # the best one of the first outcome above
+        first = {name: cells[name, outcomes[0]]["between"] for name in metrics}
+        metrics.sort(key=lambda name: -2.0 if first[name] is None else first[name], reverse=True)
+    headers, lines = ["metric"], [[name] for name in metrics]
+    ends = ("between", "between_low", "between_high")
     for outcome in outcomes:
         headers += [f"{outcome}:\nbetween cells", "\nwithin"]
-    if outcomes:  # the best one of the first outcome above
-        first = {name: rows.get((name, outcomes[0]), _NONE)["between"] for name in metrics}
-        metrics.sort(key=lambda name: -2.0 if first[name] is None else first[name], reverse=True)
-    lines = []
-    for name in metrics:
-        line = [name]
-        for outcome in outcomes:
-            row = rows.get((name, outcome), _NONE)
-            line.append(_interval(row["between"], row["between_low"], row["between_high"], "+.2f"))
-            line.append(show.number(row["within"], "+.2f"))
-        lines.append(line)
+        for line in lines:
+            cell = cells[line[0], outcome]
+            line.append(show.interval(*(cell[end] for end in ends), form="+.2f"))
+            line.append(show.number(cell["within"], "+.2f"))
     return headers, lines
-
-
-def _interval(mean: float | None, low: float | None, high: float | None, form: str) -> str:
-    if mean is None or low is None or high is None:
-        return show.number(mean, form)
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _kept(table: pl.DataFrame) -> pl.DataFrame:
@@ -231,3 +228,110 @@ def _kept(table: pl.DataFrame) -> pl.DataFrame:
         .join(lowest, on="layer", maintain_order="left")
         .sort("layer")
     )
+
+
+def predict(
+    traces: values.TracePaths,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
+    settings: values.Settings = None,
+    fit: values.Fit = False,
+    calibration: Annotated[
+        Path | None,
+        values.path_option(
+            "FILE", "What `kvsim fidelity --calibration` wrote; default: what ships with kvsim."
+        ),
+    ] = None,
+    device: values.Device = "cpu",
+    as_json: values.Json = False,
+) -> None:
+    """Predict from replay how far the running model diverges.
+
+    Replays policies at budgets over traces and estimates the KL divergence of a live run from the
+    layer error, with an interval, and the risk that an answer is lost. Needs a calibration of the
+    same model, and estimates nothing outside the layer errors that it was fitted on.
+    """
+    from kvsim.analysis import prediction
+    from kvsim.sweeps.run import replay_all
+
+    policies = values.build_policies(policy, settings, fit=fit)
+    recorded = values.open_traces(traces)
+    fitted = prediction.calibration_of(recorded, calibration)
+    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
+    terms["own_schedule"] = own_schedule
+    try:
+        with show.bar("cells") as report:
+            run = replay_all(
+                *(recorded, policies, budget),
+                metrics=["layer_error"],
+                device=device,
+                progress=report,
+                **terms,
+            )
+    except KeyboardInterrupt:
+        raise Stop("interrupted, nothing was written", 130) from None
+    rows = prediction.predict(run.table, fitted).to_dicts()
+    remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])
+    if as_json:
+        document = {"calibration": fitted.document(), "cells": rows, "remarks": remarks}
+        show.echo_json(run.describe() | document)
+    else:
+        _print_predictions(fitted, rows, remarks)
+    finish(run, len(recorded) * len(policies) * len(budget), None)
+    if rows and all(row["outside"] for row in rows):
+        raise Stop("error: no cell is within the calibration, so nothing is predicted", 2)
+
+
+def _print_predictions(fitted: Calibration, rows: list[dict[str, Any]], remarks: list[str]) -> None:
+    show.echo_text(
+        f"Calibration: {fitted.model}, {plural(fitted.prompts, 'prompt')} of {fitted.tokens[0]} to "
+        f"{fitted.tokens[1]} tokens, {len(fitted.policies)} policies, budgets "
+        f"{', '.join(fitted.budgets)}.\n"
+    )
+    lines = [
+        {
+            "policy": row["policy"],
+            "budget": row["asked"],
+            "layer error": show.number(row["error"], ".3g"),
+            "live KL": _kl(row["kl"]),
+            "90 % interval": "-"
+            if row["kl"] is None
+            else f"{_kl(row['low'])} to {_kl(row['high'])}",
+            "answer lost": show.interval(row["risk"], row["risk_low"], row["risk_high"], ".0%"),
+        }
+        for row in rows
+    ]
+    show.echo_rows(lines, right=2)
+    show.echo_text(f"\n{_PREDICTED}")
+    show.echo_notes(remarks)
+
+
+def _kl(value: float | None) -> str:
+    from kvsim.analysis.prediction import FLOOR
+
+    if value is None:
+        return "-"
+    return f"{value:.2g}" if value > FLOOR or not value else f"< {FLOOR:g}"
+
+
+def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int]) -> list[str]:
+    """What differs from what the calibration was fitted on."""
+    out = [
+        f"{row['policy']}, budget {row['asked']}: {row['outside']}"
+        for row in rows
+        if row["outside"] is not None
+    ]
+    schedules = {(row["interval"], row["prefill"]) for row in rows}
+    if schedules - {(fitted.interval, fitted.prefill)} and fitted.interval is not None:
+        after = schedule(fitted.interval, prefill=bool(fitted.prefill))
+        out.append(f"the calibration is of events after {after}, and these are others")
+    if min(tokens) < fitted.tokens[0] or max(tokens) > fitted.tokens[1]:
+        out.append(
+            f"traces of {' to '.join(map(str, sorted({min(tokens), max(tokens)})))} tokens, other "
+            "lengths than those of the calibration"
+        )
+    return out

@@ -52,6 +52,11 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
     return list(dict.fromkeys(parts))
 
 
+def several(metavar: str, text: str, *names: str) -> Any:
+    """Return an option, of which `text` is the help, that takes several values between commas."""
+    return typer.Option(*names, callback=split, metavar=metavar, help=text)
+
+
 def parse_device(name: str | None) -> str | None:
     """Return the name of a device of this machine. Raises OptionError for another one."""
     if name in (None, "cpu"):  # without torch, which takes a second to import
@@ -67,11 +72,10 @@ def parse_device(name: str | None) -> str | None:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 PolicyNames = Annotated[
     list[str],
-    typer.Option(
+    several(
+        "NAME[,NAME...]",
+        "Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
         "--policy",
-        callback=split,
-        metavar="NAME[,NAME...]",
-        help="Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
     ),
 ]
 Settings = Annotated[
@@ -84,11 +88,10 @@ Settings = Annotated[
 ]
 Budgets = Annotated[
     list[str],
-    typer.Option(
+    several(
+        "N|P%[,...]",
+        "Entries per KV head that stay after an event, or a share of the trace's length.",
         "--budget",
-        callback=split,
-        metavar="N|P%[,...]",
-        help="Entries per KV head that stay after an event, or a share of the trace's length.",
     ),
 ]
 Interval = Annotated[
@@ -126,7 +129,7 @@ Compress = Annotated[
     Literal["prompt", "context", "both"] | None,
     typer.Option(
         help="What the event after the prompt compresses: with context it fires before the "
-        "question, of traces that say where their context ends; default: prompt.",
+        "question, of traces that say where their context ends; default: prompt."
     ),
 ]
 Jobs = Annotated[
@@ -173,6 +176,28 @@ ShowText = Annotated[
 Events = Annotated[
     bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory of each process for a block of layers, such as 500MB or 2GB; larger traces "
+        "are replayed block by block.  [default: 2GiB]",
+    ),
+]
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN",
+        help="Folders that `kvsim replay`, `sweep` or `live` wrote to --out, URLs of them in a "
+        "store, or Tables in .parquet files.",
+    ),
+]
+PoliciesOfRuns = Annotated[
+    list[str] | None, several("NAME[,NAME...]", "The policies; default: all of the runs.")
+]
+BudgetsOfRuns = Annotated[
+    list[str] | None, several("N|P%[,...]", "The budgets; default: all of the runs.")
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
@@ -202,15 +227,11 @@ def check_run_options(
     out: Path | None, *, resume: bool, events: bool, overwrite: bool = False
 ) -> None:
     """Raise OptionError where an option is about a run folder and there is none."""
-    if overwrite and (out is None or resume):
-        raise OptionError(
-            "--overwrite replaces the run in --out, which --resume continues; expected --out DIR "
-            "and one of them"
-        )
-    if resume and out is None:
-        raise OptionError("--resume continues the run in --out; give --out DIR as well")
-    if events and out is None:
-        raise OptionError("--events is about the results in --out; give --out DIR as well")
+    if overwrite and resume:
+        raise OptionError("--overwrite replaces the run that --resume continues; give one of them")
+    flags = {"--overwrite": overwrite, "--resume": resume, "--events": events}
+    for flag in (name for name, given in flags.items() if given and out is None):
+        raise OptionError(f"{flag} is about the run in --out; give --out DIR as well")
 
 
 def paths_of(traces: Iterable[str]) -> list[Path | str]:
@@ -247,10 +268,10 @@ def parse_set(text: str) -> tuple[str, Value]:
     return key, value
 
 
-def parse_memory(text: str) -> int:
-    """Parse a size: 500MB, 2GB, 1GiB, or a number of bytes."""
-    size = size_in_bytes(text)
-    if size is None:
+def parse_memory(text: str | None) -> int | None:
+    """Parse a size, if one is given: 500MB, 2GB, 1GiB, or a number of bytes."""
+    size = None if text is None else size_in_bytes(text)
+    if size is None and text is not None:
         raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
     return size
 
@@ -272,9 +293,10 @@ def parse_ranges(text: str, option: str, expected: str) -> list[int]:
     return numbers
 
 
-def parse_layers(text: str) -> list[int]:
-    """Parse numbers of layers."""
-    return parse_ranges(text, "--layers", "numbers and ranges between commas, such as 0,4-7,-1")
+def parse_layers(text: str | None) -> list[int] | None:
+    """Parse numbers of layers, if any are given."""
+    expected = "numbers and ranges between commas, such as 0,4-7,-1"
+    return None if text is None else parse_ranges(text, "--layers", expected)
 
 
 def build_policies(
@@ -308,12 +330,12 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     `ams+expected_attention`); `window=8` of each that has the key, which is said on standard error
     if there are several. Raises PolicyError if no policy has the key.
     """
-    from kvsim.cli.show import echo_text
+    from kvsim.cli.show import echo_error
     from kvsim.policies import has_parameter, parameters, policy
     from kvsim.policies.naming import canonical, hidden_key
 
     names = [canonical(name) for name in names]
-    custom = [name for name in names if ":" in name]
+    custom = {name for name in names if ":" in name}
     keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
     out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
     parsed = [(text, *_owners(text.partition("=")[0].strip(), names)) for text in settings]
@@ -335,17 +357,16 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
         if len(takers) > 1:
-            echo_text(
+            echo_error(
                 f"Note: --set {text} changes {', '.join(takers)}; --set {takers[0]}.{text} would "
-                f"change {takers[0]} alone.",
-                err=True,
+                f"change {takers[0]} alone."
             )
         for name in takers:
             out[name][key] = [value for _, value in pairs]
             hidden = None if name in custom else hidden_key(name, key)
             if hidden is not None:
                 note = f"Note: --set {text} is not that of {hidden[0]} in {name}"
-                echo_text(f"{note}; --set {hidden[1]} is.", err=True)
+                echo_error(f"{note}; --set {hidden[1]} is.")
     return out
 
 

@@ -70,7 +70,6 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
 
 
 def _verdict(table: pl.DataFrame) -> str:
-    """Which policy is best at each budget, and how sure that is."""
     verdict = answer(table, _SHOWN)[1]
     return section("Verdict", "", lines(tag("p", line) for line in verdict)) if verdict else ""
 
@@ -157,7 +156,6 @@ def _of_traces(table: pl.DataFrame) -> str:
 
 
 def _claims(table: pl.DataFrame) -> str:
-    """What the papers say, and whether it is so on the traces of a Table."""
     by_paper = claims(table)
     prompts = table["trace"].n_unique()
     every = [one for of_paper in by_paper.values() for one in of_paper]

@@ -247,6 +247,5 @@ def _by_layer(study: Study, columns: Sequence[Column], *, together: bool = True)
 
 
 def _some(n_layers: int, most: int) -> list[int]:
-    """At most so many layers, evenly spaced, the first and the last among them."""
     places = np.linspace(0, n_layers - 1, min(n_layers, most))
     return [int(place) for place in places.round()]

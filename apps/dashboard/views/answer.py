@@ -23,7 +23,6 @@ def page() -> None:
 
 
 def _run(run: runs.Run) -> None:
-    """Show which policy is best at each budget, and the numbers behind that."""
     elements.title(
         "Answer",
         "Which policy is best at each budget of this run, and how sure that is. The page *Compare* "
@@ -54,7 +53,6 @@ def _run(run: runs.Run) -> None:
 
 
 def _texts() -> None:
-    """Show the text of one head under two policies, by what became of its tokens."""
     trace = controls.trace()
     st.sidebar.divider()
     policies = {"Policy": ("first", FIRST), "Second policy": ("second", SECOND)}

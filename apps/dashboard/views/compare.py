@@ -69,7 +69,6 @@ def page() -> None:
 
 
 def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
-    """Read the controls."""
     measured = set(values["metric"].unique())
     listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
     start = listed.index("output_error") if "output_error" in listed else 0
@@ -129,7 +128,6 @@ def _over_budgets(comparison: Comparison) -> None:
 
 
 def _differences(comparison: Comparison) -> None:
-    """Show each policy minus the base, prompt by prompt."""
     st.subheader("Paired differences", anchor=False)
     if len(comparison.policies) < 2:
         st.info("Choose a second policy to compare with.")
@@ -156,7 +154,6 @@ def _differences(comparison: Comparison) -> None:
 
 
 def _front(comparison: Comparison) -> None:
-    """Show output error and wipe-out against what the cache costs: entries or bytes."""
     st.subheader("Cost", anchor=False)
     st.markdown(
         "Budgets bind policies differently, so this picture shows the entries that rows really "
@@ -188,7 +185,6 @@ def _front(comparison: Comparison) -> None:
 
 
 def _regret(comparison: Comparison, *, measured: set[str]) -> None:
-    """Show how much more attention the best possible kept sets retain."""
     st.subheader("Regret", anchor=False)
     if "regret" not in measured:
         st.info(

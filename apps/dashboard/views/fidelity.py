@@ -67,7 +67,6 @@ def page() -> None:
 
 
 def _by_metric(run: runs.Run) -> list[str]:
-    """Show the levels of each metric; return the metrics."""
     st.subheader("By metric", anchor=False)
     by_metric = runs.shares(run.origin, ("metric",))
     measured: list[str] = by_metric["metric"].unique(maintain_order=True).to_list()
@@ -78,7 +77,6 @@ def _by_metric(run: runs.Run) -> list[str]:
 
 
 def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None:
-    """Show the levels of one metric in each layer."""
     st.subheader("By layer", anchor=False)
     start = measured.index("output_error") if "output_error" in measured else 0
     metric = controls.choose("Metric by layer", "metric", measured, start)
@@ -98,7 +96,6 @@ def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None
 
 
 def _two_levels(run: runs.Run) -> None:
-    """Show values that are there at two levels, in this run or with another one."""
     st.subheader("The same values at two levels", anchor=False)
     folders = controls.runs().items()
     others = {name: path for name, path in folders if cache.Source.of(path) != run.origin}
@@ -127,7 +124,6 @@ def _two_levels(run: runs.Run) -> None:
 def _differences(
     run: runs.Run, origins: tuple[runs.Origin, ...], differences: pl.DataFrame
 ) -> None:
-    """Show the differences between levels of one metric."""
     st.markdown(
         "The stronger level minus the weaker one, value by value: same trace, policy, budget, "
         "schedule, metric, layer and head. The difference is what the weaker level left out."

@@ -98,7 +98,6 @@ def _few(curve: Curve) -> str:
 
 
 def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Diagnosis) -> None:
-    """Show variance, agreement, entropy and sparsity by layer."""
     curve = diagnosis.curve
     selected = None if diagnosis.layer is None else (float(diagnosis.layer), "selects")
     table = layer_table([diagnosis])
@@ -173,7 +172,6 @@ def _curves(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Dia
 
 
 def _pattern(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Diagnosis) -> None:
-    """Show the ranks of the tokens that the last layers rank first."""
     curve = diagnosis.curve
     st.subheader("Rank pattern", anchor=False)
     st.markdown(
@@ -201,7 +199,6 @@ def _pattern(trace: Trace, source: cache.Source, ranking: Ranking, diagnosis: Di
 
 
 def _overlap(trace: Trace, source: cache.Source) -> None:
-    """Show the overlap of the top keys of windows of one layer."""
     st.subheader("Does attention come back?", anchor=False)
     st.markdown(
         "Of the top keys of the last rows, the share that earlier windows of rows had among theirs "

@@ -100,7 +100,6 @@ def _map(number: int, replay: Replayed, row: int, height: int) -> None:
 
 
 def _reads(number: int, replay: Replayed, row: int) -> None:
-    """Show the map of what rows read, and say what one of them reads."""
     st.html(event_charts.READ_LEGEND)
     texts = replay.settings.trace.token_text
     figure = event_charts.reading(replay.map_of_reads, texts, row, 420)
@@ -109,7 +108,6 @@ def _reads(number: int, replay: Replayed, row: int) -> None:
 
 
 def _events(number: int, replay: Replayed, row: int, height: int) -> None:
-    """Show the map of all events, and say what is left after the chosen one."""
     texts = replay.settings.trace.token_text
     figure = event_charts.retention(replay.picture, texts, row, height)
     elements.chart(figure, f"map-{number}")
@@ -121,7 +119,6 @@ def _events(number: int, replay: Replayed, row: int, height: int) -> None:
 
 
 def _texts(settings: Settings, shown: Sequence[Replayed], row: int) -> None:
-    """Show the text of each replay at the event."""
     trace = settings.trace
     st.subheader("Text", anchor=False)
     if trace.token_text is None:
@@ -143,7 +140,6 @@ def _texts(settings: Settings, shown: Sequence[Replayed], row: int) -> None:
 
 
 def _downloads(number: int, replay: Replayed) -> None:
-    """Offer the numbers of all events as a file, with the parameters."""
     chosen = replay.settings
     with st.expander(f"Parameters and numbers of all events, {replay.name}"):
         st.json(dict(replay.record.params), expanded=False)

@@ -107,7 +107,6 @@ def _replays(
 
 
 def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None:
-    """Show one event: numbers, the picture, and both as files."""
     trace, layer, row = replays.trace, replays.layer, event.row
     courses = {
         replays.name: head_course(replays.ams, layer, replays.head),
@@ -131,7 +130,6 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
 
 
 def _cut(replays: Replays, row: int) -> None:
-    """Show how the event cut the head's cache: segments, how far they moved, masses."""
     cuts = cut_table(replays.ams, replays.layer, replays.head)
     cut = cuts.row(by_predicate=pl.col("event") == row, named=True)
     shift, f1 = cut["shift"], cut["f1"]
@@ -160,8 +158,6 @@ def _cut(replays: Replays, row: int) -> None:
 
 
 def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> None:
-    """Offer the segments of all events and the figure of this one as files."""
-
     def figure() -> bytes:
         rows = [one.row for one in (before, event) if one is not None]
         place = {"layer": replays.layer, "head": replays.head}

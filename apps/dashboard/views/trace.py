@@ -60,7 +60,6 @@ def _attention(trace: Trace) -> tuple[int, int]:
 
 
 def _heads(trace: Trace) -> None:
-    """Show what every query head of the layer attends to, in numbers."""
     st.subheader("Heads of this layer", anchor=False)
     st.markdown(
         "Means over the rows of the response: attention on the first 4 positions (*sink*), on the "
