@@ -1,24 +1,4 @@
-"""Errors of kvsim. Each message says what was found, what was expected and what to do.
-
-KvsimError
-├── TraceError (ValueError)            a trace is incomplete, damaged, too new, of wrong shapes
-│   ├── TraceNotFoundError (FileNotFoundError)
-│   └── TraceExistsError (FileExistsError)
-├── PositionError (IndexError)         a row, a position or a layer that a trace does not have
-├── CaptureError (RuntimeError)        a model or prompt that cannot be recorded exactly
-├── PolicyError (ValueError)           an unknown policy or parameter, or a value outside its range
-│   ├── BudgetError                    a budget that the policy has no rule for
-│   ├── NeedsError                     a policy or metric needs what the trace lacks
-│   └── ScoreError (FloatingPointError) scores that cannot rank the live entries
-├── TextError (ValueError)             a prompt on real text that cannot be written
-├── GoldError (ValueError)             gold tokens that a prompt does not have
-├── DumpError (ValueError)             a dump of kept sets that is damaged
-├── ConfigError (ValueError)           a configuration of a sweep that cannot be read
-├── ClusterError (ConnectionError)     a cluster that cannot be reached, or whose versions differ
-├── MemoryLimitError (MemoryError)     the memory budget does not hold a single layer
-├── OutputError (FileExistsError)      an output path that exists or cannot be written
-└── ExtraError (ImportError)           a library of an extra that is not installed
-"""
+"""Errors of kvsim. Each message says what was found, what was expected and what to do."""
 
 from __future__ import annotations
 

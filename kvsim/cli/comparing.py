@@ -170,10 +170,10 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             "budget": show.budget_text(round(row["entries"]), share),
             "policy": row["policy"],
             "rank": show.number(row["rank"], "d"),
-            "mean": show.interval(row["mean"], row["low"], row["high"], form),
+            "mean": show.interval(form, row["mean"], row["low"], row["high"]),
             "leads on": "-" if row["leads"] is None else f"{row['leads']} of {row['n']}",
             f"minus {base}": show.interval(
-                *(row[f"difference{end}"] for end in ("", "_low", "_high")), form=signed
+                signed, *(row[f"difference{end}"] for end in ("", "_low", "_high"))
             ),
             "p (Holm)": "≤ " * _least_possible(comparison, row) + show.number(row["p_holm"], ".2g"),
             "verdict": row["verdict"] or ("-" if row["rank"] is None else "best"),

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,7 +48,7 @@ def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False)
 
 
 def _echo_facts(facts: Mapping[str, Any]) -> None:
-    model = facts["model"]
+    model, logprobs = facts["model"], facts["response_logprobs"]
     fields = {
         "trace": f"{facts['path']} (format {facts['format']}, {size_text(facts['bytes'])})",
         "binding": "" if facts["format"] >= BOUND else _UNBOUND,
@@ -61,14 +62,14 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(label)}" for name, label in facts["labels"].items()),
         **{
-            f"{quoted(name)} at tokens": ", ".join(
-                f"{a}-{b - 1}" if b > a + 1 else str(a) for a, b in spans
-            )
+            f"{quoted(name)} at tokens": ", ".join(ranges(range(*span)) for span in spans)
             for name, spans in facts["spans"].items()
         },
         "prompt": quoted(facts["prompt"]),
         "response": quoted(facts["response"]),
-        "log-likelihood": _likelihood(facts["response_logprobs"]),
+        "log-likelihood": f"{fmean(logprobs):.4f} per token of the response, on average"
+        if logprobs
+        else "",
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "projections": _projections(facts["projections"]),
@@ -103,28 +104,22 @@ def _attention(facts: Mapping[str, Any]) -> str:
             kind["sinks"] and "sinks",
             kind["rotary_dim"] == 0 and "no RoPE",
         ]
-        layers = ", ".join(map(str, kind["layers"]))
-        texts.append(f"layers {layers}: {', '.join(filter(None, parts)) or 'plain'}")
+        layers, described = kind["layers"], ", ".join(filter(None, parts)) or "plain"
+        texts.append(f"layers {', '.join(map(str, layers))}: {described}")
     return "" if len(texts) == 1 and texts[0].endswith(": plain") else "; ".join(texts)
 
 
-def _likelihood(logprobs: Sequence[float]) -> str:
-    if not logprobs:
-        return ""
-    mean = sum(logprobs) / len(logprobs)
-    return f"{mean:.4f} per token of the response, on average"
-
-
 def _capture_check(check: Mapping[str, Any] | None) -> str:
-    if not check or not check.get("max_relative_error"):
+    errors = check.get("max_relative_error") if check else None
+    if not errors:
         return "none"
-    errors = check["max_relative_error"]
     values = list(errors.values()) if isinstance(errors, dict) else errors
     numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
     if not numbers:  # untrusted input
         return "not readable"
-    within = f"within {max(values):.1e} of the model's own (relative)"
-    return f"attention recomputed from q, k, v {within}"
+    return (
+        f"attention recomputed from q, k, v within {max(values):.1e} of the model's own (relative)"
+    )
 
 
 def _probe(facts: Mapping[str, Any] | None) -> str:
@@ -151,18 +146,16 @@ def is_cut(facts: Mapping[str, Any]) -> bool:
 
 def length_text(facts: Mapping[str, Any]) -> str:
     """Return the number of tokens, and what ended the response."""
-    prompt, total = facts["prompt_len"], facts["tokens"]
+    prompt, total, context = (facts[name] for name in ("prompt_len", "tokens", "context_len"))
     ends = {
         "eos": ", ended by the model",
         "stop": ", ended by a stop string",
+        "length": ", cut by --max-new-tokens" * is_cut(facts),
         "context": ", cut by the context",
         "interrupted": ", interrupted",
         "given": ", given",
     }
     end = ends.get(str(facts["generation"].get("stopped")), "")
-    if is_cut(facts):
-        end = ", cut by --max-new-tokens"
-    context = facts["context_len"]
     context_text = "" if context is None else f" with a context of {context}"
     return f"{total} tokens (prompt {prompt}{context_text}, response {total - prompt}{end})"
 
@@ -183,8 +176,7 @@ def answer_text(check: Mapping[str, Any] | None) -> str:
         return ""
     if check.get("answer") is None:
         return "no answer in the response"
-    verdict = "right" if check["right"] else "wrong"
-    return f"answer {quoted(check.get('answer'))} {verdict}"
+    return f"answer {quoted(check['answer'])} {'right' if check['right'] else 'wrong'}"
 
 
 def quoted(text: object) -> str:
@@ -217,28 +209,29 @@ def verify(
     problem. The JSON document of several traces is an object with the list 'traces'.
     """
     paths = paths_of(traces)
-    single, verdicts, reports = len(paths) == 1, [], []
+    single, verdict, reports = len(paths) == 1, "", []
     for path in paths:
         verdict, report = _checked(path, deep=deep)
         if verdict == "no trace" and single:
             raise Stop(f"error: {show.one_line(report['problems'][0])}", 2)
-        verdicts.append(verdict)
         reports.append(report)
         if not as_json:
             _echo_verdict(verdict, report, deep=deep, single=single)
     if as_json:
         show.echo_json(show.document(reports))
     bad = [report for report in reports if not report["ok"]]
-    if bad and not single:
-        count = f"{len(bad)} of {len(reports)} traces"
+    if not bad:
+        return
+    problems = [show.one_line(problem) for problem in bad[0]["problems"]]
+    if not single:
         expected = "are not complete and undamaged, expected all to be; see the report"
-        raise Stop(f"error: {count} {expected}", 2)
-    if bad and verdicts != ["damaged"]:
-        raise Stop(f"error: {show.one_line(bad[0]['problems'][0])}", 2)
-    if bad:
-        problems = plural(len(bad[0]["problems"]), "problem")
-        path = show.one_line(bad[0]["path"])
-        raise Stop(f"error: {path} is damaged ({problems}, expected none); record it again", 2)
+        error = f"{len(bad)} of {len(reports)} traces {expected}"
+    elif verdict == "damaged":
+        count = f"{plural(len(problems), 'problem')}, expected none"
+        error = f"{show.one_line(bad[0]['path'])} is damaged ({count}); record it again"
+    else:
+        error = problems[0]
+    raise Stop(f"error: {error}", 2)
 
 
 def _checked(path: Path | str, *, deep: bool) -> tuple[str, Mapping[str, Any]]:
@@ -262,9 +255,11 @@ def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single
     show.echo_text(f"{show.one_line(report['path'])}: {verdict}{more}")
     for problem in report["problems"]:
         show.echo_text(f"  {show.one_line(problem)}")
-    if report["ok"] and report["format"] < BOUND:
+    if not report["ok"]:
+        return
+    if report["format"] < BOUND:
         show.echo_text(f"  format {report['format']}: {_UNBOUND}")
-    if not (single and report["ok"]):
+    if not single:
         return
     fields = {
         "  layers": str(len(report["layers"])),
@@ -321,8 +316,6 @@ def traces(
         show.echo_json({"folder": str(folder), "traces": listed, "projections": shared})
         return
     whole = [entry for entry in entries if entry.state == "whole"]
-    broken = [entry for entry in entries if entry.state == "broken"]
-    hidden = [entry for entry in entries if entry.state not in ("whole", "broken")]
     if whole:
         _echo_traces(whole)
         typer.echo()
@@ -333,34 +326,34 @@ def traces(
     for each in shared:
         of = plural(each["traces"], "trace") if each["traces"] else "no trace"
         show.echo_text(f"{each['path']}: output projections of {of}, {size_text(each['bytes'])}")
-    for entry in broken:
-        show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
-    for entry in hidden:
-        show.echo_text(f"{show.one_line(entry.path)}: {_advice(entry, folder)}")
-    show.echo_text(_totals(whole, len(broken), hidden, str(folder)))
+    for entry in entries:
+        if entry.state == "broken":
+            show.echo_text(f"cannot be opened: {show.one_line(entry.reason)}")
+    for entry in entries:
+        if entry.state not in ("whole", "broken"):
+            show.echo_text(f"{show.one_line(entry.path)}: {_advice(entry, folder)}")
+    show.echo_text(_totals(entries, str(folder)))
 
 
 def _echo_traces(entries: Sequence[Entry]) -> None:
     used = [label for label in LABELS if any(label in entry.labels for entry in entries)]
     cut = any(entry.stopped == "interrupted" for entry in entries)
     rows = [
-        [
-            entry.path,
-            entry.model or "-",
-            *(str(entry.labels.get(label, "-")) for label in used),
-            entry.answer or "-",
-            *([entry.stopped or "-"] if cut else ()),
-            entry.versions.get("kvsim", "-"),
-            str(entry.tokens),
-            str(entry.prompt_len),
-            _layers(entry),
-            f"{entry.bytes / 1e6:.1f}",
-        ]
+        {
+            "trace": entry.path,
+            "model": entry.model or "-",
+            **{label: str(entry.labels.get(label, "-")) for label in used},
+            "answer": entry.answer or "-",
+            **({"stopped": entry.stopped or "-"} if cut else {}),
+            "kvsim": entry.versions.get("kvsim", "-"),
+            "tokens": str(entry.tokens),
+            "prompt": str(entry.prompt_len),
+            "layers": _layers(entry),
+            "MB": f"{entry.bytes / 1e6:.1f}",
+        }
         for entry in entries
     ]
-    columns = [*used, "answer", *(["stopped"] if cut else ()), "kvsim"]
-    headers = ["trace", "model", *columns, "tokens", "prompt", "layers", "MB"]
-    show.echo_table(headers, rows, right=len(columns) + 2)
+    show.echo_rows(rows, right=list(rows[0]).index("tokens"))
 
 
 def _advice(entry: Entry, folder: Path) -> str:
@@ -391,7 +384,8 @@ def _layers(entry: Entry) -> str:
     return f"{entry.layers} of {entry.model_layers}" if partial else str(entry.layers)
 
 
-def _totals(whole: Sequence[Entry], broken: int, hidden: Sequence[Entry], folder: str) -> str:
+def _totals(entries: Sequence[Entry], folder: str) -> str:
+    whole = [entry for entry in entries if entry.state == "whole"]
     parts = [f"{plural(len(whole), 'trace') if whole else 'no trace'} in {folder}"]
     if whole:
         parts.append(f"{sum(entry.tokens or 0 for entry in whole)} tokens")
@@ -399,10 +393,10 @@ def _totals(whole: Sequence[Entry], broken: int, hidden: Sequence[Entry], folder
     checked = [entry.answer for entry in whole if entry.answer is not None]
     if checked:
         parts.append(f"{checked.count('right')} of {len(checked)} answers right")
-    states = Counter(entry.state for entry in hidden)
+    states = Counter(entry.state for entry in entries)
     counts = {
         "interrupted": sum(entry.stopped == "interrupted" for entry in whole),
-        "cannot be opened": broken,
+        "cannot be opened": states["broken"],
         "being written": states["writing"],
         "unfinished": states["unfinished"],
         "set aside": states["replaced"],

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvsim.cli import values
-from kvsim.cli.show import bar, budget_text, echo_json, echo_table, echo_text, number, one_line
+from kvsim.cli import show, values
+from kvsim.cli.show import echo_text, number, one_line
 from kvsim.cli.values import OptionError
 from kvsim.errors import PolicyError
 from kvsim.files import check_output, published
@@ -59,7 +59,7 @@ def layers(
         int, typer.Option(help="Last rows of the prompt, whose attention ranks the tokens.")
     ] = 32,
     pool: Annotated[
-        str, typer.Option(metavar="avg|max|none", help="Pooling of scores over neighbours.")
+        Literal["avg", "max", "none"], typer.Option(help="Pooling of scores over neighbours.")
     ] = "avg",
     pool_kernel: Annotated[int, typer.Option(help="Tokens that are pooled.")] = 7,
     first_layer: Annotated[
@@ -85,8 +85,8 @@ def layers(
         ),
     ] = None,
     form: Annotated[
-        str,
-        typer.Option("--format", metavar="png|svg|pdf", help="What the figures are written as."),
+        Literal["png", "svg", "pdf"],
+        typer.Option("--format", help="What the figures are written as."),
     ] = "png",
     device: values.Device = "cpu",
     as_json: values.Json = False,
@@ -100,8 +100,7 @@ def layers(
         raise OptionError("--gold and --gold-text were both given; expected one of them")
     if figures is not None:
         check_output(figures, advice="give another --figures")
-    if form not in ("png", "svg", "pdf"):
-        raise OptionError(f"--format is {form!r}; expected png, svg or pdf")
+
     if not math.isfinite(tau):
         raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
     positions = None
@@ -115,13 +114,11 @@ def layers(
     from kvsim.core.arguments import resolve_budget
     from kvsim.policies.asl import ASL
 
-    if pool not in ("avg", "max", "none"):
-        raise OptionError(f"--pool is {pool!r}; expected avg, max or none")
     with _as_options():
         rule = ASL(
             tau=tau,
             window=window,
-            pool=None if pool == "none" else pool,  # type: ignore[arg-type]  # one of the two
+            pool=None if pool == "none" else pool,
             pool_kernel=pool_kernel,
             first_layer=first_layer,
             look_back=look_back,
@@ -137,7 +134,7 @@ def layers(
 
     golds = [needed(trace) for trace in opened]
     diagnoses: list[Diagnosis] = []
-    with bar("layers") as report:
+    with show.bar("layers") as report:
         for trace, tokens in zip(opened, golds, strict=True):
             sizes = [resolve_budget(size, trace.n_pos) for size in budget]
 
@@ -159,7 +156,7 @@ def layers(
                 written.append(figures / f"{name}.{form}")
                 (draft / written[-1].name).write_bytes(picture(figure, form))
     if as_json:
-        echo_json(_document(opened, diagnoses, rule, written))
+        show.echo_json(_document(opened, diagnoses, rule, written))
     else:
         _print(opened, diagnoses, rule, written)
 
@@ -194,8 +191,7 @@ def _print(
         selections = selection_table(diagnoses)
         _print_selections(selections)
         _print_distribution(distribution(selections))
-    for remark in dict.fromkeys(each.remark for each in diagnoses if each.remark):
-        echo_text(f"Note: {remark}.")
+    show.echo_notes(each.remark for each in diagnoses)
     echo_text(
         "Fidelity of the values: all exact, from full attention over recorded queries and keys; "
         "layers behind a selection are shown as if none had selected."
@@ -216,7 +212,7 @@ def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
     columns = _LAYERS | (_RECALL if gold else {})
     for diagnosis in diagnoses:
         curve = diagnosis.curve
-        size = budget_text(curve.budget, diagnosis.share)
+        size = show.budget_text(curve.budget, diagnosis.share)
         echo_text(f"\nBudget {size}, k = {curve.k}: {curve.verdict()}.")
         if diagnosis.recall is not None:
             echo_text(f"Gold: {_gold(diagnosis, diagnosis.recall)}.")
@@ -226,7 +222,7 @@ def _print_layers(trace: Trace, diagnoses: Sequence[Diagnosis]) -> None:
             [*_formatted(row, columns), "selects" if row["selected"] else ""]
             for row in table.to_dicts()
         ]
-        echo_table([*columns, ""], rows, right=1)
+        show.echo_table([*columns, ""], rows, right=1)
         uniform, tokens, overlap = table["entropy_uniform"][0], plural(curve.k, "token"), ""
         if curve.k:
             chance = f"{diagnosis.jaccard_chance:.2f} by chance"
@@ -258,10 +254,10 @@ def _print_selections(selections: pl.DataFrame) -> None:
     for row in selections.to_dicts():
         never = "fits" if row["prompt_len"] <= row["budget"] else "never"
         layer = never if row["layer"] is None else str(row["layer"])
-        size = budget_text(row["budget"], row["share"])
+        size = show.budget_text(row["budget"], row["share"])
         rows.append([row["trace"], size, str(row["k"]), layer, *_formatted(row, columns)])
     echo_text()
-    echo_table(["trace", "budget", "k", "selects\nafter", *columns], rows, right=1)
+    show.echo_table(["trace", "budget", "k", "selects\nafter", *columns], rows, right=1)
 
 
 def _print_distribution(table: pl.DataFrame) -> None:
@@ -274,7 +270,7 @@ def _print_distribution(table: pl.DataFrame) -> None:
         mean = number(part["mean_layer"][0], ".1f")
         rows.append([str(task), str(budget), str(part["of"][0]), mean, ", ".join(counts)])
     echo_text("\nSelection layers by task (the trace's meta, else the first part of its name):\n")
-    echo_table(["task", "budget", "traces", "mean layer", "layer: traces"], rows)
+    show.echo_table(["task", "budget", "traces", "mean layer", "layer: traces"], rows)
 
 
 def _document(

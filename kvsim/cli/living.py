@@ -112,11 +112,9 @@ def live(
     from kvsim.core.policy import Protection
     from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.parts import check_output, replaced
+    from kvsim.sweeps.parts import replaced
     from kvsim.sweeps.run import LIVE_SUMMARY
 
-    if out is not None and not overwrite:
-        check_output(out, resume=resume)
     choose_live(metric)
     policies = values.build_policies(policy, settings, fit=fit)
     for each in policies:

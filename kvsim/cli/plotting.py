@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,9 +124,8 @@ def plot(
     keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
     # folders that `kvsim replay --out` wrote
     runs = [source for source in sources if (Path(source) / "run.json").is_file()]
-    given: dict[str, Any] = {"policy": policy, "budget": budget}
-    given |= {"interval": interval, "prefill": prefill, "set": settings}
-    given |= {"own-schedule": own_schedule or None}
+    given: dict[str, Any] = {"policy": policy, "budget": budget, "interval": interval}
+    given |= {"prefill": prefill, "set": settings, "own-schedule": own_schedule or None}
     _check_given(name, figure, sources, runs, given)
     if runs:
         data = read(runs, policy, budget)
@@ -180,13 +179,10 @@ def _figure(name: str) -> Figure:
     if name in PLOTTED:
         return FIGURES[name]
     if name in FIGURES:
-        raise OptionError(
-            f"{name} is drawn by `kvsim layers TRACE --budget N --figures DIR`, with all figures "
-            "of layers"
-        )
-    raise OptionError(
-        f"no figure is called {name!r}{suggest(name, PLOTTED)}; figures: {', '.join(PLOTTED)}"
-    )
+        command = "`kvsim layers TRACE --budget N --figures DIR`"
+        raise OptionError(f"{name} is drawn by {command}, with all figures of layers")
+    closest = suggest(name, PLOTTED)
+    raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(PLOTTED)}")
 
 
 def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
@@ -214,10 +210,9 @@ def _positions(text: str) -> tuple[int, int]:
 
 def _share(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
-    share = 1.0 if match is None else float(match[1]) / 100
-    if not 0 < share < 1:
+    if match is None or not 0 < float(match[1]) < 100:
         raise OptionError(f"--ratio is {text!r}; expected a share of the entries such as 25%")
-    return share
+    return float(match[1]) / 100
 
 
 def _check_given(
@@ -231,23 +226,20 @@ def _check_given(
     if runs and len(runs) < len(sources):
         trace = next(source for source in sources if source not in runs)
         raise OptionError(f"{runs[0]} is a run and {trace} is none; give either runs or traces")
-    required: dict[str, str] = {}
+    required, unused, lead = {"policy": "--policy NAME", "budget": "--budget N"}, set[str](), ""
     if runs:
-        unused = {"interval", "prefill", "set", "own-schedule"}
+        required, unused = {}, {"interval", "prefill", "set", "own-schedule"}
         lead = f"{runs[0]} is replayed already"
     elif figure.replay is None:
-        unused, lead = {*given}, f"{name} shows no policies"
-    else:
-        required = {"policy": "--policy NAME (as `kvsim policies` lists them)"}
-        unused, lead = set(), ""
-        if figure.replay == "once":
-            unused = {"budget", "interval", "prefill", "own-schedule"}
-            lead = f"{name} shows one eviction of each --ratio of the entries"
-        else:
-            required["budget"] = "--budget N"
+        required, unused, lead = {}, {*given}, f"{name} shows no policies"
+    elif figure.replay == "once":
+        del required["budget"]
+        unused = {"budget", "interval", "prefill", "own-schedule"}
+        lead = f"{name} shows one eviction of each --ratio of the entries"
     missing = [text for option, text in required.items() if not given[option]]
     if missing:
-        raise OptionError(f"{name} of traces shows policies; give {' and '.join(missing)} as well")
+        expected = " and ".join(missing)
+        raise OptionError(f"{name} of traces shows policies (`kvsim policies`); give {expected}")
     surplus = [f"--{key}" for key in given if key in unused and given[key] not in (None, [])]
     if surplus:
         raise OptionError(f"{lead}; leave {', '.join(surplus)} out")
@@ -267,8 +259,8 @@ def _unwindowed(trace: Trace) -> int | None:
 
 
 def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: bool) -> None:
-    places = {"layer": (layer, trace.n_layers), "head": (head, trace.n_heads)}
-    for option, (place, count) in places.items():
+    places = (("layer", layer, trace.n_layers), ("head", head, trace.n_heads))
+    for option, place, count in places:
         if place is not None and place >= count:
             raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")
     unwindowed = _unwindowed(trace)
@@ -299,25 +291,17 @@ class Data:
         from kvsim.analysis.attention.normality import state_normality
         from kvsim.analysis.attention.projections import key_projections
 
-        value: Any
-        match name:
-            case "table" | "evictions":
-                value = self.table
-            case "record" | "plans":
-                value = self.records[0]
-            case "trace":
-                value = self.traces[0]
-            case "trace_table":
-                value = _trace_table(self.traces, figure.metrics)
-            case "expectation":
-                value = expected_and_observed(self.traces[0])
-            case "normality":
-                value = state_normality(self.traces[0])
-            case "projections":
-                value = key_projections(self.traces[0])
-            case _:
-                value = getattr(self, name)
-        return value
+        inputs: dict[str, Callable[[], Any]] = {
+            "evictions": lambda: self.table,
+            "record": lambda: self.records[0],
+            "plans": lambda: self.records[0],
+            "trace": lambda: self.traces[0],
+            "trace_table": lambda: _trace_table(self.traces, figure.metrics),
+            "expectation": lambda: expected_and_observed(self.traces[0]),
+            "normality": lambda: state_normality(self.traces[0]),
+            "projections": lambda: key_projections(self.traces[0]),
+        }
+        return inputs[name]() if name in inputs else getattr(self, name)
 
 
 def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
@@ -380,9 +364,9 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
     Where runs have several schedules every label of a policy names one.
     """
     labels = table["policy"].drop_nulls().unique(maintain_order=True).to_list()
-    by_name = {label.lower(): label for label in labels}
-    variants = [by_name[label] for label in by_name if label.startswith(f"{name.lower()} (")]
-    return [by_name[name.lower()]] if name.lower() in by_name else variants or [name]
+    same = [label for label in labels if label.lower() == name.lower()]
+    variants = [label for label in labels if label.lower().startswith(f"{name.lower()} (")]
+    return same or variants or [name]
 
 
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:

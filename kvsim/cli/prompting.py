@@ -123,15 +123,19 @@ def prompts(
         )
     rows, lengths = [], []
     if shipped:
-        levels = None if level is None else _numbers(level)
+        expected = f"numbers from 1 to {len(TOKENS)}"
+        levels = None if level is None else _numbers("level", level, int, expected)
         for i, sample in enumerate(_samples(n, seed, task, levels, domain, sizes)):
-            rows.append(sample.row(_name(sample, seed, i)))
+            parts = (sample.task, sample.level, sample.domain)
+            rows.append(sample.row(_name(parts, seed, i)))
             lengths.append(sample.tokens)
     else:
         for i, text in enumerate(_on_text(model, n, seed, task, length, depth)):
             if context and not text.question:
                 raise OptionError(f"--context: {text.task} has no question; leave --context out")
-            rows.append(text.row(_text_name(text, seed, i), split=context))
+            share = None if text.depth is None else f"d{text.depth:g}"
+            name = _name((text.task, text.length, share), seed, i)
+            rows.append(text.row(name, split=context))
             lengths.append(text.tokens)
     written = "\n".join(map(json.dumps, rows))
     if out is None:
@@ -152,12 +156,12 @@ def _on_text(
 ) -> list[TextSample]:
     from kvsim.text.tasks import sample
 
-    sizes = [_value("length", text, int, "whole numbers of tokens") for text in lengths or ["512"]]
-    places = [_value("depth", text, float, "numbers from 0 to 1") for text in depths or ["0.5"]]
+    sizes = _numbers("length", lengths or ["512"], int, "whole numbers of tokens")
+    places = _numbers("depth", depths or ["0.5"], float, "numbers from 0 to 1")
     chosen = tasks or TEXT_TASKS
-    unknown = [task for task in chosen if task not in TEXT_TASKS]
-    if unknown:
-        raise OptionError(f"--task is {unknown[0]!r}; expected {', '.join(TEXT_TASKS)}")
+    for task in chosen:
+        if task not in TEXT_TASKS:
+            raise OptionError(f"--task is {task!r}; expected {', '.join(TEXT_TASKS)}")
     if depths and all(task in DEPTHLESS for task in chosen):
         raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
 
@@ -180,18 +184,16 @@ def _on_text(
     return samples
 
 
-def _value(option: str, text: str, kind: type[int | float], expected: str) -> int | float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise OptionError(f"--{option} is {text!r}; expected {expected}") from None
-
-
-def _numbers(texts: Sequence[str]) -> list[int]:
-    wrong = [text for text in texts if not text.isdecimal()]
-    if wrong:
-        raise OptionError(f"--level is {wrong[0]!r}; expected numbers from 1 to {len(TOKENS)}")
-    return list(dict.fromkeys(map(int, texts)))
+def _numbers(
+    option: str, texts: Sequence[str], kind: type[int | float], expected: str
+) -> list[Any]:
+    out = []
+    for text in texts:
+        try:
+            out.append(kind(text))
+        except ValueError:
+            raise OptionError(f"--{option} is {text!r}; expected {expected}") from None
+    return list(dict.fromkeys(out))
 
 
 def _samples(
@@ -252,13 +254,7 @@ def _turns(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
     return turns
 
 
-def _name(sample: Sample, seed: int, index: int) -> str:
-    """Return a name such as `walk-2-paint-s0-003`, unique within a file."""
-    level = [] if sample.level is None else [str(sample.level)]
-    return "-".join([sample.task, *level, sample.domain, f"s{seed}", f"{index:03d}"])
-
-
-def _text_name(sample: TextSample, seed: int, index: int) -> str:
-    """Return a name such as `needle-512-d0.5-s0-003`, unique within a file."""
-    depth = [] if sample.depth is None else [f"d{sample.depth:g}"]
-    return "-".join([sample.task, str(sample.length), *depth, f"s{seed}", f"{index:03d}"])
+def _name(parts: Sequence[object], seed: int, index: int) -> str:
+    """Return a name such as `walk-2-paint-s0-003`, unique within a file; without parts of None."""
+    given = [str(part) for part in parts if part is not None]
+    return "-".join([*given, f"s{seed}", f"{index:03d}"])

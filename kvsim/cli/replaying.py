@@ -94,11 +94,9 @@ def replay(
 
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
-    from kvsim.sweeps import SUMMARY, check_output, replay_all
+    from kvsim.sweeps import SUMMARY, replay_all
     from kvsim.sweeps.parts import replaced
 
-    if out is not None and not overwrite:
-        check_output(out, resume=resume)
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, *REGRET]))
     choose(metric, beside=BESIDE if regret else ())

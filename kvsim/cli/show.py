@@ -121,7 +121,7 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def interval(mean: float | None, low: float | None, high: float | None, form: str) -> str:
+def interval(form: str, mean: float | None, low: float | None, high: float | None) -> str:
     """Return a mean as a cell of a table, with the ends of its interval where it has one."""
     if mean is None or low is None or high is None:
         return number(mean, form)

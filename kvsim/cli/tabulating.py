@@ -131,7 +131,7 @@ def _wide(means: pl.DataFrame, by: list[str]) -> tuple[list[str], list[list[str]
     for row in means.iter_rows(named=True):
         cells = rows.setdefault(tuple(row[key] for key in keys), {})
         form = show.metric_format(row["metric"])
-        cells[row["metric"]] = show.interval(row["mean"], row["low"], row["high"], form)
+        cells[row["metric"]] = show.interval(form, row["mean"], row["low"], row["high"])
         cells[f"{row['metric']} chance"] = show.number(row["chance"], form)
     shown = len(by) + 1
     lines = [

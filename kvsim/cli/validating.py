@@ -10,7 +10,7 @@ import typer
 from kvsim.cli import show, values
 from kvsim.cli.living import load
 from kvsim.cli.replaying import finish, left
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli.values import Stop
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def fidelity(
         Path | None,
         values.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the live run in --out, or read what is done.")
-    ] = False,
+    resume: values.Resume = False,
     calibration: Annotated[
         Path | None,
         values.path_option(
@@ -84,22 +82,18 @@ def fidelity(
     metric of the replay predicts what the model does, how errors differ by layer, and how far the
     kept sets agree.
     """
-    if resume and out is None:
-        raise OptionError("--resume continues the run in --out; give --out DIR as well")
+    values.check_run_options(out, resume=resume)
 
     from kvsim.analysis.prediction import calibrate, write_calibrations
     from kvsim.analysis.table import available, check_arrays
     from kvsim.analysis.validity import OFFLINE
-    from kvsim.files import check_output as check_free
+    from kvsim.files import check_output
     from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.parts import check_output
     from kvsim.sweeps.run import replay_all
 
-    if out is not None:
-        check_output(out, resume=resume)
     if calibration is not None:
-        check_free(calibration, advice="give a path where nothing is yet")
+        check_output(calibration, advice="give a path where nothing is yet")
     policies = values.build_policies(policy, settings, fit=fit)
     for each in policies:
         check_live(each)
@@ -167,7 +161,7 @@ def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> Non
             [
                 *(row["metric"], str(row["layer"])),
                 *(show.number(row[name], ".3g") for name in ("open", "closed")),
-                show.interval(row["ratio"], row["low"], row["high"], ".2f"),
+                show.interval(".2f", row["ratio"], row["low"], row["high"]),
                 show.number(row["between"], ".2f"),
             ]
             for row in layers.to_dicts()
@@ -204,7 +198,7 @@ def _correlation_rows(table: pl.DataFrame) -> tuple[list[str], list[list[str]]]:
         headers += [f"{outcome}:\nbetween cells", "\nwithin"]
         for line in lines:
             cell = cells[line[0], outcome]
-            line.append(show.interval(*(cell[end] for end in ends), form="+.2f"))
+            line.append(show.interval("+.2f", *(cell[end] for end in ends)))
             line.append(show.number(cell["within"], "+.2f"))
     return headers, lines
 
@@ -263,17 +257,14 @@ def predict(
     fitted = prediction.calibration_of(recorded, calibration)
     terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
     terms["own_schedule"] = own_schedule
-    try:
-        with show.bar("cells") as report:
-            run = replay_all(
-                *(recorded, policies, budget),
-                metrics=["layer_error"],
-                device=device,
-                progress=report,
-                **terms,
-            )
-    except KeyboardInterrupt:
-        raise Stop("interrupted, nothing was written", 130) from None
+    with show.bar("cells") as report:
+        run = replay_all(
+            *(recorded, policies, budget),
+            metrics=["layer_error"],
+            device=device,
+            progress=report,
+            **terms,
+        )
     rows = prediction.predict(run.table, fitted).to_dicts()
     remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])
     if as_json:
@@ -301,7 +292,7 @@ def _print_predictions(fitted: Calibration, rows: list[dict[str, Any]], remarks:
             "90 % interval": "-"
             if row["kl"] is None
             else f"{_kl(row['low'])} to {_kl(row['high'])}",
-            "answer lost": show.interval(row["risk"], row["risk_low"], row["risk_high"], ".0%"),
+            "answer lost": show.interval(".0%", row["risk"], row["risk_low"], row["risk_high"]),
         }
         for row in rows
     ]

@@ -404,7 +404,7 @@ def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
     assert "variance.svg, overlap.svg" in said
     assert all(one.read_text("utf-8").startswith("<?xml") for one in (tmp_path / "svg").iterdir())
     assert bad == 2
-    assert err == "error: --format is 'jpg'; expected png, svg or pdf\n"
+    assert "'jpg' is not one of 'png', 'svg', 'pdf'" in err
     assert [one.name for one in tmp_path.iterdir()] == ["svg"]
 
 
