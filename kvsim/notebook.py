@@ -60,9 +60,6 @@ def html(shown: object) -> str:
     return Markup("<div>{}</div>").format(Markup("\n").join(parts))
 
 
-# ------------------------------------------------------------------------------------ the objects
-
-
 def _trace(trace: Trace) -> Iterable[Markup]:
     model = trace.meta.get("model")
     facts = model if isinstance(model, dict) else {}
@@ -89,10 +86,11 @@ def _trace(trace: Trace) -> Iterable[Markup]:
 
 def _record(record: Record) -> Iterable[Markup]:
     layers, heads, n_pos = record.evicted_at.shape
+    share = "" if record.share is None else f" ({record.share})"
     yield _title("Record", f"{record.policy} on {record.trace}")
     yield _facts(
         {
-            "budget": f"{_budget(record.share, record.budget)} entries per KV head",
+            "budget": f"{record.budget}{share} entries per KV head",
             "evicts after": schedule(
                 record.interval, prefill=record.prefill, compress=record.compress
             ),
@@ -109,6 +107,7 @@ def _record(record: Record) -> Iterable[Markup]:
 
 
 def _policy(policy: Policy) -> Iterable[Markup]:
+    at = policy.schedule
     pieces = [repr(piece) for level in policy.levels for piece in level if piece != Even()]
     readers = policy.reader.needs if policy.reader else frozenset()
     needs = [*sorted(policy.scorer.needs | readers), *["later rows"] * policy.scorer.clairvoyant]
@@ -116,11 +115,7 @@ def _policy(policy: Policy) -> Iterable[Markup]:
     yield _facts(
         {
             "pieces": ", ".join(pieces),
-            "evicts after": schedule(
-                policy.schedule.interval,
-                prefill=policy.schedule.prefill,
-                compress=policy.schedule.compress,
-            ),
+            "evicts after": schedule(at.interval, prefill=at.prefill, compress=at.compress),
             "needs": ", ".join(needs),
             "budget": "" if policy.limited else "does not bind",
         }
@@ -141,14 +136,13 @@ def _policy(policy: Policy) -> Iterable[Markup]:
 def _run(run: Run | Saved) -> Iterable[Markup]:
     parameters = run.describe() if isinstance(run, Run) else run.parameters
     traces, failures = (list(parameters.get(name, ())) for name in ("traces", "failures"))
-    created = parameters.get("created", "")
     yield _title("Run", "" if isinstance(run, Run) else str(run.path))
     yield _facts(
         {
             "traces": f"{len(traces)}: {', '.join(map(str, traces))}",
             "budgets": ", ".join(map(str, parameters.get("budgets", ()))),
             "failed": plural(len(failures), "cell") if failures else "",
-            "computed": "" if isinstance(run, Run) else str(created),
+            "computed": "" if isinstance(run, Run) else str(parameters.get("created", "")),
         }
     )
     measured = set(run.table.drop_nulls(["policy", "value"])["metric"])
@@ -159,7 +153,10 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
         pass
     if measured:
         names = [name for name in SUMMARY if name in measured] or sorted(measured)[:6]
-        yield _means(summarise(labelled(run.table), names))
+        means = summarise(labelled(run.table), names)
+        asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
+        hidden = ("params", "share", "interval", "prefill")
+        yield _table(means.with_columns(budget=asked).drop(hidden))
 
 
 def _comparison(comparison: Comparison) -> Iterable[Markup]:
@@ -173,15 +170,6 @@ def _verdict(comparison: Comparison) -> Iterable[Markup]:
     for line in lines(comparison, verdicts(comparison)):
         yield Markup('<p style="margin:2px 0">{}</p>').format(_text(line, 400))
     yield _dots(comparison)
-
-
-def _means(summary: pl.DataFrame) -> Markup:
-    asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
-    hidden = ("params", "share", "interval", "prefill")
-    return _table(summary.with_columns(budget=asked).drop(hidden))
-
-
-# -------------------------------------------------------------------------------- pieces of a page
 
 
 def _text(text: str, most: int = _TEXT) -> Markup:
@@ -223,15 +211,7 @@ def _place(path: Path | str | None) -> str:
     """Return where a trace is stored; of a long path its end: notebooks are passed on."""
     if path is None or isinstance(path, str):
         return path or "in memory"
-    short = len(path.parts) <= 2
-    return str(path) if short else f".../{'/'.join(path.parts[-2:])}"
-
-
-def _budget(share: str | None, entries: int) -> str:
-    return f"{entries}" if share is None else f"{entries} ({share})"
-
-
-# -------------------------------------------------------------------------------------- pictures
+    return str(path) if len(path.parts) <= 2 else f".../{'/'.join(path.parts[-2:])}"
 
 
 def _svg(height: int, label: str, content: Iterable[Markup]) -> Markup:

@@ -83,12 +83,9 @@ def draw(
     if selected is not None:
         figure.add_hline(selected + 0.5, line={"color": COLOURS[1], "width": 2})
     figure.update_xaxes(title="tokens, in order", type="category", showticklabels=False, ticks="")
-    figure.update_yaxes(title="layer", autorange="reversed", tickmode="linear", dtick=_step(layers))
+    step = max(1, layers // 16)
+    figure.update_yaxes(title="layer", autorange="reversed", tickmode="linear", dtick=step)
     line_charts.draw(figure, "pattern", height=max(220, min(640, 26 * layers + 110)))
-
-
-def _step(layers: int) -> int:
-    return max(1, layers // 16)
 
 
 def _name(pattern: RankPattern, column: int, texts: Sequence[str] | None) -> str:

@@ -113,11 +113,10 @@ class Replayed:
         events = self.course.filter(pl.col("event") <= row)["event"]
         if not len(events) and not self.reads:
             return None
-        chosen = self.settings
-        needed = cache.needed(chosen.source, chosen.layer, chosen.head)
+        layer, head = self.settings.layer, self.settings.head
+        needed = cache.needed(self.settings.source, layer, head)
         at = row if self.reads else int(events[-1])
-        where = {"layer": chosen.layer, "head": chosen.head, "row": at}
-        return {**where, "needed": needed}
+        return {"layer": layer, "head": head, "row": at, "needed": needed}
 
     def states(self, row: int) -> TokenStates | None:
         """States of the tokens at the last event up to a row; None before the first."""

@@ -85,19 +85,12 @@ class Run:
         return self.table["policy"].drop_nulls().unique(maintain_order=True).to_list()
 
 
+@st.cache_resource(max_entries=12, show_spinner="reading the run, or replaying the policies")
 def load(origin: Origin) -> Run:
     """Read the run of a folder, or replay one."""
-    return _replay(origin) if isinstance(origin, Replay) else _read(origin)
-
-
-@st.cache_resource(max_entries=6, show_spinner="reading the run")
-def _read(origin: cache.Source) -> Run:
-    saved = read_run(origin.path)
-    return _run(origin, saved.path.name, saved.table, saved.parameters)
-
-
-@st.cache_resource(max_entries=6, show_spinner="replaying the policies over the trace")
-def _replay(origin: Replay) -> Run:
+    if isinstance(origin, cache.Source):
+        saved = read_run(origin.path)
+        return _run(origin, saved.path.name, saved.table, saved.parameters)
     trace = cache.trace(origin.source)
     swept = replay_all(
         [trace],
@@ -126,13 +119,9 @@ def means(
     base: str | None = None,
 ) -> pl.DataFrame:
     """Average one variant of each metric over prompts; with a base, the paired differences."""
-    wanted = [
-        (pl.col("metric") == name) & (pl.col("variant") == variant)
-        for name, variant in metrics.items()
-    ]
-    table = load(origin).best.filter(
-        pl.col("policy").is_in(list(policies)), pl.any_horizontal(wanted)
-    )
+    wanted = pl.DataFrame({"metric": list(metrics), "variant": list(metrics.values())})
+    table = load(origin).best.filter(pl.col("policy").is_in(list(policies)))
+    table = table.join(wanted, on=["metric", "variant"], how="semi", maintain_order="left")
     if by == "stage":
         table = stages(table)
     of = [] if by is None else [by]

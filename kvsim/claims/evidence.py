@@ -109,8 +109,6 @@ class Evidence:
         self._values: dict[tuple[str, str, bool], dict[Any, Floats]] = {}
         self._labels = table.unique("trace", keep="first", maintain_order=True)
 
-    # --- values ---
-
     def value(
         self,
         metric: str,
@@ -157,8 +155,6 @@ class Evidence:
                 values.setdefault(key, self._none.copy())[:, place] = numbers
         return self._values[at]
 
-    # --- results ---
-
     def alone(self, setting: Setting, when: When = decoding) -> list[tuple[str, Result]]:
         """The main result of a setting at each schedule, and what tells these apart."""
         by_schedule: dict[Schedule, list[Result]] = {}
@@ -204,16 +200,12 @@ class Evidence:
                     changed = in_words({name: one.parameters.get(name)})
                     yield joined(changed, label), one, base
 
-    # --- cases ---
-
     def by_layer(
         self, metric: str, variant: str | None = None, number: Callable[[int], Floats] | None = None
     ) -> Cases:
         """A property of the traces in each layer that has it, or a number of such a layer."""
         number = number or partial(self.value, metric, variant)
         return {_layer(layer): number(layer) for layer in self.layers(metric, variant)}
-
-    # --- claims ---
 
     def compared(
         self,

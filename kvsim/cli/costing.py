@@ -14,7 +14,6 @@ from kvsim.cli.values import OptionError
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
-    from kvsim.core.trace import Trace
     from kvsim.cost import Cost, Model
 
 _RATIOS = (
@@ -98,8 +97,10 @@ def cost(
     if not contexts:
         raise OptionError("no context is given; expected --context N, or a --trace that has one")
     policies = values.build_policies(policy, settings)
+    # the prompt is that of the trace where it is the trace's context
+    traced = {} if opened is None or prompt is not None else {opened.n_pos: opened.prompt_len}
     cases = [
-        (each, resolve_budget(size, n), n, _prompt(prompt, n, opened))
+        (each, resolve_budget(size, n), n, traced.get(n, prompt))
         for n in contexts
         for each in policies
         for size in (budget if bounded(each) else budget[:1])
@@ -119,13 +120,6 @@ def cost(
         echo_json({"model": model.as_dict(), "costs": [cost.as_dict() for cost in costs]})
     else:
         _print(model, costs)
-
-
-def _prompt(given: int | None, context: int, trace: Trace | None) -> int | None:
-    """How much of a context is its prompt: that of the trace where it is the trace's context."""
-    if given is None and trace is not None and trace.n_pos == context:
-        return trace.prompt_len
-    return given
 
 
 def _print(model: Model, costs: Sequence[Cost]) -> None:

@@ -48,7 +48,7 @@ def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False)
 
 
 def _echo_facts(facts: Mapping[str, Any]) -> None:
-    model, logprobs = facts["model"], facts["response_logprobs"]
+    model, logprobs, probe = (facts[x] for x in ("model", "response_logprobs", "probe"))
     fields = {
         "trace": f"{facts['path']} (format {facts['format']}, {size_text(facts['bytes'])})",
         "binding": "" if facts["format"] >= BOUND else _UNBOUND,
@@ -73,7 +73,10 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "projections": _projections(facts["projections"]),
-        "probe": _probe(facts["probe"]),
+        "probe": f"{plural(probe['rows'], 'row')} that repeat the context, in "
+        f"{plural(len(probe['chunks']), 'chunk')}"
+        if probe
+        else "",
         "recorded with": " ".join(f"{k} {v}" for k, v in facts["versions"].items()) or "unknown",
         **{f"note {i}": note for i, note in enumerate(facts["notes"], start=1)},
     }
@@ -120,13 +123,6 @@ def _capture_check(check: Mapping[str, Any] | None) -> str:
     return (
         f"attention recomputed from q, k, v within {max(values):.1e} of the model's own (relative)"
     )
-
-
-def _probe(facts: Mapping[str, Any] | None) -> str:
-    if facts is None:
-        return ""
-    rows, chunks = plural(facts["rows"], "row"), plural(len(facts["chunks"]), "chunk")
-    return f"{rows} that repeat the context, in {chunks}"
 
 
 def _projections(facts: Mapping[str, Any] | None) -> str:
@@ -187,9 +183,6 @@ def quoted(text: object) -> str:
 def size_text(n_bytes: int | None) -> str:
     """Return a size in MB."""
     return "size unknown" if n_bytes is None else f"{n_bytes / 1e6:.1f} MB"
-
-
-# ------------------------------------------------------------------------------------------- verify
 
 
 def verify(
@@ -280,9 +273,6 @@ def _error(errors: Sequence[float], allowed: float, kind: str) -> str:
     if not errors:
         return "not recorded"
     return f"{kind} error at most {max(errors):.1e} (allowed {allowed:.0e})"
-
-
-# ------------------------------------------------------------------------------------------- traces
 
 
 def traces(

@@ -181,10 +181,13 @@ def echo_results(
     """
     import polars as pl
 
+    from kvsim.analysis.results import Result, labels
+
     free = set(unbounded)
     shown = [name for name in summary.columns if name not in _KEYS and summary[name].count()]
     repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
-    settings = _settings(summary)
+    policies = summary.select("policy", "params").unique(maintain_order=True).rows()
+    names = labels([Result(name, params, None, None) for name, params in policies])
     summary = _flagged(summary.filter(~repeated), free)
     warned, rows = summary["unfair"].any(), []
     for row in summary.to_dicts():
@@ -192,7 +195,7 @@ def echo_results(
         compress = json.loads(row["params"]).get("compress", "prompt")
         after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
         line = {
-            "policy": f"{row['policy']} {settings[row['policy'], row['params']]}".rstrip(),
+            "policy": names[Result(row["policy"], row["params"], None, None)],
             "budget": budget_text(row["budget"], row["share"]) if bounded else "-",
             "evicts after": after if bounded else "never",
         }
@@ -236,22 +239,6 @@ def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
     size = pl.coalesce("share", pl.col("budget").cast(pl.String))
     more = summary.select(seen=seen, size=size).select(sees_more("seen", ["size"]))
     return summary.with_columns(unfair=more.to_series())
-
-
-def _settings(summary: pl.DataFrame) -> dict[tuple[str, str], str]:
-    """For each policy and its parameters, those in which the policies of one name differ."""
-    of_name: dict[str, list[str]] = {}
-    for name, params in summary.select("policy", "params").unique(maintain_order=True).rows():
-        of_name.setdefault(name, []).append(params)
-    out: dict[tuple[str, str], str] = {}
-    for name, several in of_name.items():
-        read = [json.loads(params) for params in several]
-        keys = dict.fromkeys(key for each in read for key in each)
-        differ = [key for key in keys if len({json.dumps(each.get(key)) for each in read}) > 1]
-        for params, each in zip(several, read, strict=True):
-            told = (f"{key.replace('scorer__', 'scorer.')}={each.get(key)}" for key in differ)
-            out[name, params] = " ".join(told) if len(several) > 1 else ""
-    return out
 
 
 def budget_text(budget: int, share: str | None) -> str:

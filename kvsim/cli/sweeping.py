@@ -210,9 +210,6 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
     return grid_of(document, Path(), where="the options")
 
 
-# ------------------------------------------------------------------------------------- the output
-
-
 @contextmanager
 def _bar() -> Iterator[Progress]:
     """A bar of cells, traces, bytes, rate and time left; off a terminal lines of progress."""

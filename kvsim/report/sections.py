@@ -34,7 +34,8 @@ def sections(
     """
     shown = labelled(table)
     if runs:
-        yield _verdict(shown)
+        verdict = answer(shown, _SHOWN)[1]
+        yield section("Verdict", "", lines(tag("p", x) for x in verdict)) if verdict else ""
         yield _summary(shown, runs)
         yield _figures(shown)
         yield _paired(shown, base)
@@ -67,11 +68,6 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     means = averages(main_variants(table, _SHOWN))
     note += html.broken(remarks, "Note: ")
     return section("Results", note, _wide(means, "policy", with_chance=True))
-
-
-def _verdict(table: pl.DataFrame) -> str:
-    verdict = answer(table, _SHOWN)[1]
-    return section("Verdict", "", lines(tag("p", line) for line in verdict)) if verdict else ""
 
 
 def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:

@@ -30,8 +30,8 @@ def test_lists_are_a_sweep(command, tmp_path):
 
     assert done.status == 0, done.err
     assert [line.split()[:2] for line in done.out.splitlines() if line.startswith("snapkv")] == [
-        ["snapkv", "window=8"],
-        ["snapkv", "window=16"],
+        ["snapkv", "(window=8)"],
+        ["snapkv", "(window=16)"],
     ]
     assert "3 of 3 cells are done" in done.out
     assert done.out.startswith("Budget ")
