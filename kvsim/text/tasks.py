@@ -16,8 +16,9 @@ version of Python, whose documentation is the text.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsim.errors import TextError
@@ -79,7 +80,9 @@ class Sample:
     @property
     def prompt(self) -> str | list[dict[str, str]]:
         """The whole prompt: text, or the messages of a chat."""
-        return _whole(self.context, self.question)
+        if isinstance(self.context, str):
+            return self.context + self.question
+        return [*self.context, {"role": "user", "content": self.question}]
 
     def row(self, name: str, *, split: bool = False) -> dict[str, Any]:
         """Return the sample as a line of a prompt file (`kvsim capture --prompts`).
@@ -100,10 +103,8 @@ class Sample:
         return {**row, "task": self.task, "length": self.length, "tokens": self.tokens}
 
 
-def _whole(context: str | list[dict[str, str]], question: str) -> str | list[dict[str, str]]:
-    if isinstance(context, str):
-        return context + question
-    return [*context, {"role": "user", "content": question}]
+#: The most words or lines of filler, and what builds the sample with so many, without its tokens.
+Draft = tuple[int, Callable[[int], Sample]]
 
 
 def sample(
@@ -139,53 +140,22 @@ def sample(
         raise TextError(f"length is {length}, expected at least {_SHORTEST} tokens")
     at = None if task in DEPTHLESS else 0.5 if depth is None else depth
     rng = random.Random(f"{seed} {task} {length} {at} {index}")
-    return _MAKERS[task](rng, length, at, count_tokens)
+    most, build = _MAKERS[task](rng, length, at)
 
+    def fits(dropped: int) -> bool:
+        return count_tokens(build(most - dropped).prompt) <= length
 
-# -------------------------------------------------------------------------------- length in tokens
-
-
-def _fit(
-    most: int, length: int, count_tokens: CountTokens, build: Callable[[int], tuple[Any, str]]
-) -> tuple[Any, str, int]:
-    """Return the largest prompt of at most `length` tokens, and its tokens.
-
-    build: returns context and question with so many words of filler, up to `most`.
-    """
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if count_tokens(_whole(*build(middle))) <= length:
-            low = middle
-        else:
-            high = middle - 1
-    context, question = build(low)
-    tokens = count_tokens(_whole(context, question))
+    dropped = bisect_left(range(most), x=True, key=fits)
+    drawn = build(most - dropped)
+    tokens = count_tokens(drawn.prompt)
     if tokens > length:
         raise TextError(f"length is {length}, expected at least {tokens}: that of the question")
-    if low == most:
+    if not dropped:
         raise TextError(
             f"length is {length}, expected at most {tokens}: Python's documentation has no more "
             "prose"
         )
-    return context, question, tokens
-
-
-def _in_haystack(
-    rng: random.Random,
-    length: int,
-    count_tokens: CountTokens,
-    needles: Sequence[tuple[float, str]],
-    question: str,
-) -> tuple[str, str, int]:
-    """Return the context with its needles, the question, and the tokens of both."""
-    filler = draw(rng, length)  # more than enough: a word has at least one token
-    return _fit(
-        filler.words,
-        length,
-        count_tokens,
-        lambda words: (filler.last_words(words).text(needles), question),
-    )
+    return replace(drawn, tokens=tokens)
 
 
 # ------------------------------------------------------------------------------------------- tasks
@@ -201,33 +171,43 @@ def _question(thing: str) -> str:
     return f"\n\nQuestion: What is the secret code of the {thing}?\nAnswer: {fact}"
 
 
-def _needle(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
-    thing, code = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}", _code(rng)
-    fact = f"The secret code of the {thing} is {code}."
-    context, question, tokens = _in_haystack(
-        rng, length, count_tokens, [(depth, fact)], _question(thing)
-    )
-    return Sample("needle", length, tokens, depth, context, question, code, (fact,))
+def _thing(rng: random.Random) -> str:
+    return f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
 
 
-def _needles(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
+def _fact(thing: str, code: object) -> str:
+    return f"The secret code of the {thing} is {code}."
+
+
+def _hidden(rng: random.Random, needles: Sequence[tuple[float, str]], drawn: Sample) -> Draft:
+    """Return a sample whose context is prose with needles, each at its depth."""
+    filler = draw(rng, drawn.length)  # more than enough: a word has at least one token
+    return filler.words, lambda n: replace(drawn, context=filler.last_words(n).text(needles))
+
+
+def _needle(rng: random.Random, length: int, depth: float) -> Draft:
+    thing, code = _thing(rng), _code(rng)
+    fact = _fact(thing, code)
+    drawn = Sample("needle", length, 0, depth, "", _question(thing), code, (fact,))
+    return _hidden(rng, [(depth, fact)], drawn)
+
+
+def _needles(rng: random.Random, length: int, depth: float) -> Draft:
     thing, other = rng.sample(_THINGS, 2)
     code, decoy = rng.sample(range(10_000, 100_000), 2)
-    fact = f"The secret code of the {thing} is {code}."
-    placed = [(depth, fact), ((depth + 0.5) % 1, f"The secret code of the {other} is {decoy}.")]
-    context, question, tokens = _in_haystack(rng, length, count_tokens, placed, _question(thing))
-    return Sample("needles", length, tokens, depth, context, question, str(code), (fact,))
+    fact = _fact(thing, code)
+    drawn = Sample("needles", length, 0, depth, "", _question(thing), str(code), (fact,))
+    return _hidden(rng, [(depth, fact), ((depth + 0.5) % 1, _fact(other, decoy))], drawn)
 
 
-def _quote(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
+def _quote(rng: random.Random, length: int, depth: float) -> Draft:
     a, b, c, d = rng.sample(_THINGS, 4)
     first, second = f"The {a} stands beside the {b}.", f"Then the {c} falls on the {d}."
-    placed = [(depth, f"{first} {second}")]
-    context, question, tokens = _in_haystack(rng, length, count_tokens, placed, f"\n\n{first}")
-    return Sample("quote", length, tokens, depth, context, question, second, (second,))
+    drawn = Sample("quote", length, 0, depth, "", f"\n\n{first}", second, (second,))
+    return _hidden(rng, [(depth, f"{first} {second}")], drawn)
 
 
-def _fewshot(rng: random.Random, length: int, _depth: None, count_tokens: CountTokens) -> Sample:
+def _fewshot(rng: random.Random, length: int, _depth: None) -> Draft:
     groups = rng.sample(("red", "blue", "green", "white", "black"), len(_GROUPS))
     examples, held_out = [], []
     for words, group in zip(_GROUPS, groups, strict=True):
@@ -238,49 +218,40 @@ def _fewshot(rng: random.Random, length: int, _depth: None, count_tokens: CountT
     lines: list[str] = []
     while len(lines) < length:
         lines += rng.sample(examples, len(examples))
-    context, question, tokens = _fit(
-        len(lines),
-        length,
-        count_tokens,
-        lambda n: ("\n".join(lines[len(lines) - n :]), f"\n{word} ->"),
-    )
-    return Sample("fewshot", length, tokens, None, context, question, group)
+    drawn = Sample("fewshot", length, 0, None, "", f"\n{word} ->", group)
+    return len(lines), lambda n: replace(drawn, context="\n".join(lines[len(lines) - n :]))
 
 
-def _chat(rng: random.Random, length: int, depth: float, count_tokens: CountTokens) -> Sample:
-    thing, code = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}", _code(rng)
-    fact = f"The secret code of the {thing} is {code}."
+def _chat(rng: random.Random, length: int, depth: float) -> Draft:
+    thing, code = _thing(rng), _code(rng)
+    fact = _fact(thing, code)
     filler = draw(rng, length)
 
-    def build(words: int) -> tuple[list[dict[str, str]], str]:
-        paragraphs = filler.last_words(words).text([(depth, fact)]).split("\n\n")
+    def build(n: int) -> Sample:
+        paragraphs = filler.last_words(n).text([(depth, fact)]).split("\n\n")
         ends = [round(len(paragraphs) * turn / _USERS) for turn in range(_USERS + 1)]
         messages = []
         for turn in range(_USERS):
             content = "\n\n".join(paragraphs[ends[turn] : ends[turn + 1]])
             messages.append({"role": "user", "content": content})
             messages.append({"role": "assistant", "content": _ACKNOWLEDGED})
-        return messages, f"What is the secret code of the {thing}?"
+        question = f"What is the secret code of the {thing}?"
+        return Sample("chat", length, 0, depth, messages, question, code, (fact,))
 
-    context, question, tokens = _fit(filler.words, length, count_tokens, build)
-    return Sample("chat", length, tokens, depth, context, question, code, (fact,))
-
-
-def _text(rng: random.Random, length: int, _depth: None, count_tokens: CountTokens) -> Sample:
-    filler = draw(rng, length + length // 4)
-    words = filler.text().split(" ")
-    most = len(words) - length // 4
-
-    def build(n: int) -> tuple[str, str]:
-        return " ".join(words[:n]), ""
-
-    context, question, tokens = _fit(most, length, count_tokens, build)
-    used = len(context.split(" "))
-    response = " " + " ".join(words[used : used + length // 4])
-    return Sample("text", length, tokens, None, context, question, None, response=response)
+    return filler.words, build
 
 
-_MAKERS: dict[str, Callable[[random.Random, int, Any, CountTokens], Sample]] = {
+def _text(rng: random.Random, length: int, _depth: None) -> Draft:
+    words = draw(rng, length + length // 4).text().split(" ")
+
+    def build(n: int) -> Sample:
+        response = " " + " ".join(words[n : n + length // 4])
+        return Sample("text", length, 0, None, " ".join(words[:n]), "", None, response=response)
+
+    return len(words) - length // 4, build
+
+
+_MAKERS: dict[str, Callable[[random.Random, int, Any], Draft]] = {
     "needle": _needle,
     "needles": _needles,
     "quote": _quote,
