@@ -20,7 +20,6 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.answers import answer_check
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
-from kvsim.recorder.dense import write_attention
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
@@ -224,12 +223,7 @@ class Session:
                 for layer, of_layer in enumerate(values):
                     self._writer.write_layer(name, layer, of_layer)
             if self.options.attention:
-                write_attention(
-                    self._writer,
-                    self._attention_array,
-                    header,
-                    self.options.dense_rows(len(tokens)),
-                )
+                self._writer.write_attention(self._attention_array, header.formulas)
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(self._writer.path)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsim.core.attention import Formula, attention_weights
 from kvsim.core.checks import DTYPES, as_stored, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
@@ -180,7 +181,7 @@ class TraceWriter:
         size = block.shape[axis]
         if size != CHUNK and start + size != self.n_pos:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
-        self._store(name, layer, block, start)
+        self.write_layer(name, layer, block, start)
         self._next[name][layer] = start + size
         if self._header is None:  # nothing could be recovered
             return
@@ -199,20 +200,13 @@ class TraceWriter:
             self._group.set(arrays=sorted(self._begun))
             self._group.remove(name)
 
-    def _store(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
-        """Check part of one layer and write it; start: its position, for arrays with positions."""
+    def write_layer(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
+        """Store one layer of an array, or of its positions from `start` on; raise as `append`."""
         dtype, where = self.dtype(name), str(self.path)
         array = as_stored(name, values, dtype, where, layer=layer, pos=start).numpy()
         with self._writing():
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
-
-    def write_layer(self, name: str, layer: int, values: Tensor) -> None:
-        """Store one layer of an array without positions; raise as `append`.
-
-        values: [qhead, dim, hidden] of `o_proj`, [head, probe, dim] of a probe.
-        """
-        self._store(name, layer, values)
 
     def write_projections(
         self, shape: Sequence[int], read: Callable[[int], Tensor], source_dtype: str
@@ -226,18 +220,22 @@ class TraceWriter:
                 *(self.path.parent, shape, read, source_dtype, self.store_dtype), draft=self.folder
             )
 
-    def write_attention(self, name: str, layer: int, start: int, rows: Tensor) -> None:
-        """Store dense attention rows [qhead, row, pos] of one layer.
+    def write_attention(self, name: str, formulas: Sequence[Formula]) -> None:
+        """Store dense attention, the array `name`, of all layers, as it follows from q, k, lse.
 
-        name: the array, of `DENSE`. start: the place of the first row in it.
+        formulas: those of the layers. All other blocks have been appended.
         """
-        values = rows.to("cpu", self.dtype(name)).numpy()
-        with self._writing():
-            self._group.write(name, values[None], layer=layer, row=start)
-
-    def read_back(self, name: str, layer: int) -> Tensor:
-        """Return one layer as it is stored [head, pos, ...]."""
-        return torch.from_numpy(self._group.read(name, [slice(layer, layer + 1)])[0])
+        first, at = self.n_pos - self._group.arrays[name].shape[2], torch.arange(self.n_pos)
+        for layer, formula in enumerate(formulas):
+            part = [slice(layer, layer + 1)]
+            q, k, lse = (torch.from_numpy(self._group.read(x, part)[0]) for x in ("q", "k", "lse"))
+            q, k = q.to(lse.dtype), k.to(lse.dtype)
+            for start in range(first, self.n_pos, CHUNK):
+                rows = slice(start, min(start + CHUNK, self.n_pos))
+                weights = attention_weights(q[:, rows], k, lse[:, rows], formula, at[rows], at)
+                values = weights.to("cpu", self.dtype(name)).numpy()
+                with self._writing():
+                    self._group.write(name, values[None], layer=layer, row=start - first)
 
     def publish(
         self,

@@ -114,9 +114,7 @@ def _write_full(path: Path) -> None:
                 for block in array[layer].split(256, dim=0 if name == "residual" else 1):
                     writer.append(name, layer, block)
             writer.write_layer("o_proj", layer, o_proj[layer])
-            for start in (0, 256):
-                rows = list(range(start, min(start + 256, n)))
-                writer.write_attention("attention", layer, start, trace.attention(layer, rows))
+        writer.write_attention("attention", trace.header.formulas)
         header = open_trace(trace.save(path.with_name("header.zarr"))).header
         header = type(header)(**{**header.__dict__, "layer_ids": (0, 3)})
         writer.publish(header, tokens=tokens, token_text=[str(token) for token in tokens])

@@ -114,8 +114,8 @@ def test_an_interrupt_leaves_no_half_a_probe(tmp_path, monkeypatch, name):
     """Whatever of the probe is written, a recovery has the whole text and no probe, and says so."""
     write = TraceWriter.write_layer
 
-    def stopped(self, array, layer, values):
-        write(self, array, layer, values)
+    def stopped(self, array, layer, values, start=0):
+        write(self, array, layer, values, start)
         if (array, layer) == (name, 1):
             raise KeyboardInterrupt
 
