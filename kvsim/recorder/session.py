@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -372,7 +372,7 @@ class Session:
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": self._settings,
             "labels": dict(self.labels),
-            **({KEY: self._stored.document()} if self._stored else {}),
+            **({KEY: asdict(self._stored)} if self._stored else {}),
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
             "notes": self.notes,
         }

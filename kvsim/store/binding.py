@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from reprlib import repr as short_repr
 from typing import Any
@@ -64,12 +64,10 @@ def sealed(
 def check_attributes(attributes: Mapping[str, Any], where: str) -> None:
     """Raise TraceError for attributes that the format version of a trace does not have."""
     version = attributes["kvsim_format"]
-    unexpected = [key for key in BINDING if key in attributes]
-    if version >= BOUND:
-        unexpected = sorted(attributes.keys() - ATTRIBUTES)
-    if unexpected:
+    keys = attributes.keys()
+    if unexpected := keys - ATTRIBUTES if version >= BOUND else keys & set(BINDING):
         raise TraceError(
-            f"{where}: attribute {short_repr(unexpected[0])} is not part of format version "
+            f"{where}: attribute {short_repr(min(unexpected))} is not part of format version "
             f"{version}; copy the trace again or install a newer kvsim"
         )
 
@@ -117,7 +115,7 @@ def check_binding(
             continue
         count = 1 if name.startswith("token") else len(header.layer_ids)
         recorded = checksums.get(name)
-        if not (isinstance(recorded, list) and len(recorded) == count and all(map(_hex, recorded))):
+        if not (isinstance(recorded, list) and len(recorded) == count and are_checksums(recorded)):
             raise TraceError(
                 f"{where}: attribute checksums.{name} is {short_repr(recorded)}, expected "
                 f"{count} of 64 hex digits; copy the trace again or record it again"
@@ -138,5 +136,6 @@ def check_binding(
         )
 
 
-def _hex(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+def are_checksums(values: Iterable[object]) -> bool:
+    """Return whether all values are SHA-256 in hex."""
+    return all(isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) for value in values)

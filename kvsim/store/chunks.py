@@ -84,7 +84,7 @@ def read_chunk(array: StoredArray, index: Index, place: Place) -> Values:
     try:
         return _decode(array, body)
     except (ValueError, RuntimeError) as error:  # what decoders raise for damaged data
-        raise _damaged(array, index, place, error_line(error)) from error
+        raise _unusable(array, index, place, f"is damaged ({error_line(error)})") from error
 
 
 def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
@@ -96,19 +96,13 @@ def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes
     try:
         data = place.read(key, array.encoded)
     except FileNotFoundError as error:
-        raise TraceError(
-            f"{place.path}: chunk {key.partition('/')[2]} of {array.name} is missing, expected "
-            "all; copy the trace again or record it again"
-        ) from error
+        raise _unusable(array, index, place, "is missing") from error
     body = data[:-4]
     if len(data) < 4 or _crc(body) != data[-4:]:
-        raise _damaged(array, index, place, "its checksum is wrong")
+        raise _unusable(array, index, place, "is damaged (its checksum is wrong)")
     if array.crc(index) not in (None, data[-4:]):
-        raise TraceError(
-            f"{place.path}: chunk {key.partition('/')[2]} of {array.name} is not the recorded one, "
-            "it was replaced, or the whole trace since it was opened; open it again or copy it "
-            "again"
-        )
+        reason = "is not the recorded one, or the trace was replaced since it was opened"
+        raise _unusable(array, index, place, reason)
     return body
 
 
@@ -122,11 +116,10 @@ def _crc(body: bytes) -> bytes:
     return crc.to_bytes(4, "little")
 
 
-def _damaged(array: StoredArray, index: Sequence[int], place: Place, reason: str) -> TraceError:
-    short = array.key(index).partition("/")[2]
+def _unusable(array: StoredArray, index: Sequence[int], place: Place, what: str) -> TraceError:
     return TraceError(
-        f"{place.path}: a chunk of {array.name} is damaged ({short}: {reason}), expected data "
-        "that fits its checksum; copy the trace again or record it again"
+        f"{place.path}: chunk {array.key(index).partition('/')[2]} of {array.name} {what}, "
+        "expected the recorded one; open the trace again, copy it again or record it again"
     )
 
 

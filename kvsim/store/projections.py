@@ -23,6 +23,7 @@ from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import published
 from kvsim.schema import is_url, projections_folder
+from kvsim.store.binding import are_checksums
 from kvsim.store.chunks import read_part
 from kvsim.store.draft import Group
 from kvsim.store.layout import FLOATS, StoredArray, parse_array
@@ -79,7 +80,7 @@ class Facts:
             and [type(n) for n in shape] == [int] * 4
             and isinstance(checksums, list)
             and len(checksums) == shape[0]
-            and all(isinstance(x, str) and re.fullmatch("[0-9a-f]{64}", x) for x in checksums)
+            and are_checksums(checksums)
         )
         if valid:
             facts = cls.of(shape, given["dtype"], given["source_dtype"], checksums)
@@ -94,10 +95,6 @@ class Facts:
     def folder(self) -> str:
         """The name of the folder."""
         return projections_folder(self.digest)
-
-    def document(self) -> dict[str, Any]:
-        """Return the facts, ready for JSON."""
-        return asdict(self)
 
 
 class StoredProjections:
@@ -122,7 +119,8 @@ class StoredProjections:
     def read(self, layers: slice) -> Tensor:
         """Return some layers [layer, qhead, dim, hidden] as stored, each with its checksum."""
         numbers = range(self.array.shape[0])[layers]
-        out = torch.empty((len(numbers), *self.array.shape[1:]), dtype=self.dtype)
+        dtype = getattr(torch, self.array.dtype.name)
+        out = torch.empty((len(numbers), *self.array.shape[1:]), dtype=dtype)
         for place, layer in enumerate(numbers):
             part = read_part(self.array, [slice(layer, layer + 1)], self.place)[0]
             digest = ContentDigest()
@@ -132,18 +130,6 @@ class StoredProjections:
             out[place] = torch.from_numpy(part)
             check_finite(ARRAY, out[place : place + 1], self.where, layer=layer)
         return out
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As stored."""
-        dtype: torch.dtype = getattr(torch, self.array.dtype.name)
-        return dtype
-
-    @property
-    def bytes(self) -> int | None:
-        """Size on disk; None where files cannot be listed."""
-        sizes = self.place.sizes()
-        return None if sizes is None else sum(sizes.values())
 
     def _changed(self, what: str) -> TraceError:
         return TraceError(
@@ -163,12 +149,12 @@ def find_projections(
     if facts is None:
         return None
     if isinstance(path, str) and is_url(path):
-        place = find_remote(f"{path.rstrip('/').rpartition('/')[0]}/{facts.folder}")
-        return (
-            None if find_document(place, "zarr.json") is None else StoredProjections(facts, place)
-        )
-    folder = Path(os.path.realpath(path)).parent / facts.folder
-    return StoredProjections(facts, Folder(folder)) if folder.is_dir() else None
+        place: Place = find_remote(f"{path.rstrip('/').rpartition('/')[0]}/{facts.folder}")
+        here = find_document(place, "zarr.json") is not None
+    else:
+        folder = Path(os.path.realpath(path)).parent / facts.folder
+        place, here = Folder(folder), folder.is_dir()
+    return StoredProjections(facts, place) if here else None
 
 
 def store_projections(
@@ -211,7 +197,7 @@ def store_projections(
         group.create(ARRAY, tuple(shape), name, source_dtype)
         for number in range(shape[0]):
             group.write(ARRAY, layer(number)[None], layer=number)
-        group.set(**{KEY: facts.document()})  # last: without it, the rest of a kill
+        group.set(**{KEY: asdict(facts)})  # last: without it, the rest of a kill
 
     target = folder / facts.folder
     if target.exists():

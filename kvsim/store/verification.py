@@ -311,13 +311,13 @@ def _projections(stored: StoredTrace) -> dict[str, Any] | None:
     facts = Facts.named(stored.header.meta, stored.where)
     if facts is None:
         return None
-    described = {
-        **facts.document(),
+    sizes = None if stored.projections is None else stored.projections.place.sizes()
+    return {
+        **asdict(facts),
         "folder": facts.folder,
         "present": stored.projections is not None,
+        "bytes": None if sizes is None else sum(sizes.values()),
     }
-    size = None if stored.projections is None else stored.projections.bytes
-    return {**described, "bytes": size}
 
 
 def _probe(header: Header) -> dict[str, Any] | None:

@@ -509,7 +509,7 @@ def test_verify_finds_damage(tmp_path):
     (problem,) = verify(path, deep=True).problems
     assert "checksum of residual in layer 1" in problem
     (problem,) = verify(flipped, deep=True).problems
-    assert "a chunk of residual is damaged" in problem
+    assert "of residual is damaged" in problem
     with pytest.raises(TraceError, match="residual has 3 of 4 chunks"):
         open_trace(lost)
 
