@@ -47,7 +47,7 @@ class Web:
         url = parts._replace(path=path).geturl()
         watch, data = _Watch(), b""
         try:
-            opener = urllib.request.build_opener(_Http(watch), _Https(watch))
+            opener = urllib.request.build_opener(watch)
             with watch, opener.open(url, timeout=_TIMEOUT) as response:
                 while len(data) <= limit and (part := response.read1(limit + 1 - len(data))):
                     data += part
@@ -72,13 +72,14 @@ class Web:
         """Return None: HTTP has no lists of files."""
 
 
-class _Watch:
-    """Ends a request that gets less than `_SLOWEST` bytes a second once `_TIMEOUT` has passed.
+class _Watch(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens connections, and shuts one that gets less than `_SLOWEST` bytes a second after a while.
 
     The timeout of a socket is for silence alone: single bytes could hold a read for hours.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._connection: socket.socket | None = None
         self.received, self.expired = 0, False
         self._ended = threading.Event()
@@ -104,9 +105,13 @@ class _Watch:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
-    def connecting(self, kind: Callable[..., http.client.HTTPConnection]) -> Any:
-        """Return `kind`, with the socket of each connection known to the watch."""
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._watched(http.client.HTTPConnection), req)
 
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(self._watched(http.client.HTTPSConnection), req)
+
+    def _watched(self, kind: Callable[..., http.client.HTTPConnection]) -> Any:
         def connection(*args: Any, **keywords: Any) -> http.client.HTTPConnection:
             client = kind(*args, **keywords)
             connect = client.connect
@@ -121,28 +126,6 @@ class _Watch:
             return client
 
         return connection
-
-
-class _Http(urllib.request.HTTPHandler):
-    """Opens HTTP connections that a watch can shut."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def http_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(self._watch.connecting(http.client.HTTPConnection), req)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    """Opens HTTPS connections that a watch can shut."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def https_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(self._watch.connecting(http.client.HTTPSConnection), req)
 
 
 class Remote:
