@@ -152,7 +152,7 @@ class Group:
     def set(self, **attributes: Any) -> None:
         """Add or change attributes of the group."""
         self.attributes.update(attributes)
-        self._put(_ROOT, _json(self._root()))
+        self._put_root()
 
     def create(
         self, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None = None
@@ -216,16 +216,17 @@ class Group:
         """Replace the attributes of the group by these, bound to the arrays and all chunks."""
         chunks = {name: self.crcs(name) for name in self.arrays}
         self.attributes = sealed(attributes, self.arrays, chunks)
-        self._put(_ROOT, _json(self._root()))
+        self._put_root()
 
     def consolidate(self) -> None:
         """Copy the metadata of all arrays into that of the group, for readers of zarr."""
         metadata = {name: self._documents[name] for name in sorted(self._documents)}
         inline = {"kind": "inline", "must_understand": False, "metadata": metadata}
-        self._put(_ROOT, _json({**self._root(), "consolidated_metadata": inline}))
+        self._put_root(consolidated_metadata=inline)
 
-    def _root(self) -> dict[str, Any]:
-        return {"attributes": self.attributes, "zarr_format": 3, "node_type": "group"}
+    def _put_root(self, **more: Any) -> None:
+        document = {"attributes": self.attributes, "zarr_format": 3, "node_type": "group", **more}
+        self._put(_ROOT, _json(document))
 
     def _declare(self, name: str, document: dict[str, Any]) -> None:
         self._register(name, document)

@@ -173,7 +173,7 @@ def find_traces(root: Path, depth: int = DEPTH) -> dict[str, Path]:
 
 def find_folders(root: Path) -> list[Path]:
     """Return `root` and the folders below it that may hold traces."""
-    return [root, *(path for path, kind in _walk(root, DEPTH - 1) if kind == "folder")]
+    return [root, *_named(root, "folder", DEPTH - 1).values()]
 
 
 def find_runs(root: Path) -> dict[str, Path]:

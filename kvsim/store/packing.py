@@ -109,12 +109,7 @@ def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str
 
 @contextmanager
 def _published(target: Path) -> Iterator[Path]:
-    """Provide a path to write to; at the end, flush it and rename it to `target`.
-
-    Raises:
-        TraceExistsError: something is at `target`, before any work or at the end.
-        TraceError: the system refuses.
-    """
+    """Provide a path to write to as `published`, and check that `target` stays free; TraceError."""
     try:
         _check_free(target)
         check_writable(target.parent)

@@ -220,18 +220,16 @@ def _find(path: Path) -> Draft:
     drafts = [draft for draft in siblings if draft.target == path]
     if not drafts:
         inside = find_drafts(path) if path.is_dir() else []
-        hint = f"; it contains {_listed(inside)}, name one of them" if inside else ""
+        hint = f"; it contains {', '.join(map(str, inside))}, name one of them" if inside else ""
         raise TraceNotFoundError(
             f"nothing to recover for {path}, expected a hidden folder .{path.name}.tmp-* "
             f"next to it{hint}"
         )
     if len(drafts) > 1:
-        raise TraceError(f"{path} has several drafts, {_listed(drafts)}; name one of them")
+        raise TraceError(
+            f"{path} has several drafts, {', '.join(map(str, drafts))}; name one of them"
+        )
     return drafts[0]
-
-
-def _listed(drafts: list[Draft]) -> str:
-    return ", ".join(str(draft) for draft in drafts)
 
 
 def _draft(path: Path, target: Path, kind: Kind) -> Draft:
