@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
+from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
@@ -36,6 +37,7 @@ from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Encoded, Labels, token_strings
 from kvsim.recorder.repetition import Repetition
+from kvsim.schema import AXES
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
@@ -96,8 +98,9 @@ class Session:
                 f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
                 "with the eager kernel it computes what it was trained to"
             )
-        wanted, chunk = options.probe is not None, options.probe_chunk
-        self.repetition = Repetition(model, encoded, tokenizer, chunk) if wanted else None
+        self.repetition: Repetition | None = None
+        if options.probe is not None:
+            self.repetition = Repetition(model, encoded, tokenizer, options.probe_chunk)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.stop = StopStrings(options.stops, tokenizer)
@@ -115,11 +118,10 @@ class Session:
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
         )
-        wanted = self.out is not None if options.o_proj is None else options.o_proj
-        if wanted:
-            with self._leaving_out("o_proj", required=options.o_proj is True):
+        if self.out is not None if options.o_proj is None else options.o_proj:
+            with self._leaving_out("o_proj"):
                 self.projections = Projections(model, self.layer_ids)
-        with self._leaving_out("residual_norm", required=options.residual):
+        with self._leaving_out("residual_norm"):
             self.residual = Residual(model)
 
     def existing(self) -> Trace | None:
@@ -144,28 +146,40 @@ class Session:
         generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
         if generation.get("stopped") == "interrupted":
             return ["it was recovered from an interrupted capture and is not complete"]
+        prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
+        ids = self.encoded.ids
+        if prompt != ids:
+            pairs = enumerate(zip(prompt, ids, strict=False))
+            first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
+            expected = f"expected {len(ids)} tokens"
+            return [f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"]
         generation = {"stop": [], **generation}  # older traces have no stop strings
-        expected, options = describe_model(self.model), self.options
-        shapes = trace.source.shapes
+        model, options, shapes = describe_model(self.model), self.options, trace.source.shapes
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
         stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
-        pairs = {
-            "its model is": (recorded.get("name"), expected["name"]),
-            "the SHA-256 of its GGUF file is": (
-                object_at(recorded, "source").get("sha256"),
-                expected.get("source", {}).get("sha256"),
-            ),
-            "its model's dtype is": (recorded.get("dtype"), expected["dtype"]),
-            "its attention kernel is": (recorded.get("attention"), expected["attention"]),
+        given = generation.get("stopped") == GIVEN
+        response = trace.read("tokens")[trace.prompt_len :].tolist() if given else []
+        check = self._answer_check(object_at(trace.meta, "text").get("response"))
+        sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
+        keys = {"model": "name", "model's dtype": "dtype", "attention kernel": "attention"}
+        facts = {
+            **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
+            "the SHA-256 of its GGUF file is": tuple(sources),
             **{f"its {k} is": (generation.get(k), x) for k, x in self._settings.items()},
+            "its labels are": (dict(trace.labels), dict(self.labels)),
+            "the length of its context is": (trace.context_len, self.encoded.context_len),
+            "its needle is at": (trace.spans.get("needle", ()), tuple(self.encoded.needle)),
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
             "it is stored in": (stored, options.store_dtype or exact),
         }
-        differing = self._prompt_differences(trace)
-        differing += [f"{text} {a}, expected {b}" for text, (a, b) in pairs.items() if a != b]
-        if recorded.get("config_digest") != expected["config_digest"]:
+        differing = [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
+        if response != self.response:
+            differing.append(f"its response was {'given' if given else 'generated'}, not this one")
+        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
+            differing.append("its response was compared with another answer")
+        if recorded.get("config_digest") != model["config_digest"]:
             differing.append("its model has another configuration")
         if self.repetition is not None and trace.header.probe != self.repetition.probe:
             differing.append(f"it has {'another' if trace.header.probe else 'no'} probe")
@@ -174,37 +188,11 @@ class Session:
                 differing.append(f"it has {'no ' if requested else ''}{name}")
         return differing
 
-    def _prompt_differences(self, trace: Trace) -> list[str]:
-        prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
-        ids, labels = self.encoded.ids, dict(trace.labels)
-        if prompt != ids:
-            pairs = enumerate(zip(prompt, ids, strict=False))
-            first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
-            expected = f"expected {len(ids)} tokens"
-            return [f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"]
-        differing = []
-        if labels != dict(self.labels):
-            differing.append(f"its labels are {labels}, expected {dict(self.labels)}")
-        context, context_len = trace.context_len, self.encoded.context_len
-        if context != context_len:
-            differing.append(f"its context has {context} tokens, expected {context_len}")
-        given = bool(self.response)
-        if given != (object_at(trace.meta, "generation").get("stopped") == GIVEN):
-            differing.append(f"its response was {'generated' if given else 'given'}")
-        elif given and trace.read("tokens")[trace.prompt_len :].tolist() != self.response:
-            differing.append("it has another response")
-        spans, needle = trace.spans.get("needle", ()), tuple(self.encoded.needle)
-        if spans != needle:
-            differing.append(f"its needle is at tokens {spans}, expected {needle}")
-        check = self._answer_check(object_at(trace.meta, "text").get("response"))
-        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
-            differing.append("its response was compared with another answer")
-        return differing
-
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
         """Compare a response that the model wrote with the right one; None without either."""
-        given = bool(self.response)
-        return None if given else answer_check(self.model, self.encoded, response, self.answer)
+        if self.response:
+            return None
+        return answer_check(self.model, self.encoded, response, self.answer)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -232,11 +220,11 @@ class Session:
         with ExitStack() as stack:
             stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.projections is not None:
-                guard = partial(self._leaving_out, "o_proj", required=self.options.o_proj is True)
+                guard = partial(self._leaving_out, "o_proj")
                 stack.enter_context(self.projections.checking(self._store_projections, guard))
             if self.residual is not None:
-                guard = partial(self._leaving_out, "residual_norm", required=self.options.residual)
-                stack.enter_context(self.residual.following(guard))
+                following = self.residual.following(partial(self._leaving_out, "residual_norm"))
+                stack.enter_context(following)
             if self.response:
                 tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
                 start = len(self.encoded.ids)
@@ -260,7 +248,7 @@ class Session:
     def _receive(self, call: KernelCall) -> None:
         """Record one kernel call."""
         if self.residual is not None:
-            with self._leaving_out("residual_norm", required=self.options.residual):
+            with self._leaving_out("residual_norm"):
                 rows = self.residual.rows(call)
                 dtype = compute_dtype(rows.dtype)
                 norm = torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).float()
@@ -268,7 +256,7 @@ class Session:
                 call = replace(call, residual=kept, residual_norm=norm)
         self._recorder.receive(call)
         if self.projections is not None:
-            with self._leaving_out("o_proj", required=self.options.o_proj is True):
+            with self._leaving_out("o_proj"):
                 self.projections.receive(call)
 
     def _begin(self) -> None:
@@ -293,12 +281,12 @@ class Session:
         self._writer.begin(self._header(), self._recorder.described)
 
     @contextmanager
-    def _leaving_out(self, name: str, *, required: bool) -> Iterator[None]:
+    def _leaving_out(self, name: str) -> Iterator[None]:
         """Go on without an array that the model has no part for, with a note, unless required."""
         try:
             yield
         except CaptureError as error:
-            if required:
+            if self.options.o_proj if name == "o_proj" else self.options.residual:
                 raise
             if name == "o_proj":
                 self.projections = None
@@ -319,42 +307,31 @@ class Session:
         """Open the destination of blocks; the first kernel call shows the shapes."""
         if self.out is None:
             return MemorySink()
-        layers, n = len(self.layer_ids), self.limit
-        qheads, heads, dim = call.q.shape[0], call.k.shape[0], call.q.shape[2]
-        shapes: dict[str, tuple[int, ...]] = {
-            "q": (layers, qheads, n, dim),
-            "k": (layers, heads, n, dim),
-            "v": (layers, heads, n, dim),
-            "attn_out": (layers, qheads, n, dim),
-            "lse": (layers, qheads, n),
-        }
+        rows = self.options.dense_rows(self.limit)
+        size = len(self.layer_ids) * len(call.q) * rows * self.limit * 4
+        if size > MAX_ATTENTION_BYTES:
+            raise CaptureError(
+                f"dense attention of up to {self.limit} tokens takes {size / 2**30:.1f} GiB, "
+                f"expected at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows "
+                "from q, k and lse, or store the last rows alone (--attention window:N)"
+            )
         source = DTYPES[call.q.dtype]
         exact = "float64" if source == "float64" else "float32"
-        dtypes = {**dict.fromkeys(shapes, source), "lse": exact}
-        if self.options.attention:
-            rows = self.options.dense_rows(n)
-            size = layers * qheads * rows * n * 4
-            if size > MAX_ATTENTION_BYTES:
-                raise CaptureError(
-                    f"dense attention of up to {n} tokens takes {size / 2**30:.1f} GiB, expected "
-                    f"at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows from "
-                    "q, k and lse, or store the last rows alone (--attention window:N)"
-                )
-            name = self._attention_array
-            shapes[name], dtypes[name] = (layers, qheads, rows, n), exact
+        sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
+        sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
+        dtypes = {**dict.fromkeys(("q", "k", "v", "attn_out"), source), "lse": exact}
+        if rows:
+            dtypes[self._attention_array] = exact
         if self.repetition is not None:
-            rows = len(self.repetition.probe.tokens)
-            shapes["probe_q"] = (layers, qheads, rows, dim)
-            shapes["probe_k"] = (layers, heads, rows, dim)
-            dtypes |= {"probe_q": source, "probe_k": source}
+            sizes["probe"] = len(self.repetition.probe.tokens)
+            dtypes |= dict.fromkeys(PROBE, source)
         if call.residual is not None:
-            shapes["residual"] = (layers, n, call.residual.shape[1])
-            dtypes["residual"] = DTYPES[call.residual.dtype]
+            sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
         if call.residual_norm is not None:
-            shapes["residual_norm"], dtypes["residual_norm"] = (layers, n), "float32"
+            dtypes["residual_norm"] = "float32"
         writer = TraceWriter(
             self.out,
-            shapes=shapes,
+            shapes={name: tuple(sizes[axis] for axis in AXES[name]) for name in dtypes},
             source_dtypes=dtypes,
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,
