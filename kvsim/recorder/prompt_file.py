@@ -28,6 +28,15 @@ KEYS = ("id", *CONTENT, "context", "needle", "response", "system", "answer", *LA
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
 
+# Types of the values of keys, in Python and in words.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "id": ((str, int), "text or a number"),
+    "system": ((str,), "text"),
+    "answer": ((str, int, float), "text or a number"),
+    "response": ((str, list), "text or a list of token ids"),
+    "context": ((str, int), "text before a text, or how many messages or tokens"),
+}
+
 _LONGEST_ID = 200
 
 
@@ -120,9 +129,22 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
-    system, answer = row.get("system"), _answer(row.get("answer"), where)
-    if not isinstance(system, str | None):
-        raise CaptureError(f"{where}: system is {system!r}, expected text")
+    for key, (kinds, expected) in _KINDS.items():
+        value = row.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise CaptureError(f"{where}: {key} is {_short(value)}, expected {expected}")
+    for key in ("id", "answer"):
+        if row.get(key) is not None and not str(row[key]).strip():
+            raise CaptureError(
+                f"{where}: {key} is {_short(row[key])}, expected some text; leave it out if there "
+                "is none"
+            )
+    name = f"prompt-{index:04d}" if row.get("id") is None else str(row["id"])
+    if len(name) > _LONGEST_ID:
+        raise CaptureError(
+            f"{where}: id has {len(name)} characters, expected at most {_LONGEST_ID}: it names the "
+            "trace"
+        )
     labels = {name: row[name] for name in LABELS if row.get(name) is not None}
     if row.get("difficulty") is not None:
         level = labels.setdefault("level", row["difficulty"])
@@ -132,42 +154,18 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
                 "one of them: they are the same label"
             )
     needle, response = row.get("needle"), row.get("response")
-    if not isinstance(response, str | list | None) or not all(
-        type(token) is int for token in (response if isinstance(response, list) else ())
-    ):
-        raise CaptureError(
-            f"{where}: response is {_short(response)}, expected text or a list of token ids"
-        )
-    context = row.get("context")
-    if isinstance(context, bool) or not isinstance(context, str | int | None):
-        raise CaptureError(
-            f"{where}: context is {_short(context)}, expected text before a text, or how many "
-            "messages or tokens"
-        )
+    if isinstance(response, list) and not all(type(token) is int for token in response):
+        raise CaptureError(f"{where}: response is {_short(response)}, expected token ids")
     return Prompt(
-        id=_id(row.get("id"), index, where),
+        id=name,
         content=_content(row, where),
-        answer=answer,
+        answer=None if row.get("answer") is None else str(row["answer"]),
         labels=check_labels(labels, f"{where}: "),
-        system=system or None,
+        system=row.get("system") or None,
         needle=() if needle is None else check_needle(needle, f"{where}: "),
         response=response,
-        context=context,
+        context=row.get("context"),
     )
-
-
-def _answer(answer: object, where: str) -> str | None:
-    """Return the answer as text; CaptureError for one that no response can be checked against."""
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise CaptureError(f"{where}: answer is {_short(answer)}, expected text or a number")
-    if not str(answer).strip():
-        raise CaptureError(
-            f"{where}: answer is {_short(answer)}, which no response can be checked against, "
-            "expected some text; leave the answer out if there is none"
-        )
-    return str(answer)
 
 
 def _content(row: dict[str, Any], where: str) -> PromptLike:
@@ -195,19 +193,6 @@ def _content(row: dict[str, Any], where: str) -> PromptLike:
     if name == "tokens" and content and all(type(token) is int for token in content):
         return content
     raise CaptureError(f"{where}: no prompt, {name} is {_short(content)}; {_EXPECTED}")
-
-
-def _id(given: object, index: int, where: str) -> str:
-    if given is None:
-        return f"prompt-{index:04d}"
-    if isinstance(given, bool) or not isinstance(given, str | int) or str(given).strip() == "":
-        raise CaptureError(f"{where}: id is {_short(given)}, expected text or a number")
-    if len(str(given)) > _LONGEST_ID:
-        raise CaptureError(
-            f"{where}: id has {len(str(given))} characters, expected at most {_LONGEST_ID}: it "
-            "names the trace"
-        )
-    return str(given)
 
 
 def _short(value: object) -> str:
