@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from glob import escape, glob
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -100,13 +100,7 @@ def load_model(
             f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
         )
     options = {"attn_implementation": attention, "device_map": device_map}
-    file = None if str(name) in tiny.MODELS else find_gguf(name)
-    with _quiet(), ExitStack() as stack:
-        if file is None:
-            place, local = _place(name)
-        else:
-            folder, source = stack.enter_context(dequantised(file, note))
-            place, local = str(folder), True
+    with _quiet(), _located(name, note) as (place, local, source):
         offline = None if local else unreachable()
         here = local or offline is not None  # the hub's cache counts as local
         shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
@@ -137,8 +131,8 @@ def load_model(
         check_complete(place, report, "copy or convert it again, or correct its config.json")
         tokenizer = _load_tokenizer(place, shared)
     loaded = cast("PreTrainedModel", model)
-    if file is not None:
-        setattr(loaded, _GGUF, (file.name, source))
+    if source is not None:
+        setattr(loaded, _GGUF, source)
     if attention is None and softcap(loaded) is not None:
         loaded.set_attn_implementation("eager")
     loaded.eval()
@@ -153,12 +147,7 @@ def load_tokenizer(name: str | Path, *, note: Callable[[str], None] | None = Non
     name, note: as those of `load_model`, whose errors this raises too. CaptureError without a
     tokenizer.
     """
-    file = None if str(name) in tiny.MODELS else find_gguf(name)
-    with _quiet(), ExitStack() as stack:
-        if file is None:
-            place, local = _place(name)
-        else:
-            place, local = str(stack.enter_context(dequantised(file, note))[0]), True
+    with _quiet(), _located(name, note) as (place, local, _):
         here = local or unreachable() is not None
         tokenizer = _load_tokenizer(place, {"local_files_only": here})
     if tokenizer is None:
@@ -181,10 +170,21 @@ def unreachable() -> str | None:
     return None
 
 
-def _place(name: str | Path) -> tuple[str, bool]:
-    """Return the path or hub id of a model, and whether it is local."""
+@contextmanager
+def _located(
+    name: str | Path, note: Callable[[str], None] | None
+) -> Iterator[tuple[str, bool, tuple[str, dict[str, Any]] | None]]:
+    """Provide the path or hub id of a model, whether it is local, and `_GGUF` of a GGUF file."""
     if str(name) in tiny.MODELS:
-        return str(tiny.MODELS[str(name)]), True
+        yield str(tiny.MODELS[str(name)]), True, None
+    elif (file := find_gguf(name)) is not None:
+        with dequantised(file, note) as (folder, source):
+            yield str(folder), True, (file.name, source)
+    else:
+        yield *_place(name), None
+
+
+def _place(name: str | Path) -> tuple[str, bool]:
     text = str(name)
     folder = os.path.expanduser(text)  # noqa: PTH111  these two refuse no text
     if text and os.path.isdir(folder):  # noqa: PTH112
