@@ -104,13 +104,16 @@ def score(
 
 
 def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
-    """Return the options of a forward that computes the logits of so many last rows."""
     # without the model's configuration it keeps every entry, also outside sliding windows: each is
     # recorded and checked
-    options: dict[str, Any] = {"past_key_values": DynamicCache(), "use_cache": True}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = logits  # a long prompt times the vocabulary would be large
-    return options
+    return {"past_key_values": DynamicCache(), "use_cache": True, **last_logits(model, logits)}
+
+
+def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
+    """Return the option of a forward that computes the last logits alone, where there is one."""
+    # a long prompt times the vocabulary would be large
+    known = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if known else {}
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -140,17 +140,16 @@ def encode(
 
 def _context_text(prompt: PromptLike, context: str | int | None) -> str | None:
     """Return the text of a context before a text; CaptureError for another kind than fits."""
-    if isinstance(context, str) and isinstance(prompt, str):
+    is_text = isinstance(prompt, str)
+    if context is not None and is_text != isinstance(context, str):
+        expected = "text, expected text: what is before it"
+        if not is_text:
+            expected = "no text, expected a number: how many messages or tokens"
+        raise CaptureError(f"context is {reprlib.repr(context)} and the prompt is {expected}")
+    if isinstance(context, str):
         if context.strip():
             return context
         raise CaptureError("the context is empty, expected the text before the question")
-    if isinstance(context, str) or (context is not None and isinstance(prompt, str)):
-        given, expected = ("text", "text") if isinstance(prompt, str) else ("no text", "a number")
-        what = "the text before it" if expected == "text" else "how many messages or tokens"
-        raise CaptureError(
-            f"context is {reprlib.repr(context)} and the prompt is {given}, expected {expected}: "
-            f"{what}"
-        )
     return None
 
 

@@ -6,7 +6,6 @@ repeat it and the chunk itself. Then these rows are dropped again.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +14,12 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvsim.core.probe import ARRAYS, Chunk, Probe
+from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import CaptureError
-from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.generation import device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import context_length
 from kvsim.recorder.options import PROBE_CHUNK
-from kvsim.recorder.prompts import Encoded
 
 #: What asks for the first chunk, and for a later one behind the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -29,26 +27,6 @@ _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 #: Tokens of the former chunk that say where the next one starts.
 _CUE = 8
-
-
-class Repetition:
-    """The probe of a capture, checked before the model runs.
-
-    Raises CaptureError where the model cannot read that many tokens.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, encoded: Encoded, tokenizer: Any, chunk: int
-    ) -> None:
-        self._model, self._context = model, encoded.ids[: encoded.context_len]
-        chat = encoded.messages is not None
-        self.probe = repetition(self._context, tokenizer, chat=chat, chunk=chunk)
-        check_length(model, len(self._context), self.probe)
-
-    def read(self, layers: Sequence[int]) -> dict[str, Tensor]:
-        """Run the probe, and return its arrays [layer, head, probe, dim] by name."""
-        rows = read_probe(self._model, self._context, self.probe, layers)
-        return dict(zip(ARRAYS, rows, strict=True))
 
 
 def repetition(
@@ -101,8 +79,6 @@ def read_probe(
 
     check_length(model, len(context), probe)
     device, cache = device_of(model), DynamicCache()
-    fewer = "logits_to_keep" in inspect.signature(model.forward).parameters
-    keep = {"logits_to_keep": 1} if fewer else {}
 
     def forward(ids: Sequence[int], start: int) -> None:
         at = torch.arange(start, start + len(ids), device=device)
@@ -112,7 +88,7 @@ def read_probe(
             position_ids=at[None],
             cache_position=at,
             use_cache=True,
-            **keep,
+            **last_logits(model, 1),
         )
 
     with torch.inference_mode(), evaluating(model), intercepting(model, receive, layers=layers):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.probe import ARRAYS as PROBE
+from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
@@ -36,7 +37,7 @@ from kvsim.recorder.models import (
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Encoded, Labels, token_strings
-from kvsim.recorder.repetition import Repetition
+from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.schema import AXES
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
@@ -98,9 +99,12 @@ class Session:
                 f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
                 "with the eager kernel it computes what it was trained to"
             )
-        self.repetition: Repetition | None = None
+        self.context = encoded.ids[: encoded.context_len]
+        self.probe: Probe | None = None
         if options.probe is not None:
-            self.repetition = Repetition(model, encoded, tokenizer, options.probe_chunk)
+            chat, chunk = encoded.messages is not None, options.probe_chunk
+            self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
+            check_length(model, len(self.context), self.probe)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.stop = StopStrings(options.stops, tokenizer)
@@ -181,7 +185,7 @@ class Session:
             differing.append("its response was compared with another answer")
         if recorded.get("config_digest") != model["config_digest"]:
             differing.append("its model has another configuration")
-        if self.repetition is not None and trace.header.probe != self.repetition.probe:
+        if self.probe is not None and trace.header.probe != self.probe:
             differing.append(f"it has {'another' if trace.header.probe else 'no'} probe")
         for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
             if requested is not None and trace.has(name) != requested:
@@ -203,7 +207,10 @@ class Session:
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
             header = self._final_header(tokens, ended)
             texts = token_strings(tokens, self.tokenizer)
-            recorded = self.repetition.read(self.layer_ids) if self.repetition else {}
+            recorded: dict[str, torch.Tensor] = {}
+            if self.probe is not None:
+                rows = read_probe(self.model, self.context, self.probe, self.layer_ids)
+                recorded = dict(zip(PROBE, rows, strict=True))
             if self._writer is None:
                 return self._in_memory(header, tokens, texts, recorded)
             self._writer.begin(header)
@@ -322,8 +329,8 @@ class Session:
         dtypes = {**dict.fromkeys(("q", "k", "v", "attn_out"), source), "lse": exact}
         if rows:
             dtypes[self._attention_array] = exact
-        if self.repetition is not None:
-            sizes["probe"] = len(self.repetition.probe.tokens)
+        if self.probe is not None:
+            sizes["probe"] = len(self.probe.tokens)
             dtypes |= dict.fromkeys(PROBE, source)
         if call.residual is not None:
             sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
@@ -383,7 +390,7 @@ class Session:
             },
             "answer_check": self._answer_check(response),
             **({"response_logprobs": self.logprobs} if self.logprobs else {}),
-            **({"probe": self.repetition.probe.document()} if self.repetition else {}),
+            **({"probe": self.probe.document()} if self.probe else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
 
