@@ -124,7 +124,7 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 if not (overwrite and draft.is_dir() and target.is_dir()):
                     _check_free(path, overwrite=overwrite, advice="give another path")
                 with unbroken():
-                    _move(draft, target, aside)
+                    move(draft, target, aside)
                     moved = True
         finally:
             with unbroken():
@@ -152,9 +152,12 @@ def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
             raise OutputError(f"{path} exists and is not a file; {advice}, nothing was changed")
 
 
-def _move(draft: Path, target: Path, aside: Path) -> None:
-    """Rename `draft` to `target`; a folder there is set aside, a file is replaced."""
-    if target.is_file():
+def move(draft: Path, target: Path, aside: Path) -> None:
+    """Rename `draft` to `target`; a folder there is set aside, a file is replaced.
+
+    Raises OSError where the system refuses, and OutputError if a folder then cannot be put back.
+    """
+    if target.is_file() and draft.is_file():
         shutil.copymode(target, draft)
     if not target.is_dir():
         draft.replace(target)

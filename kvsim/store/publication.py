@@ -16,7 +16,7 @@ from kvsim.core.digest import ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.probe import check_probe
 from kvsim.errors import OutputError, TraceError, TraceExistsError
-from kvsim.files import hidden, sync, sync_tree
+from kvsim.files import hidden, move, sync, sync_tree
 from kvsim.store.draft import Group, TokenFile
 from kvsim.store.metadata import attributes_of, group_attributes
 from kvsim.store.place import Folder
@@ -141,33 +141,24 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
     """Rename `folder` to `path`; an old trace there is set aside before and removed after."""
     check_target(path, overwrite=overwrite)
     aside = hidden(path, "old")
-    replaced = path.exists()
-    if replaced:
-        path.rename(aside)
     try:
         # renaming to a folder that is not empty fails, so a race cannot lose anything
-        folder.rename(path)
-    except BaseException as error:
-        if replaced:
-            try:
-                aside.rename(path)
-            except OSError as other:
-                raise TraceError(
-                    f"{path} cannot be put back ({other.strerror or other}), the trace that was "
-                    f"there is {aside}; rename it when {path} is free"
-                ) from other
-        if isinstance(error, OSError) and error.errno in _TAKEN:
+        move(folder, path, aside)
+    except OutputError as error:
+        raise TraceError(str(error)) from error
+    except OSError as error:
+        if error.errno in _TAKEN:
             raise TraceExistsError(_exists(path)) from error
         raise
     try:
         sync(path.parent)
     except OSError as error:
-        kept = f", and the trace that it replaced is {aside}" if replaced else ""
+        kept = f", and the trace that it replaced is {aside}" if aside.exists() else ""
         raise TraceError(
             f"{path} is written, but could not be flushed to disk "
             f"({error.strerror or error}){kept}; check it with `kvsim verify`"
         ) from error
-    if replaced:
+    if aside.exists():
         with contextlib.suppress(OSError):  # it stays a draft, which `kvsim traces` lists
             remove_trace(aside)
 
