@@ -144,11 +144,7 @@ def encode_chunk(array: StoredArray, values: Values) -> tuple[bytes, bytes]:
 
 
 def _decode(array: StoredArray, body: bytes) -> Values:
-    """Decode a stored chunk, allocating at most what a chunk of the array has.
-
-    Raises:
-        ValueError, RuntimeError: no writer of such an array writes this.
-    """
+    """Decode a chunk, allocating at most what it may have; ValueError, RuntimeError if damaged."""
     if len(body) < 16 or int.from_bytes(body[12:16], "little") != len(body):
         raise ValueError("not a whole blosc frame")
     size = int.from_bytes(body[4:8], "little")

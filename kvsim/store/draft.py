@@ -51,16 +51,9 @@ def recover_command(folder: Path, *options: str) -> str:
 
 
 class TokenFile:
-    """The file of a draft's tokens, locked while it is open.
+    """The file of a draft's tokens, locked until it is closed or its process ends, however it ends.
 
-    The system releases the lock when the process ends, however it ends.
-
-    Args:
-        folder: the draft.
-        wait: wait until the lock is free; otherwise `locked` is False if it is not.
-
-    Raises:
-        OSError: the file cannot be opened.
+    wait: wait until the lock is free; otherwise `locked` is False if it is not. Raises OSError.
     """
 
     def __init__(self, folder: Path, *, wait: bool) -> None:
@@ -119,16 +112,10 @@ class Group:
     """A group in a folder to which nothing else writes.
 
     Each file is written under a temporary name and renamed, in the calling thread: when a call has
-    returned or raised, nothing is still being written.
+    returned or raised, nothing is still being written. Methods that write raise OSError where the
+    disk refuses, and those that read TraceError where a file is damaged or of no trace.
 
-    Attributes:
-        folder: its path; place: for reading.
-        attributes: attributes of the group.
-        arrays: its arrays by name.
-
-    Raises:
-        OSError: (any method that writes) the disk refuses.
-        TraceError: (any method that reads) a file is damaged or does not belong to a trace.
+    attributes: of the group. arrays: by name.
     """
 
     def __init__(self, folder: Path) -> None:

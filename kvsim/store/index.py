@@ -133,7 +133,6 @@ def _answer(check: Mapping[str, Any]) -> Literal["right", "wrong", "none"] | Non
 
 
 def _draft(draft: Draft, root: Path, traces: Mapping[str, Entry]) -> Entry:
-    """Return the entry of a draft; traces: the entries of traces, by path."""
     trace = traces.get(draft.target.relative_to(root).as_posix())
     tokens = None if trace is None or trace.state != "whole" else trace.tokens
     state: State = "replaced" if draft.kind == "old" else "unfinished"
@@ -163,10 +162,10 @@ def _bytes(path: Path) -> int:
 def find_traces(root: Path, depth: int = DEPTH) -> dict[str, Path]:
     """Return traces below `root`, folders and packed ones, by their relative path.
 
-    depth: levels of folders that are entered, 1 for `root` alone.
-    ``*.zarr`` and ``*.zarr.zip`` count as traces, whole or not, so that damaged ones are listed;
-    of other names, those whose metadata is that of a trace. Hidden folders (drafts), and whatever
-    is inside a trace or a run, are left out.
+    depth: levels of folders that are entered, 1 for `root` alone. ``*.zarr`` and ``*.zarr.zip``
+    count as traces, whole or not, so that damaged ones are listed; of other names, those whose
+    metadata is that of a trace. Hidden folders, and whatever is inside a trace or a run, are left
+    out.
     """
     return _named(root, "trace", depth)
 
@@ -198,7 +197,6 @@ def _walk(folder: Path, depth: int) -> Iterator[tuple[Path, Kind]]:
 
 
 def _kind(path: Path) -> Kind | None:
-    """Return the kind of a path, None for other files."""
     packed = path.suffix == SUFFIX and path.is_file()
     if not (packed or path.is_dir()) or NAME.fullmatch(path.name):
         return None

@@ -34,12 +34,9 @@ def _digest(data: bytes) -> dict[str, Any]:
 def read_file(path: Path, limit: int, expected: Mapping[str, Any] | None = None) -> bytes:
     """Return the content of a file; a pipe or device does not block.
 
-    expected: its entry among `digests`, if it is bound.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        OutputError: it is no regular file, cannot be read, has more than `limit` bytes, or is not
-            what is expected.
+    expected: its entry among `digests`, if it is bound. Raises FileNotFoundError, and OutputError
+    if it is no regular file, cannot be read, has more than `limit` bytes, or is not what is
+    expected.
     """
     try:
         with os.fdopen(os.open(path, _FLAGS), "rb") as file:
@@ -69,10 +66,7 @@ def damaged(
 
 
 def read_document(path: Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a JSON object from a file.
-
-    Raises as `read_file`, and OutputError for other content.
-    """
+    """Return a JSON object from a file; raise as `read_file`, and OutputError for other content."""
     data = read_file(path, DOCUMENT, expected)
     try:
         document = json.loads(data)

@@ -207,11 +207,8 @@ def array_document(
 def parse_array(name: str, document: Mapping[str, Any], where: str) -> StoredArray:
     """Return the array that a metadata document describes.
 
-    The document must be equal to `array_document` of its shape and types; only attributes may be
-    more than it has. Nothing of the size that the document claims is allocated.
-
-    Raises:
-        TraceError: anything else; the message names the first difference.
+    It must be equal to `array_document` of its shape and types, but for more attributes; otherwise
+    TraceError names the first difference. Nothing of the size that it claims is allocated.
     """
 
     def require(what: str, value: object, expected: object, *, valid: bool) -> None:

@@ -34,9 +34,8 @@ DEPTH = 64
 def find_document(place: Place, key: str) -> dict[str, Any] | None:
     """Return the metadata document of a trace at `key`, None if it is missing.
 
-    Raises:
-        TraceError: it is not a JSON object, or has more values, deeper nesting or larger integers
-            than any trace needs.
+    Raises TraceError for anything but a JSON object, and for more values, deeper nesting or larger
+    integers than any trace needs.
     """
     where = place.path
     try:

@@ -49,17 +49,11 @@ class Place(Protocol):
     def read(self, key: str, limit: int) -> bytes:
         """Return the content of a file.
 
-        Raises:
-            FileNotFoundError: it does not exist.
-            TraceError: it has more than `limit` bytes, is not a regular file, or is not readable.
+        Raises FileNotFoundError, and TraceError for more than `limit` bytes or what cannot be read.
         """
 
     def sizes(self) -> Mapping[str, int] | None:
-        """Return the size of each file in bytes; None where files cannot be listed, as over HTTP.
-
-        Raises:
-            TraceError: something is neither a file nor a folder.
-        """
+        """Return the bytes of each file; None where files cannot be listed, as over HTTP."""
 
 
 class Folder:
@@ -135,9 +129,8 @@ def check_limit(where: str, key: str, size: int, limit: int) -> None:
 class Packed:
     """A local packed trace.
 
-    Raises:
-        TraceNotFoundError: it is not a zip, or one without the metadata of a group.
-        TraceError: it is damaged, or has members that no packed trace has.
+    Raises TraceNotFoundError for a file that is no zip or no trace, and TraceError where it is
+    damaged or has members that no packed trace has.
     """
 
     few_bytes = Folder.few_bytes
@@ -245,8 +238,7 @@ def _checked(archive: zipfile.ZipFile, where: str, size: int) -> dict[str, zipfi
 def _zip_errors(where: str) -> Iterator[None]:
     """Raise TraceError, with one line, for what zipfile raises for unusable files.
 
-    NotImplementedError: a later version of zip. ValueError: a name that is not UTF-8, or an offset
-    out of range.
+    NotImplementedError: a later version of zip. ValueError: a name or an offset that cannot be.
     """
     try:
         yield

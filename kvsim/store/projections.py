@@ -98,11 +98,7 @@ class Facts:
 
 
 class StoredProjections:
-    """The output projections that a trace names, in their folder.
-
-    Raises:
-        TraceError: the folder has another array than the trace names.
-    """
+    """The output projections that a trace names; TraceError where the folder has others."""
 
     def __init__(self, facts: Facts, place: Place) -> None:
         self.facts, self.place = facts, place
@@ -168,18 +164,12 @@ def store_projections(
 ) -> Facts:
     """Write output projections into `folder`, unless they are there, and return their facts.
 
-    Args:
-        folder: that of the traces.
-        shape: [layer, qhead, dim, hidden].
-        read: returns one layer [qhead, dim, hidden].
-        source_dtype: in the model.
-        dtype: as stored; exact by default.
-        draft: a folder to write to instead, from which `move_projections` moves them.
+    shape: [layer, qhead, dim, hidden]. read: returns one layer. source_dtype: in the model. dtype:
+    as stored; exact by default. draft: a folder to write to instead, from which `move_projections`
+    moves them.
 
-    Raises:
-        TraceError: numbers that are not finite or too large for `dtype`.
-        OSError: (with `draft`) the disk refuses.
-        OutputError: (without) the same.
+    Raises TraceError for numbers that are not finite or too large for `dtype`, and OutputError
+    (with `draft` OSError) where the disk refuses.
     """
     name = dtype or DTYPES[stored_dtype(source_dtype)]
 

@@ -91,16 +91,11 @@ def complete(
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:
-    """Flush a complete trace to disk and move it to `path` in one rename.
+    """Flush a complete trace to disk and move it to `path`, after its output projections.
 
-    Output projections in the draft are moved first, next to the trace.
-
-    file: the tokens of the draft, which are removed.
-
-    Raises:
-        TraceExistsError: something has appeared at `path`.
-        TraceError: it is at `path`, but perhaps not on disk.
-        OSError: the disk refuses; the trace stays where it was.
+    file: the tokens of the draft, which are removed. Raises TraceExistsError if something has
+    appeared at `path`, TraceError if the trace is at `path` but perhaps not on disk, and OSError
+    where the disk refuses; the trace then stays where it was.
     """
     group.consolidate()
     sync_tree(group.folder)

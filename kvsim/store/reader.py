@@ -52,7 +52,8 @@ def open_trace(path: str | Path) -> Trace:
 
     Raises:
         TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
-        TraceError: the trace is incomplete, damaged or of a newer format.
+        TraceError: the trace is incomplete, of a newer format, lacks a chunk, or has anything that
+            docs/trace-format.md does not allow.
     """
     stored = StoredTrace(path)
     return Trace(
@@ -75,12 +76,7 @@ def locate(path: str | Path) -> Path | str:
 
 
 def find_place(path: str | Path) -> Place:
-    """Return the place of the trace at `path`: a folder, a packed trace, or a URL.
-
-    Raises:
-        TraceNotFoundError: nothing is there.
-        TraceError: it is neither a folder nor a packed trace.
-    """
+    """Return the place of the trace at `path`: a folder, a packed trace, or a URL."""
     path = locate(path)
     if isinstance(path, str):
         return find_remote(path)
@@ -99,15 +95,7 @@ def find_place(path: str | Path) -> Place:
 
 
 class StoredTrace:
-    """The arrays and the header of the trace at `path`, as a source of `Trace`.
-
-    path: a folder, a packed trace, or a URL.
-
-    Raises:
-        TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
-        TraceError: incomplete, a newer format, a missing chunk, wrong shapes, or anything
-            that docs/trace-format.md does not allow.
-    """
+    """The arrays and the header of a trace, as a source of `Trace`; raises as `open_trace`."""
 
     def __init__(self, path: str | Path) -> None:
         self.place = find_place(path)
@@ -189,7 +177,6 @@ class StoredTrace:
         return self.arrays[name]
 
     def _check_probe(self) -> None:
-        """Raise TraceError unless a probe is what `meta.probe` says, in the types of q."""
         check_probe(self.header.probe, self.shapes, self.where)
         for name in PROBE:
             types = [
@@ -203,7 +190,6 @@ class StoredTrace:
                 )
 
     def _find_projections(self) -> None:
-        """Look for the output projections that the trace names."""
         found = find_projections(self.path, self.header.meta, self.where)
         if found is None:
             return
@@ -214,7 +200,6 @@ class StoredTrace:
         self.header = replace(self.header, source_dtypes=dtypes)
 
     def _parse(self) -> dict[str, StoredArray]:
-        """Parse the metadata of each array of the format."""
         arrays: dict[str, StoredArray] = {}
         listed = {key.partition("/")[0] for key in self.sizes or ()}
         for name in DIMENSIONS:

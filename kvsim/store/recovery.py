@@ -253,7 +253,6 @@ def _committed(attributes: Mapping[str, Any]) -> int:
 
 
 def _verify(folder: Path, progress: Progress | None) -> None:
-    """Raise TraceError, with the first problem, unless a complete draft is undamaged."""
     problems = verify(folder, progress=progress).problems
     if problems:
         raise TraceError(f"{problems[0]}; nothing was published")
@@ -344,7 +343,7 @@ def _finish(group: Group, progress: Progress) -> None:
 
 
 def _lost(group: Group) -> list[str]:
-    """Return the arrays that the writer had begun and that are not there."""
+    """Return the arrays that were begun and are missing."""
     begun = group.attributes.get("arrays")
     if not isinstance(begun, list):  # older drafts do not list them
         return []
@@ -409,7 +408,6 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
 
 
 def _noted(header: Header, *notes: str) -> Header:
-    """Return the header with more notes, each once."""
     recorded = header.meta.get("notes")
     before = recorded if isinstance(recorded, list) else []
     new = [note for note in notes if note not in before]

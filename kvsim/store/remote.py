@@ -100,7 +100,6 @@ class _Watch(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
                 return
 
     def _shut(self) -> None:
-        """Shut the connection, if there is one, which ends a read that waits for it."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
@@ -190,12 +189,8 @@ def check_free(url: str, *, overwrite: bool) -> None:
 def upload(folder: Path, url: str) -> str:
     """Upload the trace in a folder to `url`, its root metadata last, and return the URL.
 
-    If that fails, the uploaded files are removed; if that fails too, no reader takes the rest for
-    a trace.
-
-    Raises:
-        TraceExistsError: something is there.
-        TraceError: the store cannot be written to.
+    If that fails, the uploaded files are removed; if that fails too, no reader takes the rest for a
+    trace. Raises as `check_free`, and TraceError where the store cannot be written to.
     """
     check_free(url, overwrite=False)
     system, root = filesystem(url)

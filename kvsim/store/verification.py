@@ -80,9 +80,7 @@ def verify(
         progress: called with (layers done, total layers).
 
     Raises:
-        TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
-        TraceError: the trace cannot be opened: incomplete, newer, a chunk missing, wrong shapes.
-            Later problems are in the result.
+        TraceError: the trace cannot be opened; see `open_trace`. Later problems are in the result.
     """
     return verify_stored(StoredTrace(path), deep=deep, progress=progress)
 
@@ -254,10 +252,7 @@ class _Check:
 def describe(path: str | Path) -> dict[str, Any]:
     """Return shapes, dtypes, sizes, model, labels, spans, text and answer check, ready for JSON.
 
-    Sizes are None where files cannot be listed, as over HTTP.
-
-    Raises:
-        TraceError: as `open_trace`.
+    Sizes are None where files cannot be listed, as over HTTP. Raises TraceError as `open_trace`.
     """
     stored = StoredTrace(path)
     sizes = stored.sizes
@@ -307,7 +302,6 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 
 def _projections(stored: StoredTrace) -> dict[str, Any] | None:
-    """Return which output projections the trace names, and their size if they are next to it."""
     facts = Facts.named(stored.header.meta, stored.where)
     if facts is None:
         return None
@@ -321,7 +315,6 @@ def _projections(stored: StoredTrace) -> dict[str, Any] | None:
 
 
 def _probe(header: Header) -> dict[str, Any] | None:
-    """Return the kind, the rows and the chunks of a probe, None without one."""
     probe = header.probe
     if probe is None:
         return None

@@ -169,10 +169,7 @@ class TraceWriter:
         """Store the next positions of one layer: block [head, pos, ...], `residual` [pos, hidden].
 
         A block has 256 positions, only the last one fewer. Blocks of an array that was dropped are
-        ignored.
-
-        Raises:
-            TraceError: NaN or infinity, or a number too large for float16 storage.
+        ignored. Raises TraceError for NaN or infinity, or a number too large for float16 storage.
         """
         if name not in self._next:
             return
@@ -246,9 +243,8 @@ class TraceWriter:
     ) -> Path:
         """Complete the trace, move it to `path` and return the path.
 
-        Raises:
-            TraceError: a chunk is missing.
-            TraceExistsError: something has appeared at `path`; the draft is kept.
+        Raises TraceError if a chunk is missing, and TraceExistsError if something has appeared at
+        `path`; the draft is then kept.
         """
         with self._writing():
             complete(self._group, header, self._digest, tokens, token_text, str(self.path))
