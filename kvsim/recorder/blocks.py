@@ -60,10 +60,8 @@ class MemorySink:
 class _Layer:
     """One layer so far, with the incomplete block on the model's device in its dtype.
 
-    Keys and values are not in the block: every call has all of them.
-
-    ropes: the rotary embeddings that fit all keys so far; more than one only while they rotate
-    these keys alike, as at position 0.
+    ropes: those that fit all keys so far; more than one only while they rotate these keys alike, as
+    at position 0. Keys and values are not in the block: every call has all of them.
     """
 
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
@@ -122,7 +120,8 @@ class BlockRecorder:
     """Collects the kernel calls of one sequence and passes complete blocks to a sink.
 
     Every row is checked: attention is recomputed from q, k, v by the kernel's formula and compared
-    with the kernel's output; keys before RoPE are rotated and compared with the kernel's keys.
+    with the kernel's output; keys before RoPE are rotated and compared with the kernel's keys. What
+    does not fit raises CaptureError, while calls come in.
 
     open_sink: opens the sink from the first call, which shows the shapes, after its check.
     read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
@@ -130,9 +129,6 @@ class BlockRecorder:
     store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
     kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
     logits, and with it the tolerance.
-
-    Raises CaptureError, while calls come in, if the model computes something else than attention by
-    this formula of these q, k, v, or rotates in another way.
     """
 
     def __init__(
@@ -225,7 +221,6 @@ class BlockRecorder:
         return layer
 
     def _check_shapes(self, call: KernelCall) -> None:
-        """Raise CaptureError where the arrays of the layers would not fit into one."""
         shape = _shape(call)
         if call.q.shape[2] != call.v.shape[2] or call.q.shape[0] % call.k.shape[0]:
             raise CaptureError(

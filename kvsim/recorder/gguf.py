@@ -92,8 +92,7 @@ class GgufFile:
 def find_gguf(name: str | Path) -> GgufFile | None:
     """Return the GGUF file that a model's name stands for, or None for another kind of model.
 
-    Raises:
-        CaptureError: the package of SmolLM2 is not installed, or there is no such file.
+    Raises CaptureError where the package of SmolLM2 is not installed, or there is no such file.
     """
     text = str(name)
     if text == SMOLLM2:
@@ -134,15 +133,8 @@ def dequantised(
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Provide the cache folder of a GGUF file, and the provenance of its weights for JSON.
 
-    Other processes neither build nor replace a folder meanwhile.
-
-    note: called with a line when dequantising begins and when it ends.
-
-    Raises:
-        CaptureError: the extra `gguf` is missing; the file of SmolLM2 is not the expected one; or a
-            file that is no GGUF, is damaged, has no tokenizer, or is of a model that transformers
-            does not load completely.
-        OutputError: the cache folder cannot be written.
+    Other processes neither build nor replace a folder meanwhile. note: called with a line when
+    dequantising begins and when it ends. Raises as `load_model`.
     """
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
@@ -213,7 +205,6 @@ def _exclusive(folder: Path) -> Iterator[None]:
 
 
 def _versions() -> dict[str, Any]:
-    """Return what the content of a cache folder depends on besides the GGUF file."""
     libraries = {name: version(name) for name in ("transformers", "tokenizers", "gguf")}
     return {"revision": _REVISION, **libraries}
 
@@ -318,13 +309,11 @@ def _read(path: Path) -> GGUFReader:
 
 
 def _field(reader: GGUFReader, key: str, default: Any = None) -> Any:
-    """Return a value of the metadata of a GGUF file."""
     field = reader.get_field(key)
     return default if field is None else field.contents()
 
 
 def _load(folder: Path, path: Path, reader: GGUFReader) -> tuple[Any, PreTrainedTokenizerFast]:
-    """Return the model and the tokenizer of the GGUF file in a folder of its own."""
     shared: Mapping[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     bar = redirect_stderr(StringIO())  # of tqdm, which transformers' own switch leaves on
     try:

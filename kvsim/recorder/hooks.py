@@ -203,8 +203,7 @@ def hidden_states(
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Return the model's attention modules by layer number, in order.
 
-    Raises:
-        CaptureError: a model without attention modules, or with two in one layer.
+    Raises CaptureError for a layer without an attention module, or with two.
     """
     modules: dict[int, nn.Module] = {}
     for module in model.modules():

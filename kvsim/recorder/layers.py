@@ -34,13 +34,10 @@ class Projections:
 
     Each is checked on the first call of its layer: the module's output must be the sum over query
     heads of the kernel's output times the head's block, plus the bias. So gates between kernel and
-    projection, adapters and the like are refused instead of ignored.
+    projection, adapters and the like are refused instead of ignored, and so is a layer without a
+    projection of a usual name, or with one that is no plain matrix (CaptureError).
 
-    Attributes:
-        blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views.
-
-    Raises:
-        CaptureError: a layer has no projection of a known name, or one that is no plain matrix.
+    blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
@@ -129,7 +126,6 @@ class Projections:
 
 
 def _name(layer: int, module: nn.Module) -> str:
-    """Return the name of the output projection in an attention module."""
     for name in PROJECTIONS:
         projection = getattr(module, name, None)
         if isinstance(projection, nn.Module) and isinstance(
@@ -286,9 +282,7 @@ class Residual:
 def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Return the parent of each attention module, by layer number, in order.
 
-    Raises:
-        CaptureError: two attention modules with one parent, or a parent that is not in a list of
-            layers.
+    Raises CaptureError where two have one parent, or a parent is not in a list of layers.
     """
     parents = {id(part): module for module in model.modules() for part in module.children()}
     layers: dict[int, nn.Module] = {}

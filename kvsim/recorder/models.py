@@ -206,7 +206,6 @@ def _close(place: str) -> str:
 
 
 def _check_device_map(device_map: str | Mapping[str, str | int], device: str | None) -> None:
-    """Raise CaptureError for a device map that cannot be used."""
     if device is not None:
         raise CaptureError(
             f"device is {device!r} and device_map {device_map!r}, expected one of them; leave "

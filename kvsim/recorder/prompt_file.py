@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import CaptureError, suggest
-from kvsim.recorder.prompts import (
-    Prompt,
-    PromptLike,
-    check_labels,
-    joined_parts,
-    with_distinct_ids,
-)
+from kvsim.recorder.prompts import Prompt, PromptLike, check_labels, joined_parts, with_distinct_ids
 from kvsim.recorder.spans import check_needle
 from kvsim.schema import LABELS
 

@@ -96,12 +96,11 @@ def encode(
     response, context: as those of `Prompt`; a response is encoded by itself, without special
     tokens. The context ends with the last token that has no text of the question.
 
-    Raises:
-        CaptureError: a prompt that is empty, or with its response longer than the context; a
-            response that is empty; unknown ids or words; text without a tokenizer; a chat without a
-            template, or one that the template refuses; a second system message, or one for token
-            ids; a needle that is not in the prompt once, or with a tokenizer that does not say
-            where its tokens are in the text; a context that ends outside the prompt.
+    Raises CaptureError for a prompt that is empty, or with its response longer than the context; a
+    response that is empty; unknown ids or words; text without a tokenizer; a chat without a
+    template, or one that the template refuses; a second system message, or one for token ids; a
+    needle that is not in the prompt once, or with a tokenizer that does not say where its tokens
+    are in the text; a context that ends outside the prompt.
     """
     before = _context_text(prompt, context)
     if before is not None:
@@ -206,7 +205,6 @@ def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> N
 
 
 def _response(response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Return the token ids of a given response."""
     if not isinstance(response, str):
         if len(response):
             return _ids(response, "response")
@@ -246,12 +244,9 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
 def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
     """Return the messages, with lists of text parts joined to text.
 
-    The missing content of a message that calls tools is left to the template.
-
-    where: the beginning of an error message.
-
-    Raises:
-        CaptureError: a part that is not text, no content, or one of another kind.
+    The missing content of a message that calls tools is left to the template. where: the beginning
+    of an error message. Raises CaptureError for a part that is not text, and for other or no
+    content.
     """
     joined = []
     for place, message in enumerate(messages):
@@ -275,7 +270,6 @@ def joined_parts(messages: Messages, where: str = "") -> list[dict[str, Any]]:
 
 
 def _text_of(part: object, where: str) -> str:
-    """Return the text of a part of a message's content."""
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
     if not isinstance(text, str):

@@ -55,11 +55,8 @@ class Session:
     """One capture, checked as far as possible before the model runs.
 
     out: where to write the trace; None keeps it in memory. answer: the expected one. name: of the
-    trace; None takes that of `out`, or the model's.
-
-    Raises:
-        CaptureError: a layer that the model does not have, a model without what an option needs, or
-            stop strings without a tokenizer.
+    trace; None takes that of `out`, or the model's. Raises CaptureError for a layer that the model
+    does not have, a model without what an option needs, or stop strings without a tokenizer.
     """
 
     def __init__(
@@ -193,7 +190,6 @@ class Session:
         return differing
 
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
-        """Compare a response that the model wrote with the right one; None without either."""
         if self.response:
             return None
         return answer_check(self.model, self.encoded, response, self.answer)
@@ -223,7 +219,6 @@ class Session:
         return open_trace(self._writer.path)
 
     def _forward(self, progress: Progress) -> tuple[list[int], str | None]:
-        """Generate, or run a given response, with the kernel intercepted."""
         with ExitStack() as stack:
             stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.projections is not None:
@@ -253,7 +248,6 @@ class Session:
             )
 
     def _receive(self, call: KernelCall) -> None:
-        """Record one kernel call."""
         if self.residual is not None:
             with self._leaving_out("residual_norm"):
                 rows = self.residual.rows(call)
@@ -307,7 +301,6 @@ class Session:
 
     @property
     def _attention_array(self) -> str:
-        """The name of the array of dense attention."""
         return "attention" if self.options.attention in (True, "full") else "attention_window"
 
     def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
@@ -401,7 +394,6 @@ class Session:
         texts: list[str] | None,
         recorded: Mapping[str, torch.Tensor],
     ) -> Trace:
-        """Return the trace of a capture without a path."""
         sink = self._recorder.sink
         if not isinstance(sink, MemorySink):
             raise TypeError(f"the sink is {type(sink).__name__}, expected one in memory")

@@ -41,11 +41,8 @@ def located(
     """Return the token spans of a needle in a prompt.
 
     text: what the prompt was encoded from, None for token ids. special: whether the tokenizer added
-    special tokens.
-
-    Raises:
-        CaptureError: a text that the prompt has not once, a span outside it, one kind of needle in
-            the other kind of prompt, or a tokenizer without offsets.
+    special tokens. Raises CaptureError for a text that the prompt has not once, a span outside it,
+    one kind of needle in the other kind of prompt, or a tokenizer without offsets.
     """
     parts = check_needle(needle)
     texts = [part for part in parts if isinstance(part, str)]

@@ -55,13 +55,7 @@ _TYPES |= {name: (dtype,) for name, dtype in LATER.items()}
 #: its types are those of q.
 UNSEALED = (*LATER, *PROBE)
 
-_NUMPY = {
-    "float16": "<f2",
-    "float32": "<f4",
-    "float64": "<f8",
-    "int32": "<i4",
-    "string": "object",
-}
+_NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "int32": "<i4", "string": "object"}
 
 
 @dataclass(frozen=True)

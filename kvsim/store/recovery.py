@@ -35,13 +35,7 @@ from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
 from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
 from kvsim.store.place import Folder
 from kvsim.store.projections import KEY, copy_projections, find_projections
-from kvsim.store.publication import (
-    check_target,
-    complete,
-    put,
-    remove_trace,
-    require_chunks,
-)
+from kvsim.store.publication import check_target, complete, put, remove_trace, require_chunks
 from kvsim.store.reader import StoredTrace
 from kvsim.store.verification import Progress, verify
 from kvsim.store.writer import LATE

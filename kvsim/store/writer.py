@@ -24,12 +24,7 @@ from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
 from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
-from kvsim.store.projections import (
-    Facts,
-    copy_projections,
-    store_projections,
-    upload_projections,
-)
+from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
 from kvsim.store.remote import check_free, upload
 

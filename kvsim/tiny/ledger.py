@@ -87,15 +87,10 @@ class Fact(NamedTuple):
 class Page:
     """The content of a prompt.
 
-    Attributes:
-        facts: by node.
-        key: the digit of each kind.
-        verb: the verb of the question.
-        first: the counter of the first line.
-        named: the listed nodes of ``get`` and ``join``, else the start.
-        agenda: by counter, the words of its entry.
-        report: the counters of the sums to repeat.
-        length: the number of words of the prompt.
+    facts: by node. key: the digit of each kind. verb: that of the question. first: the counter of
+    the first line. named: the listed nodes of ``get`` and ``join``, else the start. agenda: by
+    counter, the words of its entry. report: the counters of the sums to repeat. length: words of
+    the prompt.
     """
 
     facts: dict[str, Fact]
@@ -226,11 +221,7 @@ def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]
 
 
 def read(prompt: str) -> Page:
-    """Read ``prompt``, with the index of each word that a response may need.
-
-    Raises:
-        LedgerError: the prompt is not in the language.
-    """
+    """Read ``prompt``, with the index of each word that a response may need; raise LedgerError."""
     reader = _Reader(prompt.split())
     facts = _read_facts(reader)
     key = _read_key(reader)
@@ -338,9 +329,8 @@ def _interlude(out: _Response, counter: int, total: int) -> None:
 def solve(prompt: str) -> Solution:
     """Compute the right response to ``prompt`` from its text alone.
 
-    Raises:
-        LedgerError: the prompt is not in the language, or names a node without a fact or a
-            kind without a digit.
+    Raises LedgerError where the prompt is not in the language, or names a node without a fact or a
+    kind without a digit.
     """
     page = read(prompt)
     out = _Response(page)
