@@ -16,14 +16,7 @@ import polars as pl
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.optimum import Terms
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import (
-    COLUMNS,
-    OF_RECORD,
-    available,
-    columns_of,
-    in_order,
-    measure,
-)
+from kvsim.analysis.table import COLUMNS, OF_RECORD, available, columns_of, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -71,23 +64,12 @@ class Share(NamedTuple):
     """
 
     name: str
-    path: Path | str
+    path: str
     digest: str
     cells: tuple[Cell, ...]
     metrics: tuple[str, ...]
     parameters: Mapping[str, Any]
     accounts: bool = True
-
-    def lost(self, reason: str, *, unexpected: bool = False) -> Computed:
-        """What became of it where nothing did, for one reason."""
-        return Computed(
-            {},
-            (),
-            [
-                Failure(self.name, x.policy.name, x.budget, reason, unexpected, x.number)
-                for x in self.cells
-            ],
-        )
 
 
 class Computed(NamedTuple):
@@ -100,20 +82,23 @@ class Computed(NamedTuple):
 
 
 def compute(share: Share) -> Computed:
-    """Replay and measure the cells of a share."""
-    try:
-        trace = open_trace(share.path)
-    except TraceError as error:
-        return share.lost(str(error))
-    if trace.digest != share.digest:
-        return share.lost(
-            f"{share.path} is another trace than when the replays began, expected digest "
-            f"{share.digest[:12]}; start again"
-        )
+    """Replay and measure the cells of a share. Raises TraceError for another trace."""
+    trace = reopened(share.path, share.digest)
     cells = [cell._replace(trace=trace) for cell in share.cells]
     metrics = {name: METRICS[name] for name in share.metrics}
     options = dict(share.parameters)
     return Cells(cells, metrics, options, lambda *_: None, accounts=share.accounts).computed()
+
+
+def reopened(path: str, digest: str) -> Trace:
+    """Open a trace that is to be the one of that digest. Raises TraceError."""
+    trace = open_trace(path)
+    if trace.digest != digest:
+        raise TraceError(
+            f"{path} is another trace than when the sweep began, expected digest {digest[:12]}; "
+            "start again"
+        )
+    return trace
 
 
 class Cells:
@@ -180,8 +165,7 @@ class Cells:
     def computed(self) -> Computed:
         """Compute what is not done yet, and return what became of it."""
         self._compute()
-        done = self.measured | self._unmeasurable
-        records = {number: self.record(number) for number in done}
+        records = {number: self.record(number) for number in self.measured | self._unmeasurable}
         return Computed(records, self._rows, self._failures, frozenset(self._unmeasurable))
 
     def _compute(self) -> None:
@@ -217,27 +201,22 @@ class Cells:
         shares = []
         for name, of_trace in itertools.groupby(missing, lambda cell: cell.trace.name):
             cells = list(of_trace)
+            trace = cells[0].trace
             for first in range(0, len(cells), size):
-                trace = cells[0].trace
-                assert trace.path is not None  # noqa: S101 - `processes` refuses the others
-                alone = name in seen or first > 0
-                names = (
-                    each for each, x in self._metrics.items() if not alone or x.kind != "trace"
-                )
                 part = tuple(cell._replace(trace=None) for cell in cells[first : first + size])  # type: ignore[arg-type]
-                shares.append(
-                    Share(
-                        *(trace.name, trace.path, trace.digest, part, tuple(names)),
-                        self._parameters,
-                        self._accounts,
-                    )
-                )
+                names = tuple(self._names(first=name not in seen and first == 0))
+                of_share = name, str(trace.path), trace.digest, part, names
+                shares.append(Share(*of_share, self._parameters, self._accounts))
         return shares
+
+    def _names(self, *, first: bool) -> list[str]:
+        """Metrics by name; first: with those of the trace alone."""
+        return [name for name, metric in self._metrics.items() if first or metric.kind != "trace"]
 
     def _take(self, share: Share, result: Computed | Lost) -> None:
         """Keep what a process computed."""
         if isinstance(result, Lost):
-            result = share.lost(result.reason, unexpected=result.unexpected)
+            result = Computed({}, (), [failure(share.name, cell, result) for cell in share.cells])
         self._failures += result.failures
         self._unmeasurable |= result.unmeasurable
         for number, record in result.records.items():
@@ -305,9 +284,9 @@ class Cells:
                 )
             self._replayed[cell.number] = replayed
         except KvsimError as error:
-            self._failures.append(failure(cell, str(error)))
+            self._fail(cell, str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
-            self._failures.append(failure(cell, _unexpected(error), unexpected=True))
+            self._fail(cell, _unexpected(error), unexpected=True)
         else:
             self._whole.add(cell.number)
             if self._parts is not None:
@@ -341,12 +320,11 @@ class Cells:
         trace, number = cells[0].trace, cells[-1].number
         self._report(number + 1, len(self._cells), f"{trace.name}: measuring")
         first = not any(rows.trace == trace.name for rows in self._rows)
-        names = [name for name, x in self._metrics.items() if first or x.kind != "trace"]
         try:
-            table = self._values(cells, names)
+            table = self._values(cells, self._names(first=first))
         except KvsimError as error:
             if len(cells) == 1:
-                self._failures.append(failure(cells[0], f"measuring: {error}"))
+                self._fail(cells[0], f"measuring: {error}")
                 self._unmeasurable.add(number)
             else:
                 for cell in cells:  # whichever can be measured
@@ -361,6 +339,9 @@ class Cells:
             self._release(set(rows.cells))
         if store and self._parts is not None:
             self._parts.add_rows(rows)
+
+    def _fail(self, cell: Cell, error: str, *, unexpected: bool = False) -> None:
+        self._failures.append(failure(cell.trace.name, cell, Lost(error, unexpected)))
 
     def _release(self, numbers: set[int]) -> None:
         """Free what only measuring needs."""
@@ -420,10 +401,9 @@ def _oracle(policy: Policy, record: Record) -> Policy:
     )
 
 
-def failure(cell: Cell, error: str, *, unexpected: bool = False) -> Failure:
-    """Return the failure of a cell."""
-    where = cell.trace.name, cell.policy.name, cell.budget
-    return Failure(*where, error, unexpected=unexpected, cell=cell.number)
+def failure(trace: str, cell: Cell, lost: Lost) -> Failure:
+    """Return the failure of a cell of a trace of that name."""
+    return Failure(trace, cell.policy.name, cell.budget, *lost, cell.number)
 
 
 def _unexpected(error: BaseException) -> str:

@@ -13,17 +13,13 @@ from typing import Any, TypeVar
 
 import kvsim
 from kvsim.errors import ClusterError, ConfigError, error_line
-from kvsim.sweeps.workers import Lost
+from kvsim.sweeps.workers import AHEAD, ATTEMPTS, Lost
 
 Task = TypeVar("Task")
 
 #: Seconds to wait for the scheduler, and for a worker that no longer answers: a result lies on its
 #: worker, and asking a dead one takes this long.
 _PATIENCE = {"distributed.comm.timeouts.connect": "5s", "distributed.comm.timeouts.tcp": "20s"}
-#: Tasks that wait for each thread of a worker, so that none is idle.
-_AHEAD = 2
-#: How often a task is tried that was under way when a worker died.
-_ATTEMPTS = 3
 
 
 def on_a_cluster(
@@ -95,7 +91,7 @@ def _results(
     """Yield results; tasks that took a worker with them are tried again one at a time."""
     under_way: dict[Any, Task] = {}
     suspects: list[Task] = []
-    most = _AHEAD * max(1, sum(client.nthreads().values()))
+    most = AHEAD * max(1, sum(client.nthreads().values()))
     finished = distributed.as_completed(loop=client.loop)
 
     def submit() -> None:
@@ -118,9 +114,9 @@ def _results(
     for task in suspects:
         attempts = (
             _result(distributed, client.submit(function, task, pure=False))
-            for _ in range(_ATTEMPTS - 1)
+            for _ in range(ATTEMPTS - 1)
         )
-        lost = Lost(f"its worker died {_ATTEMPTS} times; was it killed for memory?")
+        lost = Lost.with_its("worker")
         yield task, next((result for result in attempts if result is not None), lost)
 
 
@@ -131,6 +127,6 @@ def _result(distributed: Any, future: Any) -> Any:
     except distributed.scheduler.KilledWorker:
         return None
     except Exception as error:  # noqa: BLE001  what a task raises is anybody's
-        return Lost(f"{type(error).__name__}: {error_line(error)}")
+        return Lost.by(error)
     finally:
         future.release()

@@ -124,7 +124,7 @@ def work(
                 results = in_this_process(compute, todo)
             with contextlib.closing(results), threads_for(plan.traces):
                 for task, result in results:
-                    outcome = _outcome(task, result)
+                    outcome = Outcome.lost(task, result) if isinstance(result, Lost) else result
                     kept.add(task, outcome)
                     show(task)
                     if outcome.interrupted:
@@ -137,12 +137,6 @@ def work(
         return False
     finally:
         kept.close()
-
-
-def _outcome(task: Task, result: Outcome | Lost) -> Outcome:
-    if isinstance(result, Lost):
-        return Outcome.lost(task, result.reason, unexpected=result.unexpected)
-    return result
 
 
 class _Todo:

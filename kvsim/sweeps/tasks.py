@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -25,21 +25,17 @@ from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY, replayed
-from kvsim.errors import KvsimError, TraceError
-from kvsim.store import open_trace
-from kvsim.sweeps.cells import Cell, Cells
+from kvsim.sweeps.cells import Cell, Cells, failure, reopened
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.parts import code_of, identity
+from kvsim.sweeps.workers import Lost
 
 #: Bytes of the arrays of a task as they are held in memory. More layers share more work, fewer are
 #: done sooner and keep more processes busy.
 _BLOCK = 64 << 20
 #: Most cells of a task; whoever is killed loses one task.
 _TOGETHER = 64
-
-#: Called with (cells done, cells, what is being done).
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -94,62 +90,51 @@ class Outcome(NamedTuple):
     interrupted: bool = False
 
     @staticmethod
-    def lost(task: Task, reason: str, *, unexpected: bool = False) -> Outcome:
-        """The outcome of a task of which nothing came, for one reason."""
-        of_cells = [(cell.policy.name, cell.budget, cell.number) for cell in task.cells]
-        failures = (
-            Failure(task.name, policy, budget, reason, unexpected=unexpected, cell=number)
-            for policy, budget, number in of_cells or [("", 0, -1)]
-        )
+    def lost(task: Task, lost: Lost) -> Outcome:
+        """The outcome of a task of which nothing came."""
+        failures = [failure(task.name, cell, lost) for cell in task.cells]
+        failures = failures or [Failure(task.name, "", 0, *lost, cell=-1)]
         return Outcome(pl.DataFrame(), failed=dict(zip(task.keys, failures, strict=True)))
 
 
 def tasks_of(grid: Grid, traces: Sequence[Trace], cells: Sequence[Cell]) -> list[Task]:
     """Cut a grid into tasks, in the order of its cells."""
     metrics = grid.chosen(traces)
-    of_trace = [name for name in metrics if METRICS[name].kind == "trace"]
-    of_records = [name for name in metrics if METRICS[name].kind != "trace"]
+    groups = itertools.groupby(cells, lambda cell: cell.trace.name)
     return [
         task
-        for trace, (_, group) in zip(
-            traces, itertools.groupby(cells, lambda cell: cell.trace.name), strict=True
-        )
-        for task in _of_one(grid, trace, list(group), of_records, of_trace)
+        for trace, (_, group) in zip(traces, groups, strict=True)
+        for task in _of_one(grid, trace, list(group), metrics)
     ]
 
 
 def _of_one(
-    grid: Grid,
-    trace: Trace,
-    cells: Sequence[Cell],
-    of_records: Sequence[str],
-    names_of_trace: Sequence[str],
+    grid: Grid, trace: Trace, cells: Sequence[Cell], metrics: Sequence[str]
 ) -> Iterator[Task]:
     """Yield the tasks of one trace."""
-    options = {name: getattr(grid, name) for name in ("regret", "events", "memory", "device")}
-    options["records"] = grid.records
+    names = ("regret", "events", "memory", "device", "records")
+    options = {name: getattr(grid, name) for name in names}
     layers = replayed(trace, grid.layers)
-    path = trace if trace.path is None else str(trace.path)
+    of_trace = tuple(name for name in metrics if METRICS[name].kind == "trace")
+    of_records = tuple(name for name in metrics if METRICS[name].kind != "trace")
 
-    def task(part: Sequence[Cell], of_task: tuple[int, ...], names: Sequence[str]) -> Task:
-        keys = tuple(_key(cell, of_task, names, options, trace) for cell in part)
-        bare = tuple(cell._replace(trace=None, layers=of_task) for cell in part)  # type: ignore[arg-type]
-        if not part:
-            keys = (_key(None, of_task, names, options, trace),)
+    def task(part: Sequence[Cell], of_task: tuple[int, ...], names: tuple[str, ...]) -> Task:
+        of_cells: Sequence[Cell | None] = part or [None]
+        keys = tuple(_key(cell, of_task, names, options, trace) for cell in of_cells)
         return Task(
-            _digest(keys),
-            path,
-            trace.name,
-            trace.digest,
-            of_task,
-            bare,
-            keys,
-            tuple(names),
-            options,
+            key=_digest(keys),
+            trace=trace if trace.path is None else str(trace.path),
+            name=trace.name,
+            digest=trace.digest,
+            layers=of_task,
+            cells=tuple(cell._replace(trace=None, layers=of_task) for cell in part),  # type: ignore[arg-type]
+            keys=keys,
+            metrics=names,
+            options=options,
         )
 
-    if names_of_trace:
-        yield task([], layers, names_of_trace)
+    if of_trace:
+        yield task([], layers, of_trace)
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
     for part, blocks in ((single, _blocks(trace, layers)), (whole, [layers])):
@@ -215,22 +200,22 @@ def _digest(parts: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------ computing a task
 
 
-def compute(task: Task, report: Progress | None = None) -> Outcome:
-    """Replay and measure the cells of a task; what goes wrong is among its failures."""
+def compute(task: Task) -> Outcome:
+    """Replay and measure the cells of a task; failures of cells are among what it returns.
+
+    Raises KvsimError where nothing can be computed.
+    """
     began = time.process_time()
-    try:
-        trace = _loaded(task)
-        outcome = _of_cells(task, trace, report) if task.cells else _of_trace(task, trace)
-    except KvsimError as error:
-        outcome = Outcome.lost(task, str(error))
+    trace = _loaded(task)
+    outcome = _of_cells(task, trace) if task.cells else _of_trace(task, trace)
     return outcome._replace(seconds=time.process_time() - began)
 
 
-def _of_cells(task: Task, trace: Trace, report: Progress | None) -> Outcome:
+def _of_cells(task: Task, trace: Trace) -> Outcome:
     """Replay and measure the cells of a task."""
     cells = [cell._replace(trace=trace) for cell in task.cells]
     metrics = {name: METRICS[name] for name in task.metrics}
-    work = Cells(cells, metrics, dict(task.options), report or (lambda *_: None))
+    work = Cells(cells, metrics, dict(task.options), lambda *_: None)
     run = work.run()
     keys = {cell.number: key for cell, key in zip(task.cells, task.keys, strict=True)}
     failed = {keys[failure.cell]: failure for failure in run.failures}
@@ -255,12 +240,8 @@ def _of_trace(task: Task, trace: Trace) -> Outcome:
 
 def _loaded(task: Task) -> Trace:
     """Return the trace of a task, its layers held in memory where they fit. Raises TraceError."""
-    trace = task.trace if isinstance(task.trace, Trace) else open_trace(task.trace)
-    if trace.digest != task.digest:
-        raise TraceError(
-            f"{task.trace} is another trace than when the sweep began, expected digest "
-            f"{task.digest[:12]}; start the sweep again"
-        )
+    given = task.trace
+    trace = given if isinstance(given, Trace) else reopened(given, task.digest)
     limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
     if len(task.layers) * _layer_bytes(trace) > limit:
         return trace  # read as it is needed

@@ -11,15 +11,15 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from typing import Any, NamedTuple, TypeVar
 
 from kvsim.core.trace import Trace
-from kvsim.errors import ConfigError, error_line
+from kvsim.errors import ConfigError, KvsimError, error_line
 
 Task = TypeVar("Task")
 
@@ -27,9 +27,9 @@ Task = TypeVar("Task")
 #: second one has imported what it needs.
 _SMALL = 1e12
 #: How often a task is tried that was under way when a process died.
-_ATTEMPTS = 3
+ATTEMPTS = 3
 #: Tasks that wait for each process, so that none is idle.
-_AHEAD = 2
+AHEAD = 2
 #: Variables by which libraries take one thread, before they are imported.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
 
@@ -39,6 +39,18 @@ class Lost(NamedTuple):
 
     reason: str
     unexpected: bool = True
+
+    @classmethod
+    def by(cls, error: BaseException) -> Lost:
+        """By an error of the task."""
+        if isinstance(error, KvsimError):
+            return cls(str(error), unexpected=False)
+        return cls(f"{type(error).__name__}: {error_line(error)}")
+
+    @classmethod
+    def with_its(cls, host: str) -> Lost:
+        """With the process or worker that it ran on, as often as it is tried."""
+        return cls(f"its {host} died {ATTEMPTS} times; was it killed for memory?")
 
 
 def processes(jobs: int | None, flops: float, tasks: int, traces: Iterable[Trace]) -> int:
@@ -73,7 +85,7 @@ def in_this_process(
         try:
             result = function(task)
         except Exception as error:  # noqa: BLE001  what a task raises is anybody's
-            result = _raised(error)
+            result = Lost.by(error)
         yield task, result
 
 
@@ -85,18 +97,26 @@ def in_processes(
     tasks: are taken as processes become free. Whoever stops before the end stops the processes.
     """
     todo = iter(tasks)
-    while suspects := (yield from _until_broken(function, todo, jobs)):
-        yield from _one_at_a_time(function, suspects)
+    while suspects := (yield from _until_broken(function, todo, jobs, jobs * AHEAD)):
+        deaths = dict.fromkeys(map(id, suspects), 1)
+        alone = iter(suspects)  # one at a time: whose death it was now shows
+        while died := (yield from _until_broken(function, alone, 1, 1)):
+            (task,) = died
+            deaths[id(task)] += 1
+            if deaths[id(task)] < ATTEMPTS:
+                alone = chain(died, alone)
+            else:
+                yield task, Lost.with_its("process")
 
 
 def _until_broken(
-    function: Callable[[Task], Any], tasks: Iterator[Task], jobs: int
+    function: Callable[[Task], Any], tasks: Iterator[Task], jobs: int, most: int
 ) -> Generator[tuple[Task, Any], None, list[Task]]:
     """Yield results until no task is left, or a process dies; return the tasks under way then."""
     with _pool(jobs) as pool:
         under_way: dict[Future[Any], Task] = {}
         while True:
-            for task in islice(tasks, jobs * _AHEAD - len(under_way)):
+            for task in islice(tasks, most - len(under_way)):
                 try:
                     under_way[_submitted(pool, function, task)] = task
                 except BrokenProcessPool:
@@ -108,33 +128,9 @@ def _until_broken(
                 error = future.exception()
                 if not isinstance(error, BrokenProcessPool):
                     task = under_way.pop(future)
-                    yield task, future.result() if error is None else _raised(error)
+                    yield task, future.result() if error is None else Lost.by(error)
             if any(future in under_way for future in finished):
                 return list(under_way.values())
-
-
-def _one_at_a_time(
-    function: Callable[[Task], Any], suspects: Sequence[Task]
-) -> Generator[tuple[Task, Any], None, None]:
-    """Yield results of tasks that were under way when a process died: whose it was now shows."""
-    left = [(task, 2) for task in reversed(suspects)]  # and the attempt that each is at
-    while left:
-        with _pool(1) as pool:
-            while left:
-                task, attempt = left.pop()
-                future = _submitted(pool, function, task)
-                error = future.exception()
-                if not isinstance(error, BrokenProcessPool):
-                    yield task, future.result() if error is None else _raised(error)
-                    continue
-                if attempt < _ATTEMPTS:
-                    left.append((task, attempt + 1))
-                else:
-                    yield (
-                        task,
-                        Lost(f"its process died {_ATTEMPTS} times; was it killed for memory?"),
-                    )
-                break
 
 
 def _submitted(
@@ -148,10 +144,6 @@ def _submitted(
         return pool.submit(function, task)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _raised(error: BaseException) -> Lost:
-    return Lost(f"{type(error).__name__}: {error_line(error)}")
 
 
 @contextlib.contextmanager
@@ -172,13 +164,11 @@ def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Let processes that are started meanwhile take one thread each."""
-    before = {name: os.environ.get(name) for name in _THREADS}
+    before = {name: os.environ[name] for name in _THREADS if name in os.environ}
     os.environ.update(dict.fromkeys(_THREADS, "1"))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _THREADS:
+            del os.environ[name]
+        os.environ.update(before)

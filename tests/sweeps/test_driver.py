@@ -164,9 +164,9 @@ def test_a_trace_that_is_gone_fails_and_the_others_are_done(paths, grid, tmp_pat
         shutil.copytree(path, copies[-1])
     compute = driver.compute
 
-    def once_removed(task, report=None):
+    def once_removed(task):
         shutil.rmtree(copies[1], ignore_errors=True)
-        return compute(task, report)
+        return compute(task)
 
     monkeypatch.setattr(driver, "compute", once_removed)
     run = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
@@ -188,10 +188,10 @@ def test_another_trace_at_the_same_path_is_noticed(paths, grid, tmp_path, monkey
     shutil.copytree(paths[0], path)
     compute = driver.compute
 
-    def replaced(task, report=None):
+    def replaced(task):
         shutil.rmtree(path)
         shutil.copytree(paths[1], path)
-        return compute(task, report)
+        return compute(task)
 
     monkeypatch.setattr(driver, "compute", replaced)
     run = kvsim.sweep(**grid | {"traces": [path]})
@@ -204,11 +204,11 @@ def test_ctrl_c_keeps_what_is_done(grid, small_blocks, tmp_path, monkeypatch):
     """An interrupt ends the sweep, finished tasks are in the folder, and the next one goes on."""
     compute, calls = driver.compute, []
 
-    def interrupted(task, report=None):
+    def interrupted(task):
         calls.append(task)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return compute(task, report)
+        return compute(task)
 
     monkeypatch.setattr(driver, "compute", interrupted)
     run = kvsim.sweep(**grid, out=tmp_path / "x")
@@ -246,9 +246,9 @@ def test_two_drivers_share_the_work(grid, small_blocks, tmp_path, monkeypatch):
     counted = []
     compute = driver.compute
 
-    def counting(task, report=None):
+    def counting(task):
         counted.append(task.key)
-        return compute(task, report)
+        return compute(task)
 
     monkeypatch.setattr(driver, "compute", counting)
     runs = []
@@ -273,10 +273,10 @@ def test_a_killed_driver_loses_no_finished_task(grid, tmp_path):
         "from kvsim.sweeps import driver, tasks\n"
         "tasks._TOGETHER = 2\n"
         "compute, calls = driver.compute, []\n"
-        "def dying(task, report=None):\n"
+        "def dying(task):\n"
         "    calls.append(task)\n"
         "    if len(calls) == 3: os.kill(os.getpid(), 9)\n"
-        "    return compute(task, report)\n"
+        "    return compute(task)\n"
         "driver.compute = dying\n"
         "kvsim.sweep(**json.loads(sys.argv[1]), out=sys.argv[2])\n"
     )

@@ -13,7 +13,7 @@ from kvsim.core import threads
 from kvsim.errors import ConfigError
 from kvsim.sweeps import cells, workers
 from kvsim.sweeps.run import replay_all
-from kvsim.sweeps.workers import Lost, processes
+from kvsim.sweeps.workers import Lost, in_this_process, processes
 from tests.sweeps.test_parts import BUDGETS, METRICS, make_trace, policies
 from tests.sweeps.test_parts import run as whole_run
 
@@ -32,10 +32,12 @@ def elsewhere(monkeypatch):
     shares = []
 
     def in_processes(function, tasks, jobs):
-        for task in tasks:
+        def apart(task):
             shares.append(pickle.dumps(task))
             result = function(pickle.loads(shares[-1]))  # noqa: S301 - our own bytes
-            yield task, pickle.loads(pickle.dumps(result))  # noqa: S301 - as above
+            return pickle.loads(pickle.dumps(result))  # noqa: S301 - as above
+
+        return in_this_process(apart, tasks)
 
     monkeypatch.setattr(cells, "in_processes", in_processes)
     return shares
