@@ -249,10 +249,12 @@ def _bar() -> Iterator[Progress]:
 def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     from rich.filesize import decimal
 
-    from kvsim.sweeps.driver import default_jobs, estimate
+    from kvsim.sweeps.driver import estimate
+    from kvsim.sweeps.workers import processes
 
     left = [task for task in plan.tasks if task.without(kept.done) is not None]
     size, seconds = sum(map(plan.bytes_of, left)), estimate(plan, kept)
+    jobs = processes(None, plan.flops, len(plan.tasks), plan.traces)
     counts = {
         "cells": len(plan.cells),
         "traces": len(plan.traces),
@@ -260,7 +262,7 @@ def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
         "tasks_left": len(left),
         "bytes_to_read": size,
         "cpu_seconds": round(seconds, 1),
-        "jobs": default_jobs(plan),
+        "jobs": jobs,
     }
     if as_json:
         show.echo_json(counts)
@@ -270,7 +272,7 @@ def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
             "cells": f"{len(plan.cells)} on {plural(len(plan.traces), 'trace')}",
             "tasks": f"{len(left)} of {len(plan.tasks)} left",
             "to read": decimal(size),
-            "time": f"about {_time(seconds)} of one processor, {plural(default_jobs(plan), 'job')}",
+            "time": f"about {_time(seconds)} of one processor, {plural(jobs, 'job')}",
         }
     )
 

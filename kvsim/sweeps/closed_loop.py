@@ -20,7 +20,7 @@ from kvsim.core.policy import PolicyLike, Schedule, as_policies
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.engine import check_cell
-from kvsim.errors import OutputError, PolicyError, local_path
+from kvsim.errors import PolicyError
 from kvsim.recorder import load_model
 from kvsim.recorder.progress import with_bar
 from kvsim.runner.checks import check_live
@@ -30,8 +30,8 @@ from kvsim.runner.paged import Paging
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.parts import Parts, is_complete, plan, plan_digest
-from kvsim.sweeps.run import cell_remarks, cells_of, check_names, finished, params_of, shared_terms
+from kvsim.sweeps.parts import Parts
+from kvsim.sweeps.run import cell_remarks, cells_of, check_names, in_folder, params_of, shared_terms
 
 
 @with_bar("cells")
@@ -122,23 +122,13 @@ def live(
         parameters |= {"paged": paged, "block_tables": block_tables}
     writing = Writing(new_tokens, temperature, seed) if new_tokens else None
 
-    def work(parts: Parts | None = None) -> Run:
+    def work(parts: Parts | None) -> Run:
         loops = _Loops(running, tokenizer, writing, layers, paging)
         with threads_for(running.model):
             run = _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
         return replace(run, notes=(*notes, *([] if paging is None else paging.notes)))
 
-    if out is None:
-        return work()
-    folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
-    parameters["plan"] = plan_digest(content)
-    if resume and is_complete(folder):
-        return replace(finished(folder, parameters), notes=notes)
-    with Parts(folder, content, resume=resume) as parts:
-        run = work(parts)
-        if run.records:
-            parts.publish(run.write, complete=not (run.interrupted or run.failures))
-    return run
+    return in_folder(out, traces, policies, parameters, work, notes, resume=resume)
 
 
 class _Loops:

@@ -151,7 +151,7 @@ class _Todo:
         for task in self._left():
             if self._kept.claim(task):
                 if self._seen(task):  # finished before it was claimed
-                    self._kept.release(task)
+                    self._kept.release(task.key)
                     continue
                 self._tried.add(task.key)
                 yield task
@@ -202,11 +202,6 @@ class _Shown:
         self._progress(
             Standing((cells - left, cells), (traces - open_traces, traces), self._read, label)
         )
-
-
-def default_jobs(plan: Plan) -> int:
-    """Processes for a sweep on this machine."""
-    return processes(None, plan.flops, len(plan.tasks), plan.traces)
 
 
 def publish(run: Run, shards: Shards) -> None:

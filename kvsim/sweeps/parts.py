@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -204,7 +203,7 @@ class Parts:
             with self._writing():
                 self._begin(resume=resume)
         except BaseException:
-            self._close()
+            self.__exit__()
             raise
 
     def _begin(self, *, resume: bool) -> None:
@@ -235,15 +234,7 @@ class Parts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._close()
-
-    def _close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Unlock the folder; remove one that was created and has no parts."""
         with unbroken():
             if self._created and not self._names() and not (self.folder / RUN).exists():
@@ -251,58 +242,48 @@ class Parts:
             self._lock.close()
 
     def _names(self) -> list[str]:
-        folder = self.folder / PARTS
-        return sorted(path.name for path in folder.glob("*.part")) if folder.is_dir() else []
+        return sorted(path.name for path in (self.folder / PARTS).glob("*.part"))
 
     # --- cells ---
 
     def add_cell(self, cell: int, replayed: Replayed) -> None:
         """Store a replayed cell."""
-        arrays: Arrays = {}
-        documents = [
-            None if record is None else packed(record, f"{place}/", arrays)
-            for place, record in enumerate(replayed)
-        ]
-        self._put(f"cell-{cell:06}.part", documents, arrays)
+        self._put(f"cell-{cell:06}.part", encode_records(replayed))
 
     def add_rows(self, rows: Rows) -> None:
         """Store the rows of cells that were measured together."""
         arrays = {"table": np.frombuffer(encode_table(rows.table), np.uint8)}
-        meta = {"cells": rows.cells, "trace": rows.trace}
-        self._put(f"rows-{min(rows.cells):06}.part", meta, arrays)
+        content = _encoded({"cells": rows.cells, "trace": rows.trace}, arrays)
+        self._put(f"rows-{min(rows.cells):06}.part", content)
 
     def cells(self) -> dict[int, Replayed]:
         """Return the replayed cells by number."""
 
-        def build(documents: Sequence[dict[str, Any] | None], arrays: Arrays) -> Replayed | None:
-            record, *references = (
-                None if document is None else unpacked(document, f"{place}/", arrays)
-                for place, document in enumerate(documents)
-            )
-            return None if record is None else Replayed(record, *references)
+        def replayed(data: bytes) -> Replayed:
+            record, *references = decode_records(data)
+            if record is None:
+                raise ValueError("a cell without its record")
+            return Replayed(record, *references)
 
-        parts = self._parts("cell-", build)
-        return {int(name[5:11]): replayed for name, replayed in parts if replayed is not None}
+        return {int(name[5:11]): cell for name, cell in self._parts("cell-", replayed)}
 
     def rows(self) -> list[Rows]:
         """Return the measured cells."""
 
-        def build(meta: dict[str, Any], arrays: Arrays) -> Rows:
+        def rows_of(data: bytes) -> Rows:
+            meta, arrays = _decoded(data)
             table = in_order([decode_table(arrays["table"].tobytes())])
             return Rows(tuple(meta["cells"]), meta["trace"], table)
 
-        return [rows for _, rows in self._parts("rows-", build)]
+        return [rows for _, rows in self._parts("rows-", rows_of)]
 
-    def _put(self, name: str, meta: object, arrays: Mapping[str, Any]) -> None:
-        data = io.BytesIO()
-        named: dict[str, Any] = {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)}
-        np.savez_compressed(data, **named, **arrays)
-        body = self._digest + data.getbuffer()
+    def _put(self, name: str, content: bytes) -> None:
+        body = self._digest + content
         with self._writing():
             replace_file(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
 
     def _parts(
-        self, prefix: str, build: Callable[[Any, Arrays], Content]
+        self, prefix: str, build: Callable[[bytes], Content]
     ) -> Iterator[tuple[str, Content]]:
         """Yield names of the parts of this sweep that are whole, and what is built of each."""
         for name in self._names():
@@ -313,8 +294,7 @@ class Parts:
                 checksum, body = data[:32], data[32:]
                 if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
                     continue
-                arrays = arrays_of(body[32:])
-                content = build(json.loads(arrays.pop("meta").tobytes()), arrays)
+                content = build(body[32:])
             except (OutputError, *_DAMAGED):
                 continue
             yield name, content
@@ -342,16 +322,44 @@ class Parts:
         return f"with {plural(count, 'replayed cell')} kept" if count else "with nothing done"
 
 
-def arrays_of(data: bytes) -> Arrays:
-    """Return the arrays of a part. Raises one of `_DAMAGED` for what `_put` does not write."""
+def _encoded(meta: object, arrays: Arrays) -> bytes:
+    """Return an archive of arrays and a JSON document."""
+    data = io.BytesIO()
+    text = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+    np.savez_compressed(data, **{"meta": text, **arrays})  # type: ignore[arg-type]
+    return data.getvalue()
+
+
+def _decoded(data: bytes) -> tuple[Any, Arrays]:
+    """Return what `_encoded` stored. Raises one of `_DAMAGED` for another content."""
     with zipfile.ZipFile(io.BytesIO(data)) as members:
         if sum(member.file_size for member in members.infolist()) > _LARGEST:
             raise ValueError("larger than any part")
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-        return {key: stored[key] for key in stored.files}
+        arrays = {key: stored[key] for key in stored.files}
+    return json.loads(arrays.pop("meta").tobytes()), arrays
 
 
-def packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
+def encode_records(records: Sequence[Record | None]) -> bytes:
+    """Return the content of a file of records with their decisions."""
+    arrays: Arrays = {}
+    documents = [
+        None if record is None else _packed(record, f"{place}/", arrays)
+        for place, record in enumerate(records)
+    ]
+    return _encoded(documents, arrays)
+
+
+def decode_records(data: bytes) -> list[Record | None]:
+    """Return the records of `encode_records`."""
+    documents, arrays = _decoded(data)
+    return [
+        None if document is None else _unpacked(document, f"{place}/", arrays)
+        for place, document in enumerate(documents)
+    ]
+
+
+def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
     """Return the JSON form of a record and its decisions; put their arrays into `arrays`."""
     arrays[f"{prefix}evicted_at"] = record.evicted_at
     if record.reads is not None:
@@ -366,8 +374,8 @@ def packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
     return record_document(record) | {"internals": plans}
 
 
-def unpacked(document: dict[str, Any], prefix: str, arrays: Arrays) -> Record:
-    """Return the record that `packed` stored."""
+def _unpacked(document: dict[str, Any], prefix: str, arrays: Arrays) -> Record:
+    """Return the record that `_packed` stored."""
     plans = []
     for number, plan in enumerate(document.pop("internals")):
         place = f"{prefix}{number}/"

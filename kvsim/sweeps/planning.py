@@ -106,14 +106,10 @@ class Plan(NamedTuple):
         parts = {key: part for part in kept.parts for key in part.done}
         done = [c for c in self.cells if all(key in parts for key in keys[c.number])]
         wanted = [key for cell in done for key in keys[cell.number]]
-        table = in_cell_order(
-            kept.tables([*keys[-1], *wanted]),
-            [
-                (cell.trace.name, parts[keys[cell.number][0]].done[keys[cell.number][0]])
-                for cell in done
-            ],
-            self.grid.chosen(self.traces),
-        )
+        first = [(cell.trace.name, keys[cell.number][0]) for cell in done]
+        columns = [(name, parts[key].done[key]) for name, key in first]
+        tables = kept.tables([*keys[-1], *wanted])
+        table = in_cell_order(tables, columns, self.grid.chosen(self.traces))
         records = kept.records(wanted) if self.grid.records else {}
         finished = {cell.number for cell in done}
         failed = {key: x for part in kept.parts for key, x in part.failed.items()}

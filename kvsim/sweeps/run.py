@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,13 +30,7 @@ from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.parts import (
-    Parts,
-    is_complete,
-    other_sweep,
-    plan,
-    plan_digest,
-)
+from kvsim.sweeps.parts import Parts, is_complete, other_sweep, plan, plan_digest
 from kvsim.sweeps.workers import processes
 
 #: Rows between events of policies that are compared, unless an interval is given.
@@ -237,29 +231,47 @@ def replay_all(
     work = sum(flops_of(cell.trace, cell.trace.n_layers) for cell in cells)
     count = processes(jobs, work, len(cells), traces)
     notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
-    if out is None:
+
+    def work(parts: Parts | None) -> Run:
+        kept = accounts or parts is not None
         with threads_for(traces):
-            work_of = Cells(cells, chosen, parameters, report, accounts=accounts)
-            return replace(work_of.run(count), notes=notes)
+            done = Cells(cells, chosen, parameters, report, parts, accounts=kept).run(count)
+        return replace(done, notes=notes)
+
+    return in_folder(out, traces, policies, parameters, work, notes, resume=resume)
+
+
+def in_folder(
+    out: str | Path | None,
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    parameters: dict[str, Any],
+    work: Callable[[Parts | None], Run],
+    notes: tuple[str, ...],
+    *,
+    resume: bool,
+) -> Run:
+    """Do the work of a sweep, and write it to the folder `out`, if there is one.
+
+    notes: those of a run that is complete already. Raises OutputError for another sweep's folder.
+    """
+    if out is None:
+        return work(None)
     folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
     parameters["plan"] = plan_digest(content)
     if resume and is_complete(folder):
-        return replace(finished(folder, parameters), notes=notes)
-    with Parts(folder, content, resume=resume) as parts, threads_for(traces):
-        run = replace(Cells(cells, chosen, parameters, report, parts).run(count), notes=notes)
+        saved = read_run(folder)
+        stored, given = saved.parameters, json.loads(json.dumps(parameters))
+        if stored.get("plan") != given["plan"]:
+            names = [name for name in given if name != "plan" and stored.get(name) != given[name]]
+            raise other_sweep(folder, names or ["traces, code or versions"])
+        records = tuple(read_records(folder / RECORDS))
+        return Run(records, saved.table, (), parameters, notes=notes)
+    with Parts(folder, content, resume=resume) as parts:
+        run = work(parts)
         if run.records:
             parts.publish(run.write, complete=not (run.interrupted or run.failures))
     return run
-
-
-def finished(folder: Path, parameters: dict[str, Any]) -> Run:
-    """Return a complete run from its folder. Raises OutputError if it is that of another sweep."""
-    saved = read_run(folder)
-    stored, given = saved.parameters, json.loads(json.dumps(parameters))
-    if stored.get("plan") != given["plan"]:
-        names = [name for name in given if name != "plan" and stored.get(name) != given[name]]
-        raise other_sweep(folder, names or ["traces, code or versions"])
-    return Run(tuple(read_records(folder / RECORDS)), saved.table, (), parameters)
 
 
 def cells_of(

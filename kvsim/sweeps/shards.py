@@ -15,7 +15,6 @@ folder is not computed again.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import yaml
 
@@ -36,7 +34,7 @@ from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
 from kvsim.sweeps.grid import Grid, read_grid
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.parts import PARTS, arrays_of, packed, unpacked
+from kvsim.sweeps.parts import PARTS, decode_records, encode_records
 from kvsim.sweeps.tasks import Outcome, Task
 
 CONFIG = "config.resolved.yaml"
@@ -84,7 +82,7 @@ class Kept:
         """Claim a task; False if another process computes it. A dead process has no claims."""
         return True
 
-    def release(self, task: Task) -> None:
+    def release(self, key: str) -> None:
         """Give up the claim to a task."""
 
     def claimed(self, task: Task) -> bool:
@@ -198,7 +196,7 @@ class Shards(Kept):
             replace_file(folder / names[0], encode_table(in_order([outcome.table])))
             if outcome.records:
                 names.append(f"{stem}.records")
-                replace_file(folder / names[1], _encoded(outcome.records))
+                replace_file(folder / names[1], encode_records(outcome.records))
             document = {
                 "done": outcome.done,
                 "failed": {key: vars(failure) for key, failure in outcome.failed.items()},
@@ -211,7 +209,7 @@ class Shards(Kept):
         self.send(*(f"{PARTS}/{name}" for name in (*names, f"{stem}.json")))
         self._parts.pop(stem, None)
         self.look(stem)
-        self.release(task)
+        self.release(task.key)
 
     # --- who computes what ---
 
@@ -235,11 +233,8 @@ class Shards(Kept):
         except FileNotFoundError:
             return False
 
-    def release(self, task: Task) -> None:
+    def release(self, key: str) -> None:
         """Give up the claim to a task."""
-        self._release(task.key)
-
-    def _release(self, key: str) -> None:
         file = self._claims.pop(key, None)
         if file is not None:
             with contextlib.suppress(OSError):
@@ -253,7 +248,8 @@ class Shards(Kept):
         return decode_table(read_file(path, _LARGEST))
 
     def _records(self, key: str) -> Sequence[Record]:
-        return _decoded(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
+        records = decode_records(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
+        return [record for record in records if record is not None]
 
     def send(self, *names: str) -> None:
         """Nothing: what is written to the folder is where it belongs."""
@@ -261,7 +257,7 @@ class Shards(Kept):
     def close(self) -> None:
         """Give up all claims."""
         for key in list(self._claims):
-            self._release(key)
+            self.release(key)
 
     def writing(self) -> AbstractContextManager[None]:
         """Raise OutputError where the system refuses; an interrupt waits for the end."""
@@ -273,18 +269,3 @@ def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFra
     schema = {name: COLUMNS[name] for name in OF_RECORD}
     own = pl.DataFrame([dict(cell) for cell in cells], schema)
     return table.join(own, on=list(OF_RECORD), how="semi", nulls_equal=True)
-
-
-def _encoded(records: Sequence[Record]) -> bytes:
-    arrays: dict[str, Any] = {}
-    documents = [packed(record, f"{place}/", arrays) for place, record in enumerate(records)]
-    meta = np.frombuffer(json.dumps(documents).encode(), np.uint8)
-    data = io.BytesIO()
-    np.savez_compressed(data, meta=meta, **arrays)
-    return data.getvalue()
-
-
-def _decoded(data: bytes) -> list[Record]:
-    arrays = arrays_of(data)
-    documents = json.loads(arrays.pop("meta").tobytes())
-    return [unpacked(each, f"{place}/", arrays) for place, each in enumerate(documents)]

@@ -42,12 +42,7 @@ FEWEST = 4
 GAINS: dict[str, Any] = {
     "prompts": pl.String,
     "n": pl.Int64,
-    "default": pl.Float64,
-    "tuned": pl.Float64,
-    "gain": pl.Float64,
-    "low": pl.Float64,
-    "high": pl.Float64,
-    "p": pl.Float64,
+    **dict.fromkeys(("default", "tuned", "gain", "low", "high", "p"), pl.Float64),
     "fidelity": pl.Enum(FIDELITY),
 }
 
@@ -147,7 +142,7 @@ def tune(
     report = progress or (lambda *_: None)
     report(0, trials, "the default setting")
     default = objective.values({}, searched).mean()
-    study = _study(space, seed)
+    study, fail = _study(space, seed)
     rows: list[dict[str, Any]] = []
     best, parameters, interrupted = default, dict[str, Any](), False
     try:
@@ -155,21 +150,20 @@ def tune(
             trial = study.ask()
             setting = {one.name: one.suggest(trial) for one in space}
             report(number, trials, ", ".join(f"{key}={x}" for key, x in setting.items()))
-            row = {"trial": number, "state": "done", "value": None, "error": None}
+            row = {"trial": number, "state": "done", "params": json.dumps(setting)}
             try:
                 row["value"] = value = float(objective.values(setting, searched).mean())
-            except KvsimError as error:
-                study.tell(trial, state=_failed())
-                row |= {"state": "failed", "error": str(error)}
-            else:
                 if objective.dearer(setting, searched):
-                    study.tell(trial, state=_failed())
                     row["state"] = "dearer"
-                else:
-                    study.tell(trial, sign * value)
-                    if sign * (value - best) > 0:
-                        best, parameters = value, setting
-            rows.append(row | {"params": json.dumps(setting)})
+            except KvsimError as error:
+                row |= {"state": "failed", "error": str(error)}
+            rows.append(row)
+            if row["state"] != "done":
+                study.tell(trial, state=fail)
+                continue
+            study.tell(trial, sign * value)
+            if sign * (value - best) > 0:
+                best, parameters = value, setting
         parameters = _needed(objective, space, parameters, searched, best)
     except KeyboardInterrupt:
         interrupted = True
@@ -233,8 +227,8 @@ def split(
     return kept, [trace for at, trace in enumerate(traces) if at in back]
 
 
-def _study(space: Sequence[Dimension], seed: int) -> optuna.Study:
-    """A search that begins with the default setting."""
+def _study(space: Sequence[Dimension], seed: int) -> tuple[optuna.Study, Any]:
+    """A search that begins with the default setting, and the state of a trial that is not taken."""
     try:
         import optuna  # noqa: PLC0415 - an extra
     except ImportError:
@@ -245,13 +239,7 @@ def _study(space: Sequence[Dimension], seed: int) -> optuna.Study:
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(direction="maximize", sampler=sampler)
     study.enqueue_trial({key: x for one in space for key, x in one.initial.items()})
-    return study
-
-
-def _failed() -> optuna.trial.TrialState:
-    from optuna.trial import TrialState  # noqa: PLC0415 - an extra
-
-    return TrialState.FAIL
+    return study, optuna.trial.TrialState.FAIL
 
 
 class _Objective:
@@ -267,10 +255,9 @@ class _Objective:
     ) -> None:
         self._name, self._budget, self._metric = name, budget, metric
         self._fixed, self._terms = dict(fixed), terms
-        self._tables: dict[tuple[str, tuple[str, ...]], pl.DataFrame] = {}
         built = policy(name, **fixed)
         self._costs = COSTS if built.reader or built.codec else ()
-        self._bytes: dict[tuple[str, tuple[str, ...]], Floats] = {}
+        self._replayed: dict[tuple[str, ...], tuple[pl.DataFrame, Floats]] = {}
 
     def values(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> Floats:
         """One value per trace [trace]; a KvsimError where one has none."""
@@ -280,20 +267,19 @@ class _Objective:
         """Whether a setting of a reader or a codec holds or reads more bytes than the default."""
         if not self._costs:
             return False
-        for compared in ({}, setting):
-            self.table(compared, traces)
-        default, costs = (self._bytes[self._key(each, traces)] for each in ({}, setting))
+        default, costs = (self._outcome(each, traces)[1] for each in ({}, setting))
         return bool((costs > (1 + _EQUAL) * default).any())
-
-    def _key(
-        self, setting: Mapping[str, Any], traces: Sequence[Trace]
-    ) -> tuple[str, tuple[str, ...]]:
-        return json.dumps(setting, sort_keys=True), tuple(trace.name for trace in traces)
 
     def table(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> pl.DataFrame:
         """The `per_prompt` rows of the metric, one per trace."""
-        key = self._key(setting, traces)
-        if key not in self._tables:
+        return self._outcome(setting, traces)[0]
+
+    def _outcome(
+        self, setting: Mapping[str, Any], traces: Sequence[Trace]
+    ) -> tuple[pl.DataFrame, Floats]:
+        """The rows of the metric, and mean bytes by the names of `_costs`."""
+        key = json.dumps(setting, sort_keys=True), *(trace.name for trace in traces)
+        if key not in self._replayed:
             built = policy(self._name, **{**self._fixed, **setting})
             metrics = [self._metric, *(cost for cost in self._costs if cost != self._metric)]
             terms = {**self._terms, "metrics": metrics, "accounts": False}
@@ -308,11 +294,12 @@ class _Objective:
                     f"{self._metric} has values on {rows.height} of {len(traces)} traces; "
                     "expected one on each: leave the others out, or lower --budget"
                 )
-            self._tables[key] = rows
+            costs = np.empty(0)
             if self._costs:
                 means = averages(run.table, metrics=self._costs).sort("metric")
-                self._bytes[key] = means["mean"].to_numpy()
-        return self._tables[key]
+                costs = means["mean"].to_numpy()
+            self._replayed[key] = rows, costs
+        return self._replayed[key]
 
 
 def _needed(
