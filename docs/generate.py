@@ -62,8 +62,7 @@ def lengths() -> str:
 
 def policy_names() -> str:
     """The names alone, by what they are."""
-    from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
-    from kvsim.policies.access import ACCESS  # noqa: PLC0415
+    from kvsim.policies import ACCESS, CATALOGUE  # noqa: PLC0415 - as policies()
 
     lines = ["| kind | names |", "| --- | --- |"]
     kinds = {
@@ -87,9 +86,7 @@ def policy_names() -> str:
 def access() -> str:
     """Readers and codecs: a table, then the rule and the parameters of each."""
     from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
-    from kvsim.policies import describe  # noqa: PLC0415
-    from kvsim.policies.access import ACCESS  # noqa: PLC0415
-    from kvsim.policies.naming import access_names  # noqa: PLC0415
+    from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
 
     lines = ["| part | kind | what it does | needs | paper |", "| --- " * 5 + "|"]
     for one in map(describe, access_names()):

@@ -3,8 +3,7 @@
 A new policy is one file here and its lines in `catalogue.py`. `policy` builds one from its name.
 """
 
-from kvsim.policies.access import ACCESS
-from kvsim.policies.catalogue import CATALOGUE
+from kvsim.policies.catalogue import ACCESS, CATALOGUE
 from kvsim.policies.description import Description, describe
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.naming import access_names, declared, has_parameter, names, policy

@@ -12,7 +12,9 @@ from kvsim.policies.ams import AMS
 from kvsim.policies.asl import ASL, TwoPass
 from kvsim.policies.cake import Cake, CakeBudgets
 from kvsim.policies.chunkkv import ChunkKV
+from kvsim.policies.clairvoyant import TopK, TopP
 from kvsim.policies.criticalkv import CriticalKV
+from kvsim.policies.double_sparsity import DoubleSparsity
 from kvsim.policies.dropkv import DropKV
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.expected_attention import ExpectedAttention
@@ -21,22 +23,26 @@ from kvsim.policies.full import Full
 from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.gkv import GKV, Global, Local
 from kvsim.policies.h2o import H2O, ObservedAttention
+from kvsim.policies.infllm import InfLLM
 from kvsim.policies.keydiff import KeyDiff
+from kvsim.policies.kivi import Kivi
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
-from kvsim.policies.lengths import MEANT_FOR
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.paged import NormRatio, Paged
-from kvsim.policies.papers import PAPERS
+from kvsim.policies.papers import MEANT_FOR, PAPERS
+from kvsim.policies.per_token import Floats, Integers
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
+from kvsim.policies.quest import Quest
 from kvsim.policies.raas import RaaS
 from kvsim.policies.random_sets import Random
 from kvsim.policies.rkv import RKV
+from kvsim.policies.rocketkv import RocketKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.streaming_llm import StreamingLLM
@@ -353,4 +359,52 @@ CATALOGUE: Mapping[str, Entry] = {
         },
     )
     for name, entry in _ENTRIES.items()
+}
+
+#: Readers and codecs, which stand behind an eviction, or alone.
+ACCESS: Mapping[str, Entry] = {
+    "quest": Entry(
+        "reads pages whose keys could have the largest logits",
+        Quest,
+        None,
+        "arXiv 2406.10774",
+        {"release": Preset("reads at least three pages", params={"least": 3})},
+    ),
+    "double_sparsity": Entry(
+        "reads entries with the largest products over a few channels",
+        DoubleSparsity,
+        None,
+        "arXiv 2408.07092",
+        required={"calibration": "prefix:64"},
+    ),
+    "infllm": Entry(
+        "reads the first and last entries, and blocks by representative ones",
+        InfLLM,
+        None,
+        "arXiv 2402.04617",
+        {
+            "release": Preset(
+                "blocks of 128, 128 first and 4,096 last entries",
+                params={"page": 128, "sink": 128, "local": 4096},
+            )
+        },
+    ),
+    "rocketkv": Entry(
+        "reads pages by a few channels, of what stays after the prompt",
+        RocketKV,
+        None,
+        "arXiv 2502.14051",
+        default="snapkv",
+        inner={"snapkv": {"pool_kernel": 63}},
+    ),
+    "topk": Entry("reads the entries that a row attends to most: a bound", TopK, None),
+    "topp": Entry("reads the fewest entries with a share of a row's attention", TopP, None),
+    "kivi": Entry(
+        "stores few bits: keys per channel, values per token", Kivi, None, "arXiv 2402.02750"
+    ),
+    "int8": Entry("stores 8 bits, with a scale per token", Integers, None),
+    "int4": Entry(
+        "stores 4 bits, with a scale per token", Integers, None, params={"bits_per_number": 4}
+    ),
+    "fp8": Entry("stores 8-bit floating-point numbers", Floats, None),
 }

@@ -22,8 +22,7 @@ from kvsim.core.policy import (
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PolicyError, suggest
-from kvsim.policies.access import ACCESS
-from kvsim.policies.catalogue import CATALOGUE
+from kvsim.policies.catalogue import ACCESS, CATALOGUE
 from kvsim.policies.duo import duo
 from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
