@@ -390,11 +390,7 @@ class Everything(Allocator):
     """Every head keeps all it has: no budget binds."""
 
     flops = Allocator.no_flops
-
-    @property
-    def bounded(self) -> bool:
-        """Never."""
-        return False
+    bounded = False
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The number of entries that each head holds."""

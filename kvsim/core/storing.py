@@ -70,9 +70,9 @@ class Codec(Piece, ABC):
     def keys(self, groups: Tensor) -> Tensor:
         """Keys [N, g, d] after the round trip, in the same dtype."""
 
-    @abstractmethod
     def values(self, groups: Tensor) -> Tensor:
-        """Values [N, g, d] after the round trip, in the same dtype."""
+        """Values [N, g, d] after the round trip, in the same dtype; by default as keys."""
+        return self.keys(groups)
 
     @abstractmethod
     def bits(self, dim: int) -> tuple[float, float]:

@@ -24,15 +24,11 @@ class TopK(Reader):
     """
 
     label: ClassVar[str] = "topk"
+    clairvoyant = True
 
     share: Annotated[float, Above(0), AtMost(1)] = 1.0
     heads: Heads = "query"
     dense_layers: Annotated[int, AtLeast(0)] = 0
-
-    @property
-    def clairvoyant(self) -> bool:
-        """Always."""
-        return True
 
     def count(self, budget: int) -> int:
         """Entries that a row reads."""
@@ -56,20 +52,12 @@ class TopP(Reader):
     """
 
     label: ClassVar[str] = "topp"
+    clairvoyant = True
+    bounded = False
 
     p: Annotated[float, Above(0), AtMost(1)] = 0.95
     heads: Heads = "query"
     dense_layers: Annotated[int, AtLeast(0)] = 0
-
-    @property
-    def clairvoyant(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def bounded(self) -> bool:
-        """Never."""
-        return False
 
     def count(self, budget: int) -> int:
         """At least one."""

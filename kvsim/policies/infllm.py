@@ -44,10 +44,7 @@ class InfLLM(Reader):
     heads: Heads = "layer"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    @property
-    def reads_trace(self) -> bool:
-        """Votes are of rows that need not be resident any more."""
-        return True
+    reads_trace = True  # votes are of rows that need not be resident any more
 
     def fitted(self, trace: Trace, budget: int) -> Reader:
         """With the local window of the budget."""

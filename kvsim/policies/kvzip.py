@@ -64,11 +64,7 @@ class KVzip(Scorer):
 
     #: the score of an entry of the context
     columns: ClassVar[Mapping[str, float]] = {"importance": torch.nan}
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """The probe."""
-        return frozenset({"probe_q", "probe_k"})
+    needs = frozenset({"probe_q", "probe_k"})
 
     def protection(self, budget: int) -> Protection:
         """The sinks."""

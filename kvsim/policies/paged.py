@@ -69,11 +69,7 @@ class Paged(Allocator):
     prompt: Literal["entries", "pages"] = "entries"
 
     columns: ClassVar[Mapping[str, float]] = {"cell": nan}
-
-    @property
-    def exact(self) -> bool:
-        """Whole pages seldom fill the budget exactly."""
-        return False
+    exact = False  # whole pages seldom fill the budget
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""

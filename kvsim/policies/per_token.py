@@ -48,10 +48,6 @@ class Integers(Codec):
         out: Tensor = (groups / scale).round_().nan_to_num_(0.0).mul_(scale)
         return out
 
-    def values(self, groups: Tensor) -> Tensor:
-        """As keys."""
-        return self.keys(groups)
-
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers, and 16 for the scale."""
         both = float(dim * self.bits_per_number + 16)
@@ -83,10 +79,6 @@ class Floats(Codec):
         form = _FORMATS[self.format]
         largest = torch.finfo(form).max
         return groups.clamp(-largest, largest).to(form).to(groups.dtype)
-
-    def values(self, groups: Tensor) -> Tensor:
-        """As keys."""
-        return self.keys(groups)
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers."""
