@@ -58,19 +58,18 @@ def policy(name: str, **params: Any) -> Policy:
     chain, behind = _parse(name)
     part, innermost = chain[-1]
     entries = [entry for _, entry in chain if entry is not None]
-    routed = _route(name, [*entries, *behind], params, foreign=innermost is None)
-    of_behind = routed[len(entries) : len(entries) + len(behind)]
-    routed = routed[: len(entries)] + routed[len(entries) + len(behind) :]
+    routed, rest = _route(name, [*entries, *behind], params, foreign=innermost is None)
+    outer = entries if innermost is None else entries[:-1]
+    of_innermost = rest if innermost is None else routed[len(outer)]
     if innermost is None:
-        outer, built = entries, _foreign(part, routed[-1])
+        built = _foreign(part, of_innermost)
     else:
-        outer = entries[:-1]
         around = (*outer, *behind)
         inside = {key: value for entry in around for key, value in entry.inner.items()}
         inner = inside.get(part.partition("@")[0], {})
         inner = {key: inner[key] for key in inner.keys() & innermost.parameters.keys()}
         shared = _shared(outer[0], routed[0]) if outer and part == outer[0].default else {}
-        given = {**innermost.params, **inner, **shared, **routed[-1]}
+        given = {**innermost.params, **inner, **shared, **of_innermost}
         built = _explained(name, params, lambda: _base(name, innermost, given))
     rearranged = any(entry.kind != "propagation" for entry in outer)
     if rearranged and built.allocator.yields:
@@ -88,11 +87,11 @@ def policy(name: str, **params: Any) -> Policy:
             built = replace(built, scorer=entry.piece(scorer=built.scorer, **arguments))
         else:
             built = replace(built, allocator=entry.piece(**arguments))
-            if built.allocator.ordinal and "log" not in routed[-1]:
+            if built.allocator.ordinal and "log" not in of_innermost:
                 built = replace(built, scorer=built.scorer.logarithm())
         if entry.schedule is not None:
             built = replace(built, schedule=entry.schedule)
-    for entry, level in zip(behind, of_behind, strict=True):
+    for entry, level in zip(behind, routed[len(entries) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in entry.parameters else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
         built = replace(built, **{entry.kind: piece})
@@ -167,13 +166,18 @@ def parameter_names(name: str) -> tuple[str, ...]:
     return tuple(declared(name))
 
 
+def _levels(name: str) -> list[Entry]:
+    """The entries of a name from the outside in, then reader and codec, as `scorer__` counts."""
+    chain, behind = _parse(name)
+    return [*(entry for _, entry in chain if entry is not None), *behind]
+
+
 def declared(name: str) -> dict[str, Parameter]:
     """The parameters that `policy` takes for `name`, as their pieces declare them."""
     out: dict[str, Parameter] = {}
     last: dict[str, int] = {}
-    chain, behind = _parse(name)
-    for depth, entry in enumerate([*(entry for _, entry in chain), *behind]):
-        for key, parameter in entry.parameters.items() if entry is not None else ():
+    for depth, entry in enumerate(_levels(name)):
+        for key, parameter in entry.parameters.items():
             out["scorer__" * (last.get(key, -1) + 1) + key] = parameter
             last[key] = depth
     return out
@@ -185,8 +189,7 @@ def hidden_key(name: str, key: str) -> tuple[str, str] | None:
     None where `key` alone reaches it, or nothing behind the eviction has it.
     """
     chain, behind = _parse(name)
-    levels = [entry.parameters if entry is not None else {} for _, entry in chain]
-    outer = [depth for depth, names in enumerate(levels) if key in names]
+    outer = [at for at, (_, entry) in enumerate(chain) if entry and key in entry.parameters]
     parts = canonical(name).split("+")
     for part, entry in zip(parts[len(parts) - len(behind) :], behind, strict=True):
         if outer and key in entry.parameters:
@@ -196,17 +199,14 @@ def hidden_key(name: str, key: str) -> tuple[str, str] | None:
 
 def examples(name: str) -> dict[str, Any]:
     """An example of each parameter of `name` that has no default, as `policy` takes it."""
-    chain, behind = _parse(name)
-    entries = [*(entry for _, entry in chain), *behind]
-    return {key: x for entry in entries if entry is not None for key, x in entry.required.items()}
+    return {key: value for entry in _levels(name) for key, value in entry.required.items()}
 
 
 def has_parameter(name: str, key: str) -> bool:
     """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
-    chain, behind = _parse(name)
-    entries = [*(entry for _, entry in chain if entry is not None), *behind]
+    levels = _levels(name)
     try:
-        _route(name, entries, {key: 0}, foreign=False)
+        _route(name, levels, {key: 0}, foreign=False)
     except PolicyError:
         return False
     return True
@@ -324,31 +324,28 @@ def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:
 
 def _route(
     name: str, entries: Sequence[Entry], params: Mapping[str, Any], *, foreign: bool
-) -> list[dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The parameters of each level: the outermost that has the name, `scorer__` one level in.
 
-    foreign: a policy of the user's own is innermost; it gets the parameters that no other has, and
-    its own function says which it takes.
+    foreign: a policy of the user's own is innermost; it gets those that no level has, which are
+    returned apart, and its own function says which it takes.
     """
-    levels: list[Mapping[str, Parameter] | None] = [entry.parameters for entry in entries]
-    levels += [None] * foreign
-    out: list[dict[str, Any]] = [{} for _ in levels]
+    out: list[dict[str, Any]] = [{} for _ in entries]
+    rest: dict[str, Any] = {}
     for given, value in params.items():
         depth, key = 0, given
         while key.startswith("scorer__"):
             depth, key = depth + 1, key.removeprefix("scorer__")
-        for at in range(depth, len(levels)):
-            names = levels[at]
-            if names is None or key in names:
-                out[at][key] = value
-                break
-        else:
-            available = {k: None for level in levels[depth:] if level for k in level}
+        inward = [*zip(entries, out, strict=True)][depth:]
+        level = next((level for entry, level in inward if key in entry.parameters), None)
+        if level is None and not (foreign and depth <= len(entries)):
+            available = {k: None for entry, _ in inward for k in entry.parameters}
             raise PolicyError(
                 f"{name} has no parameter {given!r}{suggest(key, available)}; "
                 f"parameters: {', '.join(available) or 'none'}"
             )
-    return out
+        (rest if level is None else level)[key] = value
+    return out, rest
 
 
 def _explained(name: str, params: Mapping[str, Any], build: Callable[[], Policy]) -> Policy:
