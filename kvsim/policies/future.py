@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from kvsim.core.view import Source
 from kvsim.errors import MemoryLimitError
-from kvsim.policies.optimum import Floats, Ints, solve
+from kvsim.policies.optimum import Floats, Ints, Optimum, solve
 
 # Rows whose attention is computed at once.
 _ROWS = 64
@@ -22,29 +21,6 @@ MASS_BYTES = 128 << 20
 _MEMORY = 2 << 30
 
 
-@dataclass(frozen=True)
-class Best:
-    """The optimum of some layers; S pools of a layer are its heads, or 1 if they share a budget.
-
-    stop: index of the event that evicts each entry, M if none does; int [L, H, T]. price [L, S, M]
-    of a place at each event. Mass that competing entries retain, [L, S]: retained by the optimum,
-    bound which no kept sets exceed, and chance on average by random kept sets. Mass is summed over
-    the rows that count and the query heads of the group; protected entries are not competing.
-    """
-
-    stop: Ints
-    price: Floats
-    retained: Floats
-    bound: Floats
-    chance: Floats
-
-    @classmethod
-    def concatenated(cls, parts: Sequence[Best]) -> Best:
-        """Return one for the layers of all parts."""
-        names = [field.name for field in fields(cls)]
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
 def best(
     source: Source,
     events: Sequence[int],
@@ -53,9 +29,10 @@ def best(
     start: int,
     protect: tuple[int, int] = (0, 0),
     memory: int | None = None,
-) -> Best:
+) -> Optimum:
     """Return the kept sets that retain the most full attention of rows `start` and later.
 
+    stop [L, H, T], price [L, S, M], and mass [L, S], summed over the query heads of the group.
     events: rows after which events fire, ascending. places [L, S, M]: entries that may outlive each
     event, protected ones included: of each head, or S = 1 of all heads of a layer together.
     protect: how many first positions and how many most recent ones are protected. memory: bytes,
@@ -80,16 +57,14 @@ def best(
         capacity = capacity.reshape(capacity.shape[0] * pools, len(events))
         mass = future_mass(source, events, start, part)
         mass = mass.reshape(len(capacity), len(first), len(events))
-        optimum = solve(mass, first, capacity)
-        random = _random(mass, first, capacity)
-        parts.append(
-            Best(
-                optimum.stop.reshape(-1, heads, rows),
-                optimum.price.reshape(len(capacity) // pools, *places.shape[1:]),
-                *(x.reshape(-1, pools) for x in (optimum.retained, optimum.bound, random)),
-            )
-        )
-    return Best.concatenated(parts)
+        parts.append(solve(mass, first, capacity))
+    of_pools = Optimum.concatenated(parts)
+    masses = (of_pools.retained, of_pools.bound, of_pools.chance)
+    return Optimum(
+        of_pools.stop.reshape(layers, heads, rows),
+        of_pools.price.reshape(places.shape),
+        *(mass.reshape(layers, pools) for mass in masses),
+    )
 
 
 def _check_memory(entries: int, pools: int, events: int, memory: int) -> None:
@@ -125,16 +100,3 @@ def future_mass(
                 mass[layer, :, : row + 1, event] += z.sub_(lse[layer]).exp_().sum(1)
     out: Floats = mass.cpu().numpy()
     return out
-
-
-def _random(mass: Floats, first: Ints, capacity: Ints) -> Floats:
-    """Mass [P, E, M] that random kept sets retain on average, [P]: each entry has equal chances."""
-    retained, alive = np.zeros(len(mass)), np.zeros(len(mass))
-    chance = np.ones(mass.shape[:2])
-    for event in range(mass.shape[2]):
-        alive += (first == event).sum()
-        share = np.minimum(capacity[:, event], alive) / np.maximum(alive, 1)
-        alive = np.minimum(capacity[:, event], alive)
-        chance *= np.where(first <= event, share[:, None], 1.0)
-        retained += np.where(first <= event, chance * mass[..., event], 0.0).sum(1)
-    return retained

@@ -26,7 +26,8 @@ Shape letters: P pools that are solved together, E entries, M events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,13 +47,21 @@ class Optimum:
     """Kept sets, and the prices that prove them best.
 
     stop: event that evicts each entry, M if none does, int [P, E]. price: of a place at each event,
-    [P, M]. retained: mass of the kept sets, [P]. bound: what no kept sets exceed, [P].
+    [P, M]. Mass of the entries that compete, [P]: retained by these kept sets, bound which no kept
+    sets exceed, and chance on average by random kept sets.
     """
 
     stop: Ints
     price: Floats
     retained: Floats
     bound: Floats
+    chance: Floats
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Optimum]) -> Optimum:
+        """Return one for the pools, or the layers, of all parts."""
+        names = [field.name for field in fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def solve(mass: Floats, first: Ints, capacity: Ints) -> Optimum:
@@ -78,6 +87,7 @@ def solve(mass: Floats, first: Ints, capacity: Ints) -> Optimum:
         price=price * unit,
         retained=np.take_along_axis(total, flow.stop[..., None], 2).sum((1, 2)) * unit,
         bound=((capacity * price).sum(1) + (total - paid).max(2).sum(1)) * unit,
+        chance=_random(mass, first, capacity),
     )
 
 
@@ -88,6 +98,19 @@ def _fill(stop: Ints, first: Ints, capacity: Ints) -> None:
         if room.any():
             leaving = stop == event
             stop += leaving & (leaving.cumsum(1) <= room[:, None])
+
+
+def _random(mass: Floats, first: Ints, capacity: Ints) -> Floats:
+    """Mass [P, E, M] that random kept sets retain on average, [P]: each entry has equal chances."""
+    retained, alive = np.zeros(len(mass)), np.zeros(len(mass))
+    chance = np.ones(mass.shape[:2])
+    for event in range(mass.shape[2]):
+        alive += (first == event).sum()
+        share = np.minimum(capacity[:, event], alive) / np.maximum(alive, 1)
+        alive = np.minimum(capacity[:, event], alive)
+        chance *= np.where(first <= event, share[:, None], 1.0)
+        retained += np.where(first <= event, chance * mass[..., event], 0.0).sum(1)
+    return retained
 
 
 def _flow(total: Floats, first: Ints, capacity: Ints) -> _Flow:

@@ -15,8 +15,8 @@ from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import layers_per_block, runs
 from kvsim.engine.source import TraceSource
-from kvsim.policies.future import Best, best
-from kvsim.policies.optimum import Ints
+from kvsim.policies.future import best
+from kvsim.policies.optimum import Ints, Optimum
 from kvsim.policies.oracle import Oracle
 from kvsim.schema import NEVER
 
@@ -83,7 +83,7 @@ class Terms:
         """As the function of this name."""
         events, record = self.events, self.record
         whole = trace.per_query_head() if record.per_query_head else trace
-        parts: list[Best] = []
+        parts: list[Optimum] = []
         with torch.inference_mode():
             most = layers_per_block(whole, _OPTIMUM, memory)
             for run in runs(trace, record.layers, most, _OPTIMUM, None):
@@ -99,7 +99,7 @@ class Terms:
                         memory=memory,
                     )
                 )
-        together = Best.concatenated(parts)
+        together = Optimum.concatenated(parts)
         evicted_at = np.array([*events, NEVER], np.int32)[together.stop]
         heads = trace.n_qheads // self.places.shape[1]  # query heads of a pool
         attention = heads * max(1, trace.n_pos - trace.prompt_len)
