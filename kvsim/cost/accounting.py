@@ -242,8 +242,6 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         raise PolicyError(
             f"prompt is {prompt} tokens of a context of {context}; expected 1 to {context}"
         )
-    if budget < 1:
-        raise BudgetError(f"{policy.name}: budget is {budget}; expected at least 1 entry")
     if policy.reader is not None or policy.codec is not None:
         raise PolicyError(
             f"{policy.name}: the cost model counts entries that are stored as computed and read by "

@@ -12,15 +12,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from kvsim.core.parameters import AtLeast, Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
 
 GIB = 1 << 30
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
-_MOST_BYTES = max(_BYTES.values())
+_Size = Annotated[int, AtLeast(1)]
 
 # The MLP of most decoders is gated and has three matrices; these types have two.
 _TWO_MATRICES = ("gpt_neox", "nemotron", "phi", "starcoder2")
@@ -51,32 +52,25 @@ class Model:
     """
 
     name: str
-    n_layers: int
-    n_qheads: int
-    n_heads: int
-    dim: int
-    hidden: int
-    intermediate: int
-    vocab: int
+    n_layers: _Size
+    n_qheads: _Size
+    n_heads: _Size
+    dim: _Size
+    hidden: _Size
+    intermediate: _Size
+    vocab: _Size
     tied: bool = False
     mlp_matrices: int = 3
     extra: int = 0
-    number_bytes: float = 2
+    number_bytes: Annotated[float, Between(1, max(_BYTES.values()))] = 2
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("n_layers", "n_qheads", "n_heads", "dim", "hidden", "intermediate", "vocab"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ModelError(f"{self.name}: {name} is {value!r}; expected a whole number > 0")
+        check_fields(self, self.name, ModelError)
         if self.n_qheads % self.n_heads:
             raise ModelError(
                 f"{self.name}: {self.n_qheads} query heads cannot share {self.n_heads} KV heads; "
                 "expected a multiple"
-            )
-        if not 1 <= self.number_bytes <= _MOST_BYTES:
-            raise ModelError(
-                f"{self.name}: {self.number_bytes:g} bytes per number; expected 1 to {_MOST_BYTES}"
             )
 
     @property

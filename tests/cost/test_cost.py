@@ -1123,7 +1123,7 @@ def test_configurations_are_read(tmp_path):
 @pytest.mark.parametrize("size", [0, 0.5, -2, 9, float("nan")])
 def test_sizes_of_numbers_are_1_to_8_bytes(size):
     """A size that no number has is an error, and never the configuration's own instead."""
-    with pytest.raises(ModelError, match="bytes per number; expected 1 to 8"):
+    with pytest.raises(ModelError, match="expected a number from 1 to 8"):
         Model.from_config(LLAMA, number_bytes=size)
 
 
@@ -1143,7 +1143,7 @@ def test_sliding_windows_are_remarked():
         ({"hidden_size": None}, "hidden_size is missing; expected the config.json"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers is 'many'"),
         ({"num_key_value_heads": 7}, "32 query heads cannot share 7 KV heads"),
-        ({"vocab_size": 0}, "vocab is 0; expected a whole number > 0"),
+        ({"vocab_size": 0}, "vocab is 0; expected an integer of at least 1"),
         ({"num_local_experts": 8}, "a mixture of experts"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"torch_dtype": "mystery"}, "dtype is 'mystery'"),
