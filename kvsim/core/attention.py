@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.parameters import Above, AtLeast, Finite, check_fields
+from kvsim.core.parameters import Above, AtLeast, Finite, Parameter, check_fields
 from kvsim.errors import TraceError
 
 Layout = Literal["half", "interleaved"]
@@ -103,7 +103,8 @@ class Rope:
     @classmethod
     def default(cls, dim: int, theta: float = 10_000.0) -> Rope:
         """The unscaled rotation of a head of `dim` dimensions with base `theta`."""
-        _Unscaled(dim, theta)
+        Parameter("dim", Annotated[int, AtLeast(1)], MISSING).value(dim, "rope", TraceError)
+        Parameter("theta", _Positive, MISSING).value(theta, "rope", TraceError)
         return cls(tuple(theta ** (-2.0 * i / dim) for i in range(dim // 2)))
 
     def rotate(self, x: Tensor, pos: Tensor) -> Tensor:
@@ -160,17 +161,6 @@ class Rope:
         if not rest.shape[-1]:
             return out
         return torch.cat([out, rest.expand(*out.shape[:-1], -1)], dim=-1)
-
-
-@dataclass(frozen=True)
-class _Unscaled:
-    """The arguments of `Rope.default`, checked."""
-
-    dim: Annotated[int, AtLeast(1)]
-    theta: _Positive
-
-    def __post_init__(self) -> None:
-        check_fields(self, "rope", TraceError)
 
 
 def _numbers(name: str, values: Any) -> tuple[float, ...]:

@@ -71,13 +71,6 @@ class Protection:
         check_fields(self, "protect")
 
     def __or__(self, other: Protection) -> Protection:
-        for larger, smaller in ((self, other), (other, self)):
-            if (
-                larger.sink >= smaller.sink
-                and larger.recent >= smaller.recent
-                and larger.prompt >= smaller.prompt
-            ):
-                return larger
         return Protection(
             max(self.sink, other.sink), max(self.recent, other.recent), self.prompt or other.prompt
         )
@@ -154,7 +147,7 @@ class Schedule:
         """This schedule with what is given replaced."""
         given = {"interval": interval, "prefill": prefill, "compress": compress}
         chosen: dict[str, Any] = {x: value for x, value in given.items() if value is not None}
-        return replace(self, **chosen) if chosen else self
+        return replace(self, **chosen)
 
 
 # ------------------------------------------------------------------------------------ the scorer
@@ -275,22 +268,13 @@ class Wrapper(Scorer):
     clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
     least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
-
-    def check(self, trace: Trace, schedule: Schedule) -> None:
-        """As the scorer."""
-        self.scorer.check(trace, schedule)
-
-    def remark(self, trace: Trace, schedule: Schedule) -> str:
-        """The scorer's."""
-        return self.scorer.remark(trace, schedule)
+    check: ClassVar[Any] = property(attrgetter("scorer.check"))
+    remark: ClassVar[Any] = property(attrgetter("scorer.remark"))
+    protection: ClassVar[Any] = property(attrgetter("scorer.protection"))
 
     def inner(self, view: View) -> Scores:
         """The scores of the scorer inside."""
         return Scores.of(self.scorer.score(view))
-
-    def protection(self, budget: int) -> Protection:
-        """The scorer's."""
-        return self.scorer.protection(budget)
 
 
 # --------------------------------------------------------------------------------- the allocator

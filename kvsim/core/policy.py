@@ -250,9 +250,7 @@ class Policy(Displayed):
         def exceeded(total: int) -> tuple[int, int] | None:
             """The first budget of a layer below the size of its protection, and that size."""
             longest = events.longest(prompt_len, total)
-            fit = self.at(total)
-            if fit.scaled:
-                fit = replace(fit, scaled=())  # lengths are those of the whole budget
+            fit = replace(self.at(total), scaled=())  # lengths are those of the whole budget
             planned = fit.layer_budgets.planned(total, n_layers, longest)
             sizes = ((b, fit.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
             return next(((b, size) for b, size in sizes if size > b), None)
@@ -275,28 +273,20 @@ class Policy(Displayed):
         """The policy with the values that its scaled lengths have at a budget."""
         if not self.scaled:
             return self
-        values: dict[int, dict[str, int]] = {}
-        for each in self.scaled:
-            values.setdefault(each.depth, {})[each.name] = each.at(budget)
         pieces: dict[int, Any] = {}
-        for depth, given in values.items():
+        for depth in {each.depth for each in self.scaled}:
+            values = {each.name: each.at(budget) for each in self.scaled if each.depth == depth}
             for piece in self.levels[depth]:
-                own = {name: x for name, x in given.items() if name in parameters(type(piece))}
-                pieces[id(piece)] = replace(piece, **own)
+                names = values.keys() & parameters(type(piece))
+                pieces[id(piece)] = replace(piece, **{name: values[name] for name in names})
 
         def scorer(outer: Any) -> Any:
             new = pieces.get(id(outer), outer)
             return replace(new, scorer=scorer(outer.scorer)) if hasattr(outer, "scorer") else new
 
-        return replace(
-            self,
-            scorer=scorer(self.scorer),
-            **{
-                name: pieces.get(id(piece), piece)
-                for name in ("allocator", "layer_budgets", "propagation")
-                for piece in [getattr(self, name)]
-            },
-        )
+        others = ("allocator", "layer_budgets", "propagation")
+        fitted = {name: pieces.get(id(x), x) for name in others for x in [getattr(self, name)]}
+        return replace(self, scorer=scorer(self.scorer), **fitted)
 
     def fitted(self) -> Policy:
         """The policy with lengths that fit the budget, called NAME@scaled; else itself."""
@@ -364,18 +354,13 @@ class Policy(Displayed):
 
         Then reader and codec. Pieces of one level share their parameters.
         """
-        outer: list[tuple[Any, ...]] = []
-        if self.propagation is not None:
-            outer.append((self.propagation,))
-        if not isinstance(self.allocator, Uniform | Everything):
-            outer.append((self.allocator,))
+        plain = isinstance(self.allocator, Uniform | Everything)
         *wrappers, innermost = self.scorers
-        behind = ((piece,) for piece in (self.reader, self.codec) if piece is not None)
+        outer = (self.propagation, None if plain else self.allocator, *wrappers)
         return (
-            *outer,
-            *((piece,) for piece in wrappers),
+            *((piece,) for piece in outer if piece is not None),
             (innermost, self.layer_budgets),
-            *behind,
+            *((piece,) for piece in (self.reader, self.codec) if piece is not None),
         )
 
     @property

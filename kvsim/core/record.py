@@ -190,10 +190,9 @@ class Record(Displayed):
 def record_document(record: Record) -> dict[str, Any]:
     """Return what is stored of a record next to `evicted_at`, ready for JSON."""
     document = {name: getattr(record, name) for name in _STORED} | {"params": dict(record.params)}
-    if record.selection is not None:
-        document["selection"] = asdict(record.selection)
-    if record.response is not None:
-        document["response"] = asdict(record.response)
+    for name in ("selection", "response"):
+        if (part := getattr(record, name)) is not None:
+            document[name] = asdict(part)
     if record.reads is not None:
         names = ("page", "heads", "first", "summary")
         document["reads"] = {name: getattr(record.reads, name) for name in names}
