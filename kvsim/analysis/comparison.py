@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from scipy import stats
+import scipy
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
@@ -250,7 +250,7 @@ def _ranked(
     better = -values if higher else values  # lower is better from here on
     rank, leads = np.full((2, len(values)), np.nan)
     for places in _by_budget(rows, ranked):
-        rank[places] = stats.rankdata(better[places].mean(1), method="min")
+        rank[places] = scipy.stats.rankdata(better[places].mean(1), method="min")
         leads[places] = (better[places] == better[places].min(0)).sum(1)
     numbers = pl.DataFrame([vars(one) for one in Interval.of_each(list(values))])
     numbers = numbers.with_columns(rank=rank, leads=leads)
@@ -363,7 +363,7 @@ def _at_target(
     n = values.shape[1]
     bound = np.full(len(values), np.nan)
     if n > 1:
-        reach = stats.t.isf(0.025, n - 1) * values.std(1, ddof=1) / np.sqrt(n)
+        reach = scipy.stats.t.isf(0.025, n - 1) * values.std(1, ddof=1) / np.sqrt(n)
         bound = values.mean(1) + (-reach if higher else reach)
     inside = bound > target if higher else bound < target
     meets, smallest = (np.full(len(values), None, object) for _ in range(2))

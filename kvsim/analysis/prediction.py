@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from scipy.optimize import isotonic_regression
-from scipy.stats import beta
+import scipy
 
 from kvsim.analysis.arrays import Bools, Floats
 from kvsim.analysis.validity import CELL, cell_values, evicting
@@ -231,7 +230,9 @@ def _isotonic(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     groups = np.array_split(order, min(BINS, max(1, len(x) // LEAST)))
     knots = np.array([x[group].mean() for group in groups])
     means = np.array([y[group].mean() for group in groups])
-    return knots, isotonic_regression(means, weights=[len(group) for group in groups]).x
+    return knots, scipy.optimize.isotonic_regression(
+        means, weights=[len(group) for group in groups]
+    ).x
 
 
 def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
@@ -247,7 +248,7 @@ def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
         group = judged[places]
         share, n = float(group["lost"].to_numpy().mean()), group["trace"].n_unique()
         shape = share * n + 0.5, (1 - share) * n + 0.5
-        low, high = (float(beta.ppf(end, *shape)) for end in (0.025, 0.975))
+        low, high = (float(scipy.stats.beta.ppf(end, *shape)) for end in (0.025, 0.975))
         yield float(group["error"][-1]), share, min(low, share), max(high, share)
 
 

@@ -19,7 +19,7 @@ from itertools import combinations
 
 import numpy as np
 import polars as pl
-from scipy.stats import bootstrap
+import scipy
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
@@ -102,7 +102,7 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
         nan = np.full(len(values), np.nan)
         return nan, nan
     rng = np.random.default_rng(0)
-    resampled = bootstrap(
+    resampled = scipy.stats.bootstrap(
         (values,), np.mean, n_resamples=RESAMPLES, axis=1, method="percentile", rng=rng
     )
     low, high = resampled.confidence_interval

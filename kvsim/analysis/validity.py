@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from scipy.stats import rankdata
+import scipy
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.registry import METRICS
@@ -229,7 +229,7 @@ def _spearman(x: Floats, y: Floats) -> Floats:
 
 def _of_ranks(x: Floats, y: Floats) -> Floats:
     """Pearson correlation of the ranks of each row; ties share their mean rank."""
-    a, b = (rankdata(values, axis=1) for values in (x, y))
+    a, b = (scipy.stats.rankdata(values, axis=1) for values in (x, y))
     a, b = (ranks - ranks.mean(1, keepdims=True) for ranks in (a, b))
     with np.errstate(invalid="ignore"):
         out: Floats = (a * b).sum(1) / np.sqrt((a**2).sum(1) * (b**2).sum(1))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import scipy
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
-from scipy.ndimage import maximum_filter
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.kept.retention import RECENT, SINK
@@ -184,7 +184,9 @@ def _cells(
         cells += past & ~gone & ~read
         gone = gone | (past & ~read)
     # a single cell would vanish on the page
-    grown = maximum_filter(gone & needed, 2 * max(1, total // 300) + 1, mode="constant")
+    grown = scipy.ndimage.maximum_filter(
+        gone & needed, 2 * max(1, total // 300) + 1, mode="constant"
+    )
     cells[grown & past] = 4
     cells[last < np.arange(total)] = 0
     factor = -(-total // _PIXELS)

@@ -7,7 +7,7 @@ policy chooses.
 from __future__ import annotations
 
 import numpy as np
-from scipy.stats import pearsonr, rankdata
+import scipy
 
 from kvsim.analysis.arrays import Floats, Ints
 
@@ -17,13 +17,13 @@ def pearson(a: Floats, b: Floats) -> Floats:
     a, b = np.broadcast_arrays(a, b)
     varied = (np.ptp(a, axis=-1) > 0) & (np.ptp(b, axis=-1) > 0)
     out = np.full(varied.shape, np.nan)
-    out[varied] = pearsonr(a[varied], b[varied], axis=-1).statistic
+    out[varied] = scipy.stats.pearsonr(a[varied], b[varied], axis=-1).statistic
     return out
 
 
 def spearman(a: Floats, b: Floats) -> Floats:
     """Rank correlation over the last axis; NaN where one of the two does not vary."""
-    return pearson(rankdata(a, axis=-1), rankdata(b, axis=-1))
+    return pearson(scipy.stats.rankdata(a, axis=-1), scipy.stats.rankdata(b, axis=-1))
 
 
 def places(scores: Floats) -> Ints:

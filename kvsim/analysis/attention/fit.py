@@ -24,8 +24,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
-from scipy.stats import kurtosis, skew
 from torch import Tensor
 
 #: Samples that the bias corrections need.
@@ -70,12 +70,12 @@ def fit_normal(samples: Tensor) -> NormalFit:
     deviation = ascending.std(-1, correction=0).where(varied, 0.0)
     z = (ascending - mean.unsqueeze(-1)) / deviation.where(varied, torch.nan).unsqueeze(-1)
     n = z.shape[-1]
-    third, fourth = (_moment(of, z, bias=False) for of in (skew, kurtosis))
+    third, fourth = (_moment(of, z, bias=False) for of in (scipy.stats.skew, scipy.stats.kurtosis))
     return NormalFit(
         mean=mean,
         deviation=deviation,
-        skew=_moment(skew, z),
-        kurtosis=_moment(kurtosis, z),
+        skew=_moment(scipy.stats.skew, z),
+        kurtosis=_moment(scipy.stats.kurtosis, z),
         ks=_ks(z),
         qq=_qq(z),
         wasserstein=_wasserstein(z),

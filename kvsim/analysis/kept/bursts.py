@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.ndimage import rank_filter
+import scipy
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
@@ -198,7 +198,7 @@ def dense_share(evicted_at: EvictedAt, window: int = 64, density: float = 0.95) 
 def _latest(values: Ints, window: int, nth: int) -> Ints:
     """The nth largest of each `window` consecutive values [H, T]; [H, T - window + 1]."""
     # scipy is faster on single lines
-    ranked = np.stack([rank_filter(line, -nth, size=window) for line in values])
+    ranked = np.stack([scipy.ndimage.rank_filter(line, -nth, size=window) for line in values])
     first = window // 2
     return ranked[:, first : first + values.shape[1] - window + 1]
 

@@ -9,8 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy.special import binom
-from scipy.stats import hypergeom
+import scipy
 
 from kvsim.analysis.arrays import Floats
 
@@ -26,7 +25,7 @@ def at_most(most: Any, marked: Any, total: Any, kept: Any) -> Floats:
         single = (_at_most(*case) for case in zip(*(x.tolist() for x in cases), strict=True))
         return np.fromiter(single, np.float64, len(different))[at]
     most, marked, total, kept = cases
-    probability: Floats = hypergeom.cdf(most, total, marked, kept)
+    probability: Floats = scipy.stats.hypergeom.cdf(most, total, marked, kept)
     return probability[at]
 
 
@@ -36,7 +35,7 @@ _FEW = 16
 
 @lru_cache(1 << 16)
 def _at_most(most: int, marked: int, total: int, kept: int) -> float:
-    return float(hypergeom.cdf(most, total, marked, kept))
+    return float(scipy.stats.hypergeom.cdf(most, total, marked, kept))
 
 
 def n_runs(total: Any, kept: Any) -> Floats:
@@ -54,7 +53,7 @@ def mean_run(total: Any, kept: Any) -> Floats:
     sums. NaN where nothing is dropped.
     """
     total, kept = (np.asarray(x, np.float64) for x in (total, kept))
-    mean: Floats = (total + 1) / (kept + 1) - 1 / binom(total, kept)
+    mean: Floats = (total + 1) / (kept + 1) - 1 / scipy.special.binom(total, kept)
     return np.where(total > kept, mean, np.nan)
 
 
@@ -68,7 +67,9 @@ def share_in_runs(length: int, total: Any, kept: Any) -> Floats:
     total, kept = (np.asarray(x, np.int64) for x in (total, kept))
     dropped = total - kept
     possible = dropped >= length
-    long = np.where(possible, hypergeom.pmf(0, total, np.where(possible, length, 0), kept), 0.0)
+    long = np.where(
+        possible, scipy.stats.hypergeom.pmf(0, total, np.where(possible, length, 0), kept), 0.0
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         long = long * (1.0 + kept * length / dropped)
     return np.where(dropped > 0, long, np.nan)
