@@ -210,8 +210,8 @@ def test_wipe_out_of_any_regions_equals_a_loop(last, data, threshold, recent):
             at = head, j
             assert (found.wiped[at], found.alive[at], found.now[at]) == (wiped, alive, now)
             assert found.expected[at] == pytest.approx(expected, abs=1e-9)
-            assert found.first[at] == (leaves >= row).all()
-            known = found.first[at] and inside
+            assert found.leaving.first[at] == (leaves >= row).all()
+            known = found.leaving.first[at] and inside
             chance = expected / len(inside) if known else np.nan
             np.testing.assert_allclose(found.cumulative_chance[at], chance, atol=1e-9)
 

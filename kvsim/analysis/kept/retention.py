@@ -128,28 +128,6 @@ class Leaving:
     def _orders(self) -> dict[bytes, Ints]:
         return {}
 
-    def expected_first(self, spans: Ints, left: Ints, seen_from: Ints) -> Floats:
-        """Regions that the first event of a head wipes out on average at random; [H, E].
-
-        0 at events that drop nothing; those after the first mean nothing. All regions are whole.
-        """
-        head, event = np.nonzero(self.first & (self.dropped > 0))
-        live, dropped = self.live[head, event], self.dropped[head, event]
-        size = spans[:, 1] - spans[:, 0]
-        base = 1 + int(size.max(initial=0))
-        codes, kind = np.unique(left * base + size, return_inverse=True)
-        kinds = np.stack(np.divmod(codes, base))
-        shape = kinds.shape[1], len(self.rows) + 1
-        counted = np.bincount(kind * shape[1] + seen_from, minlength=shape[0] * shape[1])
-        number = counted.reshape(shape).cumsum(-1)[:, event]  # regions of each kind, [kind, n]
-        possible = (number > 0) & (dropped >= (kinds[1] - kinds[0])[:, None])
-        of, at = np.nonzero(possible)
-        most, whole = kinds[:, of]
-        likely = chance.at_most(most, whole, live[at], live[at] - dropped[at])
-        out = np.zeros(self.dropped.shape)
-        np.add.at(out, (head[at], event[at]), number[of, at] * likely)
-        return out
-
     def expected(self, spans: Ints, left: Ints, seen_from: Ints) -> Floats:
         """Regions that each event wipes out on average if it keeps as many at random; [H, E].
 
@@ -207,7 +185,7 @@ class Wipeout:
     left: Ints
     seen_from: Ints
 
-    @property
+    @cached_property
     def expected(self) -> Floats:
         """What `now` would be on average had the event kept as many entries at random; [H, E]."""
         return self.leaving.expected(self.spans, self.left, self.seen_from)
@@ -228,8 +206,7 @@ class Wipeout:
 
         NaN at later ones: what was wiped out before them depends on every choice until then.
         """
-        expected = self.leaving.expected_first(self.spans, self.left, self.seen_from)
-        return np.where(self.leaving.first, share(expected, self.regions), np.nan)
+        return np.where(self.leaving.first, share(self.expected, self.regions), np.nan)
 
     @property
     def hazard_chance(self) -> Floats:
