@@ -34,20 +34,11 @@ _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 
 # Structures: kinds of fields by their numbers. A decoder reads a field as the kind that it expects
 # at its number, so a file that declares another is refused.
-_STATISTICS: dict[int, Any] = dict.fromkeys((1, 2, 5, 6), bytes) | {
-    3: int,
-    4: int,
-    7: bool,
-    8: bool,
-}
+_STATISTICS: dict[int, Any] = dict.fromkeys((1, 2, 5, 6), bytes)
+_STATISTICS |= {3: int, 4: int, 7: bool, 8: bool}
 _KEY_VALUE = {1: bytes, 2: bytes}
-_COLUMN: dict[int, Any] = dict.fromkeys((1, 4, 5, 6, 7, 9, 10, 11, 14, 15), int) | {
-    2: [int],
-    3: [bytes],
-    8: [_KEY_VALUE],
-    12: _STATISTICS,
-    13: [{1: int, 2: int, 3: int}],
-}
+_COLUMN: dict[int, Any] = dict.fromkeys((1, 4, 5, 6, 7, 9, 10, 11, 14, 15), int)
+_COLUMN |= {2: [int], 3: [bytes], 8: [_KEY_VALUE], 12: _STATISTICS, 13: [{1: int, 2: int, 3: int}]}
 _CHUNK = {1: bytes, 2: int, 3: _COLUMN, 4: int, 5: int, 6: int, 7: int}
 _GROUP = {1: [_CHUNK], 2: int, 3: int, 4: [{1: int, 2: bool, 3: bool}], 5: int, 6: int, 7: int}
 _ELEMENT: dict[int, Any] = {**dict.fromkeys((1, 2, 3, 5, 6, 7, 8, 9), int), 4: bytes, 10: {}}
@@ -58,13 +49,11 @@ _PAGE = {1: int, 2: int, 3: int, 4: int, 5: _DATA, 7: {1: int, 2: int, 3: bool}}
 
 def encode_table(table: pl.DataFrame) -> bytes:
     """Return a Table as Parquet that `decode_table` reads."""
-    data = io.BytesIO()
-    table.write_parquet(data)
+    table.write_parquet(data := io.BytesIO())
     try:
         _check_size(data.getvalue())
     except ValueError:  # compressed beyond the bounds: many rows of equal values
-        data = io.BytesIO()
-        table.write_parquet(data, compression="uncompressed")
+        table.write_parquet(data := io.BytesIO(), compression="uncompressed")
     return data.getvalue()
 
 

@@ -272,14 +272,11 @@ class Subject:
 
         The two kinds differ in meaning and are never compared.
         """
-        cut = [([layer], AMS, ams_segments(self.record, layer)) for layer in self.record.layers]
-        runs = [
-            (layers, PROXY, proxy_segments(evicted_at)) for layers, evicted_at in self.layer_groups
-        ]
+        cut = {layer: ams_segments(self.record, layer) for layer in self.record.layers}
+        runs = ((layers, proxy_segments(evicted_at)) for layers, evicted_at in self.layer_groups)
         return [
-            (layers, kind, segments)
-            for layers, kind, segments in (*cut, *runs)
-            if segments is not None
+            *(([layer], AMS, segments) for layer, segments in cut.items() if segments is not None),
+            *((layers, PROXY, segments) for layers, segments in runs),
         ]
 
     @cached_property

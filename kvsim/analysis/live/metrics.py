@@ -10,7 +10,7 @@ import numpy as np
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
-from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject
+from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject, Outcome
 
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
@@ -52,12 +52,8 @@ def _repetition(subject: LiveSubject) -> Iterator[Cells]:
                 yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
 
 
-def _peak(subject: LiveSubject) -> Iterator[Cells]:
-    yield Cells(None, np.array([float(subject.outcome.peak_bytes)]))
-
-
-def _share(subject: LiveSubject) -> Iterator[Cells]:
-    yield Cells(None, np.array([subject.outcome.peak_bytes / subject.outcome.full_bytes]))
+def _outcome(value: Callable[[Outcome], float]) -> Values:
+    return lambda subject: iter([Cells(None, np.array([float(value(subject.outcome))]))])
 
 
 def _kept_right(generated: Generated) -> float | None:
@@ -107,8 +103,8 @@ METRICS: Mapping[str, Metric] = {
         cells=_generated(lambda x: x.seconds / max(1, len(x.tokens)))),
     "peak_bytes": _metric(
         "most bytes of live keys and values at once in decoding, without padding",
-        unit="bytes", better="lower", cells=_peak),
+        unit="bytes", better="lower", cells=_outcome(lambda x: x.peak_bytes)),
     "peak_share": _metric(
         "peak_bytes as a share of the full cache at the end",
-        unit="share", better="lower", cells=_share),
+        unit="share", better="lower", cells=_outcome(lambda x: x.peak_bytes / x.full_bytes)),
 }  # fmt: skip
