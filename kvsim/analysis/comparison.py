@@ -267,9 +267,6 @@ def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
     ]
 
 
-# ----------------------------------------------------------------------------------------- tests
-
-
 def _tested(
     rows: pl.DataFrame, values: Floats, ranked: np.ndarray, against: str | None, *, higher: bool
 ) -> tuple[pl.DataFrame, int]:
@@ -317,9 +314,6 @@ def _verdict(gap: Floats, p: float, *, higher: bool) -> str:
     if p > ALPHA:
         return "undecided"
     return "better" if (gap.mean() > 0) == higher else "worse"
-
-
-# ------------------------------------------------------------------------------ fronts and targets
 
 
 def _on_fronts(

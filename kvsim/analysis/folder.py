@@ -210,9 +210,6 @@ def _table(folder: Path, file: Path, data: bytes) -> pl.DataFrame:
         ) from error
 
 
-# ------------------------------------------------------------------------------ Tables of runs
-
-
 class Measured(Protocol):
     """An object that has a Table: a run in memory, or one that was read from a folder."""
 

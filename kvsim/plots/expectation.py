@@ -88,10 +88,8 @@ def expected_observed(
         axis.set(xscale="log", yscale="log", xlim=_around(observed), ylim=_around(expected))
         axis.tick_params(which="minor", labelsize=5)  # labelled where there is less than a decade
         lowest = min(lowest, observed.min(), expected.min())
-        rank, logs = (
-            expectation.spearman[step, layer, head],
-            expectation.log_pearson[step, layer, head],
-        )
+        rank = expectation.spearman[step, layer, head]
+        logs = expectation.log_pearson[step, layer, head]
         name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
         axis.set_title(f"{name}Spearman {rank:.2f}, log-Pearson {logs:.2f}", fontsize=7)
         if step == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import polars as pl
@@ -26,6 +27,7 @@ from kvsim.plots.style import (
 
 #: From red over pale to blue, which colour-blind readers distinguish.
 _COLOURS = "RdYlBu"
+_MIDDLE: Final[dict[str, Any]] = {"ha": "center", "va": "center", "fontsize": 7}
 _LABELS = ("length", "depth")
 #: What a cell shows, and the bar beside the panels, by metric.
 _SHOWN = {
@@ -77,15 +79,9 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
         for (depth, length), recall in np.ndenumerate(grid):
             if not np.isnan(recall):
-                dark = abs(recall - 0.5) > 0.35  # both ends of the colours are dark
-                colour = "white" if dark else "black"
-                axis.text(
-                    *(length, depth, f"{100 * recall:.0f}"),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color=colour,
-                )
+                # both ends of the colours are dark
+                ink: dict[str, Any] = {"color": "white" if abs(recall - 0.5) > 0.35 else "black"}
+                axis.text(length, depth, f"{100 * recall:.0f}", **_MIDDLE, **ink)
         axis.grid(visible=False)
         axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])

@@ -207,9 +207,6 @@ def _running_mean(values: Floats, width: int) -> Floats:
     return out
 
 
-# -------------------------------------------------------------------------------------------- text
-
-
 def token_text(
     trace: TraceLike,
     record: Record,

@@ -229,13 +229,8 @@ def clip_far(
     height = high - low or high
     axis.set_ylim(low - 0.05 * height, high + (0.07 + 0.07 * len(beyond)) * height)
     lines = [f"above: {short_text(name, 24)} {', '.join(far)}" for name, far in beyond.items()]
-    at: dict[str, Any] = {
-        "transform": axis.transAxes,
-        "ha": "center",
-        "va": "top",
-        "parse_math": False,
-    }
-    axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, **at)
+    at: dict[str, Any] = {"transform": axis.transAxes, "ha": "center", "va": "top"}
+    axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, parse_math=False, **at)
 
 
 def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
@@ -353,10 +348,9 @@ def draw_in_notebooks() -> None:
         return
     png = shell.display_formatter.formatters["image/png"]
     if Figure not in png.type_printers:
-        png.for_type(Figure, lambda figure: (picture(figure, "png"), _size(figure)))
+        png.for_type(Figure, _shown)
 
 
-def _size(figure: Figure) -> dict[str, int]:
-    """Pixels on the page, where an inch is 96 of them."""
-    width, height = (96 * figure.get_size_inches()).round().astype(int).tolist()
-    return {"width": width, "height": height}
+def _shown(figure: Figure) -> tuple[bytes, dict[str, int]]:
+    pixels = (96 * figure.get_size_inches()).round().astype(int).tolist()
+    return picture(figure, "png"), dict(zip(("width", "height"), pixels, strict=True))

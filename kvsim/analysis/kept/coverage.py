@@ -153,9 +153,6 @@ def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
     return RetainedPositions(row, head, relative, mean, share(tail, tail + held), distance)
 
 
-# ---------------------------------------------------------------------------------------- needles
-
-
 @dataclass(frozen=True)
 class Needle:
     """Visibility of needles in one layer, mean over the rows after the prompt; [H].

@@ -208,9 +208,6 @@ def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
     return out
 
 
-# ------------------------------------------------------------------------- entries that rows read
-
-
 def has_reads(record: Record, layer: int) -> bool:
     """Whether some row of a layer may leave entries unread; layer: on the record's axis."""
     return record.reads is not None and not record.reads.dense(layer)

@@ -162,9 +162,6 @@ def _of_head(
     return out.view(group, count, -1), mass.view(group, count)
 
 
-# ---------------------------------------------------------------------- rows that read whole pages
-
-
 def paged(layer: Layer, reads: Reads, at: int, gone: Tensor) -> Iterator[Rows]:
     """Blocks of the rows of an account, and what they read, from the weights of full attention.
 
