@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 import polars as pl
 import streamlit as st
 
-from kvsim.analysis.attention.overlap import overlap_table
 from kvsim.analysis.attention.sparsity import sparsity_table
+from kvsim.analysis.attention.windows import overlap_table
 from kvsim.analysis.prompt.ranking import Ranking, RankPattern, rank_pattern
 from kvsim.analysis.prompt.ranking import ranking as rank
 from kvsim.analysis.prompt.tables import Diagnosis, diagnose

@@ -22,9 +22,15 @@ prediction  live divergence from the layer error of a replay, with an interval
 import warnings
 from importlib import import_module
 
-from kvsim.analysis.attention.expectation import Expectation, expected_and_observed, key_table
+from kvsim.analysis.attention.expectation import (
+    Expectation,
+    Projections,
+    expected_and_observed,
+    key_projections,
+    key_table,
+    projection_table,
+)
 from kvsim.analysis.attention.fit import NormalFit, fit_normal
-from kvsim.analysis.attention.intermittence import Gaps, attention_gaps
 from kvsim.analysis.attention.normality import (
     Histogram,
     Normality,
@@ -34,17 +40,23 @@ from kvsim.analysis.attention.normality import (
     state_normality,
     states,
 )
-from kvsim.analysis.attention.overlap import overlap_table, window_overlap
-from kvsim.analysis.attention.projections import Projections, key_projections, projection_table
 from kvsim.analysis.attention.sparsity import (
     Sparsity,
     attention_sparsity,
     compressed_sparsity,
     sparsity_table,
 )
+from kvsim.analysis.attention.windows import Gaps, attention_gaps, overlap_table, window_overlap
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.kept.bursts import Bursts, dense_share, dropped_bursts
-from kvsim.analysis.kept.contents import key_similarity, value_norm_overlap
+from kvsim.analysis.kept.contents import (
+    key_similarity,
+    max_loop,
+    punctuation_lift,
+    repetition,
+    retention_lift,
+    value_norm_overlap,
+)
 from kvsim.analysis.kept.coverage import (
     Coverage,
     RetainedPositions,
@@ -61,7 +73,6 @@ from kvsim.analysis.kept.retention import (
 )
 from kvsim.analysis.kept.segments import Segments, ams_segments, noted, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
-from kvsim.analysis.kept.text import max_loop, punctuation_lift, repetition, retention_lift
 from kvsim.analysis.output.error import OutputError, output_error
 from kvsim.analysis.output.optimum import optimum
 from kvsim.analysis.output.recall import Attended, attended

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvsim.analysis.arrays import Floats, Ints
-from kvsim.analysis.live.outcome import LiveSubject
-from kvsim.analysis.subject import Analysis, Subject
+from kvsim.analysis.subject import Analysis, LiveSubject, Subject
 
 
 @dataclass(frozen=True)

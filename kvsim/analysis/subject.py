@@ -1,4 +1,4 @@
-"""The analyses of a trace, or a trace and a record of it, which metrics read.
+"""The analyses of a trace, a record of it, or a live run under the record, which metrics read.
 
 Each analysis is computed when a metric first reads it, and kept for the others.
 """
@@ -12,12 +12,16 @@ from functools import cached_property
 from itertools import product
 from typing import Protocol, TypeVar
 
-from kvsim.analysis.arrays import EvictedAt, Ints
-from kvsim.analysis.attention.expectation import Expectation, expected_and_observed
+from kvsim.analysis.arrays import EvictedAt, Floats, Ints
+from kvsim.analysis.attention.expectation import (
+    Expectation,
+    Projections,
+    expected_and_observed,
+    key_projections,
+)
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
-from kvsim.analysis.attention.intermittence import GapsAndChance, attention_gaps, default_windows
 from kvsim.analysis.attention.normality import Normality, state_normality
-from kvsim.analysis.attention.projections import Projections, key_projections
+from kvsim.analysis.attention.windows import GapsAndChance, attention_gaps, default_windows
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
 from kvsim.analysis.kept.retention import (
     LENGTHS,
@@ -283,3 +287,61 @@ class Subject:
     def bursts(self) -> list[tuple[Layers, Bursts]]:
         """(layers, runs of all that is dropped) of the record."""
         return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in self.layer_groups]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """The recorded response fed to the model under the policy, beside the same with the full cache.
+
+    Of R tokens of the response, each predicted by the row before it: nll, full_nll [R], their
+    negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
+    cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
+    stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
+    the prompt. output: the error of the attention output of the record's layers, all rows.
+    """
+
+    nll: Floats
+    full_nll: Floats
+    kl: Floats
+    agreement: Floats
+    stream_error: Floats
+    output: OutputError
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A response that the model wrote under the policy.
+
+    tokens: of the response. right: whether it has the right answer; None where nothing says what is
+    right. answered: tokens until the answer is complete, None without one. full_right: as right,
+    with the full cache. seconds: of decoding, without the prefill.
+    """
+
+    tokens: tuple[int, ...]
+    right: bool | None
+    answered: int | None
+    full_right: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Both ways of running one prompt under one policy; None for what was not run.
+
+    peak_bytes: most bytes of keys and values that were live at once in decoding, from the event
+    that ends the prefill on; full_bytes: of the full cache at the end.
+    """
+
+    forced: Forced | None
+    generated: Generated | None
+    peak_bytes: int
+    full_bytes: int
+
+
+@dataclass(frozen=True)
+class LiveSubject:
+    """A trace, the record of a live run of its tokens or its prompt, and the outcome."""
+
+    trace: Trace
+    record: Record
+    outcome: Outcome

@@ -14,10 +14,9 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import Analysis, Subject, Walk
+from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.record import Record

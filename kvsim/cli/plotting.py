@@ -287,9 +287,8 @@ class Data:
 
     def input(self, name: str, figure: Figure) -> Any:
         """Return an argument of a figure, computed if need be."""
-        from kvsim.analysis.attention.expectation import expected_and_observed
+        from kvsim.analysis.attention.expectation import expected_and_observed, key_projections
         from kvsim.analysis.attention.normality import state_normality
-        from kvsim.analysis.attention.projections import key_projections
 
         inputs: dict[str, Callable[[], Any]] = {
             "evictions": lambda: self.table,

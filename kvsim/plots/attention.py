@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats
-from kvsim.analysis.attention.overlap import TOPS, default_window, overlap_table
+from kvsim.analysis.attention.windows import TOPS, default_window, overlap_table
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.summaries import averages
 from kvsim.core.trace import Trace

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvsim.analysis.arrays import mean_known
+from kvsim.analysis.attention.expectation import Projections, check_rows
 from kvsim.analysis.attention.fit import LEAST_SAMPLES, fit_normal, normal_ks
 from kvsim.analysis.attention.normality import Normality, States, histogram, quantiles, states
-from kvsim.analysis.attention.projections import Projections, check_rows
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (

@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, has_reads, read_entries, token_states
-from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed

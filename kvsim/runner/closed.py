@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvsim.analysis.live.outcome import Forced, Generated, Outcome
 from kvsim.analysis.output.error import OutputError
+from kvsim.analysis.subject import Forced, Generated, Outcome
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response

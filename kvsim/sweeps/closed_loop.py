@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import polars as pl
 
-from kvsim.analysis.live.outcome import LiveSubject, Outcome
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.results import check_distinct
+from kvsim.analysis.subject import LiveSubject, Outcome
 from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsim.analysis.attention.intermittence import _orders, attention_gaps
+from kvsim.analysis.attention.windows import _orders, attention_gaps
 from kvsim.errors import TraceError
 from kvsim.testing.strategies import cases, make_case
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.overlap import overlap_table
 from kvsim.analysis.attention.sparsity import sparsity_table
+from kvsim.analysis.attention.windows import overlap_table
 from kvsim.analysis.prompt.ranking import rank_pattern, ranking
 from kvsim.policies.asl import ASL
 

@@ -11,10 +11,10 @@ import torch
 
 import kvsim
 from kvsim import Rope
-from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject, Outcome
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.subject import Forced, Generated, LiveSubject, Outcome
 from kvsim.errors import PolicyError
 
 

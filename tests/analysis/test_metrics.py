@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis import subject as subject_module
-from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.attention.windows import window_overlap
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS

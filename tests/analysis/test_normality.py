@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis.attention.expectation import key_projections, normal_gap, projection_table
 from kvsim.analysis.attention.fit import EFFECTS, fit_normal, kernel_density
 from kvsim.analysis.attention.normality import (
     histogram,
@@ -20,7 +21,6 @@ from kvsim.analysis.attention.normality import (
     state_normality,
     states,
 )
-from kvsim.analysis.attention.projections import key_projections, normal_gap, projection_table
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.testing.strategies import cases
 

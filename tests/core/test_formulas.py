@@ -15,7 +15,7 @@ import kvsim
 from apps.dashboard.tiles import attention_tile
 from kvsim import analysis as diagnostics
 from kvsim import store
-from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.attention.windows import window_overlap
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.core.policy import Policy, Scorer

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.attention.overlap import overlap_table
 from kvsim.analysis.attention.sparsity import sparsity_table
+from kvsim.analysis.attention.windows import overlap_table
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.prompt.tables import diagnose, layer_table
 from kvsim.policies.asl import ASL

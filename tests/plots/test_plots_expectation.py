@@ -16,9 +16,9 @@ from kvsim.analysis.attention.expectation import (
     REMOVED,
     STEPS,
     expected_and_observed,
+    key_projections,
 )
 from kvsim.analysis.attention.normality import state_normality
-from kvsim.analysis.attention.projections import key_projections
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import Interval

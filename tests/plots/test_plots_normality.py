@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.attention.expectation import key_projections
 from kvsim.analysis.attention.normality import state_normality
-from kvsim.analysis.attention.projections import key_projections
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.plots import normal_distance, projection_gap, state_quantiles, state_ridges
 

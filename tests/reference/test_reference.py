@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvsim
 import reference
-from kvsim.analysis.attention.overlap import window_overlap
+from kvsim.analysis.attention.windows import window_overlap
 from kvsim.analysis.kept.retention import retained_iou, wipeout
 from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error

@@ -6,7 +6,7 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Trace
-from kvsim.analysis.attention.overlap import default_window
+from kvsim.analysis.attention.windows import default_window
 from kvsim.analysis.prompt.ranking import Curve, Ranking
 from kvsim.analysis.prompt.tables import Diagnosis, layer_table
 from kvsim.errors import KvsimError

@@ -11,10 +11,15 @@ from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
 from kvsim.analysis.attention.fit import normal_ks
-from kvsim.analysis.attention.intermittence import SHARE
-from kvsim.analysis.attention.overlap import default_window, window_overlap
 from kvsim.analysis.attention.sparsity import attention_sparsity
-from kvsim.analysis.attention.windows import WINDOW, row_blocks, window_scores
+from kvsim.analysis.attention.windows import (
+    SHARE,
+    WINDOW,
+    default_window,
+    row_blocks,
+    window_overlap,
+    window_scores,
+)
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis

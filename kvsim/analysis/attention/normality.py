@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.attention.expectation import check_rows
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
-from kvsim.analysis.attention.projections import check_rows
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace

@@ -1,18 +1,21 @@
-"""Contents of the entries that a policy keeps: the length of values, the likeness of keys."""
+"""Contents of what a policy keeps: lengths of values, likeness of keys, text of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
 import torch
 
-from kvsim.analysis.arrays import Bools, EvictedAt, Floats, share
-from kvsim.analysis.kept.retention import SINK, last_event
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
+from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
+from kvsim.errors import NeedsError
 
 
 class WithChance(NamedTuple):
@@ -109,3 +112,139 @@ def _by_layer(
         return of(gone, array.repeat(len(gone) // len(array), axis=0))
 
     return by_layer(records, read, compute)
+
+
+#: Lengths of n-grams; the AMS paper names none.
+NGRAMS = (2, 3, 4, 8)
+
+#: Longest period of a loop.
+PERIOD = 64
+
+
+def repetition(tokens: Ints, n: int) -> float:
+    """Return 1 - distinct / all n-grams of the tokens [T], as AMS does; NaN for fewer than n."""
+    if len(tokens) < n:
+        return np.nan
+    grams = np.lib.stride_tricks.sliding_window_view(tokens, n)
+    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+
+
+def max_loop(tokens: Ints, period: int = PERIOD) -> float:
+    """Return the length in tokens of the longest ending that repeats at most `period` tokens.
+
+    Two whole periods at least; 0 without a loop, NaN for fewer than two tokens.
+    """
+    total = len(tokens)
+    if total < 2:
+        return np.nan
+    longest = 0
+    for p in range(1, min(period, total // 2) + 1):
+        differs = np.flatnonzero(tokens[p:] != tokens[:-p])
+        same = total - p - (int(differs[-1]) + 1 if len(differs) else 0)
+        if same >= p:
+            longest = max(longest, same + p)
+    return float(longest)
+
+
+#: Columns of `retention_lift` and their types.
+LIFT: dict[str, Any] = {
+    "token": pl.String,
+    **dict.fromkeys(("count", "retained"), pl.Int64),
+    **dict.fromkeys(("rate", "low", "high", "mean", "lift"), pl.Float64),
+}
+
+
+def retention_lift(
+    trace: Trace,
+    record: Record,
+    layer: int,
+    row: int | None = None,
+    *,
+    heads: Sequence[int] | None = None,
+    sink: int = 0,
+    recent: int = 0,
+) -> pl.DataFrame:
+    """Return how much of each token string a policy keeps, next to what it keeps of all tokens.
+
+    G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
+    shows frequent tokens; the rate and the lift do not.
+
+    Args:
+        trace: with the text of its tokens.
+        record: of the trace.
+        layer: index in the trace.
+        row: the cache after the event that follows this row; the layer's last event by default.
+        heads: heads of the record, all by default.
+        sink: first positions left out, which policies keep whatever they are.
+        recent: last positions up to `row` left out, for the same reason.
+
+    Returns:
+        One row per token string, the largest lift first: token (halves of surrogate pairs
+        escaped), count (positions that hold it), retained (entries kept, over all heads), rate (of
+        the entries), low and high (Wilson's 95 % interval of the rate), mean (the rate of all
+        tokens), lift (rate / mean, null where nothing is kept).
+
+        A position counts once in the interval, with the share of the heads that keep it: heads
+        choose alike, so as independent draws they would make it too narrow. Positions of one
+        string are taken as independent, which neighbours are not.
+
+    Raises NeedsError for a trace without text of tokens, PositionError for a row that it lacks.
+    """
+    text = trace.token_text
+    if text is None:
+        raise NeedsError(
+            f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
+            "with a tokenizer (kvsim capture)"
+        )
+    gone = record.gone_after[record.layers.index(layer)]
+    row = event_row(gone, row)
+    held = (gone if heads is None else gone[list(heads)])[:, : row + 1] > row
+    last = max(sink, row + 1 - recent)
+    names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
+    kept = held[:, sink:last].sum(0)  # heads that keep the position
+    count = np.bincount(of, minlength=len(names))
+    retained = np.bincount(of, weights=kept, minlength=len(names)).astype(np.int64)
+    n_heads = len(held)
+    rate = retained / (count * n_heads)
+    mean = retained.sum() / max(1, count.sum() * n_heads)
+    low, high = _wilson(retained / n_heads, count)
+    tokens = [name.encode("utf-8", "backslashreplace").decode("utf-8") for name in names]
+    lift = share(rate, np.asarray(mean))
+    columns = [tokens, count, retained, rate, low, high, np.full(len(rate), mean), lift]
+    table = pl.DataFrame(columns, schema=LIFT)
+    return table.with_columns(pl.col("lift").fill_nan(None)).sort(
+        ["lift", "count", "token"], descending=[True, True, False], nulls_last=True
+    )
+
+
+def _wilson(hits: Floats, n: Ints) -> tuple[Floats, Floats]:
+    """Wilson's 95 % interval of hits / n (Wilson 1927, J. Am. Stat. Assoc. 22:209).
+
+    Hits are means over heads; `scipy.stats.binomtest` has the interval of whole numbers alone.
+    """
+    z = 1.959964
+    centre = (hits + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * np.sqrt(hits * (n - hits) / n + z * z / 4)
+    return np.maximum(0.0, centre - half), np.minimum(1.0, centre + half)
+
+
+def is_punctuation(text: Iterable[str]) -> Bools:
+    """Return which strings are punctuation and nothing else (Unicode P*), spaces aside."""
+    kinds = ([unicodedata.category(c)[0] for c in one.strip()] for one in text)
+    return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
+
+
+def punctuation_lift(
+    evicted_at: EvictedAt, marks: Bools, *, sink: int = SINK, recent: int = RECENT
+) -> Floats:
+    """Share kept of the marked positions over the share kept of all, after the last event; [H].
+
+    The first `sink` and the last `recent` positions are left out, as from regions. evicted_at
+    [H, T] of one layer; marks [T]. NaN without an event, a mark or anything kept.
+    """
+    last = last_event(evicted_at)
+    counted = slice(sink, max(sink, last + 1 - recent))
+    kept, marked = evicted_at[:, counted] > last, marks[counted]
+    if not marked.any():
+        return np.full(len(evicted_at), np.nan)
+    return share(kept[:, marked].mean(-1), kept.mean(-1))

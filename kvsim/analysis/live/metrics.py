@@ -9,8 +9,8 @@ import numpy as np
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
-from kvsim.analysis.live.outcome import Forced, Generated, LiveSubject, Outcome
+from kvsim.analysis.kept.contents import NGRAMS, max_loop, repetition
+from kvsim.analysis.subject import Forced, Generated, LiveSubject, Outcome
 
 Values = Callable[[LiveSubject], Iterator[Cells]]
 

@@ -10,9 +10,9 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.live.outcome import LiveSubject
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import Block, blocks_of, subjects_of, table_of
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError

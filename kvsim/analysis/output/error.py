@@ -23,8 +23,7 @@ from torch import Tensor
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.output.layer import Layer, Rows, length
 from kvsim.analysis.output.partial import paged, partial
-from kvsim.analysis.output.seen import seen
-from kvsim.analysis.output.slots import by_slot
+from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.analysis.walk import by_layer
 from kvsim.core.pieces import Schedule
 from kvsim.core.record import Record

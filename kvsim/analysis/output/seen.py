@@ -2,7 +2,8 @@
 
 A row's weights over what it sees are those of full attention divided by their sum, the mass. So the
 weights of a block of rows are computed once over all that any record leaves to it, and a record
-costs the product of the weights of its own entries with their values.
+costs the product of the weights of its own entries with their values. Where keys are rotated to
+their slots in the cache, rows attend one by one (`by_slot`).
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, n entries, T tokens, d
 dimension of a head.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows, length, marked, take
+from kvsim.schema import NEVER
 
 #: Rows of a block.
 ROWS = 128
@@ -180,3 +182,46 @@ class _Seen:
         faint = mass < FAINT
         share = (lse - layer.lse[:, :, rows]).exp()
         return exact.where(faint.unsqueeze(-1), out), share.where(faint, mass)
+
+
+def by_slot(layer: Layer, last: Tensor) -> Iterator[Rows]:
+    """Rows after the first event, of keys and queries rotated to their slot in the cache.
+
+    The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
+    lies on what is seen. Slots change with every event and not between two of them. For presets
+    that re-rotate only, so rows attend one by one.
+    """
+    queries, keys = layer.unrotated
+    events = {int(e) for e in last.unique() if e != NEVER}
+    for event, stop in pairwise(sorted({*events, last.shape[-1] - 1})):
+        retained = last[:, : event + 1] > event
+        old = marked(retained)
+        new = torch.arange(event + 1, stop + 1, device=old.device).expand(len(old), -1)
+        shown = torch.cat([retained.gather(1, old), new > event], dim=-1)
+        k, v, moved = take((layer.k, layer.v, keys), torch.cat([old, new], dim=-1))
+        rows = slice(event + 1, stop + 1)
+        _, lse = _row_by_row(layer, layer.q[:, :, rows], k, v, shown)
+        slot = (shown.cumsum(-1) - 1).clamp_(min=0)
+        k = layer.rope.rotate(moved, slot)
+        q = layer.rope.rotate(queries[:, :, rows], slot[:, None, old.shape[-1] :])
+        out, _ = _row_by_row(layer, q, k, v, shown)
+        yield Rows.of(layer, rows, out, (lse - layer.lse[:, :, rows]).exp_())
+
+
+def _row_by_row(
+    layer: Layer, q: Tensor, k: Tensor, v: Tensor, shown: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows q [H, G, w, d] to entries k, v [H, n, d] where `shown` [H, n], with sinks.
+
+    The last w entries are the rows' own; each row sees its own and what is before it.
+    """
+    before = k.shape[1] - q.shape[2]
+    mask = None if bool(shown.all()) else shown[:, None, None]
+    parts = []
+    for row in range(q.shape[2]):
+        entries = slice(before + row + 1)
+        seen = None if mask is None else mask[..., entries]
+        one = q[:, :, row : row + 1]
+        parts.append(layer.attend(one, k[:, None, entries], v[:, None, entries], mask=seen))
+    out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return layer.whole(out, lse)
