@@ -247,11 +247,6 @@ def interval(trace: Trace) -> int | None:
     return number("Interval", "interval", ends, part(trace, 12), step=16, help=about) or None
 
 
-def entries(trace: Trace, budget: int, interval: int) -> int:
-    """Return the most live entries of a layer's heads, summed over its events."""
-    return trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval)
-
-
 def event(rows: Sequence[int], where: Where, label: str = "After the event of row") -> int:
     """Choose an event, the last by default; keep the choice among other events if it is near."""
     if len(rows) == 1:

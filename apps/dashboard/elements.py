@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import plotly.graph_objects as go
@@ -149,16 +149,25 @@ def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int =
             },
         )
     )
-    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
-    figure.update_xaxes(title="position", showgrid=False, **bare(positions, tile.positions))
-    figure.update_yaxes(
-        title="row", type="category", autorange="reversed", nticks=24, showgrid=False
-    )
+    axes(figure, positions, tile.positions, "row", height)
     chart(figure, key)
 
 
-def bare(names: Sequence[str], edges: NDArray[np.int64], count: int = 8) -> dict[str, Any]:
-    """Return an axis of cells with a few positions on it, and no tokens, which would be turned."""
-    step = max(1, len(names) // count)
-    ticks = [str(first) for first in edges[:-1:step]]
-    return {"type": "category", "tickvals": names[::step], "ticktext": ticks, "tickangle": 0}
+def axes(
+    figure: go.Figure, names: Sequence[str], edges: NDArray[np.int64], what: str, height: int
+) -> None:
+    """Set the axes of a map: a few positions, and no tokens, which would be rotated."""
+    step = max(1, len(names) // 8)
+    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
+    figure.update_xaxes(
+        title="position",
+        type="category",
+        tickvals=names[::step],
+        ticktext=[str(first) for first in edges[:-1:step]],
+        tickangle=0,
+        showgrid=False,
+        range=[-0.5, len(names) - 0.5],  # markers would make room beside the cells
+    )
+    figure.update_yaxes(
+        title=what, type="category", autorange="reversed", nticks=24, showgrid=False
+    )

@@ -74,7 +74,7 @@ def retention(
         hoverinfo="skip",
     )
     _frame(figure, int(np.searchsorted(tile.rows, row, side="right")) - 1)
-    _axes(figure, positions, tile, "event", height)
+    elements.axes(figure, positions, tile.positions, "event", height)
     return figure
 
 
@@ -84,7 +84,7 @@ def reading(tile: Tile, texts: Sequence[str] | None, row: int, height: int) -> g
     rows = elements.token_names(None, tile.rows)
     figure = _map(tile, positions, rows, _READ_STATES, READ_STATES, "row %{y}")
     _frame(figure, int(np.searchsorted(tile.rows[:-1], row, side="right")) - 1)
-    _axes(figure, positions, tile, "row", height)
+    elements.axes(figure, positions, tile.positions, "row", height)
     return figure
 
 
@@ -120,19 +120,6 @@ def _frame(figure: go.Figure, place: int) -> None:
     if place >= 0:
         ends, line = {"y0": place - 0.5, "y1": place + 0.5}, {"color": GREY, "width": 2}
         figure.add_shape(type="rect", xref="paper", x0=0, x1=1, **ends, line=line)
-
-
-def _axes(figure: go.Figure, positions: Sequence[str], tile: Tile, what: str, height: int) -> None:
-    figure.update_layout(height=height, margin={"l": 10, "r": 10, "t": 10, "b": 10})
-    figure.update_xaxes(
-        title="position",
-        **elements.bare(positions, tile.positions),
-        showgrid=False,
-        range=[-0.5, len(positions) - 0.5],  # markers would make room beside the cells
-    )
-    figure.update_yaxes(
-        title=what, type="category", autorange="reversed", nticks=24, showgrid=False
-    )
 
 
 def segments(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
+import polars as pl
 
 from kvsim.claims.claim import Claim, Floats
 from kvsim.claims.evidence import Cases, Evidence
@@ -123,7 +124,7 @@ def _sensitivity(e: Evidence) -> Iterator[Claim]:
 
 def _by_level(e: Evidence) -> Claim:
     """S6: by the level of prompts, which says how hard they are."""
-    level = np.array([_level(text) for text in e.label("level")])
+    level = e.label("level").cast(pl.Float64, strict=False).fill_null(np.nan).to_numpy()
     cases = {}
     for (k, tau, more), layer in _selections(e).items():
         both = ~np.isnan(level + layer)
@@ -157,10 +158,3 @@ def _spread(layer: Floats) -> Floats:
 def _tokens(variant: str) -> float:
     """The number in `k=25%` and its like."""
     return float(variant.partition("=")[2].rstrip("%"))
-
-
-def _level(text: str | None) -> float:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return np.nan

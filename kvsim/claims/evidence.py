@@ -136,9 +136,9 @@ class Evidence:
         """The variants of a metric, in the order of the Table."""
         return [variant for name, variant in self._parts if name == metric]
 
-    def label(self, name: str) -> list[str | None]:
+    def label(self, name: str) -> pl.Series:
         """A label of each prompt."""
-        return self._labels[name].to_list()
+        return self._labels[name]
 
     def _of(self, metric: str, variant: str | None, *, layered: bool) -> dict[Any, Floats]:
         """Values and chance [2, prompt] by (result, budget asked for, layer)."""

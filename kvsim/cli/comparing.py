@@ -12,6 +12,7 @@ import typer
 from kvsim.cli import plotting, show, values
 from kvsim.cli.replaying import fidelity_line
 from kvsim.cli.values import OptionError
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     from kvsim.analysis.comparison import Comparison
@@ -150,7 +151,7 @@ def _lead(comparison: Comparison) -> str:
     entry, count = METRICS[comparison.metric], len(comparison.traces)
     prompts = "one prompt" if count == 1 else f"{count} prompts"
     layers = "summed over layers" if entry.layers == "sum" else "of layers, heads and events"
-    interval = "" if count == 1 else ", in brackets the 95 % interval over prompts"
+    interval = ", in brackets the 95 % interval over prompts" * (count > 1)
     return (
         f"{comparison.metric} ({entry.unit}, {comparison.better} is better): mean over {prompts}, "
         f"{layers} within a prompt first{interval}."
@@ -205,10 +206,9 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     rows = []
     ranked = comparison.table.drop_nulls("meets")
     for of_policy in ranked.partition_by("policy", maintain_order=True):
-        largest = of_policy.sort("entries", maintain_order=True).row(-1, named=True)
-        enough = of_policy.filter("smallest").to_dicts()
-        (row,) = enough or [largest]
-        text = row["asked"] if enough else f"none up to {row['asked']}"
+        # the smallest that is enough, else the largest
+        row = of_policy.sort("smallest", "entries", maintain_order=True).row(-1, named=True)
+        text = row["asked"] if row["smallest"] else f"none up to {row['asked']}"
         text = "undecided" if row["bound"] is None else text
         numbers = (show.number(row[name], form) for name in ("mean", "bound"))
         rows.append([row["policy"], text, *numbers])
@@ -220,10 +220,9 @@ def _meaning(comparison: Comparison) -> list[str]:
 
     out = ["leads on: prompts on which no other policy is better."]
     if comparison.comparisons:
-        several = "s" * (comparison.comparisons > 1)
         out[0] += (
             " Differences are paired by prompt; p: from flips of their signs, corrected for "
-            f"{comparison.comparisons} comparison{several} (Holm), beyond chance up to {ALPHA:g}."
+            f"{plural(comparison.comparisons, 'comparison')} (Holm), beyond chance up to {ALPHA:g}."
         )
     if any(_least_possible(comparison, row) for row in comparison.table.iter_rows(named=True)):
         out[0] += " ≤: as small as p can be with so many prompts."

@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.values import OptionError, Stop, path_argument
+from kvsim.errors import EXTRAS
 
 _PACKAGE = Path(__file__).parent.parent
-#: The extra's packages, by the names under which they are imported.
-_NEEDED = ("streamlit", "plotly")
 
 #: For this machine and this user alone, and silent: no address but loopback, no statistics sent, no
 #: question for an e-mail address, no links to other sites. The app's own server prints the address,
@@ -53,10 +52,9 @@ def dashboard(
     """Look at traces, retained tokens, segments and runs in the browser; Ctrl-C ends it."""
     if not folder.is_dir():
         raise OptionError(f"{folder} is no folder; expected one that holds traces or runs")
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        install = "install it with pip install 'kvsim[dashboard]'"
-        raise Stop(f"error: the dashboard needs {' and '.join(missing)}; {install}", 2)
+    for name in EXTRAS["dashboard"]:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
     options = _OPTIONS if port is None else _OPTIONS | {"server.port": str(port)}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     command = [sys.executable, "-m", "streamlit", "run", str(server_file()), *flags]

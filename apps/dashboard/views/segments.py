@@ -60,7 +60,8 @@ def page() -> None:
         "from the left, passes the next multiple of *segment mass*. Each segment keeps its quota "
         "of entries, the best by the scorer; below, the scorer alone with the same budget.",
     )
-    if interval is not None and controls.entries(trace, budget, interval) > MOST:
+    # live entries of the heads of a layer, summed over its events
+    if interval and trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval) > MOST:
         st.warning("Too many events to keep the decisions of each; give a longer interval.")
         st.stop()
     replays = _replays(trace, scorer, budget, interval, params)
@@ -133,19 +134,14 @@ def _cut(replays: Replays, row: int) -> None:
     cuts = cut_table(replays.ams, replays.layer, replays.head)
     cut = cuts.row(by_predicate=pl.col("event") == row, named=True)
     shift, f1 = cut["shift"], cut["f1"]
+    moved = "-" if shift is None else f"{shift:.1f}"
+    again = "first event" if f1 is None else f"found again: F1 {f1:.2f}"
+    counted = f"counted as {replays.ams.params['suffix_fill']}"
     cells = (
         ("Segments", f"{cut['segments']}", f"{cut['length']:.1f} entries each"),
-        (
-            "Boundaries moved",
-            "-" if shift is None else f"{shift:.1f}",
-            "first event" if f1 is None else f"found again: F1 {f1:.2f}",
-        ),
+        ("Boundaries moved", moved, again),
         ("Credit held", f"{cut['credit']:.3f}", "of 1; what was dropped is lost"),
-        (
-            "Mass of recent rows",
-            f"{cut['suffix']:.1%}",
-            f"counted as {replays.ams.params['suffix_fill']}",
-        ),
+        ("Mass of recent rows", f"{cut['suffix']:.1%}", counted),
     )
     helps = (
         "and their mean length",
