@@ -730,7 +730,7 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
         (["--budget", "x"], "budget is 'x'"),
         (["--budget", "64", "--window", "9999"], "no token is left to rank"),
         (["--budget", "64", "--window", "0"], "error: --window is 0; expected an integer"),
-        (["--budget", "64", "--pool", "sum"], "--pool': 'sum' is not one of 'avg', 'max', 'none'"),
+        (["--budget", "64", "--pool", "sum"], "'sum' is not one of 'avg', 'max', 'none'"),
         (
             ["--budget", "64", "--pool-kernel", "4"],
             "error: --pool-kernel is 4; expected an odd integer",
