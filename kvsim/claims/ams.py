@@ -58,14 +58,10 @@ def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
                 a, b = (e.value("wipeout", variant, of=(one, asked)) for one in (plain, ours))
                 if np.nansum(a + b):
                     cases[joined(f"budget {asked}", variant, label)] = a - b
-    return Claim(
-        "Q1",
-        f"AMS around {base} wipes out fewer regions, whatever their length and the threshold",
-        f"wipe-out: {base} minus {made}, regions of every length and threshold; cases in which "
-        "neither wipes out anything are left out",
-        cases,
-        needs=e.lacks([base, made], "wipeout"),
-    )
+    says = f"AMS around {base} wipes out fewer regions, whatever their length and the threshold"
+    tested = f"wipe-out: {base} minus {made}, regions of every length and threshold; cases in which"
+    tested += " neither wipes out anything are left out"
+    return Claim("Q1", says, tested, cases, needs=e.lacks([base, made], "wipeout"))
 
 
 def _ablations(e: Evidence) -> Iterator[Claim]:
@@ -101,23 +97,13 @@ def _must_keep(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
 def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     """Q9: whether the mass really steers the quotas."""
     for name, mode in (("ams", "strict"), ("ams@release", "release")):
-        yield e.measured(
-            "Q9",
-            f"The mass decides about most of the budget ({mode})",
-            f"share of the budget that {name} deals by mass, minus 1/2",
-            of(name),
-            "quota_share",
-            "mass",
-            case=lambda share: share - 0.5,
-        )
-        yield e.measured(
-            "Q9",
-            f"Most of that mass is measured, and not filled in for the window's entries ({mode})",
-            f"1/2 minus the share of the mass on the window's own entries, {name}",
-            of(name),
-            "suffix_mass",
-            case=lambda share: 0.5 - share,
-        )
+        says = f"The mass decides about most of the budget ({mode})"
+        tested = f"share of the budget that {name} deals by mass, minus 1/2"
+        at = "quota_share", "mass"
+        yield e.measured("Q9", says, tested, of(name), *at, case=lambda share: share - 0.5)
+        says = f"Most of that mass is measured, and not filled in for the window's entries ({mode})"
+        tested = f"1/2 minus the share of the mass on the window's own entries, {name}"
+        yield e.measured("Q9", says, tested, of(name), "suffix_mass", case=lambda x: 0.5 - x)
     observed = of("ams", suffix_fill="observed")
     filled = of("ams", suffix_fill=("head_max", "global_max"))
     says = "Filling in the largest usage for the window's entries is better than what was observed"
@@ -142,9 +128,8 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
                 growth = lead[small] - lead[large]
                 cases[joined(f"{least} against {e.budgets[large]}", label)] = growth
         says = f"The lead of AMS over {base} grows as the budget falls ({called(metric)})"
-        tested = (
-            f"{base} minus {made} at the smallest budget, and this minus the same at the largest"
-        )
+        tested = f"{base} minus {made} at the smallest budget, and this minus the same at the"
+        tested += " largest"
         needs = "needs two budgets: kvsim replay --budget N,M"
         needs = needs if e.pairs(base, made) else e.lacks([base, made], metric)
         yield Claim("Q10", says, tested, cases, needs=needs)

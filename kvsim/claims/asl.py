@@ -14,37 +14,27 @@ from kvsim.claims.evidence import Cases, Evidence
 
 def asl(e: Evidence) -> Iterator[Claim]:
     """ASL: how layers rank a prompt, and where that selects; properties of the traces."""
-    yield Claim(
-        "S1",
-        "The variance of ranks falls with depth",
-        "rank variance, mean over the first half of the layers that have one, minus the second",
-        {variant: _halves(e, "rank_variance", variant) for variant in e.variants("rank_variance")},
-        needs=e.untraced("rank_variance", "of at least three layers"),
-    )
-    entropy = "layer_entropy"
-    yield Claim(
-        "S2",
-        "Early layers attend flatly, deep layers to few tokens",
-        "entropy of a layer's pooled scores in nats, minus that of the next layer",
-        {
-            f"layer {a}": e.value(entropy, layer=a) - e.value(entropy, layer=b)
-            for a, b in pairwise(e.layers(entropy))
-        },
-        needs=e.untraced(entropy),
-    )
+    name, says = "rank_variance", "The variance of ranks falls with depth"
+    tested = "rank variance, mean over the first half of the layers that have one, minus the second"
+    cases = {variant: _halves(e, name, variant) for variant in e.variants(name)}
+    yield Claim("S1", says, tested, cases, needs=e.untraced(name, "of at least three layers"))
+    name, says = "layer_entropy", "Early layers attend flatly, deep layers to few tokens"
+    tested = "entropy of a layer's pooled scores in nats, minus that of the next layer"
+    cases = {
+        f"layer {a}": e.value(name, layer=a) - e.value(name, layer=b)
+        for a, b in pairwise(e.layers(name))
+    }
+    yield Claim("S2", says, tested, cases, needs=e.untraced(name))
     yield from _later(e)
     yield from _sensitivity(e)
-    yield Claim(
-        "S5",
-        "Tokens that rank high in one of the layers compared are more than go on, at early layers",
-        "tokens compared over tokens that go on, minus 1, at the first layer that has them",
-        {
-            variant: e.value("rank_union", variant, layer) - 1
-            for variant in e.variants("rank_union")
-            for layer in e.layers("rank_union", variant)[:1]
-        },
-        needs=e.untraced("rank_union"),
-    )
+    name, says = "rank_union", "Tokens that rank high in one of the layers compared are more than "
+    tested = "tokens compared over tokens that go on, minus 1, at the first layer that has them"
+    cases = {
+        variant: e.value(name, variant, layer) - 1
+        for variant in e.variants(name)
+        for layer in e.layers(name, variant)[:1]
+    }
+    yield Claim("S5", f"{says}go on, at early layers", tested, cases, needs=e.untraced(name))
     yield _by_level(e)
 
 
@@ -55,8 +45,8 @@ def _halves(e: Evidence, metric: str, variant: str) -> Floats:
     if not half:
         return np.full(len(e.traces), np.nan)
     first, last = (
-        np.mean([e.value(metric, variant, at) for at in some], axis=0)
-        for some in (layers[:half], layers[-half:])
+        np.mean([e.value(metric, variant, at) for at in part], axis=0)
+        for part in (layers[:half], layers[-half:])
     )
     fall: Floats = first - last
     return fall

@@ -16,25 +16,18 @@ MADE = "expected_attention"
 def expected_attention(e: Evidence) -> Iterator[Claim]:
     """Expected Attention, at the one event after the prompt where there are results of it."""
     made, compared = of(MADE), partial(e.compared, when=prompt)
-    yield Claim(
-        "E1",
-        "Expected attention goes with observed attention",
-        "rank correlation over the prompt's keys with what the response attends to, mean over "
-        "query heads",
-        e.by_layer("expectation"),
-        needs=e.untraced("expectation"),
-    )
+    says, cases = "Expected attention goes with observed attention", e.by_layer("expectation")
+    tested = "rank correlation over the prompt's keys with what the response attends to, mean over "
+    tested += "query heads"
+    yield Claim("E1", says, tested, cases, needs=e.untraced("expectation"))
     says = "The number of positions looked ahead hardly matters"
     ahead, settings = e.around(MADE, "n_future", prompt), [made, of(MADE, n_future=128)]
     yield e.alike("E2", says, "with another n_future", ahead, settings, when=prompt)
     says = "The covariance makes it better"
     yield compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
-    yield Claim(
-        "E3",
-        "The covariance matters less where queries and keys are normalised",
-        needs="needs a model with such norms beside one without, and a Table does not say which "
-        "model it is of",
-    )
+    says = "The covariance matters less where queries and keys are normalised"
+    needs = "needs a model with such norms beside one without, and a Table does not say which model"
+    yield Claim("E3", says, needs=f"{needs} it is of")
     yield from _value_norm(e)
     policies = dict.fromkeys(result.policy for result in e.results)
     crossed = [name.removeprefix("adakv+") for name in policies if name.startswith("adakv+")]
@@ -49,17 +42,12 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
 def _value_norm(e: Evidence) -> Iterator[Claim]:
     """E4: the norm of the value, and the epsilon that lets it decide where attention is small."""
     some, none = of(MADE, epsilon=0.01), of(MADE, epsilon=0.0)
-    yield e.measured(
-        "E4",
-        "With epsilon 0.01 the norm of the value decides about most of what is kept",
-        "share of the kept entries that the norm alone would keep, minus 1/2",
-        some,
-        "value_norm_overlap",
-        case=lambda share: share - 0.5,
-        when=prompt,
-    )
+    overlap = "value_norm_overlap"
+    says = "With epsilon 0.01 the norm of the value decides about most of what is kept"
+    tested = "share of the kept entries that the norm alone would keep, minus 1/2"
+    yield e.measured("E4", says, tested, some, overlap, case=lambda x: x - 0.5, when=prompt)
     says = "... more than it does without epsilon"
-    yield e.compared("E4", says, some, none, "value_norm_overlap", when=prompt)
+    yield e.compared("E4", says, some, none, overlap, when=prompt)
     normed = of(MADE, value_norm=("v", "wo_v"), epsilon=0.0)
     says = "The norm of the value makes it better"
     # without the norm epsilon is added to every score alike and does nothing

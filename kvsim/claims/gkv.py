@@ -37,16 +37,11 @@ def gkv(e: Evidence) -> Iterator[Claim]:
     yield e.measured("G13", says, tested, h2o, *place, case=lambda mean: 0.5 - mean)
     says = "... more than chance does, for what is old has survived more events"
     yield e.compared("G13", says, of("random"), h2o, *place)
-    yield e.measured(
-        "G14",
-        'Deep layers keep punctuation and words such as "wait" out of proportion',
-        "share kept of the punctuation in the last layer over that of all tokens, minus 1, gkv; "
-        "words are not tested",
-        of("gkv"),
-        "punctuation_lift",
-        case=lambda lift: lift - 1,
-        layers=e.layers("punctuation_lift")[-1:],
-    )
+    lift = "punctuation_lift"
+    says = 'Deep layers keep punctuation and words such as "wait" out of proportion'
+    tested = "share kept of the punctuation in the last layer over that of all tokens, minus 1, gkv"
+    tested, last = f"{tested}; words are not tested", e.layers(lift)[-1:]
+    yield e.measured("G14", says, tested, of("gkv"), lift, case=lambda x: x - 1, layers=last)
 
 
 def _windows(e: Evidence) -> Iterator[Claim]:
@@ -141,11 +136,9 @@ def _places(e: Evidence) -> Iterator[Claim]:
     yield e.compared("G6", says, LOCAL, GLOBAL, "retained_position")
     says = "What the global score keeps is spread more evenly"
     yield e.compared("G6", says, LOCAL, GLOBAL, "retained_position", "distance")
-    yield Claim(
-        "G7",
-        "It is the rotary embedding that draws the local score to late positions",
-        needs="needs a local score before the rotary embedding, which kvsim does not have yet",
-    )
+    says = "It is the rotary embedding that draws the local score to late positions"
+    needs = "needs a local score before the rotary embedding, which kvsim does not have yet"
+    yield Claim("G7", says, needs=needs)
 
 
 def _later_attention(e: Evidence) -> Iterator[Claim]:
