@@ -75,11 +75,6 @@ class TokenFile:
         """Close and unlock the file."""
         self._file.close()
 
-    def remove(self) -> None:
-        """Close the file and remove it."""
-        self.close()
-        self.path.unlink(missing_ok=True)
-
 
 def is_locked(folder: Path) -> bool:
     """Whether a process is writing the draft of a trace, or another output in a hidden folder."""

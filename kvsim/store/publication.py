@@ -100,7 +100,8 @@ def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) ->
     group.consolidate()
     sync_tree(group.folder)
     if file is not None:
-        file.remove()
+        file.close()
+        file.path.unlink(missing_ok=True)
     move_projections(group.folder, path.parent)
     _rename(group.folder, path, overwrite=overwrite)
 

@@ -6,7 +6,7 @@ import errno
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,22 +172,16 @@ def discard(path: str | Path) -> Draft:
 @contextmanager
 def _locked(folder: Path) -> Iterator[TokenFile | None]:
     """The locked file of tokens of a draft; None if the draft has none."""
-    if is_locked(folder):
-        raise _busy(folder)
-    if not (folder / TOKENS).exists():
-        yield None
-        return
-    with closing(TokenFile(folder, wait=False)) as file:
-        if not file.locked:  # another process was faster
-            raise _busy(folder)
+    with ExitStack() as stack:
+        file = None
+        if (folder / TOKENS).exists():
+            file = stack.enter_context(closing(TokenFile(folder, wait=False)))
+        if is_locked(folder) if file is None else not file.locked:
+            raise TraceError(
+                f"{folder} is being written or recovered; expected one that was interrupted, wait "
+                "for the command or end it"
+            )
         yield file
-
-
-def _busy(folder: Path) -> TraceError:
-    return TraceError(
-        f"{folder} is being written or recovered; expected one that was interrupted, wait for the "
-        "command or end it"
-    )
 
 
 def _check_free(draft: Draft, target: Path) -> None:
