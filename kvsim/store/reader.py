@@ -178,15 +178,13 @@ class StoredTrace:
 
     def _check_probe(self) -> None:
         check_probe(self.header.probe, self.shapes, self.where)
-        for name in PROBE:
-            types = [
-                (array.dtype, array.source_dtype)
-                for array in (self.arrays["q"], self.arrays.get(name, self.arrays["q"]))
-            ]
-            if types[0] != types[1]:
+        q = self.arrays["q"]
+        for array in (self.arrays[name] for name in PROBE if name in self.arrays):
+            types = array.dtype, array.source_dtype
+            if types != (q.dtype, q.source_dtype):
                 raise TraceError(
-                    f"{self.where}: {name} has types {types[1]}, expected those of q, {types[0]}; "
-                    "record the trace again"
+                    f"{self.where}: {array.name} has types {types}, expected those of q, "
+                    f"{(q.dtype, q.source_dtype)}; record the trace again"
                 )
 
     def _find_projections(self) -> None:
