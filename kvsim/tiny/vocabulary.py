@@ -41,35 +41,31 @@ class Domain:
     nouns: tuple[str, ...]
 
 
+def _domain(kinds: str, nouns: str) -> Domain:
+    return Domain(_words(kinds), _words(nouns))
+
+
 #: Domains differ in these words alone, never in sizes or rules.
 DOMAINS: dict[str, Domain] = {
-    "paint": Domain(
-        _words(
-            "red blue pink teal gold gray lime navy plum rust jade coral amber ivory khaki mauve "
-            "ochre sepia umber azure"
-        ),
-        _words("wall brush door frame roof gate fence paper cloth glass house shed"),
+    "paint": _domain(
+        "red blue pink teal gold gray lime navy plum rust jade coral amber ivory khaki mauve "
+        "ochre sepia umber azure",
+        "wall brush door frame roof gate fence paper cloth glass house shed",
     ),
-    "ore": Domain(
-        _words(
-            "iron zinc lead tin nickel copper silver cobalt chrome quartz opal topaz ruby beryl "
-            "onyx garnet basalt marble slate flint"
-        ),
-        _words("river stone hill shaft cave rock sand valley ridge mine cart lamp"),
+    "ore": _domain(
+        "iron zinc lead tin nickel copper silver cobalt chrome quartz opal topaz ruby beryl "
+        "onyx garnet basalt marble slate flint",
+        "river stone hill shaft cave rock sand valley ridge mine cart lamp",
     ),
-    "fruit": Domain(
-        _words(
-            "apple pear fig date mango melon cherry grape lemon orange quince papaya guava kiwi "
-            "peach lychee medlar olive currant damson"
-        ),
-        _words("tree branch basket field farm rain root leaf market jar knife bowl"),
+    "fruit": _domain(
+        "apple pear fig date mango melon cherry grape lemon orange quince papaya guava kiwi "
+        "peach lychee medlar olive currant damson",
+        "tree branch basket field farm rain root leaf market jar knife bowl",
     ),
-    "beast": Domain(
-        _words(
-            "otter badger weasel ferret rabbit marten beaver heron falcon magpie raven thrush "
-            "lizard gecko turtle salmon trout carp moose bison"
-        ),
-        _words("wood pond nest trail night moon snow cliff shore reed bush den"),
+    "beast": _domain(
+        "otter badger weasel ferret rabbit marten beaver heron falcon magpie raven thrush "
+        "lizard gecko turtle salmon trout carp moose bison",
+        "wood pond nest trail night moon snow cliff shore reed bush den",
     ),
 }
 #: Words that the filler of every domain shares.
