@@ -18,7 +18,6 @@ from kvsim.recorder.prompts import (
     Prompt,
     PromptLike,
     check_labels,
-    encode,
     file_name,
     with_distinct_ids,
 )
@@ -84,12 +83,11 @@ def capture(
         target = local_path(out, TraceError)
         _check_target(target, checked)
         check_writable(target.parent)
-    checked_labels = check_labels(labels or {})
+    check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
-    form: dict[str, Any] = {"system": checked.system, "chat": checked.chat}
-    form |= {"needle": needle, "response": response, "context": context}
-    encoded = encode(prompt, model, tokenizer, **form)
-    session = Session(model, tokenizer, encoded, checked, out, answer, checked_labels, name)
+    given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
+    whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
+    session = Session(model, tokenizer, whole, checked, out)
     return session.existing() or session.run()
 
 
@@ -132,21 +130,15 @@ def capture_many(
         for path in paths:
             _check_target(path, checked)
     check_writable(folder)
-    labels = [check_labels(prompt.labels, f"prompt {prompt.id!r}: ") for prompt in prompts]
+    for prompt in prompts:
+        check_labels(prompt.labels, f"prompt {prompt.id!r}: ")
     model, tokenizer = _resolve(model, tokenizer)
     sessions = []
-    for prompt, path, label in zip(prompts, paths, labels, strict=True):
-        system = checked.system if prompt.system is None else prompt.system
-        form: dict[str, Any] = {"system": system, "chat": checked.chat}
+    for prompt, path in zip(prompts, paths, strict=True):
         try:
-            form |= {name: getattr(prompt, name) for name in ("needle", "response", "context")}
-            encoded = encode(prompt.content, model, tokenizer, **form)
-            session = Session(
-                model, tokenizer, encoded, checked, path, prompt.answer, label, prompt.id
-            )
+            sessions.append(Session(model, tokenizer, prompt, checked, path))
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
-        sessions.append(session)
     traces = [session.existing() for session in sessions]
     for place, prompt in enumerate(prompts):
         session = sessions.pop(0)  # a session that has run keeps blocks

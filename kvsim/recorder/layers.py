@@ -191,11 +191,9 @@ class Residual:
         guard: a context for each check.
         """
 
-        def enter(
-            layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
+        def enter(layer: int, *call: Any) -> None:
             with guard():
-                self._enter(layer, module, args, kwargs)
+                self._enter(layer, *call)
 
         with ExitStack() as stack:
             stack.callback(setattr, self, "_returned", None)

@@ -80,21 +80,13 @@ class Encoded:
 
 
 def encode(
-    prompt: PromptLike,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    *,
-    system: str | None,
-    chat: bool,
-    needle: Needle = (),
-    response: str | Sequence[int] | None = None,
-    context: str | int | None = None,
+    whole: Prompt, model: PreTrainedModel, tokenizer: Any, *, system: str | None, chat: bool
 ) -> Encoded:
     """Encode a prompt as token ids of a model.
 
-    system: a message before it, which makes text a chat. chat: text is a user's message. needle,
-    response, context: as those of `Prompt`; a response is encoded by itself, without special
-    tokens. The context ends with the last token that has no text of the question.
+    system: a message before it, which makes text a chat. chat: text is a user's message. A response
+    is encoded by itself, without special tokens. The context ends with the last token that has no
+    text of the question.
 
     Raises CaptureError for a prompt that is empty, or with its response longer than the context; a
     response that is empty; unknown ids or words; text without a tokenizer; a chat without a
@@ -102,6 +94,7 @@ def encode(
     needle that is not in the prompt once, or with a tokenizer that does not say where its tokens
     are in the text; a context that ends outside the prompt.
     """
+    prompt, context = whole.content, whole.context
     before = _context_text(prompt, context)
     if before is not None:
         prompt = before + str(prompt)
@@ -118,10 +111,10 @@ def encode(
         ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=is_tiny(model))
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
-    given = None if response is None else _response(response, model, tokenizer)
+    given = None if whole.response is None else _response(whole.response, model, tokenizer)
     _check_ids(ids, given or [], model)
     special = messages is None  # a chat template has put the special tokens in already
-    spans = located(needle, text, len(ids), tokenizer, special=special)
+    spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     if context is None:
         return Encoded(ids, text, messages, spans, given, None)
     if isinstance(prompt, str):

@@ -36,7 +36,7 @@ from kvsim.recorder.models import (
 )
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
-from kvsim.recorder.prompts import Encoded, Labels, token_strings
+from kvsim.recorder.prompts import Prompt, encode, token_strings
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.schema import AXES
 from kvsim.store import open_trace
@@ -54,26 +54,26 @@ GIVEN = "given"
 class Session:
     """One capture, checked as far as possible before the model runs.
 
-    out: where to write the trace; None keeps it in memory. answer: the expected one. name: of the
-    trace; None takes that of `out`, or the model's. Raises CaptureError for a layer that the model
-    does not have, a model without what an option needs, or stop strings without a tokenizer.
+    prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
+    to write the trace; None keeps it in memory. Raises CaptureError for a prompt that cannot be
+    encoded, a layer that the model does not have, a model without what an option needs, or stop
+    strings without a tokenizer.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: Any,
-        encoded: Encoded,
+        prompt: Prompt,
         options: Options,
         out: str | Path | None,
-        answer: str | None,
-        labels: Labels,
-        name: str | None,
     ) -> None:
-        self.model, self.tokenizer, self.encoded = model, tokenizer, encoded
-        self.options, self.answer, self.labels = options, answer, labels
+        self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
+        system = options.system if prompt.system is None else prompt.system
+        encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
+        self.encoded = encoded
         self.out = None if out is None else Path(out)
-        self.name = name or (self.out.stem if self.out else model_name(model))
+        self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes: list[str] = []
         if encoded.response is not None and options.max_new_tokens is not None:
             raise CaptureError(
@@ -168,9 +168,9 @@ class Session:
             **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
             "the SHA-256 of its GGUF file is": tuple(sources),
             **{f"its {k} is": (generation.get(k), x) for k, x in self._settings.items()},
-            "its labels are": (dict(trace.labels), dict(self.labels)),
+            "its labels are": (dict(trace.labels), dict(self.prompt.labels)),
             "the length of its context is": (trace.context_len, self.encoded.context_len),
-            "its needle is at": (trace.spans.get("needle", ()), tuple(self.encoded.needle)),
+            "its needle is at tokens": (trace.spans.get("needle", ()), tuple(self.encoded.needle)),
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
             "it is stored in": (stored, options.store_dtype or exact),
@@ -192,7 +192,7 @@ class Session:
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
         if self.response:
             return None
-        return answer_check(self.model, self.encoded, response, self.answer)
+        return answer_check(self.model, self.encoded, response, self.prompt.answer)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -348,7 +348,7 @@ class Session:
             "versions": versions(),
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": self._settings,
-            "labels": dict(self.labels),
+            "labels": dict(self.prompt.labels),
             **({KEY: asdict(self._stored)} if self._stored else {}),
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
             "notes": self.notes,
