@@ -19,6 +19,7 @@ from kvsim.errors import TraceError
 from kvsim.schema import BOUND
 from kvsim.store.layout import UNSEALED, StoredArray
 from kvsim.store.metadata import object_at
+from kvsim.store.place import damaged
 
 #: The attributes that bind a trace: the checksums of all chunks, and the seal.
 BINDING = ("chunks", "seal")
@@ -83,9 +84,9 @@ def bound(arrays: Arrays, attributes: Mapping[str, Any], where: str) -> dict[str
     for name, array in arrays.items():
         text = listed.get(name)
         if not (isinstance(text, str) and re.fullmatch(f"[0-9a-f]{{{8 * array.nchunks}}}", text)):
-            raise TraceError(
+            raise damaged(
                 f"{where}: attribute chunks.{name} is {short_repr(text)}, expected 8 hex digits "
-                f"for each of {array.nchunks} chunks; copy the trace again or record it again"
+                f"for each of {array.nchunks} chunks"
             )
         chunks[name] = bytes.fromhex(text)
     return bind(arrays, chunks)
@@ -106,34 +107,25 @@ def check_binding(
     checksums = object_at(attributes, "checksums")
     for name in (*CHECKSUMMED, "token_text"):
         if name in checksums and name not in arrays:
-            raise TraceError(
-                f"{where}: {name} has checksums and is not there, expected it; "
-                "copy the trace again or record it again"
-            )
+            raise damaged(f"{where}: {name} has checksums and is not there, expected it")
         older = name == "token_text" and attributes["kvsim_format"] < BOUND
         if name not in arrays or (older and name not in checksums):
             continue
         count = 1 if name.startswith("token") else len(header.layer_ids)
         recorded = checksums.get(name)
         if not (isinstance(recorded, list) and len(recorded) == count and are_checksums(recorded)):
-            raise TraceError(
-                f"{where}: attribute checksums.{name} is {short_repr(recorded)}, expected "
-                f"{count} of 64 hex digits; copy the trace again or record it again"
-            )
+            what = f"attribute checksums.{name} is {short_repr(recorded)}"
+            raise damaged(f"{where}: {what}, expected {count} of 64 hex digits")
     shapes = {name: array.shape for name, array in arrays.items()}
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
     digest = content_digest(header, shapes, dtypes, checksums)
     if digest != attributes["digest"]:
-        raise TraceError(
+        raise damaged(
             f"{where}: the digest of its header and checksums is {digest[:19]}..., recorded is "
-            f"{attributes['digest'][:19]}...; they were changed after recording, "
-            "copy the trace again or record it again"
+            f"{attributes['digest'][:19]}..."
         )
     if attributes["kvsim_format"] >= BOUND and attributes.get("seal") != seal(attributes, arrays):
-        raise TraceError(
-            f"{where}: its seal does not fit its attributes and arrays, which were changed after "
-            "recording; copy the trace again or record it again"
-        )
+        raise damaged(f"{where}: its seal does not fit its attributes and arrays")
 
 
 def are_checksums(values: Iterable[object]) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvsim.errors import TraceError, error_line
 from kvsim.store.layout import COMPRESSOR, LEVEL, StoredArray
-from kvsim.store.place import Place, check_limit
+from kvsim.store.place import Place, check_limit, damaged
 
 # As zarr does: blosc's threads order the blocks of a frame by when they finish, so the same values
 # would have other bytes every time.
@@ -37,10 +37,9 @@ def check_chunks(array: StoredArray, sizes: Mapping[str, int], where: str) -> No
     for key in map(array.key, array.indices()):
         if key not in sizes:  # reached after as many keys as there are files
             count = sum(file.startswith(f"{array.name}/c/") for file in sizes)
-            raise TraceError(
+            raise damaged(
                 f"{where}: {array.name} has {count} of {array.nchunks} chunks, the first missing "
-                f"is {key.partition('/')[2]}, expected all; "
-                "copy the trace again or record it again"
+                f"is {key.partition('/')[2]}, expected all"
             )
         check_limit(where, key, sizes[key], array.encoded)
 

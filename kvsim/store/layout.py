@@ -16,8 +16,8 @@ import numpy as np
 
 from kvsim.core.checks import DTYPES
 from kvsim.core.probe import ARRAYS as PROBE
-from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
+from kvsim.store.place import damaged
 
 FLOATS = ("float16", "float32", "float64")
 
@@ -152,10 +152,7 @@ def require_arrays(names: Collection[str], where: str) -> None:
     """Raise TraceError unless `REQUIRED` are among the names."""
     missing = [name for name in REQUIRED if name not in names]
     if missing:
-        raise TraceError(
-            f"{where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}; "
-            "record the trace again"
-        )
+        raise damaged(f"{where}: no array {', '.join(missing)}, expected {', '.join(REQUIRED)}")
 
 
 def array_document(
@@ -207,10 +204,7 @@ def parse_array(name: str, document: Mapping[str, Any], where: str) -> StoredArr
 
     def require(what: str, value: object, expected: object, *, valid: bool) -> None:
         if not valid:
-            raise TraceError(
-                f"{where}: {name} has {what} {short_repr(value)}, expected {expected}; "
-                "kvsim reads nothing else, record the trace again"
-            )
+            raise damaged(f"{where}: {name} has {what} {short_repr(value)}, expected {expected}")
 
     axes, types = DIMENSIONS[name], _TYPES.get(name, FLOATS)
     value = document.get("shape")

@@ -16,11 +16,11 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
-from kvsim.errors import TraceError, error_line
+from kvsim.errors import error_line
 from kvsim.schema import FORMAT_VERSION
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
-from kvsim.store.place import Place
+from kvsim.store.place import Place, damaged
 
 #: Largest metadata document in bytes: of the group (it holds text), and of one array.
 ROOT_LIMIT = 64 << 20
@@ -44,16 +44,13 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
         return None
     # each value is preceded by one of these characters; text has some too
     if sum(map(data.count, (b",", b"[", b"{"))) > VALUES:
-        raise TraceError(f"{where}: {key} has more than {VALUES} values; record the trace again")
+        raise damaged(f"{where}: {key} has more than {VALUES} values")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise TraceError(
-            f"{where}: {key} is not readable ({error}), expected JSON; "
-            "copy the trace again or record it again"
-        ) from error
+        raise damaged(f"{where}: {key} is not readable ({error}), expected JSON") from error
     if not isinstance(document, dict):
-        raise TraceError(f"{where}: {key} is not a JSON object; record the trace again")
+        raise damaged(f"{where}: {key} is not a JSON object")
     _check_size(document, f"{where}: {key}")
     return document
 
@@ -74,23 +71,21 @@ def _check_size(document: dict[str, Any], label: str) -> None:
             elif isinstance(value, list):
                 inner.extend(value)
             elif isinstance(value, int) and abs(value) >= 1 << 63:
-                raise TraceError(
-                    f"{label} has the number {short_repr(value)}, expected integers of at "
-                    "most 64 bits; record the trace again"
+                raise damaged(
+                    f"{label} has {short_repr(value)}, expected integers of at most 64 bits"
                 )
         if not inner:
             return
         level = inner
-    raise TraceError(
-        f"{label} is nested more than {DEPTH} deep, expected what docs/trace-format.md "
-        "describes; record the trace again"
+    raise damaged(
+        f"{label} is nested more than {DEPTH} deep, expected what docs/trace-format.md describes"
     )
 
 
 def check_numbers(value: Any, what: str, where: str) -> None:
     """Raise TraceError for NaN or infinity anywhere in the JSON value `value`."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise TraceError(f"{where}: {what} is {value}, expected a finite number; record it again")
+        raise damaged(f"{where}: {what} is {value}, expected a finite number")
     items = value.items() if isinstance(value, dict) else ()
     for key, item in items or (enumerate(value) if isinstance(value, list) else ()):
         check_numbers(item, f"{what}.{short_repr(key).strip(chr(39))}", where)
@@ -138,9 +133,8 @@ def read_header(
         formulas.append(_formula(layer, where))
         index = layer.get("rope")
         if type(index) is not int or not 0 <= index < len(stored_ropes):
-            raise TraceError(
-                f"{where}: rope {short_repr(index)} of a layer is not among the "
-                f"{len(stored_ropes)} of attribute ropes; record the trace again"
+            raise damaged(
+                f"{where}: rope {short_repr(index)} of a layer is none of {len(stored_ropes)}"
             )
         ropes.append(stored_ropes[index])
     floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
@@ -162,10 +156,7 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
     # JSON values are Any; the caller names the type it needs.
     value = attributes.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TraceError(
-            f"{where}: attribute {key} is {short_repr(value)}, which docs/trace-format.md does not "
-            "allow; record the trace again"
-        )
+        raise damaged(f"{where}: attribute {key} is {short_repr(value)}, which no format has")
     return value
 
 
@@ -175,9 +166,9 @@ def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mappi
         return attributes
     mask = _get(attributes, "mask", dict, where)
     if mask != {"kind": "causal"}:
-        raise TraceError(
+        raise damaged(
             f"{where}: attribute mask is {short_repr(mask)}, expected {{'kind': 'causal'}}, the "
-            "only one of format version 1; record the trace again"
+            "only one of format version 1"
         )
     layer = {"scale": attributes.get("scale"), "rope": 0}
     return {
@@ -193,10 +184,7 @@ def _converting(label: str, keys: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"{label} is not readable ({error_line(error)}), expected {keys}; "
-            "record the trace again"
-        ) from error
+        raise damaged(f"{label} is not readable ({error_line(error)}), expected {keys}") from error
 
 
 def _formula(attributes: Any, where: str) -> Formula:

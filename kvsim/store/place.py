@@ -117,13 +117,15 @@ class Folder:
         return TraceError(f"{self.path}: {key!r} is not readable ({error.strerror or error})")
 
 
+def damaged(what: str) -> TraceError:
+    """Return the error of a trace that is not as it was written; what: where and what it is."""
+    return TraceError(f"{what}; copy the trace again or record it again")
+
+
 def check_limit(where: str, key: str, size: int, limit: int) -> None:
     """Raise TraceError if a file has more bytes than a trace can have at this key."""
     if size > limit:
-        raise TraceError(
-            f"{where}: {key!r} has {size} bytes, expected at most {limit}; "
-            "copy the trace again or record it again"
-        )
+        raise damaged(f"{where}: {key!r} has {size} bytes, expected at most {limit}")
 
 
 class Packed:

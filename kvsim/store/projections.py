@@ -28,7 +28,7 @@ from kvsim.store.chunks import read_part
 from kvsim.store.draft import Group
 from kvsim.store.layout import FLOATS, StoredArray, parse_array
 from kvsim.store.metadata import find_document
-from kvsim.store.place import Folder, Place
+from kvsim.store.place import Folder, Place, damaged
 from kvsim.store.remote import find_remote, upload
 
 ARRAY = "o_proj"
@@ -86,9 +86,9 @@ class Facts:
             facts = cls.of(shape, given["dtype"], given["source_dtype"], checksums)
             if facts.digest == given["digest"]:
                 return facts
-        raise TraceError(
+        raise damaged(
             f"{where}: meta.{KEY} is {short_repr(document)}, expected shape, types and checksums "
-            "with their digest; copy the trace again or record it again"
+            "with their digest"
         )
 
     @property

@@ -32,7 +32,7 @@ from kvsim.store.layout import (
     require_arrays,
 )
 from kvsim.store.metadata import check_numbers, find_document, object_at, read_header
-from kvsim.store.place import Folder, Packed, Place
+from kvsim.store.place import Folder, Packed, Place, damaged
 from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
 from kvsim.tiny.sample import SAMPLES, sample_trace
@@ -150,10 +150,7 @@ class StoredTrace:
         if name == "tokens":
             tokens = torch.from_numpy(read_part(self.arrays[name], (pos,), self.place))
             if (tokens < 0).any():
-                raise TraceError(
-                    f"{self.where}: {name} has {int(tokens.min())}, expected 0 or more; "
-                    "record the trace again"
-                )
+                raise damaged(f"{self.where}: {name} has {int(tokens.min())}, expected 0 or more")
             return tokens
         if name == "o_proj" and self.projections is not None:
             return self.projections.read(layers)
@@ -182,9 +179,9 @@ class StoredTrace:
         for array in (self.arrays[name] for name in PROBE if name in self.arrays):
             types = array.dtype, array.source_dtype
             if types != (q.dtype, q.source_dtype):
-                raise TraceError(
+                raise damaged(
                     f"{self.where}: {array.name} has types {types}, expected those of q, "
-                    f"{(q.dtype, q.source_dtype)}; record the trace again"
+                    f"{(q.dtype, q.source_dtype)}"
                 )
 
     def _find_projections(self) -> None:
@@ -220,15 +217,14 @@ class StoredTrace:
         lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}
         for name, length in lengths.items():
             if name in self.arrays and self.arrays[name].shape != (length,):
-                raise TraceError(
+                raise damaged(
                     f"{self.where}: {name} has shape {self.arrays[name].shape}, expected "
-                    f"{(length,)}; record the trace again"
+                    f"{(length,)}"
                 )
         n_tokens = self.attributes.get("n_tokens")
         if n_tokens != n_pos:
-            raise TraceError(
-                f"{self.where}: n_tokens is {short_repr(n_tokens)}, but q has "
-                f"{n_pos} positions; record the trace again"
+            raise damaged(
+                f"{self.where}: n_tokens is {short_repr(n_tokens)}, but q has {n_pos} positions"
             )
         if self.sizes is not None:
             for array in self.arrays.values():
@@ -260,9 +256,8 @@ def _root_attributes(place: Place) -> dict[str, Any]:
         )
     kind = root.get("zarr_format"), root.get("node_type")
     if kind != (3, "group"):
-        raise TraceError(
-            f"{where}: zarr_format and node_type are {short_repr(kind)}, expected 3 and 'group'; "
-            "record the trace again"
+        raise damaged(
+            f"{where}: zarr_format and node_type are {short_repr(kind)}, expected 3 and 'group'"
         )
     if unknown := root.keys() - _ROOT_KEYS:
         raise TraceError(
@@ -271,7 +266,7 @@ def _root_attributes(place: Place) -> dict[str, Any]:
         )
     digest = attributes.get("digest")
     if not (isinstance(digest, str) and re.fullmatch("sha256:[0-9a-f]{64}", digest)):
-        raise TraceError(f"{where} has no digest, expected one; record the trace again")
+        raise damaged(f"{where} has no digest, expected one")
     check_attributes(attributes, where)
     for key, value in attributes.items():
         if key != "meta":  # the configuration of a model may hold an infinity
