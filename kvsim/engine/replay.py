@@ -106,11 +106,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
     most = len(chosen) if together else layers_per_block(source, policy, options.memory)
     by_row = _goes_by_row(trace, policy, schedule, chosen, options)
     options = replace(options, by_row=by_row)
-    first, *later = (
-        setting_of(trace, policy, budget, schedule, end)
-        for end in schedule.ends(trace.prompt_len, trace.context_len)
-    )
-    setting, context = (later[0], first) if later else (first, None)
+    setting, context = settings_of(trace, policy, budget, schedule)
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] = []
     done = 0
@@ -232,6 +228,17 @@ def _goes_by_row(
         and not options.internals
         and not any(trace.formulas[layer].sinks for layer in layers)
     )
+
+
+def settings_of(
+    trace: Trace, policy: Policy, budget: int, schedule: Schedule
+) -> tuple[Setting, Setting | None]:
+    """Return the setting of events, and that of the one after the context if both ends have one."""
+    first, *later = (
+        setting_of(trace, policy, budget, schedule, end)
+        for end in schedule.ends(trace.prompt_len, trace.context_len)
+    )
+    return (later[0], first) if later else (first, None)
 
 
 def setting_of(

@@ -12,6 +12,7 @@ of the tokens of the response at temperature 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,9 +45,7 @@ def evicted(
     `kvsim.runner.decoding.Decoding`.
     """
     decoding = Decoding(
-        running,
-        policy,
-        budget,
+        *(running, policy, budget),
         prompt_len=prompt_len,
         n_pos=len(ids),
         interval=interval,
@@ -67,11 +66,8 @@ def divergence(
     keys and values, and not the policy's choice. Raises ValueError where targets has another shape.
     """
     tokens = torch.tensor([list(ids)], device=model.device)
-    if masks is None:
+    with nullcontext() if masks is None else masking(model, masks):
         logits = model(tokens).logits
-    else:
-        with masking(model, masks):
-            logits = model(tokens).logits
     vocabulary = logits.shape[-1]
     if targets.ndim != 2 or targets.shape[1] != vocabulary or not 0 < len(targets) < len(ids):
         raise ValueError(

@@ -296,18 +296,15 @@ class PressScorer(Scorer):
         press: Any = self._press  # type: ignore[attr-defined]
         # half an entry more: a ratio in floating point would round to one entry fewer
         press.compression_ratio = max(0.0, 1 - (budget + 0.5) / n)
-        group = view.queries(1).shape[2]
-        module = _Module(self.press, int(view.layers[at]), dim, heads, heads * group)
+        qheads = heads * view.queries(1).shape[2]
+        config = SimpleNamespace(num_attention_heads=qheads, num_key_value_heads=heads)
+        number = int(view.layers[at])
+        module = _Module(layer_idx=number, head_dim=dim, config=config, _press=self.press)
+        hidden = _HiddenStates(shape=(1, view.row + 1), _press=self.press)
         weights = None if attention is None else attention[None]
         try:
-            out: Tensor = press.score(
-                module,
-                _HiddenStates(self.press, view.row + 1),
-                keys,
-                values,
-                weights,
-                _Options(self.press),
-            )
+            options = _Options(self.press)
+            out: Tensor = press.score(module, hidden, keys, values, weights, options)
         except (AssertionError, AttributeError) as error:  # what it expects, or lacks of a model
             raise PolicyError(f"{self.press}: at row {view.row}: {error}") from error
         return out
@@ -323,19 +320,12 @@ def _lacks(press: str, what: str) -> NoReturn:
 class _Module(SimpleNamespace):
     """Stands for an attention module, of which the sizes are known."""
 
-    def __init__(self, press: str, layer: int, dim: int, heads: int, qheads: int) -> None:
-        config = SimpleNamespace(num_attention_heads=qheads, num_key_value_heads=heads)
-        super().__init__(layer_idx=layer, head_dim=dim, config=config, _press=press)
-
     def __getattr__(self, name: str) -> NoReturn:
         _lacks(self._press, f"the attention module's {name}")
 
 
-class _HiddenStates:
+class _HiddenStates(SimpleNamespace):
     """Stands for hidden states [1, rows, D], of which the number of rows is known."""
-
-    def __init__(self, press: str, rows: int) -> None:
-        self._press, self.shape = press, (1, rows)
 
     def __getattr__(self, name: str) -> NoReturn:
         _lacks(self._press, "hidden states")
@@ -344,9 +334,7 @@ class _HiddenStates:
         _lacks(self._press, "hidden states")
 
     @classmethod
-    def __torch_function__(
-        cls, function: object, types: object, args: object = (), options: object = None
-    ) -> NoReturn:
+    def __torch_function__(cls, *_: object) -> NoReturn:
         _lacks("the press", "hidden states")
 
 

@@ -168,15 +168,11 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
     that cannot be recorded and for a batch of sequences, PolicyError for another length and for
     masks of layers that the model does not have.
     """
-    from kvsim.recorder.hooks import (  # noqa: PLC0415  transformers
-        attention_modules,
-        intercepting,
-        kernel_name,
-    )
+    from kvsim.recorder import hooks  # noqa: PLC0415  transformers
 
-    added = kernel_name(model) == "eager"
+    added = hooks.kernel_name(model) == "eager"
     index = {layer: at for at, layer in enumerate(masks.layers)}
-    missing = sorted({*index} - {*attention_modules(model)})
+    missing = sorted({*index} - {*hooks.attention_modules(model)})
     if missing:
         raise PolicyError(
             f"the masks of {masks.labels.get('trace')} are of layers {list(masks.layers)}, and "
@@ -202,7 +198,7 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
         least = torch.finfo(query.dtype).min
         return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
 
-    with intercepting(model, lambda _: None, masking=mask):
+    with hooks.intercepting(model, lambda _: None, masking=mask):
         yield
 
 

@@ -11,7 +11,7 @@ import polars as pl
 import torch
 
 from kvsim.analysis.summaries import averages
-from kvsim.analysis.table import available, check_arrays, choose
+from kvsim.analysis.table import available
 from kvsim.core.arguments import listed, resolve_budget
 from kvsim.core.policy import PolicyLike, Schedule, as_policies
 from kvsim.core.threads import threads_for
@@ -24,7 +24,7 @@ from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Network, model_of
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.run import INTERVAL, SUMMARY, replay_all
+from kvsim.sweeps.run import INTERVAL, SUMMARY, measurable, replay_all
 from kvsim.sweeps.tuning import split
 
 #: Groups of features that a scorer of any model may use without looking ahead.
@@ -124,7 +124,7 @@ def learn(
     check_output(file, overwrite=overwrite)
     trained, rest = (given, as_traces(test)) if test is not None else split(given, held_out, seed)
     others: list[PolicyLike] = [*as_policies(against)]
-    measured = _measured(rest, metrics)
+    measured = tuple(measurable(available(SUMMARY, rest) if metrics is None else metrics, rest))
     lesson = Lesson(groups, ahead, pairs)
     schedule, random = Schedule(interval=interval), torch.Generator().manual_seed(seed)
     projecting = "projections" in groups
@@ -181,21 +181,11 @@ def learn(
     if rest:
         run = replay_all(rest, [name, *others], sizes, interval=interval, metrics=measured)
     return Learning(
-        name, network, run, tuple(measured), _names(trained), _names(rest), len(joined.gain)
+        *(name, network, run, measured),
+        trained=tuple(trace.name for trace in trained),
+        held_out=tuple(trace.name for trace in rest),
+        pairs=len(joined.gain),
     )
-
-
-def _measured(traces: Sequence[Trace], metrics: str | Sequence[str] | None) -> list[str]:
-    """Metrics by name, by default those of a sweep that all traces have recorded.
-
-    Raises NeedsError where a trace has not recorded what one reads.
-    """
-    if metrics is None:
-        return available(SUMMARY, traces)
-    names = [*choose(metrics)]
-    for trace in traces:
-        check_arrays(trace, names)
-    return names
 
 
 def _same_model(traces: Sequence[Trace]) -> dict[str, Any]:
@@ -208,10 +198,6 @@ def _same_model(traces: Sequence[Trace]) -> dict[str, Any]:
                 f"than {traces[0].name}; give traces of one model, or leave projections out"
             )
     return models[0]
-
-
-def _names(traces: Iterable[Trace]) -> tuple[str, ...]:
-    return tuple(trace.name for trace in traces)
 
 
 def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:

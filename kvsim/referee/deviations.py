@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Policy, Protection, Scores, Uniform, Wrapper
+from kvsim.core.policy import Protection, Scores, Uniform, Wrapper
 from kvsim.core.view import View
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
@@ -88,23 +88,20 @@ def _without(name: Literal["sink", "recent"], case: Case) -> Case | None:
         return None
     pieces: Any = (policy.scorer, policy.allocator)
     inner, allocator = (
-        _with(piece, sink=0) if name == "sink" and "sink" in parameters(type(piece)) else piece
+        replace(piece, sink=0) if name == "sink" and "sink" in parameters(type(piece)) else piece
         for piece in pieces
     )
     scorer = _Unprotected(scorer=inner, part=name)
     protect = _less(policy.protect, name)
-    return replace(
-        case, policy=replace(policy, scorer=scorer, allocator=allocator, protect=protect)
-    )
+    return _changed(case, scorer=scorer, allocator=allocator, protect=protect)
 
 
 def _less(protection: Protection, name: Literal["sink", "recent"]) -> Protection:
     return replace(protection, sink=0) if name == "sink" else replace(protection, recent=0)
 
 
-def _with(piece: Any, **values: Any) -> Any:
-    """A piece with other parameters."""
-    return replace(piece, **values)
+def _changed(case: Case, **pieces: Any) -> Case:
+    return replace(case, policy=replace(case.policy, **pieces))
 
 
 @dataclass(frozen=True)
@@ -114,11 +111,9 @@ class _Unprotected(Wrapper):
     part: Literal["sink", "recent"]
 
     def score(self, view: View) -> Scores:
-        """Those of the scorer inside; [L, H, n]."""
         return self.inner(view)
 
     def protection(self, budget: int) -> Protection:
-        """The scorer's, less one part."""
         return _less(self.scorer.protection(budget), self.part)
 
 
@@ -142,7 +137,6 @@ class _Turned(_Seen):
     """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
 
     def attn(self, last: int, group: str | None = None) -> Tensor:
-        """As View's."""
         view = self._view
         if view.is_prompt:  # there every query has its position
             return view.attn(last, group)  # type: ignore[arg-type]
@@ -159,7 +153,6 @@ class _Earlier(_Seen):
     """A window that ends one row before the event."""
 
     def attn(self, last: int, group: str | None = None) -> Tensor:
-        """As View's."""
         return self._view.attn(last + 1, group)[..., :-1, :]  # type: ignore[arg-type]
 
 
@@ -172,21 +165,17 @@ class _Unordered(_Seen):
 
     @property
     def pos(self) -> Tensor:
-        """Positions, in no order; [L, H, n]."""
         return self._view.pos.gather(-1, self._order)
 
     @property
     def keys(self) -> Tensor:
-        """[L, H, n, d]."""
         return self._rows(self._view.keys)
 
     @property
     def values(self) -> Tensor:
-        """[L, H, n, d]."""
         return self._rows(self._view.values)
 
     def attn(self, last: int, group: str | None = None) -> Tensor:
-        """As View's."""
         weights = self._view.attn(last, group)  # type: ignore[arg-type]
         order = self._order.view(*self._order.shape[:2], *[1] * (weights.ndim - 3), -1)
         return weights.gather(-1, order.expand_as(weights))
@@ -201,12 +190,10 @@ class _ByQueryHead(_Seen):
     def __init__(self, view: View) -> None:
         super().__init__(view)
         self.group = view.queries(1).shape[2]
-        repeated = ("pos", "live", "keys", "values", "count")
-        for name in repeated:
+        for name in ("pos", "live", "keys", "values", "count"):
             vars(self)[name] = getattr(view, name).repeat_interleave(self.group, 1)
 
     def attn(self, last: int, group: str | None = None) -> Tensor:
-        """As View's, of groups of one query head."""
         weights = self._view.attn(last).flatten(1, 2)
         return weights.unsqueeze(2) if group is None else weights
 
@@ -223,7 +210,6 @@ class _Seeing(Wrapper):
     )
 
     def score(self, view: View) -> Scores:
-        """Those of the scorer inside; [L, H, n]."""
         seen: Any = _Turned(view) if self.kind == "turned" else _Earlier(view)
         return self.inner(seen)
 
@@ -235,7 +221,6 @@ class _Reduced(Wrapper):
     over: Literal["max", "first", "all"]
 
     def score(self, view: View) -> Tensor:
-        """[L, H, n]."""
         seen: Any = _ByQueryHead(view)
         each: Tensor = self.inner(seen).values.unflatten(1, (-1, seen.group))  # [L, H, G, n]
         if self.over == "max":
@@ -283,32 +268,24 @@ class _Scrambled(Wrapper):
 
 
 def _seeing(kind: Literal["turned", "earlier"], case: Case) -> Case | None:
-    if not hasattr(case.policy.scorer, "window"):
-        return None
-    return replace(case, policy=_around(case.policy, partial(_Seeing, kind=kind)))
-
-
-def _reduced(over: Literal["max", "first", "all"], case: Case) -> Case | None:
     scorer = case.policy.scorer
-    for field, values in (("heads", {"all": "all"}), ("group", {"max": "max"})):
+    if not hasattr(scorer, "window"):
+        return None
+    return _changed(case, scorer=_Seeing(scorer=scorer, kind=kind))
+
+
+def _reduced(over: Literal["max", "first", "all", "groups"], case: Case) -> Case | None:
+    scorer: Any = case.policy.scorer
+    fields = {"heads": {"all": "all", "groups": "group"}, "group": {"max": "max"}}
+    for field, values in fields.items():
         if field in parameters(type(scorer)):
             value = values.get(over)
             if value is None or getattr(scorer, field) == value:
                 return None
-            changed = _with(scorer, **{field: value})
-            return replace(case, policy=replace(case.policy, scorer=changed))
-    if scorer.columns or not hasattr(scorer, "window"):
+            return _changed(case, scorer=replace(scorer, **{field: value}))
+    if over == "groups" or scorer.columns or not hasattr(scorer, "window"):
         return None
-    return replace(case, policy=_around(case.policy, partial(_Reduced, over=over)))
-
-
-def _per_head(case: Case) -> Case | None:
-    """A scorer that averages over all heads averages over each group instead."""
-    scorer = case.policy.scorer
-    if getattr(scorer, "heads", None) != "all":
-        return None
-    changed = _with(scorer, heads="group")
-    return replace(case, policy=replace(case.policy, scorer=changed))
+    return _changed(case, scorer=_Reduced(scorer=scorer, over=over))
 
 
 def _scrambled(case: Case) -> Case | None:
@@ -316,10 +293,11 @@ def _scrambled(case: Case) -> Case | None:
     if not isinstance(policy.allocator, Uniform) or scorer.columns:
         return None
     if isinstance(scorer, StreamingLLM):
-        around = partial(_Scrambled, by_slot=scorer.sink)
+        scrambled = _Scrambled(scorer=scorer, by_slot=scorer.sink)
     else:
-        around = partial(_Scrambled, recent=scorer.protection(case.budget).recent)
-    return replace(case, policy=_around(policy, around))
+        recent = scorer.protection(case.budget).recent
+        scrambled = _Scrambled(scorer=scorer, recent=recent)
+    return _changed(case, scorer=scrambled)
 
 
 def _turned_and_scrambled(case: Case) -> Case | None:
@@ -332,12 +310,7 @@ def _one_row(case: Case) -> Case | None:
     if getattr(scorer, "window", 1) < 2:
         return None
     protect = case.policy.protect | scorer.protection(case.budget)
-    policy = replace(case.policy, scorer=replace(scorer, window=1), protect=protect)
-    return replace(case, policy=policy)
-
-
-def _around(policy: Policy, wrapper: Callable[..., Wrapper]) -> Policy:
-    return replace(policy, scorer=wrapper(scorer=policy.scorer))
+    return _changed(case, scorer=replace(scorer, window=1), protect=protect)
 
 
 # ------------------------------------------------------------------------------------- other rules
@@ -390,18 +363,15 @@ _CHANGES: dict[str, tuple[str, Callable[[Case], Case | None]]] = {
         "entries are taken in the order of the last top-k, not of the text (kvpress, decoding)",
         _scrambled,
     ),
-    "window-turned, top-k-order": (
-        "both window-turned and top-k-order",
-        _turned_and_scrambled,
-    ),
-    "max-of-heads": (
-        "the maximum over the query heads instead of the mean",
-        partial(_reduced, "max"),
-    ),
+    "window-turned, top-k-order": ("both window-turned and top-k-order", _turned_and_scrambled),
+    "max-of-heads": ("the maximum over query heads instead of the mean", partial(_reduced, "max")),
     "first-head": ("the first query head of each group alone", partial(_reduced, "first")),
     "mean-of-all-heads": (
         "the mean over all query heads of the layer instead of each group",
         partial(_reduced, "all"),
     ),
-    "mean-of-groups": ("the mean over each group instead of all query heads", _per_head),
+    "mean-of-groups": (
+        "the mean over each group instead of all query heads",
+        partial(_reduced, "groups"),
+    ),
 }

@@ -27,7 +27,6 @@ from kvsim.files import published
 COLUMNS = ("layer", "head", "row", "pos")
 
 _ROPE = ("inv_freq", "attention_scaling", "rotary_dim", "layout")
-_TENSORS = ("q", "k", "v", "prompt_len", "scale", *_ROPE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +83,8 @@ class Dump:
                     "head, row, pos) once"
                 )
             heads = sets.any(-1)
-            silent = ~heads.any(-1)
-            if (heads.any(-1) & ~heads.all(-1)).any():
-                at, missing = np.argwhere(~heads & heads.any(-1, keepdims=True))[0]
+            silent: Any = ~heads.any(-1)
+            for at, missing in np.argwhere(~heads & ~silent[:, None]):
                 raise DumpError(
                     f"{name}: layer {numbers[at]} has no entry in head {missing} after row "
                     f"{event}; expected all {n_heads} heads of a layer that has an event"
@@ -107,18 +105,16 @@ class Dump:
 
     def checked(self) -> Dump:
         """Return the dump; raise DumpError unless its sets fit its arrays."""
-        shape = next(iter(self.kept.values())).shape if self.kept else None
-        if shape is None:
+        if not self.kept:
             raise DumpError(
                 f"{self.name}: no event; expected at least one after which entries left"
             )
-        trace = self.trace
+        trace, last, n_heads = self.trace, max(self.kept), self.shape[2]
         if trace is None:
             return self
-        last = max(self.kept)
-        if shape[1] != trace.n_heads or last >= trace.n_pos or {*self.layers} - {*trace.layer_ids}:
+        if n_heads != trace.n_heads or last >= trace.n_pos or {*self.layers} - {*trace.layer_ids}:
             raise DumpError(
-                f"{self.name}: the sets are of layers {list(self.layers)}, {shape[1]} heads and "
+                f"{self.name}: the sets are of layers {list(self.layers)}, {n_heads} heads and "
                 f"rows up to {last}; expected layers of {list(trace.layer_ids)}, {trace.n_heads} "
                 f"heads and at most {trace.n_pos} rows, as its q, k and v"
             )
@@ -135,12 +131,9 @@ class Dump:
         parts = []
         for row, sets in self.kept.items():
             layer, head, pos = np.nonzero(sets)
-            numbers = np.array(self.layers)[layer]
-            parts.append((numbers, head, np.full_like(pos, row), pos))
-        columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return pl.DataFrame(
-            dict(zip(COLUMNS, columns, strict=True)), schema=dict.fromkeys(COLUMNS, pl.Int32)
-        )
+            parts.append((np.array(self.layers)[layer], head, np.full_like(pos, row), pos))
+        columns = np.concatenate(parts, axis=1)
+        return pl.DataFrame(dict(zip(COLUMNS, columns.astype(np.int32), strict=True)))
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write a `.npz` file, or the table alone as `.parquet`; returns the path.
@@ -159,7 +152,6 @@ class Dump:
         return target
 
     def _arrays(self) -> dict[str, Any]:
-        """The arrays of a `.npz` file."""
         table = self.table()
         arrays: dict[str, Any] = {name: table[name].to_numpy() for name in COLUMNS}
         if self.budget is not None:
@@ -213,16 +205,13 @@ def read_dump(path: str | Path) -> Dump:
 
 
 def _trace(arrays: Mapping[str, NDArray[Any]], name: str) -> Trace | None:
-    """The q, k and v of a file, if it has them."""
     if not {"q", "k", "v"} & set(arrays):
         return None
     missing = [each for each in ("q", "k", "v", "prompt_len", "inv_freq") if each not in arrays]
     if missing:
         raise DumpError(f"no {', '.join(missing)} beside its tensors; expected them too")
-    rope: dict[str, Any] = {}
-    for each, kind in {"attention_scaling": float, "rotary_dim": int, "layout": str}.items():
-        if each in arrays:
-            rope[each] = kind(arrays[each])
+    kinds: dict[str, Any] = {"attention_scaling": float, "rotary_dim": int, "layout": str}
+    rope = {each: kind(arrays[each]) for each, kind in kinds.items() if each in arrays}
     return Trace.from_arrays(
         *(arrays[each] for each in "qkv"),
         prompt_len=int(arrays["prompt_len"]),

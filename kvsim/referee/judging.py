@@ -20,7 +20,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.block import Block, Choice
 from kvsim.engine.checks import check_cell
 from kvsim.engine.layers import check_together, layers_per_block, replayed, runs
-from kvsim.engine.replay import setting_of
+from kvsim.engine.replay import settings_of
 from kvsim.engine.source import TraceSource
 from kvsim.errors import DumpError, PolicyError
 from kvsim.referee.dump import Dump
@@ -86,7 +86,6 @@ class Case:
         last = max(dump.kept)
         rows = schedule.rows(trace.prompt_len, last + 1, trace.context_len)
         replace(dump, trace=trace).checked()
-        check_cell(trace, policy, budget, None, schedule)
         layers = tuple(trace.layer_ids.index(number) for number in dump.layers)
         replayed(trace, layers)
         if not rows:
@@ -105,19 +104,16 @@ class Case:
         if policy.across_layers:
             check_together(trace, policy, self.layers)
             most = len(self.layers)
-        first, *later = (
-            setting_of(trace, policy, self.budget, self.schedule, end)
-            for end in self.schedule.ends(trace.prompt_len, trace.context_len)
-        )
+        setting, context = settings_of(trace, policy, self.budget, self.schedule)
         for run in runs(trace, self.layers, most, policy, None):
             comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
             source = TraceSource(trace, run.layers, torch.device("cpu"))
             block = Block(
                 source,
                 policy,
-                later[0] if later else first,
+                setting,
                 torch.tensor(run.layers),
-                context=first if later else None,
+                context=context,
                 decide=comparison.follow,
                 writable=source.writable,
             )
@@ -139,16 +135,13 @@ class _Comparison:
         """Return what stays: the sets of the dump, as far as they are in the cache."""
         case, view = self._case, choice.view
         pos, live = view.pos, view.live
-        if view.row not in case.kept:
-            kept = live  # the implementation has no event here
-            sets = None
-        else:
-            sets = torch.from_numpy(case.kept[view.row][self._at])
-            kept = sets.gather(-1, pos.clamp(min=0)) & live
         stayed = torch.zeros(*pos.shape[:2], view.row + 1, dtype=torch.bool)
         layer, head, slot = live.nonzero(as_tuple=True)
         stayed[layer, head, pos[layer, head, slot]] = True
-        absent = torch.zeros_like(stayed) if sets is None else sets & ~stayed
+        sets = stayed  # where the implementation has no event
+        if view.row in case.kept:
+            sets = torch.from_numpy(case.kept[view.row][self._at])
+        kept, absent = sets.gather(-1, pos.clamp(min=0)) & live, sets & ~stayed
         differs = (kept != choice.keep).any(-1) | absent.any(-1)
         for at in differs.any(-1).nonzero().flatten().tolist():
             heads = differs[at].nonzero().flatten().tolist()

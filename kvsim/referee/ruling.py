@@ -147,7 +147,6 @@ def conform(
 
 
 def _deviations(case: Case, differences: Sequence[Difference]) -> list[Deviation]:
-    """The known deviations that explain differences."""
     kinds = {each.kind for each in differences}
     if kinds == {"tie"}:
         return [_HIGHEST] * all(each.highest for each in differences)

@@ -80,11 +80,6 @@ class Table:
         """Bytes in memory, the room for more rows included."""
         return self._array.nbytes
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number."""
-        return self._array.itemsize
-
     def gather(self, slots: Tensor, live: Tensor) -> None:
         """Keep the rows in slots [L, H, n], 0 where not live; the memory of the others is freed."""
         layers, heads, total, dim = self._array.shape
@@ -138,12 +133,12 @@ class LiveSource:
         self.rotated = rotated
         self.layers, self._sketch = tuple(layers), sketch
         self._heads, self._group, self._dim = sketch.n_heads, sketch.group, sketch.dim
-        self._keys, self._values, self._queries = (
+        self._entry_bytes = 2 * self._dim * like.itemsize
+        self._keys, self._values, exact_keys, self._queries = (
             Table(like.new_zeros(len(layers), heads, 0, self._dim))
-            for heads in (self._heads, self._heads, sketch.n_qheads)
+            for heads in (*[self._heads] * 3, sketch.n_qheads)
         )
-        empty = like.new_zeros(len(layers), self._heads, 0, self._dim)
-        self._exact = Table(empty) if exact else None
+        self._exact = exact_keys if exact else None
         self._probe: ProbeRows | None = None
         self._run = [0] * len(layers)
         self._first_row = 0  # rows before those of the table of queries
@@ -246,14 +241,18 @@ class LiveSource:
             if table is not None:
                 table.gather(slots, live)
         if self.rotated:
-            if not bool(live.all()):
-                raise PolicyError(
-                    "heads hold different numbers of entries, and keys are rotated to their slots; "
-                    "expected as many entries in all heads, or positions='absolute'"
-                )
-            keys = computable(self._keys.rows)
-            to = torch.arange(slots.shape[-1], device=slots.device)
-            self._keys.replace(self.rope.rotate(self.rope.unrotate(keys, slots), to))
+            ragged = not bool(live.all())
+            self._keys.replace(self._to_slots(self._keys.rows, slots, ragged=ragged))
+
+    def _to_slots(self, keys: Tensor, slots: Tensor, *, ragged: bool) -> Tensor:
+        """Return keys that stood in slots [L, H, n], rotated to their new ones."""
+        if ragged:
+            raise PolicyError(
+                "heads hold different numbers of entries, and keys are rotated to their slots; "
+                "expected as many entries in all heads, or positions='absolute'"
+            )
+        to = torch.arange(slots.shape[-1], device=slots.device)
+        return self.rope.rotate(self.rope.unrotate(computable(keys), slots), to)
 
     def settle(self, live: Tensor) -> None:
         """Note which slots hold an entry after an event, live [L, H, n]."""
@@ -312,9 +311,8 @@ class LiveSource:
     @property
     def live_bytes(self) -> int:
         """Bytes of the keys and values of live entries, without pads."""
-        new = self._keys.length(0) - self._live.shape[-1]
-        entries = self._count + new * len(self.layers) * self._heads
-        return entries * 2 * self._dim * self._keys.itemsize
+        new = self.n_slots - self._live.shape[-1]
+        return (self._count + new * len(self.layers) * self._heads) * self._entry_bytes
 
     @property
     def query_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvsim.recorder.layers import Residual
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.paged import Paging
-from kvsim.runner.recorded import check_model
+from kvsim.runner.recorded import check_model, relative_change
 from kvsim.text.answers import is_right
 from kvsim.tiny import ledger
 
@@ -55,7 +55,6 @@ class _Rows:
     stream: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def add(self, call: KernelCall, start: int) -> None:
-        """Add the rows of a kernel call of which the first is `start`."""
         skip = max(0, self.first - start)
         if skip >= call.q.shape[1]:
             return
@@ -102,39 +101,26 @@ class ClosedLoop:
         self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None = None
     ) -> tuple[Record, Outcome]:
         """Run the prompt under a policy. Raises as `Decoding`."""
-        record, forced, peak, full = self._forced(policy, budget, schedule, layers)
+        decoding_of = partial(
+            Decoding,
+            self.running,
+            replace(policy, schedule=schedule),
+            budget,
+            prompt_len=self.trace.prompt_len,
+            context_len=self.trace.context_len,
+            layers=layers,
+            name=self.trace.name,
+            paging=self._paging,
+            probe=self._repeated if "probe_q" in policy.scorer.needs else None,
+        )
+        record, forced, peak, full = self._forced(decoding_of)
         written = None
         if self.writing is not None:
-            written, more, all_of_it = self._written(policy, budget, schedule, layers, self.writing)
+            written, more, all_of_it = self._written(decoding_of, self.writing)
             peak, full = max(peak, more), max(full, all_of_it)
             record = replace(record, response=self._response(written.tokens))
         record = replace(record, own_schedule=schedule == policy.schedule)
         return record, Outcome(forced, written, peak, full)
-
-    def _decoding(
-        self,
-        policy: Policy,
-        budget: int,
-        schedule: Schedule,
-        layers: Sequence[int] | None,
-        n_pos: int,
-        observe: Callable[[KernelCall, Decoding], None] | None = None,
-    ) -> Decoding:
-        trace = self.trace
-        decoding = Decoding(
-            self.running,
-            replace(policy, schedule=schedule),
-            budget,
-            prompt_len=trace.prompt_len,
-            n_pos=n_pos,
-            context_len=trace.context_len,
-            layers=layers,
-            name=trace.name,
-            observe=None if observe is None else lambda call: observe(call, decoding),
-            paging=self._paging,
-            probe=self._repeated if "probe_q" in policy.scorer.needs else None,
-        )
-        return decoding
 
     def _prefix(self, decoding: Decoding) -> Prefix | None:
         """The rows before the first event, all of the prompt at most: the same for all policies.
@@ -182,18 +168,15 @@ class ClosedLoop:
             logits = self.running.forward(self._ids, 0, DynamicCache(), n_pos - prompt_len + 1)
         return logits[:-1], rows.outputs, rows.inputs
 
-    def _forced(
-        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None
-    ) -> tuple[Record, Forced, int, int]:
-        """Run the recorded response."""
+    def _forced(self, decoding_of: Callable[..., Decoding]) -> tuple[Record, Forced, int, int]:
         trace, n_rows = self.trace, self.trace.n_pos - self.trace.prompt_len
         expected, full_outputs, full_inputs = self._full
         rows = _Rows(trace.prompt_len, self._residual)
 
-        def observe(call: KernelCall, decoding: Decoding) -> None:
+        def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
 
-        decoding = self._decoding(policy, budget, schedule, layers, trace.n_pos, observe)
+        decoding = decoding_of(n_pos=trace.n_pos, observe=observe)
         prefix = self._prefix(decoding)
         response = self._ids[trace.prompt_len :]
         with decoding:
@@ -220,23 +203,16 @@ class ClosedLoop:
         outputs = rows.outputs if trace.n_pos > trace.prompt_len else full
         for at, layer in enumerate(layers):
             moved = outputs[layer] - full[layer]  # [qhead, n, d]
-            error[at, :, after] = _relative(outputs[layer], full[layer]).cpu().numpy()
+            error[at, :, after] = relative_change(outputs[layer], full[layer]).cpu().numpy()
             if added is not None and projections is not None:
                 stream = torch.einsum("hnd,hdm->nm", moved, projections[layer].to(moved.dtype))
                 added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputError(error, np.full(shape, np.nan, np.float32), added=added)
 
     def _written(
-        self,
-        policy: Policy,
-        budget: int,
-        schedule: Schedule,
-        layers: Sequence[int] | None,
-        writing: Writing,
+        self, decoding_of: Callable[..., Decoding], writing: Writing
     ) -> tuple[Generated, int, int]:
-        """Let the model write its own response."""
-        n_pos = self.trace.prompt_len + writing.new_tokens
-        decoding = self._decoding(policy, budget, schedule, layers, n_pos)
+        decoding = decoding_of(n_pos=self.trace.prompt_len + writing.new_tokens)
         prefix = self._prefix(decoding)
         with decoding:
             logits = self._prompt(decoding, prefix)
@@ -287,16 +263,9 @@ class ClosedLoop:
             return self._write(writing, self.running.forward(prompt, 0, cache, 1)[-1], feed)
 
     def _response(self, tokens: tuple[int, ...]) -> Response:
-        """What was written, next to the response with the full cache."""
         full = self._full_response
-        return Response(
-            tokens,
-            self._text(tokens),
-            self._right(tokens),
-            full,
-            self._text(full),
-            self._right(full),
-        )
+        given, expected = ((x, self._text(x), self._right(x)) for x in (tokens, full))
+        return Response(*given, *expected)
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self._tokenizer is None:
@@ -356,12 +325,7 @@ def _moved_streams(rows: _Rows, full: Sequence[Tensor], n_rows: int) -> Any:
     """|h' - h| / |h| of the residual stream before each layer, [L, n]."""
     if not n_rows:
         return np.empty((len(full), 0))
-    moved = [_relative(live, expected) for live, expected in zip(rows.inputs, full, strict=True)]
+    moved = [
+        relative_change(live, expected) for live, expected in zip(rows.inputs, full, strict=True)
+    ]
     return torch.stack(moved).cpu().numpy()
-
-
-def _relative(x: Tensor, full: Tensor) -> Tensor:
-    """|x - full| / |full| over the last axis; 0 where both are 0."""
-    gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x - full, full))
-    out: Tensor = torch.where(gap == 0, 0.0, gap / size)
-    return out

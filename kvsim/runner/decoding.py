@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -18,12 +17,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record
-from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, remark, whole
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import check_together, layers_per_block, replayed, runs
-from kvsim.engine.replay import placed, setting_of
+from kvsim.engine.replay import placed, settings_of
 from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
@@ -130,7 +128,7 @@ class Decoding:
             most = layers_per_block(sketch, policy, None)
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
         rotated = self._positions == "slot"
-        setting, context = self._settings()
+        setting, context = settings_of(sketch, policy, self.budget, self.schedule)
         for run in runs(sketch, self.layers, most, policy, descent):
             part = sketch if run.rows is None else sketch.only(run.rows)
             dropped = sketch.prompt_len - part.prompt_len
@@ -155,14 +153,6 @@ class Decoding:
             for index, layer in enumerate(source.layers):
                 self.cache.layers[layer] = LiveLayer(source, index)
 
-    def _settings(self) -> tuple[Setting, Setting | None]:
-        """Return the setting of all events, and of the one that ends the context, if both fire."""
-        first, *later = (
-            setting_of(self.sketch, self.policy, self.budget, self.schedule, end)
-            for end in self.schedule.ends(self.sketch.prompt_len, self.sketch.context_len)
-        )
-        return (later[0], first) if later else (first, None)
-
     @property
     def _positions(self) -> Literal["absolute", "slot"]:
         """Where keys are rotated to: rows that run through all layers again get new positions."""
@@ -182,11 +172,9 @@ class Decoding:
         self._open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open = False
-        self._stack.__exit__(kind, error, cast("TracebackType | None", trace))
+        self._stack.close()
 
     def begin(self, prefix: Prefix) -> None:
         """Take over the first rows of the sequence, which no event precedes."""
@@ -253,7 +241,8 @@ class Decoding:
 
     def _descend(self, decoder: Decoder, prompt: Sequence[int]) -> Tensor:
         """Run the prompt in depth order; returns the logits of its last row, [1, V]."""
-        down = prefill_in_depth(decoder, self.sketch, self.policy, self._settings()[0], prompt)
+        setting, _ = settings_of(self.sketch, self.policy, self.budget, self.schedule)
+        down = prefill_in_depth(decoder, self.sketch, self.policy, setting, prompt)
         self._descent = down.descent
         self._make_blocks()
         self._make_room(0)
@@ -345,7 +334,6 @@ class Decoding:
                 source.drop_queries(min(at + 1 - last, int(block.since.min()) + 1), first)
 
     def _receive(self, call: KernelCall) -> None:
-        """Keep the queries of new rows of a layer that evicts."""
         if not self._busy:  # another forward of this model
             return
         part = self.cache.layers[call.layer]
@@ -393,7 +381,6 @@ class Decoding:
 
     @property
     def _other_bytes(self) -> int:
-        """Bytes of the layers that do not evict."""
         arrays = (
             array
             for part in self.cache.layers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,7 +74,6 @@ class _Down:
         return self.calls[layer]
 
     def look(self, layer: int, rows: Tensor | None) -> View:
-        """Return the view of a propagation at one layer."""
         call = self.run(layer, rows)
         dtype = compute_dtype(call.q.dtype)
         q, k, v, out, hidden = (
@@ -98,16 +97,10 @@ def _embedded(decoder: Decoder, ids: Sequence[int]) -> Tensor:
         inputs.append(hidden_states("layer 0", args, kwargs, ": one sequence at a time")[0])
         raise _FirstLayerReachedError
 
-    with _hooked(decoder.layers[0], stop), suppress(_FirstLayerReachedError):
-        decoder.model(torch.tensor([list(ids)], device=decoder.model.device), use_cache=False)
-    return inputs[0]
-
-
-@contextmanager
-def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
-    """Call a hook before a module, until the block ends."""
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    handle = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        yield
+        with suppress(_FirstLayerReachedError):
+            decoder.model(torch.tensor([list(ids)], device=decoder.model.device), use_cache=False)
     finally:
         handle.remove()
+    return inputs[0]

@@ -97,7 +97,6 @@ def _by_query_head(model: PreTrainedModel, n: int, prompt_len: int, record: Reco
 
 
 def _copies(prompt: DynamicCache, size: int) -> DynamicCache:
-    """Return a cache of `size` sequences, each with the prompt."""
     cache = DynamicCache()
     for layer, (keys, values, _) in enumerate(prompt):
         cache.update(keys.expand(size, -1, -1, -1), values.expand(size, -1, -1, -1), layer)

@@ -176,35 +176,16 @@ class PagedSource(LiveSource):
         self.paging.padded_bytes = max(self.paging.padded_bytes, empty * self._entry_bytes)
         self._slots = [slots.shape[-1]] * len(self.layers)
         if self.rotated:
-            self._rotate(slots)
-
-    def _rotate(self, slots: Tensor) -> None:
-        """Rotate keys to their slots."""
-        to = torch.arange(slots.shape[-1], device=slots.device)
-        if bool(self._pads.any()) or len({*self._sequences.lengths}) > 1:
-            raise PolicyError(
-                "heads hold different numbers of entries, and keys are rotated to their slots; "
-                "expected as many entries in all heads, or positions='absolute'"
-            )
-        keys = self.rope.rotate(self.rope.unrotate(computable(self._dense()[0]), slots), to)
-        for index in range(len(self.layers)):
-            for at, heads in self._of(index):
-                self._sequences.replace(at, keys[index, heads].transpose(0, 1))
+            ragged = bool(self._pads.any()) or len({*self._sequences.lengths}) > 1
+            keys = self._to_slots(self._dense()[0], slots, ragged=ragged)
+            for index in range(len(self.layers)):
+                for at, heads in self._of(index):
+                    self._sequences.replace(at, keys[index, heads].transpose(0, 1))
 
     @property
     def n_slots(self) -> int:
         """Slots of each head as the View counts them, pads included."""
         return self._slots[0]
-
-    @property
-    def _entry_bytes(self) -> int:
-        return 2 * self._dim * self._sequences.pool.keys.itemsize
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the keys and values of live entries, without pads and empty slots."""
-        new = self.n_slots - self._live.shape[-1]
-        return (self._count + new * len(self.layers) * self._heads) * self._entry_bytes
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,7 @@ from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.runner.decoder import Computed, Decoder
-from kvsim.runner.recorded import check_model
+from kvsim.runner.recorded import check_model, relative_change
 from kvsim.store.opening import TraceLike, as_trace
 
 
@@ -155,7 +155,6 @@ class _Descending:
         self._recorded: Look = recorded(trace, setting, torch.device("cpu"))
 
     def look(self, layer: int, rows: Tensor | None) -> View:
-        """Return the View of a propagation at one layer."""
         if rows is None:
             return self._recorded(layer, None)
         return prompt_view(self.layer(layer, rows), self.setting, layer, len(rows))
@@ -250,7 +249,6 @@ def _cached(
 
 
 def _compare_with_full(trace: Trace, down: _Descending, record: Record) -> Recomputed:
-    """Compare the recomputed layers with the recorded ones."""
     last = trace.n_layers - 1
     everything = torch.arange(trace.prompt_len)
     _, full_out = down.decoder.run(last, down.residual(last), everything)
@@ -260,9 +258,9 @@ def _compare_with_full(trace: Trace, down: _Descending, record: Record) -> Recom
     residual_error, output_error = {}, {}
     for layer, computed in down.computed.items():
         full = full_out if layer == last else down.residual(layer + 1)
-        residual_error[layer] = _relative(computed.out, full[computed.rows])
+        residual_error[layer] = relative_change(computed.out, full[computed.rows])
         stored = trace.full(slice(layer, layer + 1))[0][0][:, computed.rows]
-        output_error[layer] = _relative(computed.attn_out, stored)
+        output_error[layer] = relative_change(computed.attn_out, stored)
     logits = full_logits
     if last in down.computed:
         model = down.decoder.model
@@ -291,10 +289,3 @@ def _check_token(trace: Trace, logits: Tensor) -> None:
             f"the first token of the model is {int(logits.argmax())}, expected {recorded_token} as "
             f"in the recorded response; give the model that {trace.name} was recorded from"
         )
-
-
-def _relative(x: Tensor, full: Tensor) -> Tensor:
-    """Return |x - full| / |full| over the last axis."""
-    gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x - full, full))
-    out: Tensor = gap / size
-    return out

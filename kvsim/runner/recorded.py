@@ -1,7 +1,9 @@
-"""Whether a model is the one that a trace was recorded from."""
+"""Whether a model is the one that a trace was recorded from, and how far its states have moved."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
@@ -29,3 +31,10 @@ def check_model(trace: Trace, model: PreTrainedModel) -> None:
             f"the model {given['name']} computes in {given['dtype']}, {trace.name} was recorded "
             f"in {recorded_model['dtype']}; load it in that precision"
         )
+
+
+def relative_change(x: Tensor, full: Tensor) -> Tensor:
+    """Return |x - full| / |full| over the last axis; 0 where both are 0."""
+    gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x - full, full))
+    out: Tensor = torch.where(gap == 0, 0.0, gap / size)
+    return out

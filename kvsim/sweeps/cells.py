@@ -117,7 +117,7 @@ class Cells:
         *,
         accounts: bool = True,
     ) -> None:
-        self._accounts = accounts
+        self._accounts, self._together = accounts, TOGETHER
         self._cells, self._metrics, self._report = cells, metrics, report
         self._parameters, self._parts = parameters, parts
         self._beside = {metric.beside for metric in metrics.values() if metric.beside}
@@ -131,11 +131,6 @@ class Cells:
         self._unmeasurable: set[int] = set()
         self._interrupted = False
         self._release(self.measured)
-
-    @property
-    def _together(self) -> int:
-        """Cells that are measured together where results go to a folder."""
-        return TOGETHER
 
     @property
     def measured(self) -> set[int]:
@@ -169,7 +164,6 @@ class Cells:
         return Computed(records, self._rows, self._failures, frozenset(self._unmeasurable))
 
     def _compute(self) -> None:
-        """Compute one trace after the other."""
         for _, cells in itertools.groupby(self._cells, lambda cell: cell.trace.name):
             try:
                 self._trace(list(cells))
@@ -214,7 +208,6 @@ class Cells:
         return [name for name, metric in self._metrics.items() if first or metric.kind != "trace"]
 
     def _take(self, share: Share, result: Computed | Lost) -> None:
-        """Keep what a process computed."""
         if isinstance(result, Lost):
             result = Computed({}, (), [failure(share.name, cell, result) for cell in share.cells])
         self._failures += result.failures
@@ -303,7 +296,6 @@ class Cells:
         )
 
     def _values(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
-        """The values of cells of a trace."""
         replayed = [self._replayed[cell.number] for cell in cells]
         options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
         if self._parameters["regret"]:
@@ -352,7 +344,6 @@ class Cells:
             )
 
     def _table(self) -> pl.DataFrame:
-        """Return the rows of all cells, in the order of cells and metrics."""
         records = (self.record(number) for number in sorted(self.measured))
         cells = [(record.trace, columns_of(record)) for record in records]
         return in_cell_order([rows.table for rows in self._rows], cells, self._metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +16,10 @@ from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.parameters import integer
-from kvsim.core.policy import PolicyLike, Schedule, as_policies
+from kvsim.core.policy import PolicyLike, as_policies
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
+from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import PolicyError
 from kvsim.recorder import load_model
@@ -122,55 +123,37 @@ def live(
         parameters |= {"paged": paged, "block_tables": block_tables}
     writing = Writing(new_tokens, temperature, seed) if new_tokens else None
 
+    def loop_of(trace: Trace) -> ClosedLoop:
+        if paging is not None:
+            paging.release()  # the prefixes of another prompt
+        return ClosedLoop(running, trace, tokenizer, writing, paging)
+
     def work(parts: Parts | None) -> Run:
-        loops = _Loops(running, tokenizer, writing, layers, paging)
+        given = cells, chosen, parameters, report, parts
         with threads_for(running.model):
-            run = _LiveCells(cells, chosen, parameters, report, parts, loops=loops).run()
+            run = _LiveCells(*given, loop_of=loop_of, layers=layers).run()
         return replace(run, notes=(*notes, *([] if paging is None else paging.notes)))
 
     return in_folder(out, traces, policies, parameters, work, notes, resume=resume)
 
 
-class _Loops:
-    """The closed loop of the trace at hand, with what its cells share."""
-
-    def __init__(
-        self,
-        running: RunningModel,
-        tokenizer: Any,
-        writing: Writing | None,
-        layers: Sequence[int] | None,
-        paging: Paging | None,
-    ) -> None:
-        self._running, self._tokenizer = running, tokenizer
-        self._writing, self._layers, self._paging = writing, layers, paging
-        self._loop: ClosedLoop | None = None
-
-    def run(self, cell: Cell, schedule: Schedule) -> tuple[Record, Outcome]:
-        """Run one cell."""
-        if self._loop is None or self._loop.trace is not cell.trace:
-            if self._paging is not None:
-                self._paging.release()  # the prefixes of another prompt
-            given = (self._running, cell.trace, self._tokenizer, self._writing, self._paging)
-            self._loop = ClosedLoop(*given)
-        return self._loop.run(cell.policy, cell.budget, schedule, self._layers)
-
-
 class _LiveCells(Cells):
     """Cells that a running model computes; each is measured as soon as it has run."""
 
-    def __init__(self, *args: Any, loops: _Loops) -> None:
+    def __init__(
+        self, *args: Any, loop_of: Callable[[Trace], ClosedLoop], layers: Sequence[int] | None
+    ) -> None:
         super().__init__(*args)
-        self._loops = loops
+        self._loop_of, self._layers = loop_of, layers
+        self._together = 1  # outcomes are not stored, only what is measured of them
+        self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Outcome] = {}
 
-    @property
-    def _together(self) -> int:
-        """One: outcomes are not stored, only what is measured of them."""
-        return 1
-
     def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
-        record, self._outcomes[cell.number] = self._loops.run(cell, cell.schedule)
+        if self._loop is None or self._loop.trace is not cell.trace:
+            self._loop = self._loop_of(cell.trace)
+        given = cell.policy, cell.budget, cell.schedule, self._layers
+        record, self._outcomes[cell.number] = self._loop.run(*given)
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
 

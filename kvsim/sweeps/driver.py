@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,11 +179,9 @@ class _Shown:
         self._plan, self._progress = plan, progress
         done = kept.done
         self._left = {number: len(set(keys) - done) for number, keys in plan.keys.items()}
-        self._of_trace: dict[str, int] = {}
-        for cell in plan.cells:
-            name = cell.trace.name
-            self._of_trace[name] = self._of_trace.get(name, 0) + (self._left[cell.number] > 0)
-        self._names = {cell.number: cell.trace.name for cell in plan.cells}
+        self._trace_of = {cell.number: cell.trace.name for cell in plan.cells}
+        #: cells that are left of each trace
+        self._open = Counter(name for at, name in self._trace_of.items() if self._left[at])
         self._read = 0
         self._show("")
 
@@ -190,18 +189,15 @@ class _Shown:
         self._read += self._plan.bytes_of(task)
         for cell in task.cells:
             self._left[cell.number] -= 1
-            self._of_trace[self._names[cell.number]] -= not self._left[cell.number]
-        self._show(self._names[task.cells[0].number] if task.cells else "")
+            self._open[task.name] -= not self._left[cell.number]
+        self._show(task.name if task.cells else "")
 
     def _show(self, label: str) -> None:
         if self._progress is None:
             return
-        left = sum(count > 0 for number, count in self._left.items() if number >= 0)
-        cells, traces = len(self._plan.cells), len(self._of_trace)
-        open_traces = sum(count > 0 for count in self._of_trace.values())
-        self._progress(
-            Standing((cells - left, cells), (traces - open_traces, traces), self._read, label)
-        )
+        cells, traces = len(self._plan.cells), len(self._plan.traces)
+        done = cells - self._open.total(), traces - len(+self._open)
+        self._progress(Standing((done[0], cells), (done[1], traces), self._read, label))
 
 
 def publish(run: Run, shards: Shards) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 import yaml
 
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.table import BESIDE, REGRET, available, check_arrays, choose
+from kvsim.analysis.table import available
 from kvsim.core.checks import resolve_device
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy, PolicyLike, Protection, Scorer
@@ -23,7 +23,7 @@ from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import Traces, paths_of
 from kvsim.sweeps.cells import Cell
-from kvsim.sweeps.run import SUMMARY, Terms, cells_of, shared_terms
+from kvsim.sweeps.run import SUMMARY, Terms, cells_of, measurable, shared_terms
 from kvsim.tiny.sample import SAMPLES
 
 #: Most bytes of a configuration, and most cells of a sweep.
@@ -108,13 +108,8 @@ class Grid:
 
     def chosen(self, traces: Sequence[Trace]) -> list[str]:
         """The metrics by name, checked against the arrays of the traces."""
-        wanted = list(available(SUMMARY, traces) if self.metrics is None else self.metrics)
-        if self.regret:
-            wanted = list(dict.fromkeys([*wanted, *REGRET]))
-        names = choose(wanted, beside=BESIDE if self.regret else ())
-        for trace in traces:
-            check_arrays(trace, names)
-        return list(names)
+        wanted = available(SUMMARY, traces) if self.metrics is None else self.metrics
+        return list(measurable(wanted, traces, regret=self.regret))
 
     def schedules(self, policies: Sequence[Policy]) -> list[tuple[Terms, str]]:
         """The schedules of policies that are compared, and a remark on each."""

@@ -375,7 +375,6 @@ def _packed(record: Record, prefix: str, arrays: Arrays) -> dict[str, Any]:
 
 
 def _unpacked(document: dict[str, Any], prefix: str, arrays: Arrays) -> Record:
-    """Return the record that `_packed` stored."""
     plans = []
     for number, plan in enumerate(document.pop("internals")):
         place = f"{prefix}{number}/"

@@ -97,7 +97,6 @@ class Store(Shards):
         return not self._names("")
 
     def _remove(self, name: str) -> None:
-        """Remove a file or a folder, if it is there."""
         with suppress(FileNotFoundError):
             self._system.rm(f"{self._root}/{name}", recursive=True)
 
@@ -112,7 +111,6 @@ class Store(Shards):
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in paths)
 
     def _content(self, name: str) -> bytes | None:
-        """Return the content of a file, None where there is none."""
         with store_errors(self.where, "read", OutputError):
             try:
                 content: bytes = self._system.cat_file(f"{self._root}/{name}")

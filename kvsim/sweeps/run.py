@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.definition import Metric
 from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct
@@ -204,17 +205,15 @@ def replay_all(
     """
     report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
-    metrics = None if metrics is None else names_of(metrics)
     policies = [each.fitted() for each in policies] if fit else policies
     check_names(policies)
     check_distinct(traces)
     terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
-    if regret and metrics is not None:
-        metrics = list(dict.fromkeys([*metrics, *REGRET]))
-    chosen = choose(metrics, beside=BESIDE if regret else ())
-    if metrics is not None:
-        for trace in traces:
-            check_arrays(trace, chosen)
+    if metrics is None:
+        chosen = choose(None, beside=BESIDE if regret else ())
+    else:
+        chosen = measurable(metrics, traces, regret=regret)
+        metrics = list(chosen)
     cells = cells_of(traces, policies, budgets, [terms])
     for cell in cells:
         check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
@@ -222,7 +221,7 @@ def replay_all(
         "policies": params_of(policies),
         "budgets": [str(budget) for budget in budgets],
         **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
-        "metrics": None if metrics is None else list(metrics),
+        "metrics": metrics,
         "regret": regret,
         "events": events,
         "memory": memory,
@@ -232,13 +231,13 @@ def replay_all(
     count = processes(jobs, work, len(cells), traces)
     notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
 
-    def work(parts: Parts | None) -> Run:
+    def compute(parts: Parts | None) -> Run:
         kept = accounts or parts is not None
         with threads_for(traces):
             done = Cells(cells, chosen, parameters, report, parts, accounts=kept).run(count)
         return replace(done, notes=notes)
 
-    return in_folder(out, traces, policies, parameters, work, notes, resume=resume)
+    return in_folder(out, traces, policies, parameters, compute, notes, resume=resume)
 
 
 def in_folder(
@@ -274,6 +273,20 @@ def in_folder(
     return run
 
 
+def measurable(
+    metrics: str | Sequence[str], traces: Sequence[Trace], *, regret: bool = False
+) -> dict[str, Metric]:
+    """Return metrics by name, with those of the regret if it is measured.
+
+    Raises PolicyError for an unknown one, NeedsError where a trace has not what one reads.
+    """
+    names = list(dict.fromkeys([*names_of(metrics), *(REGRET if regret else ())]))
+    chosen = choose(names, beside=BESIDE if regret else ())
+    for trace in traces:
+        check_arrays(trace, chosen)
+    return chosen
+
+
 def cells_of(
     traces: Sequence[Trace],
     policies: Sequence[Policy],
@@ -281,12 +294,14 @@ def cells_of(
     schedules: Sequence[Terms],
 ) -> list[Cell]:
     """Return every cell, with its budget in entries and its schedule."""
-    cells: list[Cell] = []
-    for trace, policy, budget, terms in itertools.product(traces, policies, budgets, schedules):
-        entries = resolve_budget(budget, trace.n_pos)
-        events = policy.schedule.override(*terms)
-        cells.append(Cell(len(cells), trace, policy, entries, share_of(budget), events))
-    return cells
+    given = itertools.product(traces, policies, budgets, schedules)
+    return [
+        Cell(
+            *(number, trace, policy, resolve_budget(budget, trace.n_pos), share_of(budget)),
+            policy.schedule.override(*terms),
+        )
+        for number, (trace, policy, budget, terms) in enumerate(given)
+    ]
 
 
 def check_names(policies: Sequence[Policy]) -> None:

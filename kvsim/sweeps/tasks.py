@@ -111,7 +111,6 @@ def tasks_of(grid: Grid, traces: Sequence[Trace], cells: Sequence[Cell]) -> list
 def _of_one(
     grid: Grid, trace: Trace, cells: Sequence[Cell], metrics: Sequence[str]
 ) -> Iterator[Task]:
-    """Yield the tasks of one trace."""
     names = ("regret", "events", "memory", "device", "records")
     options = {name: getattr(grid, name) for name in names}
     layers = replayed(trace, grid.layers)
@@ -212,7 +211,6 @@ def compute(task: Task) -> Outcome:
 
 
 def _of_cells(task: Task, trace: Trace) -> Outcome:
-    """Replay and measure the cells of a task."""
     cells = [cell._replace(trace=trace) for cell in task.cells]
     metrics = {name: METRICS[name] for name in task.metrics}
     work = Cells(cells, metrics, dict(task.options), lambda *_: None)
@@ -232,7 +230,6 @@ def _of_cells(task: Task, trace: Trace) -> Outcome:
 
 
 def _of_trace(task: Task, trace: Trace) -> Outcome:
-    """Measure a trace alone."""
     analysis = Analysis(trace, device=task.options["device"], only=task.layers)
     table = measure(analysis, metrics=task.metrics, events=task.options["events"])
     return Outcome(table, done={task.keys[0]: {}})

@@ -164,7 +164,7 @@ def tune(
             study.tell(trial, sign * value)
             if sign * (value - best) > 0:
                 best, parameters = value, setting
-        parameters = _needed(objective, space, parameters, searched, best)
+        parameters = _needed(objective, parameters, searched, best)
     except KeyboardInterrupt:
         interrupted = True
     parts = {"searched": searched, "held out": kept_back}
@@ -303,18 +303,12 @@ class _Objective:
 
 
 def _needed(
-    objective: _Objective,
-    space: Sequence[Dimension],
-    setting: Mapping[str, Any],
-    traces: Sequence[Trace],
-    best: float,
+    objective: _Objective, setting: Mapping[str, Any], traces: Sequence[Trace], best: float
 ) -> dict[str, Any]:
     """The parameters of a setting without those that change nothing on the traces."""
-    kept = {one.name: setting[one.name] for one in space if setting}
-    for one in space:
-        fewer = {key: x for key, x in kept.items() if key != one.name}
-        if one.name not in kept:
-            continue
+    kept = dict(setting)
+    for name in setting:
+        fewer = {key: x for key, x in kept.items() if key != name}
         try:
             same = objective.values(fewer, traces).mean() == best
             same = same and not objective.dearer(fewer, traces)
