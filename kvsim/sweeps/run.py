@@ -227,8 +227,8 @@ def replay_all(
         "memory": memory,
         "device": resolve_device(device),
     }
-    work = sum(flops_of(cell.trace, cell.trace.n_layers) for cell in cells)
-    count = processes(jobs, work, len(cells), traces)
+    flops = sum(flops_of(cell.trace, cell.trace.n_layers) for cell in cells)
+    count = processes(jobs, flops, len(cells), traces)
     notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
 
     def compute(parts: Parts | None) -> Run:
