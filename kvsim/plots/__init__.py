@@ -5,8 +5,8 @@
     summary      policies against each other over budgets, and where entries are kept
     records      positions retained and missed, output error by row, text by state
     events       positions that an event keeps, dropped bursts, segments and their quotas
-    attention    overlap of top keys, sparsity
-    expectation  Expected Attention: expected against observed attention, reconstruction error
+    attention    overlap of top keys, sparsity; Expected Attention: expected against observed
+                 attention, reconstruction error
     normality    queries next to the normal distributions that fit them
     layers       selection layers of ASL, curves by layer, how layers rank the tokens of a prompt
     style        colours, panels, means over prompts, captions and legends, files
@@ -27,7 +27,6 @@ from kvsim.plots.registry import FIGURES
 if TYPE_CHECKING:
     from kvsim.plots.attention import *
     from kvsim.plots.events import *
-    from kvsim.plots.expectation import *
     from kvsim.plots.haystack import *
     from kvsim.plots.layers import *
     from kvsim.plots.normality import *

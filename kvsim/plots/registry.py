@@ -89,8 +89,8 @@ class Figure:
 
 _PLACE = ("layer", "head")
 _summary, _records, _events = (partial(Figure, name) for name in ("summary", "records", "events"))
-_attention, _expectation = partial(Figure, "attention"), partial(Figure, "expectation")
-_normality, _layers = partial(Figure, "normality"), partial(Figure, "layers", command="layers")
+_attention, _normality = partial(Figure, "attention"), partial(Figure, "normality")
+_layers = partial(Figure, "layers", command="layers")
 
 FIGURES: Final[Mapping[str, Figure]] = {
     "over_budgets": _summary(
@@ -139,16 +139,16 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "lift_bars": _records(
         "Tokens that are kept more or less often than all tokens.",
         ("trace", "record"), ("layer",), "G-KV, App. I", requires="text of tokens"),
-    "reconstruction_error": _expectation(
+    "reconstruction_error": _attention(
         "Error of a layer's output after one eviction, against the share evicted.",
         ("evictions",), source="Expected Attention, Fig. 6"),
-    "expected_observed": _expectation(
+    "expected_observed": _attention(
         "Expected against observed attention on each key, after each step of the expectation.",
         ("expectation",), ("layers",), "Expected Attention, Fig. 10"),
-    "agreement_steps": _expectation(
+    "agreement_steps": _attention(
         "Agreement of expected and observed attention after each step of the expectation.",
         ("trace_table",), ("layers",), metrics=("expectation_steps",)),
-    "attention_loss": _expectation(
+    "attention_loss": _attention(
         "Observed attention lost as keys are removed in the order of each step.",
         ("trace_table",), ("layers",), metrics=("attention_loss",)),
     "state_ridges": _normality(

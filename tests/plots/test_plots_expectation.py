@@ -29,7 +29,7 @@ from kvsim.plots import (
     expected_observed,
     reconstruction_error,
 )
-from kvsim.plots.expectation import FLOOR
+from kvsim.plots.attention import FLOOR
 
 
 def made(seed, name, size=1.0):
