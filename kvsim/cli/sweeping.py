@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from kvsim.cli import show, values
 from kvsim.cli.values import OptionError, Stop
-from kvsim.schema import is_url, plural, visible
+from kvsim.schema import is_url, plural
 
 if TYPE_CHECKING:
     from kvsim.sweeps.driver import Progress, Standing
@@ -33,19 +34,14 @@ def sweep(
             "the sweep in --out was begun with.",
         ),
     ] = None,
-    policy: Annotated[
-        list[str] | None, values.several("NAME[,NAME...]", "Policies.", "--policy")
-    ] = None,
-    budget: Annotated[
-        list[str] | None, values.several("N|P%[,...]", "Entries, or shares.", "--budget")
-    ] = None,
+    policy: Annotated[list[str] | None, values.several("NAME[,NAME...]", "Policies.")] = None,
+    budget: Annotated[list[str] | None, values.several("N|P%[,...]", "Entries, or shares.")] = None,
     interval: Annotated[
         list[str] | None,
         values.several(
             "N|own[,...]",
             "Rows between events; own: each policy's own schedule. Default: 32 for two or "
             "more policies, the schedule of its paper for one.",
-            "--interval",
         ),
     ] = None,
     own_schedule: values.OwnSchedule = False,
@@ -212,38 +208,18 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """A bar of cells, traces, bytes, rate and time left; off a terminal lines of progress."""
-    import sys
-
-    if not sys.stderr.isatty():
-        from kvsim.recorder.progress import progress_lines
-
-        line = progress_lines("cells")
-        yield lambda now: line(*now.cells, visible(now.label))
-        return
-    from rich.console import Console
+    """A bar of cells with traces, bytes and rate; off a terminal lines of progress."""
     from rich.filesize import decimal
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("cells, {task.fields[more]}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, more="")
+    began = time.monotonic()
+    with show.bar("cells") as report:
 
-        def report(now: Standing) -> None:
-            done, total = now.cells
-            seconds = bar.tasks[0].elapsed or 0.0
-            rate = f", {done / seconds:.1f}/s" if seconds and done else ""
-            more = f"{now.traces[0]}/{now.traces[1]} traces, {decimal(now.read)} read{rate}"
-            bar.update(task, completed=done, total=total, description=now.label, more=more)
+        def standing(now: Standing) -> None:
+            rate = now.cells[0] / max(1e-3, time.monotonic() - began)
+            more = f"{now.traces[0]}/{now.traces[1]} traces, {decimal(now.read)} read, {rate:.1f}/s"
+            report(*now.cells, f"{now.label} ({more})")
 
-        yield report
+        yield standing
 
 
 def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:

@@ -52,9 +52,9 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
     return list(dict.fromkeys(parts))
 
 
-def several(metavar: str, text: str, *names: str) -> Any:
+def several(metavar: str, text: str) -> Any:
     """Return an option, of which `text` is the help, that takes several values between commas."""
-    return typer.Option(*names, callback=split, metavar=metavar, help=text)
+    return typer.Option(callback=split, metavar=metavar, help=text)
 
 
 def parse_device(name: str | None) -> str | None:
@@ -75,7 +75,6 @@ PolicyNames = Annotated[
     several(
         "NAME[,NAME...]",
         "Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
-        "--policy",
     ),
 ]
 Settings = Annotated[
@@ -91,7 +90,6 @@ Budgets = Annotated[
     several(
         "N|P%[,...]",
         "Entries per KV head that stay after an event, or a share of the trace's length.",
-        "--budget",
     ),
 ]
 Interval = Annotated[
@@ -146,13 +144,12 @@ Device = Annotated[str, typer.Option(callback=parse_device, help=DEVICES)]
 RecordedModel = Annotated[
     str,
     typer.Option(
-        "--model",
         help="The model that was recorded: 'tiny', 'tiny-deep', 'smollm2', a local folder, a "
-        "GGUF file, or a hub id.",
+        "GGUF file, or a hub id."
     ),
 ]
 ModelDevice = Annotated[
-    str, typer.Option("--device", callback=parse_device, help=f"Where the model runs: {DEVICES}")
+    str, typer.Option(callback=parse_device, help=f"Where the model runs: {DEVICES}")
 ]
 RunFolder = Annotated[
     Path | None,
