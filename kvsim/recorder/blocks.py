@@ -14,7 +14,7 @@ from kvsim.core.attention import Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, projected_keys
+from kvsim.recorder.hooks import KernelCall, projected_keys, unrecordable
 from kvsim.schema import CHUNK
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
@@ -167,9 +167,9 @@ class BlockRecorder:
                 f"{layer.start + layer.filled}; record with a cache that keeps every entry"
             )
         if call.formula != layer.formula or (call.pre_rope is not None) != layer.has_rope:
-            raise CaptureError(
+            raise unrecordable(
                 f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
-                "formula and one rotary embedding for all rows; this model cannot be recorded"
+                "formula and one rotary embedding for all rows"
             )
         row, history = 0, _History(call)
         while row < call.q.shape[1]:
@@ -185,9 +185,9 @@ class BlockRecorder:
     def described(self, header: Header) -> Header:
         """Return the header with formulas, rotary embeddings and errors of the layers so far."""
         if len(self.layers) != len(self.layer_ids):
-            raise CaptureError(
-                f"{len(self.layers)} of {len(self.layer_ids)} layers called the attention "
-                "kernel of transformers' table, expected all; this model cannot be recorded"
+            raise unrecordable(
+                f"{len(self.layers)} of {len(self.layer_ids)} layers called the attention kernel "
+                "of transformers' table, expected all"
             )
         layers = [self.layers[number] for number in self.layer_ids]
         errors = [layer.error for layer in layers]  # the largest of a head and block
@@ -223,16 +223,16 @@ class BlockRecorder:
     def _check_shapes(self, call: KernelCall) -> None:
         shape = _shape(call)
         if call.q.shape[2] != call.v.shape[2] or call.q.shape[0] % call.k.shape[0]:
-            raise CaptureError(
+            raise unrecordable(
                 f"layer {call.layer} has {shape[0]} query heads of {call.q.shape[2]} dimensions "
                 f"and {shape[1]} KV heads with values of {shape[3]}; expected a multiple, and "
-                "queries, keys and values of one size; this model cannot be recorded"
+                "queries, keys and values of one size"
             )
         first = next((layer.shape for layer in self.layers.values()), shape)
         if shape != first:
-            raise CaptureError(
+            raise unrecordable(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"earlier layers {first}; expected the same, this model cannot be recorded"
+                f"earlier layers {first}; expected the same"
             )
 
     def _without_rope(self, call: KernelCall, keys: Tensor) -> list[Rope]:
@@ -314,10 +314,9 @@ class BlockRecorder:
             allowed += torch.finfo(out.dtype).eps / 2 * float(lse.abs().max())
         self.allowed = max(self.allowed, allowed)
         if not error <= allowed:
-            raise CaptureError(
+            raise unrecordable(
                 f"attention of layer {layer}, recomputed from its q, k, v, differs by {error:.3g} "
-                f"(relative) from what the model computed, expected at most {allowed:.3g}; "
-                "this model cannot be recorded exactly"
+                f"(relative) from what the model computed, expected at most {allowed:.3g}"
             )
         return error
 

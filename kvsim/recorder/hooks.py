@@ -79,6 +79,11 @@ class KernelCall:
         return self.k.shape[1] - self.q.shape[1]
 
 
+def unrecordable(what: str) -> CaptureError:
+    """Return the error of a model that computes something else; what: found and expected."""
+    return CaptureError(f"{what}; this model cannot be recorded")
+
+
 class _Interceptor:
     """The state of the attention module that runs: set by its pre-hook, read by the wrappers."""
 
@@ -121,10 +126,8 @@ class _Interceptor:
         layer, calls = self.layer_of[id(module)], self.calls
         self.running = self.hidden = None
         if calls != 1:
-            raise CaptureError(
-                f"layer {layer} ({type(module).__name__}) called the attention kernel of "
-                f"transformers' table {calls} times, expected once; "
-                "this model cannot be recorded"
+            raise unrecordable(
+                f"layer {layer} called the kernel of transformers' table {calls} times, not once"
             )
 
     def called(
@@ -132,10 +135,7 @@ class _Interceptor:
     ) -> None:
         layer = self.layer_of[id(module)]
         if layer != self.running or self.hidden is None:
-            raise CaptureError(
-                f"the kernel of layer {layer} ran outside its attention module; "
-                "this model cannot be recorded"
-            )
+            raise unrecordable(f"the kernel of layer {layer} ran outside its attention module")
         self.calls += 1
         query, key, value = inputs
         call = KernelCall(
@@ -178,16 +178,16 @@ class _Interceptor:
         before, after = (keys[0] for keys in self.rotations[-1])
         new = key[:, key.shape[1] - rows :]
         if len(self.rotations) > 1 or after.shape != new.shape or before.shape != new.shape:
-            raise CaptureError(
+            raise unrecordable(
                 f"layer {layer} rotated keys {len(self.rotations)} times, of shape "
                 f"{list(after.shape)}, and its kernel got new keys of shape {list(new.shape)}; "
-                "expected one rotation of these keys; this model cannot be recorded"
+                "expected one rotation of these keys"
             )
         return before
 
 
 def hidden_states(
-    what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], advice: str
+    what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], advice: str = ""
 ) -> Tensor:
     """Return the hidden states [1, rows, hidden] that a module, `what`, was called with."""
     hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -211,10 +211,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
         if not isinstance(layer, int) or "Attention" not in type(module).__name__:
             continue
         if layer in modules:
-            raise CaptureError(
-                f"layer {layer} has two attention modules, expected one; "
-                f"{type(model).__name__} cannot be recorded"
-            )
+            raise unrecordable(f"layer {layer} has two attention modules, expected one")
         modules[layer] = module
     if not modules:
         raise CaptureError(
@@ -223,9 +220,8 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
         )
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", len(modules))
     if len(modules) != layers:
-        raise CaptureError(
-            f"{len(modules)} of {layers} layers of {type(model).__name__} have attention, expected "
-            "all; models whose other layers hold a state instead cannot be recorded"
+        raise unrecordable(
+            f"{len(modules)} of the model's {layers} layers have attention, expected all"
         )
     return dict(sorted(modules.items()))
 

@@ -23,8 +23,6 @@ PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 #: Names of the norm between residual stream and attention: most families, GPT-2.
 NORMS = ("input_layernorm", "ln_1")
 
-_ADVICE = "record the model without --residual"
-
 #: Returns a context in which a check runs, and which may catch its CaptureError.
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -57,8 +55,7 @@ class Projections:
             listed = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
             raise CaptureError(
                 f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
-                f"{type(model).__name__} are {listed}, expected one shape and dtype in all layers; "
-                "record the model without --o-proj"
+                f"{type(model).__name__} are {listed}, expected one shape and dtype in all layers"
             )
         ((shape, dtype),) = kinds
         self.hidden, self.dtype = int(shape[0]), DTYPES[dtype]
@@ -73,10 +70,7 @@ class Projections:
         weight = _matrix(what, self.modules[call.layer])
         heads, _, dim = call.out.shape
         if weight.shape[1] != heads * dim:
-            raise CaptureError(
-                f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} for each "
-                "query head; record the model without --o-proj"
-            )
+            raise CaptureError(f"{what} takes {weight.shape[1]} numbers, expected {heads} x {dim}")
         self.blocks[call.layer] = weight.T.unflatten(0, (heads, dim))
         self._unchecked[call.layer] = call.out[:, :CHUNK]
 
@@ -104,8 +98,7 @@ class Projections:
             if self._unchecked:
                 layer = min(self._unchecked)
                 raise CaptureError(
-                    f"layer {layer} did not apply its {self.names[layer]}, expected it after the "
-                    "attention kernel; record the model without --o-proj"
+                    f"layer {layer} did not apply its {self.names[layer]}, expected it"
                 )
 
     def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
@@ -121,7 +114,7 @@ class Projections:
             raise CaptureError(
                 f"{self.names[layer]} of layer {layer} differs by {error:.3g} (relative) from its "
                 f"weights times the attention output, expected at most {allowed:g}: there is an "
-                "adapter or a gate; merge it into the weights, or record the model without --o-proj"
+                "adapter or a gate; merge it into the weights"
             )
 
 
@@ -134,7 +127,7 @@ def _name(layer: int, module: nn.Module) -> str:
             return name
     raise CaptureError(
         f"layer {layer} ({type(module).__name__}) has no output projection, expected a module with "
-        f"a weight, named {' or '.join(PROJECTIONS)}; record the model without --o-proj"
+        f"a weight, named {' or '.join(PROJECTIONS)}"
     )
 
 
@@ -144,13 +137,12 @@ def _matrix(what: str, projection: nn.Module) -> Tensor:
     if weight.is_meta:
         raise CaptureError(
             f"{what} is offloaded until the layer runs, expected weights that stay on a device; "
-            "use another --device-map, or record the model without --o-proj"
+            "use another --device-map"
         )
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise CaptureError(
             f"{what} is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, expected "
-            f"a matrix of {', '.join(DTYPES.values())}; record the model unquantised or without "
-            "--o-proj"
+            f"a matrix of {', '.join(DTYPES.values())}; record the model unquantised"
         )
     return weight.T if isinstance(projection, Conv1D) else weight
 
@@ -209,13 +201,12 @@ class Residual:
         running, hidden = self._running or (None, None)
         if hidden is None or running != call.layer:
             raise CaptureError(
-                f"the attention of layer {call.layer} ran outside its decoder layer "
-                f"({type(self.layers[call.layer]).__name__}), expected inside; {_ADVICE}"
+                f"attention of layer {call.layer} ran outside its decoder layer, expected inside"
             )
         if len(hidden) != call.q.shape[1]:
             raise CaptureError(
-                f"decoder layer {call.layer} has {len(hidden)} input rows and its attention "
-                f"{call.q.shape[1]}, expected the same; {_ADVICE}"
+                f"layer {call.layer} has {len(hidden)} input rows and its attention "
+                f"{call.q.shape[1]}, expected the same"
             )
         if call.layer not in self._checked:
             self._check_norm(call, hidden)
@@ -226,25 +217,24 @@ class Residual:
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         what = f"decoder layer {layer} ({type(module).__name__})"
-        hidden = hidden_states(what, args, kwargs, f"; {_ADVICE}")
+        hidden = hidden_states(what, args, kwargs)
         kind = hidden.shape[-1], hidden.dtype
         self._kind = self._kind or kind
         if kind != self._kind or hidden.dtype not in DTYPES:
             raise CaptureError(
                 f"the input of decoder layer {layer} is {_describe(kind)}, expected "
-                f"{_describe(self._kind)} as before, of {', '.join(DTYPES.values())}; {_ADVICE}"
+                f"{_describe(self._kind)} as before, of {', '.join(DTYPES.values())}"
             )
         last, returned, writes = self._returned or (None, None, 0)
         before = self._before[layer]
         self._returned = None
         if last != before:
             raise CaptureError(
-                f"decoder layer {layer} ran {_order(last)}, expected {_order(before)}; {_ADVICE}"
+                f"decoder layer {layer} ran {_order(last)}, expected {_order(before)}"
             )
         if before is not None and not (writes == _writes(returned) and _same(returned, hidden)):
             raise CaptureError(
-                f"the input of decoder layer {layer} is not the output of layer {before}, "
-                f"expected it unchanged; {_ADVICE}"
+                f"the input of decoder layer {layer} is not the output of layer {before}"
             )
         self._running = layer, hidden[0]
 
@@ -272,8 +262,7 @@ class Residual:
         if not error <= allowed:
             raise CaptureError(
                 f"the input of the attention of layer {call.layer} differs by {error:.3g} "
-                f"(relative) from {name} of the residual, expected at most "
-                f"{allowed:g}; {_ADVICE}"
+                f"(relative) from {name} of the residual, expected at most {allowed:g}"
             )
 
 
@@ -291,13 +280,13 @@ def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
         if other != layer:
             raise CaptureError(
                 f"the attention modules of layers {other} and {layer} are in one "
-                f"{type(parent).__name__}, expected each in a decoder layer of its own; {_ADVICE}"
+                f"{type(parent).__name__}, expected each in a decoder layer of its own"
             )
     for layer, module in layers.items():
         if not isinstance(parents.get(id(module)), nn.ModuleList):
             raise CaptureError(
                 f"the attention of layer {layer} is in a {type(module).__name__} outside a list of "
-                f"layers, expected a decoder layer; {_ADVICE}"
+                "layers, expected a decoder layer"
             )
     return layers
 

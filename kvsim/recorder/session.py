@@ -288,14 +288,15 @@ class Session:
             yield
         except CaptureError as error:
             if self.options.o_proj if name == "o_proj" else self.options.residual:
-                raise
+                option = "--o-proj" if name == "o_proj" else "--residual"
+                raise CaptureError(f"{error}; record the model without {option}") from error
             if name == "o_proj":
                 self.projections = None
             else:
                 self.residual = None
             if name not in self._left_out:
                 self._left_out.add(name)
-                self.notes.append(f"recorded without {name}: {str(error).rpartition(';')[0]}")
+                self.notes.append(f"recorded without {name}: {str(error).partition(';')[0]}")
                 if self._recorder.sink is not None:
                     self._recorder.sink.drop(name)
 

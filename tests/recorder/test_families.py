@@ -337,13 +337,13 @@ REFUSED = {
         lambda: transformers.BloomForCausalLM(
             transformers.BloomConfig(vocab_size=64, hidden_size=48, n_layer=2, n_head=6)
         ),
-        "called the attention kernel of transformers' table 0 times",
+        "called the kernel of transformers' table 0 times",
     ),
     "a kernel of its own": (
         lambda: transformers.GPTJForCausalLM(
             transformers.GPTJConfig(vocab_size=64, n_embd=48, n_layer=2, n_head=6, rotary_dim=4)
         ),
-        "called the attention kernel of transformers' table 0 times",
+        "called the kernel of transformers' table 0 times",
     ),
     "chunks of attention": (
         lambda: Family(
@@ -360,7 +360,7 @@ REFUSED = {
     ),
     "layers without attention": (
         lambda: Family("Qwen3Next", "", changes={"num_hidden_layers": 4}).build("sdpa"),
-        "1 of 4 layers of Qwen3NextForCausalLM have attention",
+        "1 of the model's 4 layers have attention",
     ),
     "no attention": (
         lambda: transformers.MambaForCausalLM(
