@@ -173,8 +173,7 @@ def _checked_digest(file: GgufFile) -> str:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise CaptureError(
-            f"{file.path} cannot be read ({error.strerror or error}), expected a GGUF file; check "
-            "its permissions"
+            f"{file.path} cannot be read ({error.strerror or error}), expected a readable GGUF file"
         ) from error
     if file.sha256 not in (None, digest):
         raise CaptureError(
@@ -289,8 +288,7 @@ def _read(path: Path) -> GGUFReader:
     if not tokens:
         raise CaptureError(
             f"{path} has no tokenizer (its architecture is {architecture!r}), expected the file of "
-            "a whole language model; convert it with its tokenizer, or give a folder with "
-            "safetensors"
+            "a language model; convert it with its tokenizer, or give a folder with safetensors"
         )
     vocabulary = set(tokens)
     for merge in merges:

@@ -75,10 +75,7 @@ def _lines(source: Path) -> Iterator[tuple[int, str]]:
     try:
         kind = stat.S_IFMT(source.stat().st_mode)
         if kind not in (stat.S_IFREG, stat.S_IFDIR):  # a pipe may never end, nor a device
-            raise CaptureError(
-                f"{source} is not a regular file, expected a JSONL file of prompts; write them to "
-                "one first"
-            )
+            raise CaptureError(f"{source} is not a regular file, expected a JSONL file of prompts")
         with source.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 try:
@@ -103,14 +100,11 @@ def _object(line: str, where: str) -> dict[str, Any]:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise CaptureError(
-            f"{where}: {error.object[error.start]!a} is half of a character, expected whole ones; "
-            "write the line again"
+            f"{where}: {error.object[error.start]!a} is half of a character, expected whole ones"
         ) from None
     except (ValueError, RecursionError) as error:
         if not line.startswith("["):
-            raise CaptureError(
-                f"{where}: {error}, expected one JSON object on each line; write the line again"
-            ) from None
+            raise CaptureError(f"{where}: {error}, expected one JSON object on each line") from None
         row = []
     if isinstance(row, list):
         raise CaptureError(
@@ -129,15 +123,11 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
             raise CaptureError(f"{where}: {key} is {_short(value)}, expected {expected}")
     for key in ("id", "answer"):
         if row.get(key) is not None and not str(row[key]).strip():
-            raise CaptureError(
-                f"{where}: {key} is {_short(row[key])}, expected some text; leave it out if there "
-                "is none"
-            )
+            raise CaptureError(f"{where}: {key} is {_short(row[key])}, expected text or no {key}")
     name = f"prompt-{index:04d}" if row.get("id") is None else str(row["id"])
     if len(name) > _LONGEST_ID:
         raise CaptureError(
-            f"{where}: id has {len(name)} characters, expected at most {_LONGEST_ID}: it names the "
-            "trace"
+            f"{where}: id has {len(name)} characters, expected at most {_LONGEST_ID}"
         )
     labels = {name: row[name] for name in LABELS if row.get(name) is not None}
     if row.get("difficulty") is not None:

@@ -171,8 +171,7 @@ def _messages_end(context: list[dict[str, Any]], text: str, tokenizer: Any) -> i
     if not text.startswith(rendered):
         raise CaptureError(
             f"the chat template renders the first {len(context)} messages otherwise where others "
-            "follow, so the context cannot be found, expected a beginning of the whole text; give "
-            "token ids, with context a number"
+            "follow, expected a beginning of the whole text; give token ids, with context a number"
         )
     return len(rendered)
 
@@ -189,11 +188,10 @@ def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> N
             )
     context = context_length(model)
     if context is not None and len(ids) + len(response) > context:
-        what = f"{len(response)} tokens of response after a prompt of {len(ids)}"
+        after = f"{len(response)} tokens of response after " if response else ""
         raise CaptureError(
-            f"{what if response else f'the prompt has {len(ids)} tokens'}, expected at most the "
-            f"model's context of {context}; give a shorter {'one' if response else 'prompt'} or a "
-            "model with a longer context"
+            f"{after}a prompt of {len(ids)} tokens, expected at most the model's context of "
+            f"{context}; give fewer or a model with a longer context"
         )
 
 
@@ -221,15 +219,13 @@ def _messages(prompt: PromptLike, *, system: str | None, chat: bool) -> list[dic
         return None
     else:
         raise CaptureError(
-            "the prompt is token ids, expected text or chat messages for a system message; leave "
-            "--system out"
+            "the prompt is token ids, expected text or messages; leave the system message out"
         )
     if system is None:
         return messages
     if any(message.get("role") in _SYSTEM for message in messages):
         raise CaptureError(
-            "the chat has a system message, and another one is given; expected one of them, leave "
-            "--system out"
+            "the chat has a system message, and another one is given, expected one of them"
         )
     return [{"role": "system", "content": system}, *messages]
 
@@ -293,9 +289,8 @@ def _ids(prompt: object, what: str = "prompt") -> list[int]:
 def _need_tokenizer(tokenizer: Any, prompt: str, expected: str, what: str = "prompt") -> None:
     if tokenizer is None:
         raise CaptureError(
-            f"the {what} is {prompt}, and there is no tokenizer, expected {expected}; put the "
-            "tokenizer's files into the model's folder, or give token ids (`tokens` in a file of "
-            "prompts)"
+            f"the {what} is {prompt}, and there is no tokenizer, expected {expected}; put its "
+            "files into the model's folder, or give token ids (`tokens` in a file of prompts)"
         )
 
 

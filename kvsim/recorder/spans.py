@@ -72,8 +72,7 @@ def offsets(text: str, tokenizer: Any, *, special: bool) -> list[Span]:
     if not getattr(tokenizer, "is_fast", False):
         raise CaptureError(
             f"the tokenizer ({type(tokenizer).__name__}) does not say where its tokens are in the "
-            "text, expected a fast one (tokenizer.json); give the prompt and the needle as token "
-            "ids and spans"
+            "text, expected a fast one (tokenizer.json); give token ids and spans"
         )
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
     return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]

@@ -147,7 +147,7 @@ def test_an_unknown_keyword_is_named():
         ({"stop": ""}, "expected text that is not empty"),
         ({"stop": "w1"}, "stop is text, and there is no tokenizer"),
         ({"system": " "}, "system is empty"),
-        ({"system": "w1"}, "token ids, expected text or chat messages for a system message"),
+        ({"system": "w1"}, "token ids, expected text or messages; leave the system message out"),
         ({"overwrite": True, "resume": True}, "overwrite and resume are both given"),
         ({"layers": []}, "layers is empty"),
         ({"layers": [0, 4]}, "the model has no layer 4, expected numbers from 0 to 3"),
@@ -532,7 +532,7 @@ def test_text_parts_are_one_text(tmp_path):
             r"a chat \(--chat\), and there is no tokenizer, expected one with a",
         ),
         ("w1", {"system": "w2"}, r"a chat \(a system message\), and there is no tokenizer"),
-        (parts("w1"), {}, r"a chat \(messages\), and .*; put the tokenizer's files into the model"),
+        (parts("w1"), {}, r"a chat \(messages\), and .*; put its files into the model"),
     ],
 )
 def test_text_without_a_tokenizer(prompt, options, message, runs):

@@ -870,7 +870,7 @@ def test_the_coldest_temperature_takes_the_most_likely_token():
         ([-1], "token id -1"),
         ([0.5], "expected text, a list of chat messages, or a list of token ids"),
         ([[1, 2], [3]], "expected text, a list of chat messages"),
-        ([1] * 1025, "the prompt has 1025 tokens, expected at most the model's context of 1024"),
+        ([1] * 1025, "a prompt of 1025 tokens, expected at most the model's context of 1024"),
         ([{"role": "user", "content": "w1"}], "no chat template"),
     ],
 )

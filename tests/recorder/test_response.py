@@ -100,7 +100,11 @@ def test_lines_of_a_file(tmp_path):
         ("", {}, "the response is empty, expected text or token ids"),
         ([], {}, "the response is empty, expected text or token ids"),
         ([[1], [2]], {}, r"the response is list of shape \(2, 1\)"),
-        ([1] * 899, {}, "899 tokens of response after a prompt of 2, expected .* context of 900"),
+        (
+            [1] * 899,
+            {},
+            "899 tokens of response after a prompt of 2 tokens, expected .* context of 900",
+        ),
         ([3], {"max_new_tokens": 4}, "max_new_tokens is 4 and a response is given, expected one"),
     ],
 )
