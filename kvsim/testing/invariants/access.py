@@ -36,18 +36,6 @@ def _account(
         )
 
 
-def _noise(trial: Trial, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Queries, keys and values of the case, others where mask is True [layer, head or 1, pos]."""
-    rng = np.random.default_rng(trial.salt)
-    out = {}
-    for name in "qkv":
-        array = getattr(trial.case, name)
-        other = (3 * rng.standard_normal(array.shape)).astype(array.dtype)
-        repeated = np.repeat(mask, array.shape[1] // mask.shape[1], axis=1)
-        out[name] = np.where(repeated[..., None], other, array)
-    return out
-
-
 def reads_what_is_resident(trial: Trial) -> None:
     """No row reads a page that it does not have, and what has left has no say in what is read."""
     record = trial.record
@@ -63,7 +51,7 @@ def reads_what_is_resident(trial: Trial) -> None:
                 f"row {row} of layer {at} reads a page of which it has no entry",
             )
     last = max([record.reads.first - 1, *(e for e in record.events if e < trial.case.n - 1)])
-    noise = _noise(trial, record.evicted_at <= last)
+    noise = trial.noise(record.evicted_at <= last)
     noise["q"] = trial.case.q
     other = _account(trial, record.evicted_at, trial.budget, **noise)
     _same_reads(record.reads, other, slice(last + 1, trial.case.n), "dead entries overwritten")
@@ -76,7 +64,7 @@ def reading_is_causal(trial: Trial) -> None:
         return
     now = record.reads.first + trial.salt % (trial.case.n - record.reads.first)
     later = (np.arange(trial.case.n) > now)[None, None]
-    other = _account(trial, record.evicted_at, trial.budget, **_noise(trial, later))
+    other = _account(trial, record.evicted_at, trial.budget, **trial.noise(later))
     _same_reads(record.reads, other, slice(record.reads.first, now + 1), f"rows after {now}")
 
 
@@ -168,7 +156,7 @@ def storing_is_causal(trial: Trial) -> None:
     if codec is None:
         return
     now = trial.salt % case.n
-    later = _noise(trial, (np.arange(case.n) > now)[None, None])
+    later = trial.noise((np.arange(case.n) > now)[None, None])
     gone = torch.from_numpy(record.gone_after)
     for which, name in enumerate("kv"):
         first = case.prompt_len - 1

@@ -6,6 +6,7 @@ order of the heads.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -66,12 +67,7 @@ def causality(trial: Trial) -> None:
     now = case.prompt_len - 1 + trial.salt % (case.n - case.prompt_len + 1)
     if trial.record.events and trial.salt % 4:  # mostly a row whose event evicts
         now = trial.record.events[trial.salt % len(trial.record.events)]
-    rng = np.random.default_rng(trial.salt)
-    later = {}
-    for name in "qkv":
-        array = getattr(case, name).copy()
-        array[:, :, now + 1 :] = 3 * rng.standard_normal(array[:, :, now + 1 :].shape)
-        later[name] = array
+    later = trial.noise((np.arange(case.n) > now)[None, None])
     changed = replace(trial, case=replace(case, **later))
     trial.same(changed.replay().evicted_at, f"rows after {now} changed", until=now + 1)
     past = {name: getattr(case, name)[:, :, : now + 1] for name in "qkv"}
@@ -98,11 +94,7 @@ def unknown_question(trial: Trial) -> None:
         return
     if True in cut.ways:
         cut.same(cut.replay(by_row=False).evicted_at, f"compress {compress!r}: event by event")
-    other = {}
-    for name in "qkv":
-        array = getattr(case, name).copy()
-        array[:, :, context_len:] = 3 * rng.standard_normal(array[:, :, context_len:].shape)
-        other[name] = array
+    other = trial.noise((np.arange(case.n) >= context_len)[None, None])
     longer = int(rng.integers(context_len, case.n + 1))
     changed = replace(cut, case=replace(case, prompt_len=longer, **other))
     past = {name: getattr(case, name)[:, :, :context_len] for name in "qkv"}
@@ -140,18 +132,11 @@ def absent_rows(trial: Trial) -> None:
     """Queries, keys and values of rows that do not reach a layer change nothing there."""
     if trial.present.all():
         return
-    rng = np.random.default_rng(trial.salt)
-    absent = ~trial.present[:, None, :, None]
+    absent = ~trial.present[:, None]
     if trial.policy.propagation is not None and trial.policy.propagation.restarts:
         dropped = trial.record.selection.dropped[0] if trial.record.selection else 0
-        absent = absent & (np.arange(len(absent)) > dropped)[:, None, None, None]
-    case = trial.case
-    moved = {}
-    for name in "qkv":
-        array = getattr(case, name)
-        noise = (3 * rng.standard_normal(array.shape)).astype(array.dtype)
-        moved[name] = np.where(absent, noise, array)
-    record = replace(trial, case=replace(case, **moved)).replay()
+        absent = absent & (np.arange(len(absent)) > dropped)[:, None, None]
+    record = replace(trial, case=replace(trial.case, **trial.noise(absent))).replay()
     trial.same(record.evicted_at, "rows that do not reach the layer were overwritten")
 
 
@@ -195,17 +180,16 @@ def layer_blocks(trial: Trial) -> None:
 
 
 def _smallest_memory(trial: Trial) -> int:
-    low, high = 0, 1 << 40  # too little, enough
     trace = trial.case.trace()
     trace = trace.per_query_head() if trial.policy.per_query_head else trace
-    while high - low > 1 << 10:
-        middle = (low + high) // 2
-        try:  # the limit does not depend on what is evicted
-            layers_per_block(trace, trial.policy, middle)
-            high = middle
+
+    def enough(memory: int) -> bool:  # whatever is evicted
+        try:
+            return layers_per_block(trace, trial.policy, memory) > 0
         except MemoryLimitError:
-            low = middle
-    return high
+            return False
+
+    return bisect_left(range(1 << 40), x=True, key=enough)
 
 
 def thread_count(trial: Trial) -> None:

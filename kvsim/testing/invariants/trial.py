@@ -189,6 +189,17 @@ class Trial:
             protect=(protect.sink, protect.recent, protect.prompt),
         )
 
+    def noise(self, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """Queries, keys and values, others where mask is True [layer or 1, head or 1, pos]."""
+        rng = np.random.default_rng(self.salt)
+        out = {}
+        for name in "qkv":
+            array = getattr(self.case, name)
+            other = (3 * rng.standard_normal(array.shape)).astype(array.dtype)
+            repeated = np.repeat(mask, array.shape[1] // mask.shape[1], axis=1)
+            out[name] = np.where(repeated[..., None], other, array)
+        return out
+
     def same(self, other: npt.ArrayLike, change: str, *, until: int = NEVER) -> None:
         """Raise Broken where `other` [layer, head, pos] evicts otherwise, up to row `until`."""
         before, after = self.record.evicted_at, np.asarray(other)
