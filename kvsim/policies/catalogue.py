@@ -1,4 +1,4 @@
-"""Every policy by name: its pieces, its schedule, its presets and its paper."""
+"""Every policy, reader and codec by name: its pieces, its schedule and its presets."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from kvsim.policies.knorm import Knorm
 from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
+from kvsim.policies.lengths import MEANT_FOR
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.paged import NormRatio, Paged
-from kvsim.policies.papers import MEANT_FOR, PAPERS
 from kvsim.policies.per_token import Floats, Integers
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
@@ -149,7 +149,12 @@ _ENTRIES: Mapping[str, Entry] = {
         params={"redundancy": False, "fusion": "sum"},
     ),
     "rkv": Entry("what a window attends to, less redundancy of keys", RKV, _EVERY_128),
-    "morphkv": Entry("what a window attends to, as in G-KV's baseline", Local, _EVERY_128),
+    "morphkv": Entry(
+        "what a window attends to, as in G-KV's baseline",
+        Local,
+        _EVERY_128,
+        paper="arXiv 2503.00979",
+    ),
     "cake": Entry(
         "what gets much or varying attention; layers share one budget by their attention",
         Cake,
@@ -350,7 +355,6 @@ _PRESETS: Mapping[str, Preset] = {
 CATALOGUE: Mapping[str, Entry] = {
     name: replace(
         entry,
-        paper=PAPERS.get(name, ""),
         meant_for=MEANT_FOR.get(name, {}),
         presets={
             full.removeprefix(f"{name}@"): replace(preset, meant_for=MEANT_FOR.get(full))
@@ -367,22 +371,19 @@ ACCESS: Mapping[str, Entry] = {
         "reads pages whose keys could have the largest logits",
         Quest,
         None,
-        "arXiv 2406.10774",
-        {"release": Preset("reads at least three pages", params={"least": 3})},
+        presets={"release": Preset("reads at least three pages", params={"least": 3})},
     ),
     "double_sparsity": Entry(
         "reads entries with the largest products over a few channels",
         DoubleSparsity,
         None,
-        "arXiv 2408.07092",
         required={"calibration": "prefix:64"},
     ),
     "infllm": Entry(
         "reads the first and last entries, and blocks by representative ones",
         InfLLM,
         None,
-        "arXiv 2402.04617",
-        {
+        presets={
             "release": Preset(
                 "blocks of 128, 128 first and 4,096 last entries",
                 params={"page": 128, "sink": 128, "local": 4096},
@@ -393,15 +394,12 @@ ACCESS: Mapping[str, Entry] = {
         "reads pages by a few channels, of what stays after the prompt",
         RocketKV,
         None,
-        "arXiv 2502.14051",
         default="snapkv",
         inner={"snapkv": {"pool_kernel": 63}},
     ),
     "topk": Entry("reads the entries that a row attends to most: a bound", TopK, None),
     "topp": Entry("reads the fewest entries with a share of a row's attention", TopP, None),
-    "kivi": Entry(
-        "stores few bits: keys per channel, values per token", Kivi, None, "arXiv 2402.02750"
-    ),
+    "kivi": Entry("stores few bits: keys per channel, values per token", Kivi, None),
     "int8": Entry("stores 8 bits, with a scale per token", Integers, None),
     "int4": Entry(
         "stores 4 bits, with a scale per token", Integers, None, params={"bits_per_number": 4}

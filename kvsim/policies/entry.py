@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,9 +33,10 @@ class Entry:
     """A name of the catalogue: what it keeps, from which paper, its pieces and presets.
 
     piece: a scorer, a wrapper (a scorer that has a field `scorer`), an allocator or a propagation.
-    schedule: its own; None where the scorer inside decides. layer_budgets: takes the piece's
-    parameters of the same names. policy: other fields of the Policy. inner: parameters that a
-    scorer inside, by name, takes for its defaults there. default: the scorer inside where none is
+    schedule: its own; None where the scorer inside decides. paper: by default the first one that
+    the piece's file names in the first two paragraphs of its docstring. layer_budgets: takes the
+    piece's parameters of the same names. policy: other fields of the Policy. inner: parameters that
+    a scorer inside, by name, takes for its defaults there. default: the scorer inside where none is
     named, of a reader the eviction in front. shares: of a propagation, parameters whose values that
     scorer takes over. required: parameters without a default, and an example of each. meant_for:
     parameters that are lengths, and the budget that their values are meant for; the preset `scaled`
@@ -54,6 +57,13 @@ class Entry:
     required: Mapping[str, Any] = field(default_factory=dict)
     meant_for: Mapping[str, int] = field(default_factory=dict)
     scaled: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.paper:
+            module = sys.modules.get((self.layer_budgets or self.piece).__module__)
+            head = (getattr(module, "__doc__", None) or "").split("\n\n")[:2]
+            cited = re.search(r"(arXiv|openreview) [\w.]*\w", " ".join(" ".join(head).split()))
+            object.__setattr__(self, "paper", cited[0] if cited else "")
 
     @property
     def kind(self) -> str:

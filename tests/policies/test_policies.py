@@ -8,7 +8,7 @@ import pytest
 import kvsim
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
-from kvsim.policies import CATALOGUE, describe, names, parameters
+from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
 from kvsim.testing.strategies import make_case
 
 
@@ -52,6 +52,19 @@ def test_every_policy_names_its_source_and_its_formula(name):
     assert getattr(entry.piece, formula).__doc__
     if not preset and name != "observed_attention":  # H2O's measure as kvpress averages it
         assert any(entry.paper in doc for doc in docs)
+
+
+def test_papers_are_those_that_files_name_first():
+    """An entry has the paper of its file; what has no paper has none, whatever its file cites."""
+    papers = {name: entry.paper for name, entry in {**CATALOGUE, **ACCESS}.items()}
+    without = {name for name, paper in papers.items() if not paper}
+
+    assert without == {"full", "random", "oracle", "union", "topk", "topp", "int8", "int4", "fp8"}
+    assert papers["dropkv"] == "openreview UVbaJoD3Qa"
+    assert papers["pyramidkv"] == "arXiv 2406.02069"
+    assert papers["observed_attention"] == "arXiv 2306.14048"
+    assert (papers["morphkv"], papers["gkv"]) == ("arXiv 2503.00979", "arXiv 2512.00504")
+    assert papers["quest"] == "arXiv 2406.10774"
 
 
 @pytest.mark.parametrize("name", names())
