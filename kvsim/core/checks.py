@@ -160,29 +160,18 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
             raise TraceError(
                 f"{where}: {name} has shape {shape}, expected [{', '.join(axes)}], none of them 0"
             )
-    layers, qheads, n_pos, dim = shapes["q"]
+    _, qheads, n_pos, _ = shapes["q"]
     heads = shapes["k"][1]
-    # any hidden size, but the same in both
-    hidden = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
-    window = min(shapes.get("attention_window", (0, 0, n_pos))[2], n_pos)
-    rows = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
-    expected = {
-        "k": (layers, heads, n_pos, dim),
-        "v": (layers, heads, n_pos, dim),
-        "attn_out": (layers, qheads, n_pos, dim),
-        "lse": (layers, qheads, n_pos),
-        "o_proj": (layers, qheads, dim, hidden),
-        "residual": (layers, n_pos, hidden),
-        "residual_norm": (layers, n_pos),
-        "probe_q": (layers, qheads, rows, dim),
-        "probe_k": (layers, heads, rows, dim),
-        "attention": (layers, qheads, n_pos, n_pos),
-        "attention_window": (layers, qheads, window, n_pos),
-    }
+    sizes = {**dict(zip(AXES["q"], shapes["q"], strict=True)), "head": heads}
+    # any size, but the same in both
+    sizes["hidden"] = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
+    sizes["probe"] = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
     for name, shape in shapes.items():
-        if name in expected and shape != expected[name]:
+        sizes["row"] = min(shape[2], n_pos) if name == "attention_window" else n_pos
+        expected = tuple(sizes[axis] for axis in AXES[name])
+        if shape != expected:
             raise TraceError(
-                f"{where}: {name} has shape {shape}, expected {expected[name]} "
+                f"{where}: {name} has shape {shape}, expected {expected} "
                 f"[{', '.join(AXES[name])}] to fit q {shapes['q']} and {heads} KV heads"
             )
     if qheads % heads:
