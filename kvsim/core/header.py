@@ -55,7 +55,7 @@ class Header:
 
     @property
     def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Token spans (start, end) of the prompt by name, such as those of its `needle`."""
+        """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
         return {
             name: tuple((start, end) for start, end in spans)
             for name, spans in self.meta.get("spans", {}).items()
@@ -63,7 +63,7 @@ class Header:
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of a response that was given, else none."""
+        """Log-likelihood of each token of a response that was given, in nats; else none."""
         return tuple(self.meta.get("response_logprobs", ()))
 
     @property

@@ -83,20 +83,22 @@ class TraceSource:
             first = start // CHUNK * CHUNK
             last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
             self._window, self._window_start = self._read("q", slice(first, last)), first
-        q = self._window[:, :, start - first : stop - first]
-        out: Tensor = q.unflatten(1, (self._trace.n_heads, -1))
+        return self._grouped(self._window[:, :, start - first : stop - first])
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """x [L, query head, ...] with the query heads of each KV head, [L, H, G, ...]."""
+        out: Tensor = x.unflatten(1, (self._trace.n_heads, -1))
         return out
 
     @cached_property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]."""
-        out: Tensor = self._read("o_proj").unflatten(1, (self._trace.n_heads, -1))
-        return out
+        return self._grouped(self._read("o_proj"))
 
     @cached_property
     def probe(self) -> ProbeRows:
         """Queries [L, H, G, P, d] and keys [L, H, P, d] of rows that repeat the context."""
-        queries = self._read("probe_q").unflatten(1, (self._trace.n_heads, -1))
+        queries = self._grouped(self._read("probe_q"))
         return ProbeRows(queries, self._read("probe_k"), self._trace.header.probe_chunks)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -106,11 +108,10 @@ class TraceSource:
 
     @cached_property
     def _full(self) -> tuple[Tensor, Tensor]:
-        group = (self._trace.n_heads, -1)
         with torch.inference_mode(mode=False):
             arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
             output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
-        return output.unflatten(1, group), lse.unflatten(1, group)
+        return self._grouped(output), self._grouped(lse)
 
     def poison(self, gone: Tensor) -> None:
         """Overwrite keys and values with NaN where gone [L, H, T] (for tests)."""

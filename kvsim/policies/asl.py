@@ -40,7 +40,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.policies.window import Pool, over_heads, pooling_flops, smooth
+from kvsim.policies.window import Pool, over_heads, pooled_flops, smooth
 
 # Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 # (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
@@ -53,13 +53,6 @@ def pooled_scores(view: View, window: int, pool: Pool, kernel: int) -> Tensor:
     before = view.pos.shape[-1] - window
     vote = view.attn(window)[..., :before].sum(3)  # [L, H, G, n - w]
     return over_heads(smooth(vote, pool, kernel), 1)
-
-
-def pooled_flops(event: Event, window: int, pool: Pool, kernel: int) -> Flops:
-    """Attention of the window, its sum, pooled per query head, summed over the heads."""
-    h, _, _, n = event.sizes
-    w = event.window(window)
-    return event.attention(w) + Flops(0, h * n * (w + pooling_flops(pool, kernel) + 1))
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from kvsim.core.parameters import Above, AtLeast, AtMost, Odd
 from kvsim.core.propagation import Selection, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.asl import AtLayer, best_and_rest, pooled_flops, pooled_scores, ranks
-from kvsim.policies.window import Pool
+from kvsim.policies.asl import AtLayer, best_and_rest, pooled_scores, ranks
+from kvsim.policies.window import Pool, pooled_flops
 
 
 @dataclass(frozen=True)

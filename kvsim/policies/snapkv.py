@@ -24,7 +24,7 @@ from torch import Tensor
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.view import View
-from kvsim.policies.window import Windowed, before_window, over_heads, pooling_flops, smooth
+from kvsim.policies.window import Windowed, before_window, over_heads, pooled_flops, smooth
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,4 @@ class SnapKV(Windowed):
 
     def flops(self, event: Event) -> Flops:
         """Attention, its mean over the window, pooling and mean over the group per query head."""
-        h, _, _, n = event.sizes
-        w = event.window(self.window)
-        pooling = pooling_flops(self.pool, self.pool_kernel)
-        return event.attention(w) + Flops(0, h * n * (w + pooling + 1))
+        return pooled_flops(event, self.window, self.pool, self.pool_kernel)

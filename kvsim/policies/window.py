@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
@@ -71,6 +72,13 @@ def over_heads(pooled: Tensor, first: int) -> Tensor:
     """
     out: Tensor = pooled.flatten(first, -2).mT.contiguous().sum(-1)
     return out
+
+
+def pooled_flops(event: Event, window: int, pool: Pool, kernel: int) -> Flops:
+    """Attention of the window, its sum, pooled per query head, summed over the heads."""
+    h, _, _, n = event.sizes
+    w = event.window(window)
+    return event.attention(w) + Flops(0, h * n * (w + pooling_flops(pool, kernel) + 1))
 
 
 def pooling_flops(pool: Pool, kernel: int) -> int:
