@@ -81,9 +81,9 @@ class LaCache(Scorer):
             place = ahead.cumsum(-1) - 1
             whole = ahead & (place // group < ahead.sum(-1, keepdim=True) // group)
             inside = place % group - offset
-            leaves = whole & ((inside < 0) | (inside >= kept))
+            done = whole & (place // group < -(-excess // drops))  # until the rest fits
+            leaves = done & ((inside < 0) | (inside >= kept))
             turns = torch.where(leaves, place + float(turn), turns)
-            done = whole & (place // group < -(-excess // drops))
             last = view.pos.where(done, -1).amax(-1, keepdim=True)
             cursor = torch.where(last >= 0, last, cursor)
             excess = (excess - leaves.sum(-1, keepdim=True)).clamp(min=0)
