@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import torch
@@ -47,23 +48,7 @@ class Pyramid(LayerBudgets):
 
     def planned(self, budget: int, n_layers: int, longest: int) -> Sequence[int]:
         """The budgets of all layers where they are fixed; their mean is `budget`."""
-        if self.rule != "fixed":
-            return (budget,)
-        least = min(self.window, budget)  # a smaller budget is refused, for the window is kept
-        most = max(longest, budget)
-        last = budget / self.beta
-        first = 2 * budget - last
-        if first >= longest - self.window:
-            first = longest - self.window
-            last = 2 * budget - first
-        share = torch.linspace(first, last, n_layers, dtype=torch.float64)
-        if n_layers == 1:
-            share = torch.tensor([float(budget)], dtype=torch.float64)
-        share = share.clamp(min=least, max=most)
-        total = torch.tensor(n_layers * budget)
-        floor = torch.full((n_layers,), least)
-        cap = torch.full((n_layers,), most)
-        return [int(b) for b in apportion(total, share - least, floor, cap).tolist()]
+        return _planned(self, budget, n_layers, longest) if self.rule == "fixed" else (budget,)
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """n_l, int [L]."""
@@ -82,3 +67,23 @@ class Pyramid(LayerBudgets):
         share = (first - view.layers * step).round().long()  # halves to even, as Python rounds
         falls = (held >= first) & (first >= last) & (last >= self.window)
         return torch.where(falls, share, budget).clamp(min=view.setting.protected)
+
+
+@lru_cache(maxsize=1024)  # every event and every search for the smallest budget asks again
+def _planned(pyramid: Pyramid, budget: int, n_layers: int, longest: int) -> tuple[int, ...]:
+    """`Pyramid.planned` of the rule "fixed"."""
+    least = min(pyramid.window, budget)  # a smaller budget is refused, for the window is kept
+    most = max(longest, budget)
+    last = budget / pyramid.beta
+    first = 2 * budget - last
+    if first >= longest - pyramid.window:
+        first = longest - pyramid.window
+        last = 2 * budget - first
+    share = torch.linspace(first, last, n_layers, dtype=torch.float64)
+    if n_layers == 1:
+        share = torch.tensor([float(budget)], dtype=torch.float64)
+    share = share.clamp(min=least, max=most)
+    total = torch.tensor(n_layers * budget)
+    floor = torch.full((n_layers,), least)
+    cap = torch.full((n_layers,), most)
+    return tuple(apportion(total, share - least, floor, cap).tolist())

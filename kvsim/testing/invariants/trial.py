@@ -6,6 +6,7 @@ rounding decides.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -229,12 +230,15 @@ def require(condition: object, message: str) -> None:
 def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None) -> int:
     """The smallest budget that the policy has a rule for on this trace, its length at most."""
     layers, _, _, n, _ = case.shape
-    for budget in range(1, n):
+
+    def works(budget: int) -> bool:
         try:
             policy.check_budget(
                 budget, prompt_len=case.prompt_len, n_layers=layers, schedule=schedule
             )
         except BudgetError:
-            continue
-        return budget
-    return max(1, n)
+            return False
+        return True
+
+    # all budgets above one that works do, too
+    return bisect_left(range(n), x=True, lo=1, key=works)
