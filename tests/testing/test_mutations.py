@@ -316,7 +316,7 @@ CAUGHT: list[tuple[Bug, str, dict[str, Any], tuple[str, ...]]] = [
     (future_queries, "h2o", {}, ("causality", "naive_replay")),
     (future_queries, "snapkv", {"window": 4}, ("causality", "naive_replay")),
     (future_softmax, "tova", {}, ("causality", "rows_equal_events")),
-    (question_in_the_setting, "pyramidkv", {"window": 4}, ("unknown_question",)),
+    (question_in_the_setting, "pyramidkv", {"window": 1}, ("unknown_question",)),
     (window_in_the_question, "snapkv", {"window": 4}, ("unknown_question",)),
     (window_not_causal, "snapkv", {"window": 4}, ("naive_replay",)),
     (window_not_causal, "h2o", {}, ("naive_replay",)),
