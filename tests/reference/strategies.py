@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import reference
 from kvsim.schema import NEVER
 from kvsim.testing.loops import Outcome, event_rows
-from kvsim.testing.strategies import Case, draw_budget, draw_schedule, mostly
+from kvsim.testing.strategies import Case, draw_budget, draw_schedule
 from reference.rules import RULES, defaults, parse, smallest_budget
 
 
@@ -54,14 +54,16 @@ def naive(case: Case, setup: Setup) -> Outcome:
 
 
 def _whole(least: int, most: int) -> Callable[[int], st.SearchStrategy[Any]]:
-    return lambda _: st.integers(least, most)
+    numbers = st.integers(least, most)
+    return lambda _: numbers
 
 
 _SWITCH = (True, False)
 
 
 def _one(*values: Any) -> Callable[[int], st.SearchStrategy[Any]]:
-    return lambda _: st.sampled_from(values)
+    choice = st.sampled_from(values)
+    return lambda _: choice
 
 
 #: What a parameter may be, given the longest window that is useful; the others keep their defaults.
@@ -141,17 +143,20 @@ def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
     return drawn
 
 
+_OFTEN = st.sampled_from((True,) * 11 + (False,))
+
+
 @st.composite
 def setups(draw: st.DrawFn, case: Case, names: Sequence[str] = tuple(RULES)) -> Setup:
     """A built-in policy with parameters, schedule and a budget that it has a rule for.
 
     Most budgets are below what the last event finds, so that something is evicted.
     """
-    name = draw(st.sampled_from(names))
+    name = draw(st.sampled_from(names)) if len(names) > 1 else names[0]
     interval, prefill = draw_schedule(draw, case.n, case.prompt_len)
     every = parse(name).schedule[0] if interval is None else interval
     last = max(event_rows(case.n, case.prompt_len, interval=every, prefill=prefill), default=0)
-    useful = mostly(draw, st.just(max(1, min(10, last))), st.just(10))
+    useful = max(1, min(10, last)) if draw(_OFTEN) else 10
     params = draw_parameters(draw, name, useful)
     least = smallest_budget(name, params, case.n - 1, prompt_len=case.prompt_len)
     if "n_future" in params:  # moments need two samples behind the sinks
