@@ -32,7 +32,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 from plain_figures import leave_out_layouts
 
 #: What commands import when they need it.
-LATER = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "pydantic", "zarr")
+LATER = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "pydantic",
+    "scipy.ndimage",
+    "scipy.optimize",
+    "scipy.stats",
+    "zarr",
+)
 
 
 def serve(listener: socket.socket) -> None:
