@@ -70,8 +70,8 @@ def policy_names() -> str:
         "wrapper": "wrappers",
         "allocator": "allocators",
         "propagation": "across layers",
-        "reader": "readers: what rows read of the cache, behind an eviction or alone",
-        "codec": "codecs: as what entries are stored, behind these or alone",
+        "reader": "readers: which of the held entries a row reads",
+        "codec": "codecs: in how many bits entries are stored",
     }
     for kind, plural in kinds.items():
         names = [
@@ -132,7 +132,9 @@ def policy_notes() -> str:
             else:
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
         if elsewhere and docs:
-            docs.append(f"A part of the rule or of a preset is under {' and '.join(elsewhere)}.")
+            here = pieces[0].__module__.endswith(f".{name}")
+            what = "rule of a preset" if here else "rest of the rule"
+            docs.append(f"The {what} is under {' and '.join(elsewhere)}.")
         elif elsewhere:
             docs.append(f"Keeps {entry.summary}. The rule is under {' and '.join(elsewhere)}.")
         lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]

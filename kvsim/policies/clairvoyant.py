@@ -16,11 +16,11 @@ from kvsim.core.reading import Heads, Pages, Reader
 class TopK(Reader):
     """Every row reads the entries that it attends to most: a bound, since all keys are read.
 
-    No other choice of as many entries has more of the row's attention over what is resident. The
-    error of its output can still be larger than another's. With `heads` kv or layer, the mean of
-    the attention of these query heads decides.
+    No other choice of as many held entries has more of the row's attention. The error of its output
+    can still be larger than another's. With `heads` kv or layer, the mean of the attention of these
+    query heads decides.
 
-    share: of the budget, what a row reads.
+    `share`: the part of the budget that a row reads.
     """
 
     label: ClassVar[str] = "topk"
@@ -46,9 +46,9 @@ class TopK(Reader):
 class TopP(Reader):
     """Every row reads the fewest entries that have a share p of its attention; all keys are read.
 
-    How many differs by row and head, and no budget binds. Nearest to a rule in a paper: Twilight
-    (arXiv 2502.02770), which estimates the attention. With `heads` kv or layer, the mean of the
-    attention of these query heads decides.
+    Their number differs by row and head, and the budget is ignored. The nearest rule of a paper is
+    Twilight (arXiv 2502.02770), which estimates the attention. With `heads` kv or layer, the mean
+    of the attention of these query heads decides.
     """
 
     label: ClassVar[str] = "topp"

@@ -27,9 +27,9 @@ class DoubleSparsity(Sourced, Reader):
     row multiplies the labels with its query's and reads the entries with the largest products
     (Algorithm 1).
 
-    calibration: the rows that channels are chosen from, as `qfilter` takes it. channels: share of
-    the channels that a label has. bits: of a label's number, 16 for those of the key. share: of the
-    budget, what a row reads. heads: query heads that read the same entries.
+    `calibration`: the rows from which channels are chosen. `channels`: the share of a key's
+    channels that its label has. `bits`: bits of each number of a label; 16 are those of the key.
+    `share`: the part of the budget that a row reads.
 
     The defaults are those of the authors' code (evaluation/perplexity_eval.py: group_factor 4,
     q_bits 4, channel "qk"; the first two layers read everything). It rounds a label to the steps

@@ -22,10 +22,10 @@ class InfLLM(Reader):
     a block with the highest scores represent it. A block's relevance is the product of the query
     with the representatives' keys, added up over all heads, and all heads read the same blocks.
 
-    page: entries of a block. representatives: of a block. sink, local: first and last entries that
-    every row reads; local None is two thirds of what a row reads, as in the paper's setting (4,096
-    of 6,272). share: of the budget, what a row reads, these entries included; at least one block is
-    chosen. heads: query heads that read the same blocks.
+    `page`: entries of a block. `representatives`: how many of them represent it. `sink`, `local`:
+    first and last entries, which every row reads; local None is two thirds of what a row reads, as
+    in the paper's setting (4,096 of 6,272). `share`: the part of the budget that a row reads, these
+    entries included; a row chooses at least one block.
 
     Deviations. Blocks are those of the cache, so the sinks and the local window are read in whole
     blocks, which is more than `share` where blocks are large next to the budget. Rows of the prompt

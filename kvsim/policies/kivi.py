@@ -16,17 +16,17 @@ from kvsim.errors import PolicyError
 class Kivi(Codec):
     """Keys are rounded in groups of tokens, channel by channel, values token by token.
 
-    Round to nearest between the smallest and the largest value of a group, in 2^bits levels
-    (section 3.1). Keys after RoPE: `group` tokens of one channel share their limits; the oldest
-    `window` of them are rounded as soon as `window` are exact. Values: `group` channels of one
-    token share theirs; the `window` most recent ones are exact (section 3.3, Algorithm 1). A row
-    sees exactly what leaves the window after it. Smallest value and step are stored in 16 bits.
+    Numbers are rounded to the nearest of 2^bits levels between the smallest and the largest value
+    of a group (section 3.1). A group of keys (after RoPE) is one channel of `group` tokens; exact
+    keys are collected until there are `window` of them, which are then rounded together. A group of
+    values is `group` channels of one token; the `window` most recent values stay exact (section
+    3.3, Algorithm 1). Rounding follows the row after which it is due: this row still sees exact
+    numbers. Smallest value and step are stored in 16 bits. In the paper's experiments `group` is 32
+    and `window` 128.
 
-    bits: of a number. group, window: 32 and 128 in the paper's experiments.
-
-    Deviations: limits have the precision of the trace and not fp16. Beside an eviction, a group has
-    the `group` oldest exact entries that are resident, whatever lay between them; the paper evicts
-    nothing.
+    Deviations: limits have the precision of the trace and not fp16. Behind an eviction, a group of
+    keys has the `group` oldest exact entries that are held, even with evicted ones between them;
+    the paper evicts nothing.
     """
 
     bits_per_number: Annotated[int, AtLeast(1)] = 2

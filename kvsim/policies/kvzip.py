@@ -3,8 +3,8 @@
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", NeurIPS 2025,
 arXiv 2505.23416, section 3. After the prefill the model reads, for each chunk C of the context, a
 request to repeat the context and the chunk itself, over the full cache: the probe, whose rows are
-no rows of the text (`kvsim capture --probe repeat`). With queries q_i and keys k_p of its rows P,
-the score of an entry j of the chunk is the largest weight that any row and any query head of the
+not part of the sequence (`kvsim capture --probe repeat`). With queries q_i and keys k_p of its rows
+P, the score of an entry j of the chunk is the largest weight that any row and any query head of the
 group gives it in a softmax over the chunk and the rows up to its own,
 
     s_j = max_(i in P) exp(q_i . k_j) / Z_i
@@ -21,8 +21,8 @@ whole prompt is repeated, and the request for it follows the start of the assist
 setting of the paper needs a context (`context` of a prompt). The released code keeps what precedes
 the user's text, and adds it to the softmax of each chunk: `sink` says how many first entries are
 treated so, 4 in `kvzip@kvpress`. The release cuts at a threshold, so that one entry less may stay.
-Attention sinks that a model has learned are left out. What is put around the scorer (`adakv+kvzip`)
-decides itself how many entries a head keeps.
+Attention sinks that a model has learned are left out. In `adakv+kvzip` and other combinations, the
+outer part decides how many entries a head keeps.
 
 The probe costs a second prefill: as many rows as the context has, each of which attends to the
 whole context and to the rows of its chunk before it. `kvsim cost` says how many FLOPs that is.

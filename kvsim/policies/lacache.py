@@ -1,23 +1,23 @@
-"""LaCache: each layer keeps other tokens, in the shape of a ladder, and old ones ever fewer.
+"""LaCache: layers keep different tokens, in the shape of a ladder, and fewer of the old ones.
 
 Shi et al., "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language
-Models", ICML 2025, arXiv 2507.14204. Positions alone decide, so that no attention is needed. Behind
-the first `sink` entries, groups of B neighbours are compacted from the oldest on: layer l keeps A
+Models", ICML 2025, arXiv 2507.14204. Positions alone decide, so that no attention is needed. After
+the first `sink` entries, chunks of B neighbours are compacted, the oldest first: layer l keeps A
 of the B, at an offset that grows with depth. Together the layers thus hold every token of the
-group, each in about `span` neighbouring layers, of which `overlap` also hold its successor:
+chunk, each in about `span` neighbouring layers, of which `overlap` also hold its successor:
 
     B = 1 + ceil((L - span) / (span - overlap)),  A = min(B, ceil(span / (span - overlap)))
-    layer l keeps entries o(l) to o(l) + A - 1 of a group,  o(l) = min(B - A, l // (span - overlap))
+    layer l keeps entries o(l) to o(l) + A - 1 of a chunk,  o(l) = min(B - A, l // (span - overlap))
 
-When no group is left before the most recent L entries (L layers), compaction starts over with the
+When no chunk is left before the most recent L entries (L layers), compaction starts over with the
 oldest entries, so that older text is thinner. By default the span is half of the layers.
 
 Deviations. The sizes B and A, the sinks, the recent entries and starting over are those of the
 released code (GATECH-EIC/LaCache); its offset is l mod (B - A + 1), which `lacache@release` uses
-and which puts a token into layers that are not neighbours. The budget is exact: the last group may
-lose fewer than B - A entries, and no group is compacted ahead. The release lets the cache exceed
-its size by (B - A) // 2 and catches up with a long prompt in steps of its own; here the passes
-follow each other until the entries fit. Where no group fits, or B = A, the oldest entries leave.
+and which puts a token into layers that are not neighbours. The budget is exact: the last chunk may
+lose fewer than B - A entries, and no chunk is compacted ahead. The release lets the cache exceed
+its size by (B - A) // 2 and compacts a long prompt in several steps; here compaction is repeated
+until the entries fit. Where no chunk fits, or B = A, the oldest entries leave.
 The order of the keys stays that of the text, and RoPE positions too; the release rotates by slot.
 """
 

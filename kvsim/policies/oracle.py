@@ -1,13 +1,13 @@
 """The oracle: keeps the entries that later rows attend to most. It looks ahead; no real cache can.
 
 `by="mass"` (default) ranks entries by the attention that later rows give them, summed over these
-rows and the query heads of the group. At one event this is a bound: no policy with the same quota
-for every head and the same protected entries retains more of this attention. Over several events it
-is a reference and not a bound, because an event keeps entries for all later rows, and the next
-event may evict them. `by="optimum"` is the bound over all events: no policy on the same terms
-retains more of the full attention of the rows after the prompt (`kvsim.policies.optimum`). Terms
-are the events, the budget of each layer as at the first event, and the protected entries; `pooled`
-is for heads that share the budget of their layer, as in adakv+oracle with floor=0. `by="output"`
+rows and the query heads of the group. At one event this is a bound: no policy that keeps as many
+entries in each head and protects the same ones retains more of this attention. Over several events
+it is a reference and not a bound, because an event keeps entries for all later rows, and the next
+event may evict them. `by="optimum"` is the bound over all events: at the same events, with each
+layer's budget at the first of them and the same protected entries, no policy retains more of the
+full attention of the rows after the prompt (`kvsim.policies.optimum`). With `pooled`, heads share
+the budget of their layer, as in adakv+oracle with floor=0. `by="output"`
 ranks by the relative error of the output if only this entry were missing. It is not a bound even at
 one event, because the errors of several entries do not add up.
 """

@@ -21,12 +21,12 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Integers(Codec):
-    """Symmetric integers: of each head and token, key and value have one scale each.
+    """Symmetric integers: in each head, a token's key and its value have one scale each.
 
     scale = max |x| / (2^(bits - 1) - 1) over the channels, in 16 bits; x / scale is rounded to the
     nearest integer. No paper: the per-token form that engines offer for int8 and int4 caches.
 
-    window: most recent entries that stay exact. A row sees its own entry exactly.
+    `window`: most recent entries that stay exact. A row's own entry is exact for this row.
 
     Deviation: scales have the precision of the trace and not fp16.
     """
@@ -56,12 +56,12 @@ class Integers(Codec):
 
 @dataclass(frozen=True)
 class Floats(Codec):
-    """Short floating-point numbers: the nearest of the format, the largest for what is beyond it.
+    """Short floating-point numbers: round to the nearest one, clip to the largest one.
 
     Without a scale, as vLLM stores an fp8 cache by default. e4m3 has a largest number of 448 and
     no infinity, e5m2 57,344 (arXiv 2209.05433, table 1).
 
-    window: most recent entries that stay exact. A row sees its own entry exactly.
+    `window`: as of int8.
     """
 
     label: ClassVar[str] = "fp8"

@@ -3,13 +3,13 @@
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
 arXiv 2405.12532, in the configuration that ASL compares with. Of n tokens, the last 1 + R are
 recent, R = int(recent n), and always propagate. The c tokens before them that reach layer l of L
-are its context. They are ranked by the attention of the recent rows, averaged over the query heads
-and over the rows, with weights from 1 for the oldest row to 1.2 for the newest; the first `sink`
-tokens rank before all others. The first int(c rho_l) tokens of the context propagate,
+are its candidates. They are ranked by the attention of the recent rows, averaged over query heads
+and rows, with weights from 1 for the oldest row to 1.2 for the newest; the first `sink`
+tokens rank before all others. The first int(c rho_l) of them propagate,
 
     rho_l = ratio + (1 - ratio) (cos(pi l / L) + 1) / 2,
 
-if this is more than min(least, n - 1 - R), and otherwise the whole context. In layer 0, rho_l is 1,
+if these are more than min(least, n - 1 - R), and otherwise all of them. In layer 0, rho_l is 1,
 so it drops nothing. The budget is ignored: the caches hold the tokens that each layer processes, at
 their own positions.
 

@@ -22,14 +22,14 @@ class Quest(Reader):
     (section 3.4), its own page among the candidates. The first two layers read everything (section
     4.1).
 
-    page: entries of a page. share: of the budget, what a row reads. heads: the paper's models have
-    a KV head for every query head; where query heads share one, each reads its own pages by
-    default. least: fewest pages.
+    `page`: entries of a page. `share`: the part of the budget that a row reads. `heads`: the
+    paper's models have a KV head for every query head; query heads that share one each read their
+    own pages by default. `least`: the fewest pages that a row reads.
 
     `@release` reads at least three pages (evaluation/quest_attention.py of the authors' code).
     Deviations: while there are fewer entries than the budget, that code counts entries / page
     pages, and so leaves one out where the last is not full; kvsim reads all of them. The authors'
-    kernels read a row's own page in any case, which neither paper nor evaluation do.
+    kernels always read a row's own page, the paper and the evaluation do not.
     """
 
     page: Annotated[int, AtLeast(1)] = 16

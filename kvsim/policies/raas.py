@@ -9,13 +9,13 @@ leaves. All tokens of the prompt stay, because a few of them receive attention a
     t_j = max(j, the latest row r with a_r(j) >= alpha)
 
 `share` replaces alpha: a row stamps that share of the entries that it sees, those with the largest
-weights. At short lengths nearly every weight exceeds the default alpha, and a share says more.
+weights. At short lengths nearly every weight exceeds the default alpha, so use a share there.
 
 Deviations. Only the abstract of the paper and summaries of it could be read; the default of alpha
 and the share of 0.5 that a later version is said to use have not been checked. The weight of an
 entry is the mean over the query heads of the group, and each KV head has a set of its own. Of equal
-timestamps, whose order is not known to us, the entry with the smallest weight of the last row
-leaves first: s_j = t_j + a_e(j) / 2. At an event, every row since the last one stamps, the
+timestamps, for which these sources give no order, the entry with the smallest weight of the last
+row leaves first: s_j = t_j + a_e(j) / 2. At an event, every row since the last one stamps, the
 `query_buffer` most recent ones at most; they see the entries that are live now. With
 `protect_prompt=False` the prompt competes, and the rows at its end stamp it. The paper stamps pages
 by an estimate from one key for each page; here weights are exact, and `paged+raas` with

@@ -38,8 +38,8 @@ class RocketKV(Reader):
     budget is read whole: nothing is estimated, and there are no summaries. A page of one entry is
     its own summary, and takes no memory.
 
-    tokens: the paper's t; None is that of the split. page: entries of a page; channels: how many
-    the estimate uses; None is those of C.
+    `tokens`: the paper's t; None computes it from the split. `page`: entries of a page. `channels`:
+    channels that the estimate uses. None computes both from C.
 
     Deviations. Pages are read whole: of the t / 2 entries as many as fill pages, at least one. The
     paper counts tokens to be generated to S and to the budget; here they come on top of it. SnapKV
