@@ -284,9 +284,9 @@ def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons
     ("command", "message"),
     [
         (("retention_map",),
-         "policies; give --policy NAME (as `kvsim policies` lists them) and --budget N as well"),
-        (("over_budgets", "--policy", "tova"), "shows policies; give --budget N as well"),
-        (("reconstruction_error",), "give --policy NAME (as `kvsim policies` lists them) as well"),
+         "shows policies (`kvsim policies`); give --policy NAME and --budget N"),
+        (("over_budgets", "--policy", "tova"), "shows policies (`kvsim policies`); give --budget N"),
+        (("reconstruction_error",), "shows policies (`kvsim policies`); give --policy NAME"),
         (("mass_curve", "--policy", "ams", "--budget", "20"),
          "layer 1, head 0: nothing is evicted there at budget 20; give a smaller budget, or an"),
         (("mass_curve", "--policy", "tova", "--budget", "20"),
