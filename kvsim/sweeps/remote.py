@@ -11,10 +11,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from kvsim.analysis.folder import RUN
 from kvsim.errors import OutputError, local_path
@@ -51,15 +49,10 @@ class Store(Shards):
         weakref.finalize(self, shutil.rmtree, copy, ignore_errors=True)
         super().__init__(Path(copy), url)
 
-    def begin(self, configuration: Mapping[str, Any]) -> None:
-        """Begin the folder, or go on with one, and write what is computed."""
+    def has_begun(self) -> bool:
+        """Whether the store has the configuration of a sweep, which is fetched."""
         self._fetch(CONFIG)
-        super().begin(configuration)
-
-    def grid(self) -> Any:
-        """The grid that the folder was begun with."""
-        self._fetch(CONFIG)
-        return super().grid()
+        return super().has_begun()
 
     def scan(self) -> None:
         """Fetch what has been finished since the last time."""

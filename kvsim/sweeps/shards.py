@@ -136,8 +136,8 @@ class Shards(Kept):
 
     def begin(self, configuration: Mapping[str, Any]) -> None:
         """Make the folder, or go on with one, and write what is computed."""
-        new = not (self.folder / CONFIG).exists()
-        if new and not self.is_empty():
+        # in this order: another process may begin the folder at this moment
+        if not self.is_empty() and not self.has_begun():
             raise OutputError(
                 f"{self.where} exists and is not the folder of a sweep; give another --out or "
                 "move it away, nothing was changed"
@@ -150,12 +150,20 @@ class Shards(Kept):
         self.send(CONFIG)
 
     def is_empty(self) -> bool:
-        """Whether nothing is there."""
-        return not (self.folder.exists() and any(self.folder.iterdir()))
+        """Whether nothing is there, apart from what `begin` makes before the configuration."""
+        return not self.folder.exists() or all(
+            path.name.startswith(f".{CONFIG}.")
+            or (path.name == PARTS and path.is_dir() and not any(path.iterdir()))
+            for path in self.folder.iterdir()
+        )
+
+    def has_begun(self) -> bool:
+        """Whether the folder has the configuration of a sweep."""
+        return (self.folder / CONFIG).exists()
 
     def grid(self) -> Grid:
         """The grid that the folder was begun with."""
-        if not (self.folder / CONFIG).exists():
+        if not self.has_begun():
             raise OutputError(
                 f"{self.where} is no folder of a sweep; expected what `kvsim sweep ... --out` made"
             )

@@ -288,6 +288,25 @@ def test_a_killed_driver_loses_no_finished_task(grid, tmp_path):
     assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
 
 
+def test_a_folder_that_another_process_begins_is_no_strange_one(tmp_path, monkeypatch):
+    """Whatever is there of `begin` at that moment; a file of another kind is refused."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / ".config.resolved.yaml.tmp-1-0a").write_text("policies:")
+    Shards(tmp_path).begin({"policies": ["tova"]})
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "parts").write_text("mine")
+    with pytest.raises(OutputError, match="not the folder of a sweep"):
+        Shards(tmp_path / "strange").begin({})
+
+    def begun_meanwhile(self):
+        replace_file(self.folder / shards.CONFIG, b"policies: [tova]")
+        return False
+
+    monkeypatch.setattr(Shards, "is_empty", begun_meanwhile)
+    (tmp_path / "new").mkdir()
+    Shards(tmp_path / "new").begin({"policies": ["tova"]})
+
+
 def test_what_cannot_be_a_sweep_is_refused_before_any_work(grid, tmp_path):
     """Bad shards, folders of something else, configurations and keywords at once."""
     with pytest.raises(ConfigError, match="i from 0 to N - 1"):
