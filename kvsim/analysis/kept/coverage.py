@@ -25,44 +25,22 @@ MIDDLE = (Fraction(1, 3), Fraction(2, 3))
 
 @dataclass(frozen=True)
 class Coverage:
-    """Positions and kept entries of one layer at each event, by where in the text they are.
+    """Kept entries of one layer at each event, by where in the text they are.
 
     rows [E]: the rows of the events. positions int [bins, E] and kept int [H, bins, E] by bins of
-    equal width in x; `middle_positions` [E] and `middle_kept` [H, E] of the middle.
+    equal width in x; curve [H, bins, E]: the share of each bin that is kept, NaN for a bin without
+    a position. The other shares are [H, E]: overall, of all positions, which uniform sets have
+    everywhere; middle; edges, of what lies before and behind the middle; ratio, middle / overall.
     """
 
     rows: Ints
     positions: Ints
     kept: Ints
-    middle_positions: Ints
-    middle_kept: Ints
-
-    @property
-    def curve(self) -> Floats:
-        """Share of each bin that is kept, NaN for a bin without a position; [H, bins, E]."""
-        return share(self.kept, self.positions)
-
-    @property
-    def overall(self) -> Floats:
-        """Share of all positions that is kept; [H, E]. Uniform sets have it everywhere."""
-        kept: Ints = self.kept.sum(1)
-        return kept / (self.rows + 1)
-
-    @property
-    def middle(self) -> Floats:
-        """Share of the middle that is kept; [H, E]."""
-        return share(self.middle_kept, self.middle_positions)
-
-    @property
-    def edges(self) -> Floats:
-        """Share of what lies before and behind the middle that is kept; [H, E]."""
-        outside = self.rows + 1 - self.middle_positions
-        return share(self.kept.sum(1) - self.middle_kept, outside)
-
-    @property
-    def ratio(self) -> Floats:
-        """`middle` / `overall`; [H, E]."""
-        return share(self.middle, self.overall)
+    curve: Floats
+    overall: Floats
+    middle: Floats
+    edges: Floats
+    ratio: Floats
 
 
 def kept_coverage(
@@ -79,12 +57,16 @@ def kept_coverage(
     positions = (np.stack(below) + 1) // 2
     died = np.searchsorted(rows, evicted_at)
     kept = np.stack([_kept_below(cut, died, rows) for cut in cuts], axis=1)
+    # of each bin, and of the middle
+    positions_in = np.diff(positions[:bins], axis=0, prepend=0)
+    kept_in = np.diff(kept[:, :bins], axis=1, prepend=0)
+    n_middle, kept_middle = positions[-1] - positions[-2], kept[:, -1] - kept[:, -2]
+    kept_all: Ints = kept_in.sum(1)
+    overall, inside = kept_all / (rows + 1), share(kept_middle, n_middle)
     return Coverage(
-        rows,
-        np.diff(positions[:bins], axis=0, prepend=0),
-        np.diff(kept[:, :bins], axis=1, prepend=0),
-        positions[-1] - positions[-2],
-        kept[:, -1] - kept[:, -2],
+        *(rows, positions_in, kept_in, share(kept_in, positions_in), overall, inside),
+        edges=share(kept_all - kept_middle, rows + 1 - n_middle),
+        ratio=share(inside, overall),
     )
 
 
