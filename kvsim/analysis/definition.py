@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvsim.analysis.arrays import Floats, Ints
-from kvsim.analysis.subject import Analysis, LiveSubject, Subject
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,7 @@ class Metric:
     unit: str
     better: Literal["higher", "lower"] | None
     source: str
-    cells: (
-        Callable[[Analysis], Iterable[Cells]]
-        | Callable[[Subject], Iterable[Cells]]
-        | Callable[[LiveSubject], Iterable[Cells]]
-    )
+    cells: Callable[[Any], Iterable[Cells]]
     over_events: Literal["last", "mean"] = "mean"
     main: str = ""
     default: bool = True

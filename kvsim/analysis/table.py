@@ -7,13 +7,13 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
-from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
@@ -186,14 +186,12 @@ def choose(
     among the default ones then. Raises PolicyError for an unknown name, and for a metric that needs
     a record that there is not.
     """
-    if metrics is not None:
-        metrics = names_of(metrics)
     if metrics is None and not records:
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
-        default = {name: entry for name, entry in METRICS.items() if entry.default}
-        return {name: x for name, x in default.items() if not x.beside or x.beside in beside}
-    chosen = {name: metric(name) for name in metrics}
+        comparable = {"", *beside}
+        return {name: x for name, x in METRICS.items() if x.default and x.beside in comparable}
+    chosen = {name: metric(name) for name in names_of(metrics)}
     for name, entry in chosen.items():
         if entry.kind == "live":
             raise PolicyError(
@@ -313,10 +311,8 @@ def blocks_of(
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
         shared |= columns_of(record)
-    # an entry of kind "trace" reads an Analysis, "live" a LiveSubject, the others a Subject
-    compute = cast("Callable[[Analysis | Subject | LiveSubject], Iterable[Cells]]", entry.cells)
     blocks: list[Block] = []
-    for cells in compute(subject):
+    for cells in entry.cells(subject):
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
         if rows is not None and not events:
