@@ -148,7 +148,10 @@ def compare(
             f"no policy {against!r}{suggest(against, names)} to compare with; there is "
             f"{', '.join(names)}"
         )
-    references = [name for name in names if _is_reference(name)]
+    # no candidates: no budget binds what they hold, or they look ahead
+    references = [
+        name for name in names if holds_all(name) or ((x := _built(name)) and x.clairvoyant)
+    ]
     ranked = ~rows["policy"].is_in(references).to_numpy()
     rows = _ranked(rows, values, ranked, higher=higher)
     rows, comparisons = _tested(rows, values, ranked, against, higher=higher)
@@ -213,12 +216,6 @@ def _values(
 
 
 _ASKED = pl.coalesce("share", pl.col("budget").cast(pl.String))
-
-
-def _is_reference(label: str) -> bool:
-    """Whether a policy is no candidate: no budget binds what it holds, or it looks ahead."""
-    built = _built(label)
-    return built is not None and (built.clairvoyant or holds_all(label))
 
 
 def holds_all(label: str) -> bool:
