@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, present, share
-from kvsim.analysis.kept.retention import event_rows, last_event
+from kvsim.analysis.kept.retention import event_rows, last_event, rows_that_see
 
 #: Bins of the curve, and the part of the text that counts as its middle.
 BINS = 20
@@ -156,21 +156,17 @@ def needle_visibility(
 
     evicted_at [H, T] of one layer. Spans that share positions count these once in `recall`.
     """
-    heads, total = evicted_at.shape
-    rows = total - prompt_len
-    if not rows:
-        return Needle(*(np.full(heads, np.nan) for _ in range(3)))
-    # rows after the prompt that see each of its entries
-    seen: Ints = np.clip(evicted_at[:, :prompt_len].astype(np.int64) - prompt_len + 1, 0, rows)
+    rows = np.array(evicted_at.shape[-1] - prompt_len)
+    seen = rows_that_see(evicted_at, prompt_len)[:, :prompt_len]
     marked = np.zeros(prompt_len, dtype=np.bool_)
     for start, end in spans:
         marked[start:end] = True
     # a needle is visible until its last entry leaves
     visible = np.stack([seen[:, start:end].max(-1) for start, end in spans])  # [n, H]
     return Needle(
-        recall=seen[:, marked].mean(-1) / rows,
-        chance=seen.mean(-1) / rows,
-        wipeout=1.0 - visible.mean(0) / rows,
+        recall=share(seen[:, marked].mean(-1), rows),
+        chance=share(seen.mean(-1), rows),
+        wipeout=1.0 - share(visible.mean(0), rows),
     )
 
 
@@ -181,10 +177,7 @@ def global_eviction(
 
     evicted_at [L, H, T]. Mean over the rows after the prompt; NaN without one.
     """
-    rows = evicted_at.shape[-1] - prompt_len
-    if not rows:
-        return np.nan
+    rows = np.array(evicted_at.shape[-1] - prompt_len)
     marked = sorted({pos for start, end in spans for pos in range(start, end)})
-    last = evicted_at[:, :, marked].astype(np.int64).max((0, 1))  # row that sees a token last
-    seen = np.clip(last - prompt_len + 1, 0, rows)
-    return float(1.0 - seen.mean() / rows)
+    seen = rows_that_see(evicted_at, prompt_len)[..., marked].max((0, 1))  # by some head
+    return float(1.0 - share(seen.mean(), rows))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, share
+from kvsim.analysis.kept.retention import rows_that_see
 
 #: Slots of a page, as vLLM has them by default.
 PAGE = 16
@@ -45,16 +46,10 @@ def pages(gone_after: NDArray[np.int32], prompt_len: int, size: int = PAGE) -> P
     at = table, page[table, head, pos]
     np.minimum.at(first, at, pos)
     np.maximum.at(last, at, gone_after[table, head, pos])
-    allocated = _rows(first, last, prompt_len, total).sum(-1)
-    entries = _rows(position, gone_after, prompt_len, total).sum((1, 2))
+    rows = np.minimum(last, total - 1) + 1 - np.maximum(first, prompt_len)  # of each page
+    allocated = np.maximum(rows, 0).sum(-1)
+    entries = rows_that_see(gone_after, prompt_len).sum((1, 2))
     full = tables * [(position[prompt_len:] // size + 1).sum()]
     return Pages(
         1.0 - share(allocated, np.array(full)), 1.0 - share(entries, allocated * size * heads)
     )
-
-
-def _rows(first: NDArray[np.int64], last: NDArray[np.integer], start: int, stop: int) -> Floats:
-    """Rows of start..stop-1 from `first` to `last`, both included."""
-    after = np.minimum(last, stop - 1).astype(np.int64) + 1
-    rows: Floats = np.maximum(after - np.maximum(first, start), 0).astype(np.float64)
-    return rows

@@ -303,16 +303,18 @@ def _left_of(died: Ints, since: Ints, shape: tuple[int, int]) -> Ints:
     return counts[:, 1:-1]
 
 
+def rows_that_see(evicted_at: EvictedAt, prompt_len: int) -> Ints:
+    """Rows after the prompt that see each entry; like evicted_at [..., T]."""
+    total = evicted_at.shape[-1]
+    last = np.minimum(evicted_at, total - 1).astype(np.int64)
+    rows: Ints = np.maximum(last + 1 - np.maximum(np.arange(total), prompt_len), 0)
+    return rows
+
+
 def entries_seen(evicted_at: EvictedAt, prompt_len: int) -> Floats:
     """Entries that a row after the prompt sees, mean over those rows; [H], NaN without rows."""
-    heads, total = evicted_at.shape
-    rows = total - prompt_len
-    if not rows:
-        return np.full(heads, np.nan)
-    first = np.maximum(np.arange(total), prompt_len)
-    last = np.minimum(evicted_at, total - 1).astype(np.int64)
-    seen: Floats = np.maximum(last - first + 1, 0).sum(-1) / rows
-    return seen
+    rows = np.array(evicted_at.shape[-1] - prompt_len)
+    return share(rows_that_see(evicted_at, prompt_len).sum(-1), rows)
 
 
 @dataclass(frozen=True)
@@ -329,13 +331,11 @@ class RetentionRatio:
 
 def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> RetentionRatio:
     """Return the share of the full cache that a layer uses in the end and on the way."""
-    heads, total = evicted_at.shape
+    total = evicted_at.shape[-1]
     final = (evicted_at >= total).mean(-1)
-    if total == prompt_len:
-        return RetentionRatio(final, np.full(heads, np.nan))
     # an entry counts 1 / (row + 1) for every row that sees it
     reciprocals = np.concatenate([[0.0], 1.0 / np.arange(1, total + 1)]).cumsum()
     first = np.maximum(np.arange(total), prompt_len)
     stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, first)
     seen = (reciprocals[stop] - reciprocals[first]).sum(-1)
-    return RetentionRatio(final, seen / (total - prompt_len))
+    return RetentionRatio(final, share(seen, np.array(total - prompt_len)))
