@@ -114,10 +114,6 @@ class Calibration:
     prefill: bool | None
     curve: Curve
 
-    def document(self) -> dict[str, Any]:
-        """Return what is stored, ready for JSON."""
-        return asdict(self)
-
 
 def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
     """Return what a curve is fitted on, of the Tables of both loops (`kvsim.analysis.validity`).
@@ -312,7 +308,7 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
 
 def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
     """Write calibrations of several models as one JSON file."""
-    text = json.dumps([each.document() for each in calibrations], indent=1, allow_nan=False)
+    text = json.dumps([asdict(each) for each in calibrations], indent=1, allow_nan=False)
     write_file(path, f"{text}\n", overwrite=True)
 
 

@@ -21,7 +21,7 @@ from kvsim.analysis.attention.expectation import (
 )
 from kvsim.analysis.attention.fit import LEAST_SAMPLES
 from kvsim.analysis.attention.normality import Normality, state_normality
-from kvsim.analysis.attention.windows import GapsAndChance, attention_gaps, default_windows
+from kvsim.analysis.attention.windows import GapsAndChance, attention_gaps, gap_windows
 from kvsim.analysis.kept.bursts import Bursts, dropped_bursts
 from kvsim.analysis.kept.retention import (
     LENGTHS,
@@ -158,7 +158,7 @@ class Analysis:
     @cached_property
     def gaps(self) -> Mapping[int, GapsAndChance]:
         """Gaps of attention by layer, nothing where the trace is too short."""
-        layers = self.layers if default_windows(self.trace)[1] else ()
+        layers = self.layers if gap_windows(self.trace)[1] else ()
         return {layer: attention_gaps(self.trace, layer) for layer in layers}
 
 

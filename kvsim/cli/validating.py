@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -268,7 +269,7 @@ def predict(
     rows = prediction.predict(run.table, fitted).to_dicts()
     remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])
     if as_json:
-        document = {"calibration": fitted.document(), "cells": rows, "remarks": remarks}
+        document = {"calibration": asdict(fitted), "cells": rows, "remarks": remarks}
         show.echo_json(run.describe() | document)
     else:
         _print_predictions(fitted, rows, remarks)

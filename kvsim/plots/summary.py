@@ -65,8 +65,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
     shown = [name for name in metrics if name in set(means["metric"])]
     budgets = asked_order(means["asked"].to_list())
     styles = series(means["policy"].unique(maintain_order=True))
-    room = 0.4, 0.7 + 0.05 * len(styles)
-    figure, axes = _panels(len(shown), (3.3, 2.9), room, share=False)
+    figure, axes = _panels(len(shown), (3.3, 2.9), (0.4, 0.7 + 0.05 * len(styles)), share=False)
     for axis, name in zip(axes, shown, strict=True):
         of_metric = means.filter(metric=name)
         for policy, style in styles.items():
@@ -76,11 +75,9 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
             axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
-        points = of_metric.select("policy", "asked", "mean").rows()
-        ends = of_metric["high"].drop_nulls()
-        clip_far(
-            axis, [(one, budgets.index(at), mean) for one, at, mean in points], styles, ends=ends
-        )
+        rows = of_metric.select("policy", "asked", "mean").rows()
+        points = [(policy, budgets.index(asked), mean) for policy, asked, mean in rows]
+        clip_far(axis, points, styles, ends=of_metric["high"].drop_nulls())
         plain(axis, _budget_label(budgets), metric_label(name))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
     return figure
@@ -110,8 +107,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
             f"{','.join([*metrics, *costs])}"
         )
     styles = series(means["policy"].unique(maintain_order=True))
-    room = 0.4, 0.7 + 0.05 * len(styles)
-    figure, axes = _panels(len(shown), (4.2, 3.1), room, share=False)
+    figure, axes = _panels(len(shown), (4.2, 3.1), (0.4, 0.7 + 0.05 * len(styles)), share=False)
     for axis, (name, cost) in zip(axes, shown, strict=True):
         points = against_entries(means, name, cost)
         for policy, style in styles.items():
@@ -123,12 +119,8 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
             axis.plot(at, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
             on = part["best"].to_numpy()
             axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
-        clip_far(
-            axis,
-            points.select("policy", "seen", "mean").rows(),
-            styles,
-            ends=points["high"].drop_nulls(),
-        )
+        rows = points.select("policy", "seen", "mean").rows()
+        clip_far(axis, rows, styles, ends=points["high"].drop_nulls())
         if cost != "entries_seen":
             axis.set_xscale("log")
             axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -172,21 +164,19 @@ def ranking(
         part = rows.filter(asked=asked)
         most = FAR * float(np.quantile(part["mean"], 0.5, method="lower"))
         for place, row in enumerate(part.iter_rows(named=True)):
-            colour = NEUTRAL if row["rank"] is None else colours[row["policy"]]
-            far = 0 < most < row["mean"]
-            if row["low"] is not None and not far:
-                axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
-            decided = row["against"] is None or row["verdict"] in ("better", "worse")
             ranked = row["rank"] is not None
+            colour = colours[row["policy"]] if ranked else NEUTRAL
+            decided = row["against"] is None or row["verdict"] in ("better", "worse")
             face = colour if decided or not ranked else "white"
-            if not far:
-                mark = "o" if ranked else "s"
-                axis.plot(row["mean"], place, mark, ms=5, color=colour, mfc=face)
+            if 0 < most < row["mean"]:
+                edge: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "clip_on": False}
+                axis.plot(1, place, ">", ms=6, color=colour, mfc=face, zorder=3, **edge)
+                text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5, **edge}
+                axis.text(0.98, place, f"{row['mean']:.2g}", **text)
                 continue
-            edge: dict[str, Any] = {"transform": axis.get_yaxis_transform()}
-            axis.plot(1, place, ">", ms=6, color=colour, mfc=face, clip_on=False, zorder=3, **edge)
-            text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5, **edge}
-            axis.text(0.98, place, f"{row['mean']:.2g}", **text)
+            if row["low"] is not None:
+                axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)
+            axis.plot(row["mean"], place, "o" if ranked else "s", ms=5, color=colour, mfc=face)
         for mean in part.filter(pl.col("policy").is_in(part["against"].drop_nulls()))["mean"]:
             if not 0 < most < mean:
                 axis.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)

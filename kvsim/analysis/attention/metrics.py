@@ -13,7 +13,7 @@ from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Ex
 from kvsim.analysis.attention.fit import normal_ks
 from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.attention.windows import (
-    SHARE,
+    GAP_SHARE,
     WINDOW,
     default_window,
     row_blocks,
@@ -26,7 +26,7 @@ from kvsim.analysis.subject import Analysis
 
 # ---------------------------------------------------------------------------------- windows of rows
 
-_SHARE = f"share={SHARE:g}"
+_SHARE = f"share={GAP_SHARE:g}"
 
 
 def _overlap(analysis: Analysis) -> Iterator[Cells]:

@@ -241,7 +241,7 @@ def overlap_table(
 
 
 #: Share of the keys that is a window's top.
-SHARE = 0.1
+GAP_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class GapsAndChance(Gaps):
     chance: Gaps
 
 
-def default_windows(trace: Trace) -> tuple[int, int]:
+def gap_windows(trace: Trace) -> tuple[int, int]:
     """Return the row from which windows are taken, and their width; 0 if the trace is too short.
 
     From the end of the prompt, or from the middle of a trace whose prompt is shorter than half of
@@ -295,14 +295,14 @@ def attention_gaps(
     *,
     start: int | None = None,
     window: int | None = None,
-    share: float = SHARE,
+    share: float = GAP_SHARE,
     device: str = "cpu",
 ) -> GapsAndChance:
     """Gaps of the keys before row `start` over whole windows from there on.
 
     Raises TraceError where there are no keys or not two windows.
     """
-    keys, width = default_windows(trace)
+    keys, width = gap_windows(trace)
     keys, width = keys if start is None else start, width if window is None else window
     count = (trace.n_pos - keys) // width if width > 0 else 0
     if keys < 1 or count < 2:

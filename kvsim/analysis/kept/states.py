@@ -15,6 +15,7 @@ from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
 from kvsim.analysis.kept.retention import event_row, last_event, wipeout
 from kvsim.analysis.output.error import check_record
+from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError
@@ -232,9 +233,7 @@ def read_entries(record: Record, layer: int, rows: slice) -> Bools:
 
 def held_entries(record: Record, layer: int, rows: slice) -> Bools:
     """Return which entries are resident when rows attend; bool [H, row, rows.stop]."""
-    pos, row = np.arange(rows.stop), np.arange(rows.start, rows.stop)[:, None]
-    held: Bools = (pos <= row) & (record.evicted_at[layer][:, None, : rows.stop] >= row)
-    return held
+    return visible(torch.from_numpy(record.evicted_at[layer]), rows).numpy()
 
 
 def read_counts(record: Record, layer: int) -> tuple[Ints, Ints]:
