@@ -7,6 +7,7 @@ Texts of traces and runs are escaped. Traces are not read and matplotlib is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import singledispatch
 from pathlib import Path
 
 import numpy as np
@@ -43,23 +44,15 @@ _TABLE = Markup('<table style="margin:4px 0">{}</table>')
 
 def html(shown: object) -> str:
     """Return the HTML of a Trace, Record, Policy, Run, saved run or Comparison."""
-    parts: Iterable[Markup]
-    match shown:
-        case Trace():
-            parts = _trace(shown)
-        case Record():
-            parts = _record(shown)
-        case Policy():
-            parts = _policy(shown)
-        case Comparison():
-            parts = _comparison(shown)
-        case Run() | Saved():
-            parts = _run(shown)
-        case _:
-            parts = [_text(repr(shown))]
-    return Markup("<div>{}</div>").format(Markup("\n").join(parts))
+    return Markup("<div>{}</div>").format(Markup("\n").join(_parts(shown)))
 
 
+@singledispatch
+def _parts(shown: object) -> Iterable[Markup]:
+    yield _text(repr(shown))
+
+
+@_parts.register
 def _trace(trace: Trace) -> Iterable[Markup]:
     model = trace.meta.get("model")
     facts = model if isinstance(model, dict) else {}
@@ -84,6 +77,7 @@ def _trace(trace: Trace) -> Iterable[Markup]:
     yield _strip([*ends, ("response", trace.prompt_len, trace.n_pos)], trace.n_pos, spans)
 
 
+@_parts.register
 def _record(record: Record) -> Iterable[Markup]:
     layers, heads, n_pos = record.evicted_at.shape
     share = "" if record.share is None else f" ({record.share})"
@@ -106,6 +100,7 @@ def _record(record: Record) -> Iterable[Markup]:
     yield _retained(record)
 
 
+@_parts.register
 def _policy(policy: Policy) -> Iterable[Markup]:
     at = policy.schedule
     pieces = [repr(piece) for level in policy.levels for piece in level if piece != Even()]
@@ -133,6 +128,7 @@ def _policy(policy: Policy) -> Iterable[Markup]:
         )
 
 
+@_parts.register
 def _run(run: Run | Saved) -> Iterable[Markup]:
     parameters = run.describe() if isinstance(run, Run) else run.parameters
     traces, failures = (list(parameters.get(name, ())) for name in ("traces", "failures"))
@@ -159,6 +155,7 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
         yield _table(means.with_columns(budget=asked).drop(hidden))
 
 
+@_parts.register
 def _comparison(comparison: Comparison) -> Iterable[Markup]:
     yield _title("Comparison", comparison.metric)
     yield from _verdict(comparison)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -26,8 +26,6 @@ _FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
     Sequence[int] | None: (str | None, values.parse_layers),
     bool | str: (str | None, lambda text: text or False),
-    Literal["float16"] | None: (str | None, lambda text: text),
-    bool | None: (bool | None, lambda flag: flag),
 }
 
 
