@@ -11,7 +11,6 @@ import streamlit as st
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import COSTS
 from kvsim.plots.style import COLOURS, asked_order, far_off, series
 from kvsim.plots.summary import metric_label
 from kvsim.schema import visible
@@ -79,14 +78,8 @@ def over_budgets(
 ) -> None:
     """Show a line per policy over budgets with 95 % intervals, a panel per value of `by`.
 
-    Args:
-        means: of `kvsim.analysis.summaries.averages` or `compare`.
-        of: styles of the policies.
-        key: of the picture.
-        label: of what is drawn.
-        by: a column of `means`.
-        zero: mark 0.
-        logarithmic: the scale.
+    means: of `kvsim.analysis.summaries.averages` or `compare`; `by` is a column. of: styles of the
+    policies. label: of what is drawn. zero: mark 0. logarithmic: the scale.
     """
     most = far_off(means["mean"])
     if most is not None and not (zero or logarithmic):
@@ -128,8 +121,7 @@ def _over_budgets(
             part = panel.filter(policy=policy)
             shift = (order - (len(policies) - 1) / 2) * step
             x = [budgets.index(asked) + shift for asked in part["asked"]]
-            first = place == 0
-            figure.add_trace(_line(part, x, policy, of[policy], legend=first), **at)
+            figure.add_trace(_line(part, x, policy, of[policy], legend=place == 0), **at)
             if with_chance and part["chance"].is_not_null().any():
                 figure.add_trace(_chance(part, x, policy, of[policy]), **at)
         if zero:
@@ -150,29 +142,28 @@ def _over_budgets(
 
 
 def _line(part: pl.DataFrame, x: list[float], policy: str, look: Style, *, legend: bool) -> Any:
-    mean, low, high = (part[name] for name in ("mean", "low", "high"))
     return go.Scatter(
         x=x,
-        y=mean.to_list(),
+        y=part["mean"].to_list(),
         name=elements.shortened(policy, 48),
         legendgroup=policy,
         showlegend=legend,
         mode="lines+markers",
         line={"color": look["color"], "dash": look["dash"], "width": 1.8},
         marker={"symbol": look["symbol"], "size": 8},
-        error_y=_bars(mean, low, high, look),
+        error_y=_bars(part, look),
         text=[_hover(row) for row in part.to_dicts()],
         hovertemplate="%{text}<extra></extra>",
     )
 
 
-def _bars(mean: pl.Series, low: pl.Series, high: pl.Series, look: Style) -> dict[str, Any] | None:
-    if low.null_count() == len(low):
+def _bars(part: pl.DataFrame, look: Style) -> dict[str, Any] | None:
+    if not part["low"].count():
         return None
     return {
         "type": "data",
-        "array": (high - mean).to_list(),
-        "arrayminus": (mean - low).to_list(),
+        "array": (part["high"] - part["mean"]).to_list(),
+        "arrayminus": (part["mean"] - part["low"]).to_list(),
         "thickness": 1.2,
         "width": 3,
         "color": look["color"],
@@ -209,29 +200,18 @@ def _hover(row: Mapping[str, Any]) -> str:
     return "<br>".join(lines)
 
 
-def against_entries(
-    panels: Mapping[str, pl.DataFrame],
-    of: Mapping[str, Style],
-    *,
-    key: str,
-    cost: str = COSTS["entries_seen"],
-    logarithmic: Sequence[str] = (),
-) -> None:
-    """Show a panel per metric: its mean against a cost; filled: on the front.
-
-    panels: by label, of `summaries.against_entries`. cost: its label. logarithmic: labels of the
-    panels with a logarithmic scale.
-    """
-    draw(_against_entries(panels, of, cost, logarithmic), key)
-
-
 @st.cache_resource(max_entries=16, show_spinner=False)
-def _against_entries(
+def against_entries(
     panels: Mapping[str, pl.DataFrame],
     of: Mapping[str, Style],
     cost: str,
     logarithmic: Sequence[str],
 ) -> go.Figure:
+    """Return a panel per metric: its mean against a cost; filled: on the front.
+
+    panels: by label, of `summaries.against_entries`. cost: its label. logarithmic: labels of the
+    panels with a logarithmic scale.
+    """
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)
     for place, (label, points) in enumerate(panels.items()):
         at = {"row": 1, "col": place + 1}
@@ -283,10 +263,8 @@ def over_layers(
             annotation={"text": mark[1], "font": {"color": GREY}},
             annotation_position="top",
         )
-    ticks = (
-        {"dtick": 1} if x is None and max(map(len, (v for v, _ in curves.values()))) < 24 else {}
-    )
-    figure.update_xaxes(title=x_label, **ticks)
+    few = x is None and max(len(values) for values, _ in curves.values()) < 24
+    figure.update_xaxes(title=x_label, dtick=1 if few else None)
     figure.update_yaxes(title=label, range=None if top is None else [0, top], rangemode="tozero")
     figure.update_layout(legend={"orientation": "h", "y": -0.25, "yanchor": "top"})
     draw(figure, key, height)
@@ -314,12 +292,8 @@ def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str
                 "%{customdata[1]:,} values<extra></extra>",
             )
     figure.update_xaxes(title="share of the values", range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=list(names.values()),
-        autorange="reversed",
-    )
+    order_of = {"categoryorder": "array", "categoryarray": list(names.values())}
+    figure.update_yaxes(type="category", autorange="reversed", **order_of)
     figure.update_layout(barmode="stack", showlegend=True, bargap=0.25)
     draw(figure, key, max(180, 26 * len(order) + 90))
 
@@ -340,7 +314,7 @@ def between(differences: pl.DataFrame, *, key: str) -> None:
             mode="lines+markers",
             line={"color": look["color"], "dash": look["dash"], "width": 1.6},
             marker={"symbol": look["symbol"], "size": 9},
-            error_y=_bars(part["mean"], part["low"], part["high"], look),
+            error_y=_bars(part, look),
         )
     figure.add_hline(0, line={"color": GREY, "width": 1})
     figure.update_xaxes(title="layer", type="category")

@@ -135,7 +135,7 @@ def test_without_two_levels_the_page_says_what_would_fill_it(opened, folder):
     """Prefills that were computed again; and live runs, which there are none of."""
     app = opened(folder, "fidelity", run="open")
 
-    assert any("does not make yet" in one.value for one in app.info)
+    assert any("a live run (closed), of `kvsim live`" in one.value for one in app.info)
     assert any("kvsim.recompute" in one.value for one in app.code)
 
 

@@ -175,9 +175,8 @@ def _front(comparison: Comparison) -> None:
         return
     # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
     scaled = [line_charts.label("output_error")] if comparison.logarithmic else []
-    line_charts.against_entries(
-        panels, comparison.styles, key="pareto", cost=COSTS[cost], logarithmic=scaled
-    )
+    figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost], scaled)
+    line_charts.draw(figure, "pareto")
     elements.reading(readings.front(panels))
     both = pl.concat(list(panels.values()))
     elements.fidelity(both["fidelity"])

@@ -114,9 +114,9 @@ def _two_levels(run: runs.Run) -> None:
         _differences(run, tuple(origins), differences)
         return
     st.info(
-        "No value is there at two levels. Two kinds of runs have such values: a prefill that was "
-        "computed again (semi) with its replay (open), as below, and live runs (closed), which "
-        "kvsim does not make yet."
+        "No value is there at two levels. Two kinds of runs have such values, each with a replay "
+        "(open): a prefill that was computed again (semi), as below, and a live run (closed), of "
+        "`kvsim live`."
     )
     st.code(AGAIN, language="python")
 
