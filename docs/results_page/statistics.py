@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.results import Result
 from kvsim.claims import Evidence
-from kvsim.claims.evidence import decoding, of, prompt
+from kvsim.claims.evidence import of
 from results_page.plan import Plan
 
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ class Results:
     def _result(self, label: str) -> Result:
         """The row of the tables; of policies that drop rows, the one after the prompt."""
         setting = of(label)
-        found = self.evidence.alone(setting, decoding) or self.evidence.alone(setting, prompt)
+        found = self.evidence.alone(setting) or self.evidence.of_prompt().alone(setting)
         if not found:
             raise KeyError(label)
         return found[0][1]

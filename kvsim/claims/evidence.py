@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,20 +21,6 @@ from kvsim.schema import schedule
 
 Schedule = tuple[int | None, bool | None]
 Cases = dict[str, Floats]
-
-#: Which of the schedules a claim is about.
-When = Callable[[Sequence[Schedule]], Sequence[Schedule]]
-
-
-def decoding(known: Sequence[Schedule]) -> Sequence[Schedule]:
-    """Schedules with events while the response is written."""
-    return [one for one in known if one[0] is not None]
-
-
-def prompt(known: Sequence[Schedule]) -> Sequence[Schedule]:
-    """The one event after the prompt, or the schedule that is nearest to it."""
-    nearest = sorted(known, key=lambda one: (not one[1], -inf if one[0] is None else -one[0]))
-    return nearest[:1]
 
 
 @dataclass(frozen=True)
@@ -92,7 +79,13 @@ class Seconds:
 
 
 class Evidence:
-    """A Table, and the seconds of events if they were taken."""
+    """A Table, and the seconds of events if they were taken.
+
+    at_prompt: whether claims are about the one event after the prompt, or the schedule nearest to
+    it; otherwise about all schedules with events while the response is written.
+    """
+
+    at_prompt = False
 
     def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
         asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
@@ -155,17 +148,34 @@ class Evidence:
                 values.setdefault(key, self._none.copy())[:, place] = numbers
         return self._values[at]
 
-    def alone(self, setting: Setting, when: When = decoding) -> list[tuple[str, Result]]:
+    def of_prompt(self) -> Evidence:
+        """The same evidence, for claims about the event after the prompt."""
+        out = copy(self)
+        out.at_prompt = True
+        return out
+
+    def _chosen(self, schedules: Iterable[Schedule]) -> dict[Schedule, str]:
+        """The schedules that claims are about, each in words where it has to be said."""
+        if not self.at_prompt:
+            chosen = [at for at in schedules if at[0] is not None]
+        else:
+            chosen = sorted(
+                schedules, key=lambda at: (not at[1], -inf if at[0] is None else -at[0])
+            )
+            chosen = chosen[:1]
+        plain = len(chosen) == 1 and (not self.at_prompt or chosen[0] == (None, True))
+        after = {at: f"after: {schedule(at[0], prefill=bool(at[1]))}" for at in chosen}
+        return dict.fromkeys(chosen, "") if plain else after
+
+    def alone(self, setting: Setting) -> list[tuple[str, Result]]:
         """The main result of a setting at each schedule, and what tells these apart."""
         by_schedule: dict[Schedule, list[Result]] = {}
         for one in filter(setting.fits, self.results):
             by_schedule.setdefault(one.schedule, []).append(one)
-        chosen = when(list(by_schedule))
-        return [(_after(at, chosen, when), main(by_schedule[at])) for at in chosen]
+        chosen = self._chosen(by_schedule)
+        return [(after, main(by_schedule[at])) for at, after in chosen.items()]
 
-    def pairs(
-        self, first: Setting, second: Setting, when: When = decoding
-    ) -> list[tuple[str, Result, Result]]:
+    def pairs(self, first: Setting, second: Setting) -> list[tuple[str, Result, Result]]:
         """Results of two settings at the same schedule, and what tells the pairs apart.
 
         Of two settings of one policy, those that are equal in all other parameters; of two policies
@@ -182,18 +192,15 @@ class Evidence:
                 couples = [(main(a), main(b))] if a and b else []
             if couples:
                 by_schedule[at] = couples
-        chosen = when(list(by_schedule))
         return [
-            (joined(_others((x, y), by_schedule[at]), _after(at, chosen, when)), x, y)
-            for at in chosen
+            (joined(_others((x, y), by_schedule[at]), after), x, y)
+            for at, after in self._chosen(by_schedule).items()
             for x, y in by_schedule[at]
         ]
 
-    def around(
-        self, policy: str, name: str, when: When = decoding
-    ) -> Iterator[tuple[str, Result, Result]]:
+    def around(self, policy: str, name: str) -> Iterator[tuple[str, Result, Result]]:
         """Results that differ from the main one of a policy in one parameter, and the main one."""
-        for label, base in self.alone(of(policy), when):
+        for label, base in self.alone(of(policy)):
             for one in self.results:
                 same = one.policy == policy and one.schedule == base.schedule
                 if same and differing(one, base) == {name}:
@@ -216,7 +223,6 @@ class Evidence:
         metric: str = "output_error",
         variant: str | None = None,
         *,
-        when: When = decoding,
         layers: bool = False,
     ) -> Claim:
         """A claim that one setting has more of something than another; layers: in each of them."""
@@ -225,13 +231,13 @@ class Evidence:
                 self.value(metric, variant, layer, of=(a, asked))
                 - self.value(metric, variant, layer, of=(b, asked))
             )
-            for label, a, b in self.pairs(more, less, when)
+            for label, a, b in self.pairs(more, less)
             for layer in (self.layers(metric, variant) if layers else [None])
             for asked in self.budgets
         }
         where = ", each layer" if layers else ""
         tested = f"{called(metric, variant)}{where}: {more} minus {less}"
-        needs = self.lacks([more, less], metric, variant, when)
+        needs = self.lacks([more, less], metric, variant)
         return Claim(number, says, tested, cases, needs=needs)
 
     def measured(
@@ -244,7 +250,6 @@ class Evidence:
         variant: str | None = None,
         *,
         case: Callable[[Floats], Floats],
-        when: When = decoding,
         layers: Iterable[int | None] = (None,),
     ) -> Claim:
         """A claim about the values of one setting on each prompt at each budget.
@@ -255,10 +260,10 @@ class Evidence:
             joined(f"budget {asked}", _layer(layer), label): case(
                 self.value(metric, variant, layer, of=(result, asked))
             )
-            for label, result in self.alone(setting, when)
+            for label, result in self.alone(setting)
             for layer, asked in product(layers, self.budgets)
         }
-        needs = self.lacks([setting], metric, variant, when)
+        needs = self.lacks([setting], metric, variant)
         return Claim(number, says, tested, cases, needs=needs)
 
     def alike(
@@ -268,8 +273,6 @@ class Evidence:
         tested: str,
         pairs: Iterable[tuple[str, Result, Result]],
         settings: Sequence[Setting],
-        *,
-        when: When = decoding,
     ) -> Claim:
         """A claim that the output error of each pair is within 5 % of the mean of the second."""
         cases = {}
@@ -280,18 +283,12 @@ class Evidence:
                 if len(measured) and measured.mean():
                     cases[joined(f"budget {asked}", label)] = (x - base) / measured.mean()
         tested = f"relative change of the output error {tested}; within 5 %"
-        needs = self.lacks(settings, "output_error", when=when)
+        needs = self.lacks(settings, "output_error")
         return Claim(number, says, tested, cases, margin=0.05, needs=needs)
 
-    def lacks(
-        self,
-        settings: Sequence[Setting],
-        metric: str,
-        variant: str | None = None,
-        when: When = decoding,
-    ) -> str:
+    def lacks(self, settings: Sequence[Setting], metric: str, variant: str | None = None) -> str:
         """What has to be replayed for a value of a metric of some settings at the same terms."""
-        rows = "--interval N --no-prefill" if when is decoding else _ONE_EVENT
+        rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
         lost = [one for one in settings if not any(map(one.fits, self.results))]
         if lost:
             alone = ",".join(dict.fromkeys(one.policy for one in settings))
@@ -300,8 +297,8 @@ class Evidence:
             commands = ", ".join(f"kvsim replay {one} {rows} --out RUN" for one in options)
             last = "" if plain else "; with all else equal, and all runs in one report"
             return f"needs {_listed(map(str, lost))}: {commands}{last}"
-        pairs = self.pairs(settings[0], settings[-1], when)
-        if not (pairs if len(settings) > 1 else self.alone(settings[0], when)):
+        pairs = self.pairs(settings[0], settings[-1])
+        if not (pairs if len(settings) > 1 else self.alone(settings[0])):
             after = _listed(
                 f"{one.policy} after {schedule(one.interval, prefill=bool(one.prefill))}"
                 for one in self.results
@@ -354,13 +351,6 @@ def called(metric: str, variant: str | None = None) -> str:
 
 def _main(metric: str) -> str:
     return METRICS[metric].main if metric in METRICS else ""
-
-
-def _after(at: Schedule, chosen: Sequence[Schedule], when: When) -> str:
-    """The schedule of a case in words, where it has to be said."""
-    if len(chosen) == 1 and (when is not prompt or at == (None, True)):
-        return ""
-    return f"after: {schedule(at[0], prefill=bool(at[1]))}"
 
 
 def _others(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]]) -> str:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from kvsim.claims.claim import Claim, Floats
-from kvsim.claims.evidence import Evidence, of, prompt
+from kvsim.claims.evidence import Evidence, of
 
 MADE = "expected_attention"
 
 
 def expected_attention(e: Evidence) -> Iterator[Claim]:
     """Expected Attention, at the one event after the prompt where there are results of it."""
-    made, compared = of(MADE), partial(e.compared, when=prompt)
+    made, e = of(MADE), e.of_prompt()
     says, cases = "Expected attention goes with observed attention", e.by_layer("expectation")
     tested = "rank correlation over the prompt's keys with what the response attends to, mean over "
     tested += "query heads"
     yield Claim("E1", says, tested, cases, needs=e.untraced("expectation"))
     says = "The number of positions looked ahead hardly matters"
-    ahead, settings = e.around(MADE, "n_future", prompt), [made, of(MADE, n_future=128)]
-    yield e.alike("E2", says, "with another n_future", ahead, settings, when=prompt)
+    ahead, settings = e.around(MADE, "n_future"), [made, of(MADE, n_future=128)]
+    yield e.alike("E2", says, "with another n_future", ahead, settings)
     says = "The covariance makes it better"
-    yield compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
+    yield e.compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
     says = "The covariance matters less where queries and keys are normalised"
     needs = "needs a model with such norms beside one without, and a Table does not say which model"
     yield Claim("E3", says, needs=f"{needs} it is of")
@@ -33,9 +32,9 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
     crossed = [name.removeprefix("adakv+") for name in policies if name.startswith("adakv+")]
     for name in dict.fromkeys((MADE, "snapkv", *filter(policies.__contains__, crossed))):
         says = f"Budgets by head (AdaKV) make {name} better"
-        yield compared("E5", says, of(name), of(f"adakv+{name}"))
+        yield e.compared("E5", says, of(name), of(f"adakv+{name}"))
     for name in ("knorm", "keydiff", "snapkv", "tova", "streaming_llm"):
-        yield compared("E6", f"Expected Attention is better than {name}", of(name), made)
+        yield e.compared("E6", f"Expected Attention is better than {name}", of(name), made)
     yield from _normal_queries(e)
 
 
@@ -45,15 +44,15 @@ def _value_norm(e: Evidence) -> Iterator[Claim]:
     overlap = "value_norm_overlap"
     says = "With epsilon 0.01 the norm of the value decides about most of what is kept"
     tested = "share of the kept entries that the norm alone would keep, minus 1/2"
-    yield e.measured("E4", says, tested, some, overlap, case=lambda x: x - 0.5, when=prompt)
+    yield e.measured("E4", says, tested, some, overlap, case=lambda x: x - 0.5)
     says = "... more than it does without epsilon"
-    yield e.compared("E4", says, some, none, overlap, when=prompt)
+    yield e.compared("E4", says, some, none, overlap)
     normed = of(MADE, value_norm=("v", "wo_v"), epsilon=0.0)
     says = "The norm of the value makes it better"
     # without the norm epsilon is added to every score alike and does nothing
     alone = of(MADE, value_norm="none", epsilon=...)
-    yield e.compared("E4", says, alone, normed, when=prompt)
-    yield e.compared("E4", "Epsilon 0.01 makes it better", none, some, when=prompt)
+    yield e.compared("E4", says, alone, normed)
+    yield e.compared("E4", "Epsilon 0.01 makes it better", none, some)
 
 
 def _normal_queries(e: Evidence) -> Iterator[Claim]:
