@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,32 +38,21 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy, its parameters (name and value), budget and schedule; fit: scale its lengths."""
+    """A policy with its parameters, budget and schedule; fit: scale its lengths to the budget.
+
+    interval, prefill: None for the policy's own.
+    """
 
     policy: str
-    params: tuple[tuple[str, Any], ...]
+    params: Mapping[str, Any]
     budget: int
     interval: int | None
     prefill: bool | None = None
     fit: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        policy: str,
-        budget: int,
-        interval: int | None = None,
-        prefill: bool | None = None,
-        *,
-        fit: bool = False,
-        **params: Any,
-    ) -> Choice:
-        """Build it from keywords; interval and prefill None are the policy's own."""
-        return cls(policy, tuple(sorted(params.items())), budget, interval, prefill, fit)
-
     def built(self) -> Policy:
-        """Build the policy; with `fit`, its lengths are scaled to the budget."""
-        policy = kvsim.policy(self.policy, **dict(self.params))
+        """Build the policy."""
+        policy = kvsim.policy(self.policy, **self.params)
         return policy.fitted() if self.fit else policy
 
 

@@ -133,9 +133,8 @@ def replay(settings: Settings, name: str) -> Replayed | str:
         check_unwindowed(trace, layer)
         params = controls.settings(name, settings.params)
         prefill = shared_prefill(settings.interval, None)  # the same events for all policies
-        choice = cache.Choice.of(
-            name, settings.budget, settings.interval, prefill, fit=settings.fit, **params
-        )
+        terms = (settings.budget, settings.interval, prefill, settings.fit)
+        choice = cache.Choice(name, params, *terms)
         alone = None if cache.together(choice) else layer
         if alone is None and not settings.all_layers:
             return (

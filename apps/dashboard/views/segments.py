@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,12 @@ def page() -> None:
 
 
 def _replays(
-    trace: Trace, scorer: str, budget: int, interval: int | None, params: Mapping[str, Any]
+    trace: Trace, scorer: str, budget: int, interval: int | None, params: dict[str, Any]
 ) -> Replays:
     """Replay both. Where there are no segments the page says why, and ends."""
     name, source = f"ams+{scorer}", controls.source()
     layer, head = controls.layer(), controls.head()
-    choice = cache.Choice.of(name, budget, interval, **controls.required(name), **params)
+    choice = cache.Choice(name, controls.required(name) | params, budget, interval)
     try:
         if cache.together(choice):
             raise PolicyError(
@@ -95,9 +95,8 @@ def _replays(
             )
         record = cache.record(source, choice, layer, internals=True)
         # on the same events as AMS
-        alone = cache.Choice.of(
-            scorer, budget, record.interval, record.prefill, **controls.required(scorer)
-        )
+        required = controls.required(scorer)
+        alone = cache.Choice(scorer, required, budget, record.interval, record.prefill)
         other = cache.record(source, alone, layer)
         events = segmented(record, layer, head) if record.events else []
     except KvsimError as error:
