@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,17 +87,15 @@ def run(
 
 def _check_target(out: Path) -> None:
     """Raise OutputError if `out` exists and is not just an earlier demo."""
-    if out.is_symlink() or (out.exists() and not (out / MARKER).is_file()):
-        raise OutputError(
-            f"{out} exists and is not of `kvsim demo`; give another --out or move it away, "
-            "nothing was changed"
-        )
-    foreign = sorted({path.name for path in out.iterdir()} - _FILES) if out.exists() else ()
-    if foreign:
-        raise OutputError(
-            f"{out} has {', '.join(foreign)}, which is not of a demo; give another --out or move "
-            "that away, nothing was changed"
-        )
+    if not out.exists() and not out.is_symlink():
+        return
+    problem = "exists and is not of `kvsim demo`"
+    if not out.is_symlink() and (out / MARKER).is_file():
+        foreign = sorted({path.name for path in out.iterdir()} - _FILES)
+        problem = f"has {', '.join(foreign)}, which is not of a demo" if foreign else ""
+    if problem:
+        advice = "give another --out or move that away, nothing was changed"
+        raise OutputError(f"{out} {problem}; {advice}")
 
 
 @dataclass
@@ -105,7 +104,7 @@ class _Demo:
 
     folder: Path
     quiet: bool
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self) -> dict[str, Any]:
         """Do all steps, print on the way, and return what `--json` prints."""
@@ -157,14 +156,12 @@ class _Demo:
             row["replay_seconds"] = seconds[row["policy"], row["budget"]]
         best = verdict(run.table, shown)
         if not self.quiet:
-            self._echo(
-                f"Replayed {len(POLICIES)} policies at {len(BUDGETS)} budgets, at one interval.\n"
-            )
+            number = f"{len(POLICIES)} policies at {len(BUDGETS)} budgets"
+            echo_text(f"Replayed {number}, at one interval.\n")
             echo_verdict(best)
             echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
-            self._echo(f"\n{means(shown, 1)}" if first else "")
-            self._echo(fidelity_line(run.table, shown))
-            self._echo(read(rows))
+            echo_text(f"\n{means(shown, 1)}" if first else "")
+            echo_text(f"{fidelity_line(run.table, shown)}\n{read(rows)}")
         return {
             **run.describe(),
             **best,
@@ -176,10 +173,7 @@ class _Demo:
     def _step(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._add(name, time.perf_counter() - start)
-
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.seconds[name] += time.perf_counter() - start
 
     def _echo(self, text: str = "") -> None:
         if not self.quiet:
@@ -240,8 +234,8 @@ class _Demo:
             raise KeyboardInterrupt
         if run.failures:
             raise TraceError(f"a replay failed: {run.failures[0].error}")
-        self._add("replay", starts[-1] - starts[0])
-        self._add("measure", end - starts[-1])
+        self.seconds["replay"] += starts[-1] - starts[0]
+        self.seconds["measure"] += end - starts[-1]
         durations = (after - before for before, after in itertools.pairwise(starts))
         return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
 
@@ -271,10 +265,9 @@ class _Demo:
     ) -> dict[str, str]:
         """Return the columns of times; a trace that was not recorded now has one less."""
         replay = seconds[row["policy"], row["budget"]]
+        ratio = f"{self.seconds['capture'] / replay:.0f}x"
         times = {"replay\nms": f"{1000 * replay:.0f}"}
-        if recorded:
-            times["capture\n/ replay"] = f"{self.seconds['capture'] / replay:.0f}x"
-        return times
+        return times | ({"capture\n/ replay": ratio} if recorded else {})
 
     def _read_tiny(self, rows: Sequence[Mapping[str, Any]]) -> str:
         small = _by_error(rows, min(BUDGETS))
