@@ -285,7 +285,8 @@ def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons
     [
         (("retention_map",),
          "shows policies (`kvsim policies`); give --policy NAME and --budget N"),
-        (("over_budgets", "--policy", "tova"), "shows policies (`kvsim policies`); give --budget N"),
+        (("over_budgets", "--policy", "tova"),
+         "shows policies (`kvsim policies`); give --budget N"),
         (("reconstruction_error",), "shows policies (`kvsim policies`); give --policy NAME"),
         (("mass_curve", "--policy", "ams", "--budget", "20"),
          "layer 1, head 0: nothing is evicted there at budget 20; give a smaller budget, or an"),
