@@ -17,7 +17,8 @@ PAGES = {
     "trace": trace,
     "layers": layers,
     "fidelity": fidelity,
-}  #: What the sidebar chooses for a page first; a page whose numbers are a run's has no trace.
+}
+#: What the sidebar chooses for a page first; a page whose numbers are a run's has no trace.
 SHOWN = {"compare": RUN, "fidelity": RUN, "layers": ("trace", "layer")}
 
 #: Less room above titles and between parts; everything else is streamlit's.
