@@ -20,7 +20,6 @@ from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.answers import answer_check
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
@@ -29,6 +28,7 @@ from kvsim.recorder.models import (
     check_new_tokens,
     context_length,
     describe_model,
+    is_tiny,
     model_name,
     read_ropes,
     softcap,
@@ -43,6 +43,8 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
+from kvsim.text.answers import final_part, is_right
+from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
@@ -190,9 +192,25 @@ class Session:
         return differing
 
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
-        if self.response:
+        """Compare a response that the model wrote with the right one, ready for JSON.
+
+        For tiny the right response follows from the prompt. For other models the response is right
+        if it has the answer in it. None without anything to compare.
+        """
+        text, answer = self.encoded.text, self.prompt.answer
+        if self.response or response is None:
             return None
-        return answer_check(self.model, self.encoded, response, self.prompt.answer)
+        if is_tiny(self.model) and text is not None:
+            try:
+                check = ledger.check(text, response)
+            except ledger.LedgerError as error:
+                return {"kind": "none", "right": None, "reason": str(error)}
+            return {"kind": "ledger", "right": check.exact, **asdict(check)}
+        if answer is None:
+            return None
+        end = final_part(response).strip()[-200:]
+        right = is_right(response, answer)
+        return {"kind": "text", "right": right, "expected": answer, "answer": end}
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
