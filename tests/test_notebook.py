@@ -132,10 +132,11 @@ def test_a_bar_in_a_notebook(monkeypatch):
     """`progress=True` shows how much is done, where the output of a cell is, and removes it."""
     shown = []
 
-    def display(first, *, display_id):
+    def display(first, *, raw, display_id):
+        assert raw
         assert display_id
         shown.append(first)
-        return SimpleNamespace(update=shown.append)
+        return SimpleNamespace(update=lambda each, *, raw: shown.append(each) if raw else None)
 
     shell = SimpleNamespace(kernel=object())
     modules = {"IPython": ModuleType("IPython"), "IPython.display": ModuleType("IPython.display")}
@@ -148,8 +149,9 @@ def test_a_bar_in_a_notebook(monkeypatch):
         traces=make_trace("<b>"), policies="tova", budgets=8, metrics="output_error", progress=True
     )
 
-    assert [repr(each) for each in shown] == ["", "0 of 1 cells", "1 of 1 cells: <b>", ""]
-    assert shown[2]._repr_html_() == (
+    plain = [each["text/plain"] for each in shown]
+    assert plain == ["", "0 of 1 cells", "1 of 1 cells: <b>", ""]
+    assert shown[2]["text/html"] == (
         '<progress value="1.000"></progress> <small>1 of 1 cells: &lt;b&gt;</small>'
     )
 

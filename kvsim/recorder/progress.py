@@ -68,36 +68,23 @@ def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
         yield show
 
 
-class _Bar:
-    """What a notebook displays; rich would need ipywidgets there."""
-
-    def __init__(self, text: str = "", share: float | None = None) -> None:
-        self._text, self._share = text, share
-
-    def __repr__(self) -> str:
-        return self._text
-
-    def _repr_html_(self) -> str:
-        if self._share is None:
-            return str(Markup("{}").format(self._text))
-        bar = Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
-        return str(bar.format(self._share, self._text))
-
-
 def _notebook_bar(unit: str, label: str) -> Iterator[Callable[..., None]]:
-    """Yield the function of a bar that a notebook displays until the work is done."""
-    handle = import_module("IPython.display").display(_Bar(), display_id=True)
+    """Yield the function of a bar that a notebook displays; rich would need ipywidgets there."""
+    empty = {"text/plain": "", "text/html": ""}
+    handle = import_module("IPython.display").display(empty, raw=True, display_id=True)
+    bar = Markup('<progress value="{:.3f}"></progress> <small>{}</small>')
 
     def show(done: int, total: int, now: str | None = None) -> None:
         nonlocal label
         label = label if now is None else now
         text = f"{done} of {total} {unit}" + (f": {visible(label)}" if label else "")
-        handle.update(_Bar(text, done / max(1, total)))
+        html = str(bar.format(done / max(1, total), text))
+        handle.update({"text/plain": text, "text/html": html}, raw=True)
 
     try:
         yield show
     finally:
-        handle.update(_Bar())
+        handle.update(empty, raw=True)
 
 
 def with_bar(unit: str, steps: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[F], F]:
