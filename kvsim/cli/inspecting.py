@@ -6,6 +6,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -302,7 +303,7 @@ def traces(
         for path, size in shared_projections(folder).items()
     ]
     if as_json:
-        listed = [entry.to_dict() for entry in entries]
+        listed = [asdict(entry) for entry in entries]
         show.echo_json({"folder": str(folder), "traces": listed, "projections": shared})
         return
     whole = [entry for entry in entries if entry.state == "whole"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,10 +67,6 @@ class Entry:
     answer: Literal["right", "wrong", "none"] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     projections: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry as a dict, ready for JSON."""
-        return asdict(self)
 
 
 def index(folder: str | Path) -> list[Entry]:

@@ -50,20 +50,18 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
     for i, record in enumerate(records):
         # all at once: zarr would rewrite the document for every attribute
         group = root.create_group(str(i), attributes=record_document(record))
-        group.create_array(
-            "evicted_at",
-            data=record.evicted_at,
-            chunks=(1, *record.evicted_at.shape[1:]),
-            dimension_names=AXES["evicted_at"],
-            attributes={"never": NEVER},
-            config={"write_empty_chunks": True},
-        )
+        arrays: dict[str, tuple[NDArray[Any], tuple[str, ...], dict[str, Any]]] = {
+            "evicted_at": (record.evicted_at, AXES["evicted_at"], {"never": NEVER})
+        }
         if record.reads is not None:
+            arrays["reads"] = (record.reads.bits, _READS, {})
+        for name, (data, axes, attributes) in arrays.items():
             group.create_array(
-                "reads",
-                data=record.reads.bits,
-                chunks=(1, *record.reads.bits.shape[1:]),
-                dimension_names=_READS,
+                name,
+                data=data,
+                chunks=(1, *data.shape[1:]),
+                dimension_names=axes,
+                attributes=attributes,
                 config={"write_empty_chunks": True},
             )
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -7,6 +7,7 @@ import shutil
 import sys
 import zipfile
 from contextlib import closing
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -335,7 +336,7 @@ def test_json(run, made):
     assert (status, err) == (0, "")
     assert json.loads(document) == {
         "folder": str(made),
-        "traces": [one.to_dict() for one in index(made)],
+        "traces": [asdict(one) for one in index(made)],
         "projections": [],
     }
 
