@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from reprlib import repr as short_repr
@@ -120,6 +120,15 @@ def attributes_of(header: Header) -> dict[str, Any]:
     }
 
 
+def whole_attributes(
+    header: Header, n_pos: int, checksums: Mapping[str, Any], digest: str
+) -> dict[str, Any]:
+    """Return the attributes of a complete trace, without those that bind it."""
+    counts = {"n_tokens": n_pos, "committed_tokens": n_pos}
+    final = {"checksums": checksums, "digest": digest, "complete": True}
+    return {**attributes_of(header), **counts, **final}
+
+
 def read_header(
     attributes: Mapping[str, Any], arrays: Mapping[str, StoredArray], place: Place
 ) -> Header:
@@ -179,18 +188,19 @@ def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mappi
 
 
 @contextmanager
-def _converting(label: str, keys: str) -> Iterator[None]:
+def _converting(attributes: Any, label: str, *keys: str) -> Iterator[None]:
     """Raise TraceError, with one line, for attributes that lack `keys` or have other types."""
     try:
+        _require_known(attributes, keys)
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise damaged(f"{label} is not readable ({error_line(error)}), expected {keys}") from error
+        reason = error_line(error)
+        raise damaged(f"{label} is not readable ({reason}), expected {', '.join(keys)}") from error
 
 
 def _formula(attributes: Any, where: str) -> Formula:
-    keys = "scale, and optionally softcap, window and sinks"
-    with _converting(f"{where}: the attention of a layer", keys):
-        _require_known(attributes, "scale", "softcap", "window", "sinks", "rope")
+    label = f"{where}: the attention of a layer"
+    with _converting(attributes, label, "scale", "softcap", "window", "sinks", "rope"):
         softcap, window = attributes.get("softcap"), attributes.get("window")
         return Formula(
             _number(attributes["scale"]),
@@ -201,9 +211,8 @@ def _formula(attributes: Any, where: str) -> Formula:
 
 
 def _rope(attributes: Any, where: str) -> Rope:
-    keys = "inv_freq, attention_scaling, rotary_dim and layout"
-    with _converting(f"{where}: attribute rope", keys):
-        _require_known(attributes, "inv_freq", "attention_scaling", "rotary_dim", "layout")
+    keys = ("inv_freq", "attention_scaling", "rotary_dim", "layout")
+    with _converting(attributes, f"{where}: attribute rope", *keys):
         return Rope(
             tuple(_number(frequency) for frequency in attributes["inv_freq"]),
             _number(attributes["attention_scaling"]),
@@ -212,7 +221,7 @@ def _rope(attributes: Any, where: str) -> Rope:
         )
 
 
-def _require_known(attributes: Mapping[str, Any], *keys: str) -> None:
+def _require_known(attributes: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Raise ValueError for another key: it could change what the layer computes."""
     if unknown := attributes.keys() - set(keys):
         raise ValueError(f"{short_repr(min(unknown))} is not a key of it")

@@ -18,7 +18,7 @@ from kvsim.core.probe import check_probe
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import hidden, move, sync, sync_tree
 from kvsim.store.draft import Group, TokenFile
-from kvsim.store.metadata import attributes_of, group_attributes
+from kvsim.store.metadata import group_attributes, whole_attributes
 from kvsim.store.place import Folder
 from kvsim.store.projections import move_projections
 
@@ -78,16 +78,7 @@ def complete(
     n_layers, n_qheads, n_pos, dim = shapes["q"]
     header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
     check_probe(header.probe, shapes, where)
-    group.seal(
-        {
-            **attributes_of(header),
-            "n_tokens": n_pos,
-            "committed_tokens": n_pos,
-            "checksums": checksums,
-            "digest": digest.total(header, shapes),
-            "complete": True,
-        }
-    )
+    group.seal(whole_attributes(header, n_pos, checksums, digest.total(header, shapes)))
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:

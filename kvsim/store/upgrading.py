@@ -12,7 +12,7 @@ from kvsim.files import write_file
 from kvsim.schema import FORMAT_VERSION
 from kvsim.store.binding import bind, sealed
 from kvsim.store.chunks import read_crc
-from kvsim.store.metadata import attributes_of, find_document
+from kvsim.store.metadata import find_document, whole_attributes
 from kvsim.store.place import Folder
 from kvsim.store.reader import StoredTrace
 from kvsim.store.recovery import discard, find_drafts
@@ -56,14 +56,7 @@ def upgrade(path: str | Path, *, progress: Callable[[int, int], None] | None = N
     checksums = dict(stored.attributes["checksums"])
     if stored.token_text is not None:  # the first traces had no checksum of it
         checksums["token_text"] = [text_checksum(stored.token_text)]
-    attributes = {
-        **attributes_of(stored.header),
-        "n_tokens": stored.shapes["q"][2],
-        "committed_tokens": stored.shapes["q"][2],
-        "checksums": checksums,
-        "digest": stored.digest,
-        "complete": True,
-    }
+    attributes = whole_attributes(stored.header, stored.shapes["q"][2], checksums, stored.digest)
     root = {**(find_document(place, "zarr.json") or {})}
     root["attributes"] = sealed(attributes, stored.arrays, chunks)
     write_file(place.path / "zarr.json", json.dumps(root, indent=2), overwrite=True)
