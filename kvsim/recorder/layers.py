@@ -57,8 +57,8 @@ class Projections:
                 f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
                 f"{type(model).__name__} are {listed}, expected one shape and dtype in all layers"
             )
-        ((shape, dtype),) = kinds
-        self.hidden, self.dtype = int(shape[0]), DTYPES[dtype]
+        ((_, dtype),) = kinds
+        self.dtype = DTYPES[dtype]
         self.blocks: dict[int, Tensor] = {}
         self._unchecked: dict[int, Tensor] = {}
 

@@ -160,31 +160,21 @@ def array_document(
 ) -> dict[str, Any]:
     """Return the metadata of an array; dtype is a numpy name or ``string``."""
     text = dtype == "string"
+    first = {"name": "bytes", "configuration": {"endian": "little"}}
+    if text:
+        first = {"name": "vlen-utf8", "configuration": {}}
     size = 1 if text else {"float16": 2, "float64": 8}.get(dtype, 4)
-    first = {"name": "vlen-utf8", "configuration": {}}
-    if not text:
-        first = {"name": "bytes", "configuration": {"endian": "little"}}
+    blosc = {"typesize": size, "cname": COMPRESSOR, "clevel": LEVEL, "shuffle": "bitshuffle"}
+    chunks = {"chunk_shape": list(chunk_shape(name, shape))}
     return {
         "shape": list(shape),
         "data_type": dtype,
-        "chunk_grid": {
-            "name": "regular",
-            "configuration": {"chunk_shape": list(chunk_shape(name, shape))},
-        },
+        "chunk_grid": {"name": "regular", "configuration": chunks},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": "" if text else "NaN" if dtype in FLOATS else -1,
         "codecs": [
             first,
-            {
-                "name": "blosc",
-                "configuration": {
-                    "typesize": size,
-                    "cname": COMPRESSOR,
-                    "clevel": LEVEL,
-                    "shuffle": "bitshuffle",
-                    "blocksize": 0,
-                },
-            },
+            {"name": "blosc", "configuration": {**blosc, "blocksize": 0}},
             {"name": "crc32c"},
         ],
         "attributes": {} if source_dtype is None else {"source_dtype": source_dtype},

@@ -13,8 +13,8 @@ from kvsim.files import published, refused, unbroken
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.layout import StoredArray
-from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed, Place
-from kvsim.store.projections import StoredProjections, copy_projections
+from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed
+from kvsim.store.projections import copy_projections
 from kvsim.store.publication import check_writable
 from kvsim.store.reader import StoredTrace
 
@@ -34,7 +34,8 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the trace cannot be opened, one of its chunks is damaged, or the file cannot be
             written.
     """
-    place, arrays, projections = _open(path, "pack")
+    stored = _open(path, "pack")
+    place, arrays = stored.place, stored.arrays
     if not isinstance(place, Folder):
         raise TraceError(f"{place.path} is already packed, expected the folder of a trace")
     target = place.path.with_name(place.path.name + SUFFIX)
@@ -51,7 +52,7 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
                 member.external_attr = (stat.S_IFREG | 0o644) << 16
                 member.create_system = 3
                 archive.writestr(member, place.read(key, sizes[key]))
-    copy_projections(projections, target.parent)
+    copy_projections(stored.projections, target.parent)
     return target
 
 
@@ -70,7 +71,8 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
         TraceError: the file is damaged or not a packed trace, or the folder cannot be written;
             nothing is left behind.
     """
-    place, arrays, projections = _open(path, "unpack")
+    stored = _open(path, "unpack")
+    place = stored.place
     if not isinstance(place, Packed):
         raise TraceError(f"{place.path} is a folder, expected a packed trace to unpack")
     name = place.path.name
@@ -79,21 +81,18 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     sizes = place.sizes()
     with _published(target) as draft, unbroken():
         # the root comes last: what a kill leaves is no trace
-        for key in sorted(_keys(sizes, arrays), key=lambda key: key == "zarr.json"):
+        for key in sorted(_keys(sizes, stored.arrays), key=lambda key: key == "zarr.json"):
             file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(place.read(key, sizes[key]))
-    copy_projections(projections, target.parent)
+    copy_projections(stored.projections, target.parent)
     return target
 
 
-def _open(
-    path: str | Path, verb: str
-) -> tuple[Place, dict[str, StoredArray], StoredProjections | None]:
+def _open(path: str | Path, verb: str) -> StoredTrace:
     if isinstance(path, str) and is_url(path):
         raise TraceError(f"{path} is a URL, expected a local trace to {verb}; download it first")
-    stored = StoredTrace(path)
-    return stored.place, stored.arrays, stored.projections
+    return StoredTrace(path)
 
 
 def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str]:
