@@ -115,18 +115,17 @@ def encode(
     _check_ids(ids, given or [], model)
     special = messages is None  # a chat template has put the special tokens in already
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
-    if context is None:
-        return Encoded(ids, text, messages, spans, given, None)
-    if isinstance(prompt, str):
-        end = _context_end(prompt, len(before or ""), text or "")
-    elif text is not None and messages is not None:
-        n = len(messages) - len(prompt)  # a system message that is not counted
-        counted = n + counted_context(context, len(prompt), "messages")
-        end = _messages_end(messages[:counted], text, tokenizer)
-    else:
-        count = counted_context(context, len(ids), "tokens")
-        return Encoded(ids, text, messages, spans, given, count)
-    context_len = tokens_before(end, text or "", tokenizer, special=special)
+    context_len: int | None = None
+    if context is not None and text is None:
+        context_len = counted_context(context, len(ids), "tokens")
+    elif context is not None and text is not None:
+        if isinstance(prompt, str) or messages is None:
+            end = _context_end(str(prompt), len(before or ""), text)
+        else:
+            n = len(messages) - len(prompt)  # a system message that is not counted
+            counted = n + counted_context(context, len(prompt), "messages")
+            end = _messages_end(messages[:counted], text, tokenizer)
+        context_len = tokens_before(end, text, tokenizer, special=special)
     return Encoded(ids, text, messages, spans, given, context_len)
 
 
@@ -164,16 +163,13 @@ def _context_end(prompt: str, end: int, text: str) -> int:
 
 def _messages_end(context: list[dict[str, Any]], text: str, tokenizer: Any) -> int:
     """Return where the first messages of a chat end in its rendered text, in characters."""
-    try:
-        rendered = str(tokenizer.apply_chat_template(context, tokenize=False))
-    except (TemplateError, TypeError, ValueError) as error:
-        rendered = f"\0{error_line(error)}"
-    if not text.startswith(rendered):
+    beginning = rendered(context, tokenizer, generation=False)
+    if not text.startswith(beginning):
         raise CaptureError(
             f"the chat template renders the first {len(context)} messages otherwise where others "
             "follow, expected a beginning of the whole text; give token ids, with context a number"
         )
-    return len(rendered)
+    return len(beginning)
 
 
 def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:
@@ -304,10 +300,14 @@ def _render(messages: list[dict[str, Any]], tokenizer: Any, reason: str) -> str:
             "no chat template, expected one, as instruction-tuned models have; give such a model, "
             f"or {text}"
         )
+    return rendered(messages, tokenizer, generation=True)
+
+
+def rendered(messages: list[dict[str, Any]], tokenizer: Any, *, generation: bool) -> str:
+    """Return the text of messages, with the beginning of the response; CaptureError if refused."""
+    options = {"tokenize": False, "add_generation_prompt": generation}
     try:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        return str(tokenizer.apply_chat_template(messages, **options))
     except (TemplateError, TypeError, ValueError) as error:
         # templates refuse unknown roles, and content of another kind
         raise CaptureError(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -20,6 +19,7 @@ from kvsim.recorder.generation import device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import context_length
 from kvsim.recorder.options import PROBE_CHUNK
+from kvsim.recorder.prompts import rendered
 
 #: What asks for the first chunk, and for a later one behind the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -114,11 +114,8 @@ def _encoded(text: str, tokenizer: Any) -> list[int]:
 def _turn(tokenizer: Any) -> str:
     """Return what a chat template writes between a user's message and its response."""
     marker = "\N{SECTION SIGN}" * 3
-    message = [{"role": "user", "content": marker}]
     try:
-        text = str(
-            tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        )
-    except (TemplateError, TypeError, ValueError):
+        text = rendered([{"role": "user", "content": marker}], tokenizer, generation=True)
+    except CaptureError:
         return "\n"
     return text.rpartition(marker)[2] if marker in text else "\n"
