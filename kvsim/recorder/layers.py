@@ -70,7 +70,10 @@ class Projections:
         weight = _matrix(what, self.modules[call.layer])
         heads, _, dim = call.out.shape
         if weight.shape[1] != heads * dim:
-            raise CaptureError(f"{what} takes {weight.shape[1]} numbers, expected {heads} x {dim}")
+            raise CaptureError(
+                f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} for each "
+                "query head"
+            )
         self.blocks[call.layer] = weight.T.unflatten(0, (heads, dim))
         self._unchecked[call.layer] = call.out[:, :CHUNK]
 
@@ -98,7 +101,7 @@ class Projections:
             if self._unchecked:
                 layer = min(self._unchecked)
                 raise CaptureError(
-                    f"layer {layer} did not apply its {self.names[layer]}, expected it"
+                    f"layer {layer} did not apply its {self.names[layer]} after attention, expected it"
                 )
 
     def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
