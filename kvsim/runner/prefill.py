@@ -10,7 +10,7 @@ recomputed layers. The outcome is that of a live prefill; decoding is not part o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -189,9 +189,7 @@ class _Descending:
 
     def _verify(self, layer: int, computed: Computed, *, restarted: bool) -> None:
         """Compare q, k and v of the first computed layer, whose input is the recorded one."""
-        for name in ("v",) if restarted else ("q", "k", "v"):
-            stored = self.trace.read(name, slice(layer, layer + 1))[0][:, computed.rows]
-            self._compare(f"{name} of layer {layer}", getattr(computed, name), stored)
+        self._compare_arrays(("v",) if restarted else ("q", "k", "v"), layer, computed)
 
     def verify_weights(self, layer: int) -> None:
         """Compare a layer on the first rows of the prompt with the recording, to check its weights.
@@ -200,14 +198,16 @@ class _Descending:
         """
         at = torch.arange(min(self.trace.prompt_len, _CHECKED))
         computed = self._run(layer, self.residual(layer)[at], at, at)
-        here = slice(layer, layer + 1), slice(0, len(at))
-        for name in ("q", "k", "v", "attn_out"):
-            if self.trace.has(name):
-                stored = self.trace.read(name, *here)[0]
-                self._compare(f"{name} of layer {layer}", getattr(computed, name), stored)
+        self._compare_arrays(("q", "k", "v", "attn_out"), layer, computed)
         if layer + 1 < self.trace.n_layers:
             stored = self.residual(layer + 1)[at]
             self._compare(f"the output of layer {layer}", computed.out[None], stored[None])
+
+    def _compare_arrays(self, names: Sequence[str], layer: int, computed: Computed) -> None:
+        here = slice(layer, layer + 1), slice(0, int(computed.rows[-1]) + 1)
+        for name in filter(self.trace.has, names):
+            stored = self.trace.read(name, *here)[0][:, computed.rows]
+            self._compare(f"{name} of layer {layer}", getattr(computed, name), stored)
 
     def _compare(self, label: str, computed: Tensor, stored: Tensor) -> None:
         error = float(relative_error(computed, stored).max())

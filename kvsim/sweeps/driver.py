@@ -146,7 +146,7 @@ class _Todo:
     def __init__(self, tasks: Sequence[Task], kept: Kept) -> None:
         self._tasks, self._kept = tasks, kept
         self._tried: set[str] = set()
-        self._before = {part.key for part in kept.parts}  # what failed then is tried again
+        self._before = set(kept.parts)  # what failed then is tried again
 
     def __iter__(self) -> Iterator[Task]:
         for task in self._left():
@@ -227,10 +227,9 @@ def estimate(plan: Plan, kept: Kept) -> float:
     work_of = plan.flops_of
     done = kept.done
     left = sum(work_of(task) for task in plan.tasks if task.without(done) is not None)
-    finished = {part.key: part.seconds for part in kept.parts}
-    measured = [task for task in plan.tasks if task.key in finished and task.cells]
+    measured = [task for task in plan.tasks if task.key in kept.parts and task.cells]
     if measured:
-        rate = sum(finished[task.key] for task in measured) / sum(map(work_of, measured))
+        rate = sum(kept.parts[task.key].seconds for task in measured) / sum(map(work_of, measured))
         return rate * left
     first = next((task for task in plan.tasks if task.cells), None)
     return 0.0 if first is None else _sampled(first, work_of) * left

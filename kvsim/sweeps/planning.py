@@ -103,7 +103,7 @@ class Plan(NamedTuple):
     def run(self, kept: Kept, *, interrupted: bool = False) -> Run:
         """The Run of what is finished."""
         keys = self.keys
-        parts = {key: part for part in kept.parts for key in part.done}
+        parts = {key: part for part in kept.parts.values() for key in part.done}
         done = [c for c in self.cells if all(key in parts for key in keys[c.number])]
         wanted = [key for cell in done for key in keys[cell.number]]
         first = [(cell.trace.name, keys[cell.number][0]) for cell in done]
@@ -112,7 +112,7 @@ class Plan(NamedTuple):
         table = in_cell_order(tables, columns, self.grid.chosen(self.traces))
         records = kept.records(wanted) if self.grid.records else {}
         finished = {cell.number for cell in done}
-        failed = {key: x for part in kept.parts for key, x in part.failed.items()}
+        failed = {key: x for part in kept.parts.values() for key, x in part.failed.items()}
         failures = {
             (number, failed[key].error): replace(failed[key], cell=number)  # that of this grid
             for number in keys

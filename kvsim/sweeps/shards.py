@@ -18,7 +18,6 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,40 +42,26 @@ CONFIG = "config.resolved.yaml"
 _LARGEST = 8 << 30
 
 
-@dataclass(frozen=True)
-class Part:
-    """A finished task: for each of its cells the columns that say which rows are its."""
-
-    key: str
-    done: Mapping[str, Mapping[str, Any]]
-    failed: Mapping[str, Failure]
-    remarks: tuple[str, ...]
-    seconds: float
-
-
 class Kept:
-    """What tasks computed, in memory; `Shards` keeps it in a folder."""
+    """What tasks computed, in memory; `Shards` keeps it in a folder.
+
+    parts: the finished tasks by their keys, as far as `scan` has seen.
+    """
 
     def __init__(self) -> None:
-        self._parts: dict[str, Part] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self.parts: dict[str, Outcome] = {}
 
     def scan(self) -> None:
         """Look for what other processes have finished."""
 
     def look(self, key: str) -> bool:
         """Whether a task has been finished, by this process or another one."""
-        return key in self._parts
+        return key in self.parts
 
     @property
     def done(self) -> set[str]:
         """Keys of the cells that are finished, as far as `scan` has seen."""
-        return {key for part in self._parts.values() for key in part.done}
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """The finished tasks."""
-        return list(self._parts.values())
+        return {key for part in self.parts.values() for key in part.done}
 
     def claim(self, task: Task) -> bool:
         """Claim a task; False if another process computes it. A dead process has no claims."""
@@ -94,36 +79,32 @@ class Kept:
 
     def add(self, task: Task, outcome: Outcome) -> None:
         """Keep what a task computed, and give up the claim to it."""
-        self._outcomes[task.key] = outcome
-        given = outcome.done, outcome.failed, outcome.remarks, outcome.seconds
-        self._parts[task.key] = Part(task.key, *given)
+        self.parts[task.key] = outcome
 
     def tables(self, keys: Sequence[str]) -> list[pl.DataFrame]:
         """The rows of some finished cells, each once, those of a key before those of later ones."""
-        owners = {key: part for part in self._parts.values() for key in part.done}
-        by_part: dict[str, list[str]] = {}
+        owners = {key: name for name, part in self.parts.items() for key in part.done}
+        by_part: dict[str, list[Mapping[str, Any]]] = {}
         for key in keys:
             if key in owners:
-                by_part.setdefault(owners[key].key, []).append(key)
-        return [
-            _rows(self._table(part), [self._parts[part].done[key] for key in of_part])
-            for part, of_part in by_part.items()
-        ]
+                name = owners[key]
+                by_part.setdefault(name, []).append(self.parts[name].done[key])
+        return [_rows(self._table(name), cells) for name, cells in by_part.items()]
 
     def records(self, keys: Sequence[str]) -> dict[str, Record]:
         """The records of some finished cells by their keys, as far as they are kept."""
         wanted = set(keys)
         out: dict[str, Record] = {}
-        for part in self._parts.values():
+        for name, part in self.parts.items():
             if not wanted.isdisjoint(part.done):
-                out |= dict(zip(part.done, self._records(part.key), strict=True))
+                out |= dict(zip(part.done, self._records(name), strict=True))
         return out
 
     def _table(self, key: str) -> pl.DataFrame:
-        return self._outcomes[key].table
+        return self.parts[key].table
 
     def _records(self, key: str) -> Sequence[Record]:
-        return self._outcomes[key].records
+        return self.parts[key].records
 
 
 class Shards(Kept):
@@ -178,19 +159,19 @@ class Shards(Kept):
 
     def look(self, key: str) -> bool:
         """Whether a task has been finished, by this process or another one."""
-        if key in self._parts:
+        if key in self.parts:
             return True
         path = self.folder / PARTS / f"{key}.json"
         try:
             document = unsealed(read_document(path), path)
             for name, expected in document["files"].items():
                 read_file(path.with_name(name), _LARGEST, expected)
-            self._parts[key] = Part(
-                key,
-                {str(key): dict(cell) for key, cell in document["done"].items()},
-                {str(key): Failure(**each) for key, each in document["failed"].items()},
-                tuple(map(str, document["remarks"])),
-                float(document["seconds"]),
+            self.parts[key] = Outcome(
+                pl.DataFrame(),  # read when it is needed, and so are records
+                done={str(key): dict(cell) for key, cell in document["done"].items()},
+                failed={str(key): Failure(**each) for key, each in document["failed"].items()},
+                remarks=tuple(map(str, document["remarks"])),
+                seconds=float(document["seconds"]),
             )
         except (OutputError, OSError, KeyError, TypeError, ValueError, AttributeError):
             return False
@@ -215,7 +196,7 @@ class Shards(Kept):
             text = json.dumps(sealed(document))
             replace_file(folder / f"{stem}.json", text.encode())
         self.send(*(f"{PARTS}/{name}" for name in (*names, f"{stem}.json")))
-        self._parts.pop(stem, None)
+        self.parts.pop(stem, None)
         self.look(stem)
         self.release(task.key)
 

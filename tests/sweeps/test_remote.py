@@ -204,7 +204,7 @@ def test_a_part_counts_from_its_last_file_on(paths, store, monkeypatch):
             kvsim.sweep(**grid, out=store)
 
     assert [name for name in files(store) if name.startswith("parts/")]
-    assert Store(store).parts == []
+    assert Store(store).parts == {}
     assert kvsim.sweep(**grid, out=store).parameters["done"] == 4
 
 
