@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 import yaml
 
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available
 from kvsim.core.checks import resolve_device
-from kvsim.core.parameters import integer
+from kvsim.core.parameters import check_fields, integer
 from kvsim.core.policy import Policy, PolicyLike, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
@@ -84,6 +84,9 @@ class Grid:
     records: bool = False
     memory: int | None = None
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "grid", ConfigError)
 
     def built(self) -> list[Policy]:
         """The policies, one for each combination of settings."""
@@ -320,21 +323,6 @@ def _protection(given: object) -> Protection:
         raise ConfigError(str(error)) from error
 
 
-def _flag(key: str) -> Callable[[Any], bool]:
-    def read(value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key} is {value!r}; expected true or false")
-        return value
-
-    return read
-
-
-def _compress(value: object) -> object:
-    if value not in get_args(Compress):
-        raise ConfigError(f"compress is {value!r}; expected prompt, context or both")
-    return value
-
-
 #: What reads the value of a key.
 _READERS: Mapping[str, Callable[[Any], object]] = {
     "policies": lambda given: tuple(_policies(given)),
@@ -342,9 +330,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "intervals": lambda given: tuple(map(_interval, _listed(given))),
     "layers": lambda given: tuple(_whole("layers", each) for each in _listed(given)),
     "metrics": lambda given: tuple(map(str, _listed(given))),
-    "compress": _compress,
     "protect": _protection,
     "memory": _size,
     "device": resolve_device,
-    **{key: _flag(key) for key in ("prefill", "fit", "regret", "events", "records")},
 }
