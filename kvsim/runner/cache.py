@@ -106,8 +106,8 @@ class LiveSource:
 
     sketch: the sequence to be run (`RunningModel.sketch`), without rows that are dropped before
     these layers; layers: those of the block. like: an empty tensor of the model's dtype, on its
-    device. dropped: how many rows are dropped. exact: keep a copy of the
-    keys beside those that a codec rounds. room: rows before the next event.
+    device. dropped: how many rows are dropped. exact: keep a copy of the keys beside those that a
+    codec rounds. room: rows before the next event. run: rows that went through each layer.
 
     Keys and values are in the slots of the block's entries; with `rotated`, keys are rotated to
     these slots, and cannot be read. Queries are kept as long as an event can read them.
@@ -140,7 +140,7 @@ class LiveSource:
         )
         self._exact = exact_keys if exact else None
         self._probe: ProbeRows | None = None
-        self._run = [0] * len(layers)
+        self.run = [0] * len(layers)
         self._first_row = 0  # rows before those of the table of queries
         self._first_queries = self._queries.rows  # of the first rows of the text
         # after the last event
@@ -222,7 +222,7 @@ class LiveSource:
 
     def note_queries(self, index: int, queries: Tensor) -> None:
         """Count new rows of a layer of the block, and keep their queries [qhead, w, d]."""
-        self._run[index] += queries.shape[1]
+        self.run[index] += queries.shape[1]
         if self.reads_queries:
             self._queries.append(index, queries, self.room)
 
@@ -275,10 +275,10 @@ class LiveSource:
         holds as long as no entry has left. reads: chooses what rows read of the entries.
         """
         rows, n = query.shape[2], self._keys.length(index)
-        start, layer = self._run[index] + self.dropped, self.layers[index]
+        start, layer = self.run[index] + self.dropped, self.layers[index]
         chooses = reads is not None and reads.chooses(layer, start + rows)
         if not self._padded and not chooses:
-            if n == self._run[index] + rows and not self.dropped:
+            if n == self.run[index] + rows and not self.dropped:
                 return given
             if rows == 1:
                 return None
@@ -303,10 +303,6 @@ class LiveSource:
     def n_slots(self) -> int:
         """Slots of each head, pads included."""
         return self._keys.length(0)
-
-    def n_run(self, index: int) -> int:
-        """Return the number of rows that went through a layer of the block."""
-        return self._run[index]
 
     @property
     def live_bytes(self) -> int:
@@ -368,7 +364,7 @@ class LiveLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Rows that went through the layer, evicted entries included: positions count on."""
-        return self.source.n_run(self.index)
+        return self.source.run[self.index]
 
     def get_mask_sizes(self, cache_position: Tensor) -> tuple[int, int]:
         """Return the length of a mask over all rows, and its offset."""
