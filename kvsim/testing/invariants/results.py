@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from kvsim.analysis.output.error import output_error
-from kvsim.core.policy import Even
 from kvsim.core.record import Record
 from kvsim.core.storing import Spec
 from kvsim.schema import GUIDE, NEVER
@@ -31,19 +30,15 @@ def exact_size(trial: Trial) -> None:
         return
     pooled = policy.allocator.across_layers
     shared = policy.layer_budgets.across_layers or pooled
-    planned = {
-        plans.row: [p for p in record.internals if p.row == plans.row] for plans in record.internals
-    }
     for row in due:
         before, after = record.kept(row).sum(-1), record.retained(row).sum(-1)
         budgets = np.full(len(before), trial.budget)
-        if not isinstance(policy.layer_budgets, Even):
-            for plans in planned.get(row, []):
-                budgets[list(plans.layers)] = plans.budgets
-            require(
-                not planned.get(row) or budgets.sum() == budgets.size * trial.budget,
-                f"after row {row} the layers' budgets are {budgets.tolist()}",
-            )
+        for plans in (plans for plans in record.internals if plans.row == row):
+            budgets[list(plans.layers)] = plans.budgets
+        require(
+            budgets.sum() == budgets.size * trial.budget,
+            f"after row {row} the layers' budgets are {budgets.tolist()}",
+        )
         if shared:
             acts = np.full(len(before), before.sum() > before.size * trial.budget)
         else:
