@@ -70,16 +70,13 @@ class Probe:
         whole = isinstance(chunks, list | tuple) and all(
             _whole(chunk) and len(chunk) == 3 for chunk in chunks
         )
-        parts = [Chunk(*chunk) for chunk in chunks] if whole and chunks else []
+        parts = [Chunk(*chunk) for chunk in chunks] if whole else []
         joins = [0, *(part.stop for part in parts)]
         fits = (
             document.keys() == {"kind", "chunks", "tokens"}
             and document["kind"] == "repeat"
-            and bool(parts)
-            and all(
-                part.start == at < part.stop and part.rows > 0
-                for at, part in zip(joins, parts, strict=False)
-            )
+            and [part.start for part in parts] == joins[:-1]
+            and all(part.start < part.stop and part.rows > 0 for part in parts)
             and joins[-1] == end
             and _whole(tokens)
             and len(tokens) == sum(part.rows for part in parts)

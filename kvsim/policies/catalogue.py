@@ -61,17 +61,12 @@ _SNAPKV_KVPRESS = {"window": 64, "pool": "avg", "pool_kernel": 5}
 # Where heads keep sets of their own, an average over all of them compares different tokens; and
 # what is wrapped is the score alone, without the rule of TriAttention and RaaS that the prompt
 # stays.
-_PER_HEAD: Mapping[str, Mapping[str, Any]] = {
-    "tova": {"heads": "group"},
-    "rpc": {"heads": "group"},
-    "triattention": {"protect_prompt": False},
-    "raas": {"protect_prompt": False},
-}
-# One window decides which tokens propagate, and what the caches keep of them.
-_WINDOW = ("window", "pool", "pool_kernel")
 _SHARED: Mapping[str, Mapping[str, Any]] = {
     name: {"protect_prompt": False} for name in ("triattention", "raas")
 }
+_PER_HEAD = {**_SHARED, "tova": {"heads": "group"}, "rpc": {"heads": "group"}}
+# One window decides which tokens propagate, and what the caches keep of them.
+_WINDOW = ("window", "pool", "pool_kernel")
 
 _ENTRIES: Mapping[str, Entry] = {
     "full": Entry("everything (reference)", Full, _NEVER, policy={"allocator": Everything()}),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
-from kvsim.core.policy import Allocator, Schedule, Wrapper
+from kvsim.core.policy import Allocator, Schedule, Scorer, Wrapper
 from kvsim.core.propagation import Propagation
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
@@ -71,13 +71,8 @@ class Entry:
 
         It says where in a name the entry may stand.
         """
-        kinds = {Propagation: "propagation", Reader: "reader", Codec: "codec"}
-        for base, kind in kinds.items():
-            if issubclass(self.piece, base):
-                return kind
-        if issubclass(self.piece, Allocator):
-            return "allocator"
-        return "wrapper" if issubclass(self.piece, Wrapper) else "scorer"
+        bases = (Propagation, Allocator, Wrapper, Scorer, Reader, Codec)
+        return next(base.__name__.lower() for base in bases if issubclass(self.piece, base))
 
     @property
     def innermost(self) -> bool:
