@@ -178,17 +178,17 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    formula: Formula,
     *,
-    softcap: float | None = None,
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, G, w, d] over k, v [B, 1 or G, n, d] -> (out [B, G, w, d], lse [B, G, w]).
 
     causal: row i sees entries 0..i (needs w == n). mask: bool [B, 1 or G, w, n], True where a row
-    sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf. Sinks are no part of
-    it, because they count once for a row and not in each part: see `with_sinks`.
+    sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf. The formula's window
+    is no part of it, which a mask says, nor are its sinks, because they count once for a row and
+    not in each part: see `with_sinks`.
     """
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
@@ -196,14 +196,14 @@ def attend(
         )
     if k.shape[-2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf)
-    if _FUSED is None or q.device.type != "cpu" or softcap is not None:
-        return _attend_blocks(q, k, v, Formula(scale, softcap), causal, mask)
+    if _FUSED is None or q.device.type != "cpu" or formula.softcap is not None:
+        return _attend_blocks(q, k, v, formula, causal, mask)
     groups = q.shape[1]
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
     # torch.where keeps the layout of the mask
     bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype).contiguous()
-    out, lse = _FUSED(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    out, lse = _FUSED(q, k, v, 0.0, causal, attn_mask=bias, scale=formula.scale)
     if mask is not None:  # the kernel gives 0 where nothing is seen
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out, lse
@@ -279,10 +279,9 @@ def recent_attention(
     if formula.window is not None and start + q.shape[2] > formula.window:
         out, lse = _windowed(q, k, v, formula, start)
     else:
-        scale, cap = formula.scale, formula.softcap
-        out, lse = attend(q, k[:, :, start:], v[:, :, start:], scale, softcap=cap, causal=True)
+        out, lse = attend(q, k[:, :, start:], v[:, :, start:], formula, causal=True)
         if start:
-            old = attend(q, k[:, :, :start], v[:, :, :start], scale, softcap=cap)
+            old = attend(q, k[:, :, :start], v[:, :, :start], formula)
             out, lse = merge(out, lse, *old)
     return with_sinks(out, lse, formula.sink(q, len(k))) if formula.sinks else (out, lse)
 
@@ -301,8 +300,7 @@ def _windowed(
             q[:, :, a:b],
             k[:, :, first : start + b],
             v[:, :, first : start + b],
-            formula.scale,
-            softcap=formula.softcap,
+            formula,
             mask=sees(at, to, formula.window)[None, None],
         )
     return out, lse

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from kvsim.core.attention import attend
+from kvsim.core.attention import Formula, attend
 from kvsim.core.record import Record
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.generation import evaluating
@@ -133,7 +133,7 @@ def _kernel(
         query.unflatten(1, (heads, -1)).flatten(0, 1),  # [B * head, G, w, d]
         key.flatten(0, 1)[:, None],
         value.flatten(0, 1)[:, None],
-        scaling,
+        Formula(scaling),
         mask=visible.unflatten(1, (heads, -1)).flatten(0, 1),
     )
     return out.unflatten(0, (-1, heads)).flatten(1, 2).transpose(1, 2), None

@@ -49,7 +49,7 @@ def test_attention_with_a_mask_is_the_softmax_over_what_a_row_sees(kernel):
     seen = torch.rand(2, 1, 9, 14) > 0.5
     seen[1, 0, 4] = False
 
-    out, lse = attend(q, k, v, 0.3, mask=seen)
+    out, lse = attend(q, k, v, Formula(0.3), mask=seen)
 
     expected_out, expected_lse = naive(q, k, v, 0.3, seen.expand(-1, 3, -1, -1))
     torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
@@ -73,7 +73,7 @@ def test_attention_over_no_entries_is_zero_with_a_log_sum_exp_of_minus_infinity(
     """The neutral element of merge."""
     q, k, v = example()
 
-    out, lse = attend(q, k[:, :, :0], v[:, :, :0], 0.3)
+    out, lse = attend(q, k[:, :, :0], v[:, :, :0], Formula(0.3))
 
     assert bool((out == 0).all())
     assert bool(lse.isneginf().all())
@@ -84,16 +84,18 @@ def test_causal_attention_needs_as_many_rows_as_entries():
     q, k, v = example()
 
     with pytest.raises(ValueError, match="as many rows as entries"):
-        attend(q, k, v, 0.3, causal=True)
+        attend(q, k, v, Formula(0.3), causal=True)
 
 
 def test_parts_merge_to_the_attention_over_their_union():
     """Splitting the entries anywhere, also into nothing and all, changes nothing."""
     q, k, v = example()
-    out, lse = attend(q, k, v, 0.3)
+    out, lse = attend(q, k, v, Formula(0.3))
 
     for cut in (0, 1, 7, 13):
-        parts = [attend(q, k[:, :, s], v[:, :, s], 0.3) for s in (slice(cut), slice(cut, None))]
+        parts = [
+            attend(q, k[:, :, s], v[:, :, s], Formula(0.3)) for s in (slice(cut), slice(cut, None))
+        ]
         merged_out, merged_lse = merge(*parts[0], *parts[1])
 
         torch.testing.assert_close(merged_out, out, atol=1e-6, rtol=1e-5)

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.core.attention import attend
+from kvsim.core.attention import Formula, attend
 from kvsim.core.trace import Trace
 from kvsim.testing.strategies import make_case
 from reference.strategies import examples
@@ -143,9 +143,9 @@ def test_attention_reads_queries_keys_values_and_masks_in_any_layout(sizes, orde
     views = [moved(x, order) for x, order in zip(given, orders, strict=True)]
     assert all(torch.equal(x, y) for x, y in zip(given, views, strict=True))
 
-    out, lse = attend(*views[:3], 0.3, mask=views[3] if masked else None)
+    out, lse = attend(*views[:3], Formula(0.3), mask=views[3] if masked else None)
 
-    expected = attend(*given[:3], 0.3, mask=given[3] if masked else None)
+    expected = attend(*given[:3], Formula(0.3), mask=given[3] if masked else None)
     torch.testing.assert_close((out, lse), tuple(expected), rtol=1e-5, atol=1e-6)
 
 

@@ -95,7 +95,7 @@ class Layer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
         """`attend` by the layer's formula; of part of what a row sees, so without sinks."""
-        return attend(q, k, v, self.formula.scale, softcap=self.formula.softcap, **seen)
+        return attend(q, k, v, self.formula, **seen)
 
     def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """All visible entries with the sinks; out [H, G, w, d], lse [H, G, w]."""
