@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -180,14 +181,13 @@ class Learned(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        network = Network.open(Path(self.file))
-        if self.digest not in ("", network.digest):
+        digest = self._network.digest
+        if self.digest not in ("", digest):
             raise PolicyError(
-                f"learned: {self.file} has the digest {network.digest}; expected {self.digest}, "
-                "give the file that was trained"
+                f"learned: {self.file} has the digest {digest}; expected {self.digest}, give the "
+                "file that was trained"
             )
-        object.__setattr__(self, "digest", network.digest)
-        object.__setattr__(self, "network", network)
+        object.__setattr__(self, "digest", digest)
 
     @property
     def schedule(self) -> Schedule:
@@ -199,10 +199,9 @@ class Learned(Scorer):
         """The attention of a lifetime, where it is a feature."""
         return {"total": 0.0} if "attention" in self._network.groups else {}
 
-    @property
+    @cached_property
     def _network(self) -> Network:
-        network: Network = vars(self)["network"]
-        return network
+        return Network.open(Path(self.file))
 
     @property
     def clairvoyant(self) -> bool:
