@@ -35,10 +35,16 @@ def kvpress():
     return package
 
 
-def live(model, policy, tokens, pieces, **schedule):
+@pytest.fixture(scope="module")
+def running(smollm2):
+    """The model as it runs, which is probed once."""
+    return RunningModel(smollm2[0])
+
+
+def live(running, policy, pieces, **schedule):
     """The Decoding of a greedy run of the pieces of the prompt, and the tokens that it writes."""
     sizes = {"prompt_len": len(pieces[0]), "n_pos": sum(map(len, pieces)) + NEW}
-    decoding, out = Decoding(RunningModel(model), policy, BUDGET, **sizes, **schedule), []
+    decoding, out = Decoding(running, policy, BUDGET, **sizes, **schedule), []
     with decoding:
         logits = [decoding.feed(piece)[-1] for piece in pieces][-1]
         while len(out) < NEW:
@@ -49,7 +55,7 @@ def live(model, policy, tokens, pieces, **schedule):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_tokens_after_a_compressed_prompt_are_those_of_kvpress(smollm2, kvpress, name):
+def test_tokens_after_a_compressed_prompt_are_those_of_kvpress(smollm2, running, kvpress, name):
     """A prompt compressed at its end to 40 entries per head is continued alike, greedily."""
     model, tokenizer = smollm2
     preset, arguments, params = PAIRS[name]
@@ -63,14 +69,14 @@ def test_tokens_after_a_compressed_prompt_are_those_of_kvpress(smollm2, kvpress,
         theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)[0].tolist()
 
     policy = kvsim.policy(preset, **params)
-    decoding, ours = live(model, policy, tokens, [tokens], prefill=True)
+    decoding, ours = live(running, policy, [tokens], prefill=True)
     assert decoding.record().events == [len(tokens) - 1]
     assert (decoding.record().retained(len(tokens) - 1).sum(-1) == BUDGET).all()
     assert ours == theirs[len(tokens) :]
 
 
 @pytest.mark.parametrize("name", ["ams+tova", "adakv+snapkv"])
-def test_the_pipeline_of_kvpress_runs_a_policy(smollm2, kvpress, name):
+def test_the_pipeline_of_kvpress_runs_a_policy(smollm2, running, kvpress, name):
     """The answer and the kept sets are those of the live run of context, question and answer."""
     from kvsim.interop.kvpress import press
 
@@ -84,7 +90,7 @@ def test_the_pipeline_of_kvpress_runs_a_policy(smollm2, kvpress, name):
     pieces = run.preprocess(CONTEXT, [QUESTION], "", 8192)
     context, question = pieces["context_ids"][0].tolist(), pieces["questions_ids"][0][0].tolist()
     assert len(question) < 16
-    decoding, ours = live(model, policy, None, [context, question], **schedule)
+    decoding, ours = live(running, policy, [context, question], **schedule)
     stop = model.generation_config.eos_token_id
     ours = ours[: ours.index(stop) + 1] if stop in ours else ours
     assert answer == tokenizer.decode(ours, skip_special_tokens=True)
