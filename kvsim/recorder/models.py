@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from glob import escape, glob
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -350,6 +351,10 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+#: The metadata of a package are a file, and every trace names its libraries.
+_version = cache(version)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of kvsim and of the libraries that run the model."""
     from kvsim import __version__  # noqa: PLC0415  the package names its submodules lazily
@@ -357,6 +362,6 @@ def versions() -> dict[str, str]:
     return {
         "kvsim": __version__,
         "torch": str(torch.__version__),
-        "transformers": version("transformers"),
+        "transformers": _version("transformers"),
         "python": platform.python_version(),
     }
