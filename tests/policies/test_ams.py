@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -176,6 +177,7 @@ def test_strict_segments_keep_their_bounds(case, shortest, more):
         assert lengths.min() >= min(shortest, n)
 
 
+@functools.cache
 def segment_rows(seed: int) -> tuple[Rows, Tensor, Tensor, Segments, list[list[int]]]:
     """(rows, protected, starts, segments, starts as slots) of mass rows cut anywhere."""
     rng = np.random.default_rng(1000 + seed)
