@@ -113,7 +113,7 @@ def test_storing_equals_the_naive_one(name):
     @settings(QUIET, max_examples=examples(200))
     @given(st.data())
     def check(data):
-        case = data.draw(strategies.cases(min_n=2, max_n=16, max_layers=1, max_heads=2))
+        case = data.draw(strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2))
         codec, store = CODECS[name](data)
         context = data.draw(st.none() | st.integers(1, case.prompt_len))
         compress = data.draw(st.sampled_from(("context", "both"))) if context else "prompt"
