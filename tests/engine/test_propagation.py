@@ -492,4 +492,4 @@ CHECKED = {
 def test_the_invariants_hold(case):
     """Everything that every policy must satisfy."""
     name, params = CHECKED[case]
-    reference.check(name, params, max_examples=20)
+    reference.check(name, params, max_examples=20, max_n=20)
