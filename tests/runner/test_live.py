@@ -22,7 +22,7 @@ from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from live_runs import live_policies, logits_behind_masks, output_gap, run_live
 
 CLOSE = 1e-5
-PROMPT, LENGTH, INTERVAL, BUDGET = 80, 120, 8, 64
+PROMPT, LENGTH, INTERVAL, BUDGET = 80, 104, 8, 64
 VOCABULARY = 256
 #: All tokens differ: keys of one token in layer 0 would be equally long.
 TOKENS = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:LENGTH].tolist()
@@ -422,7 +422,7 @@ def test_a_prompt_that_is_dropped_from_comes_whole():
 def test_with_room_for_all_it_is_plain_generation(family, name):
     """Greedy tokens are those of `generate`, and bytes those of transformers' own cache."""
     run = tiny()[0] if family == "tiny" else running(family)
-    cache, new = DynamicCache(config=run.model.config), 30
+    cache, new = DynamicCache(config=run.model.config), LENGTH - PROMPT
     expected = run.model.generate(
         torch.tensor([TOKENS[:PROMPT]]),
         past_key_values=cache,
