@@ -139,12 +139,11 @@ def snapkv(event: Event) -> Scored:
         candidates = [p for p in live if p < rows[0]]
         score = dict.fromkeys(candidates, 0.0)
         for i in event.qheads(h):
-            mean = dict.fromkeys(candidates, 0.0)
+            mean = np.zeros(len(candidates))
             for row in rows:
-                attention = event.attention(i, row)
-                for p in candidates:
-                    mean[p] += attention[p] / len(rows)
-            pooled = pool([mean[p] for p in candidates], kind, kernel)
+                visible = [p for p in live if p <= row]  # the candidates are the first of them
+                mean += softmax(event.logits[i, row, visible])[: len(candidates)] / len(rows)
+            pooled = pool(mean.tolist(), kind, kernel)
             for p, s in zip(candidates, pooled, strict=True):
                 score[p] += s / event.group
         scores.append(score)

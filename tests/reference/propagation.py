@@ -174,12 +174,11 @@ def votes(
     group = len(q) // len(k)
     found = []
     for i in range(len(q)):
-        paid = [0.0] * (n - window)
+        logits = scale * (q[i, n - window : n] @ k[i // group, :n].T)  # [row, position]
+        paid = np.zeros(n - window)
         for row in range(n - window, n):
-            weight = softmax(scale * (k[i // group, : row + 1] @ q[i, row])).tolist()
-            for p in range(n - window):
-                paid[p] += weight[p]
-        found.append(pool(paid, kind, int(kernel)))
+            paid += softmax(logits[row - n, : row + 1])[: n - window]
+        found.append(pool(paid.tolist(), kind, int(kernel)))
     return found
 
 
