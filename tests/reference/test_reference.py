@@ -101,11 +101,14 @@ QUIET = settings(
 def possible(case: Case, setup: Setup) -> loops.Outcome:
     """The reference replay, where the policy has a rule for what was drawn; else draw again.
 
-    It has none for too few rows to learn from, or a layer's share below what is protected.
+    It has none for too few rows to learn from, or a layer's share below what is protected; nor is
+    there anything to compare without an event.
     """
     try:
         policy = kvsim.policy(setup.policy, **setup.params)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
+        fires = {"interval": schedule.interval, "prefill": schedule.prefill}
+        assume(setup.policy == "full" or loops.event_rows(case.n, case.prompt_len, **fires))
         check_cell(case.trace(), policy, setup.budget, None, schedule)
         return naive(case, setup)
     except PolicyError:
