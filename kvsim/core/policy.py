@@ -352,14 +352,16 @@ class Policy(Displayed):
     def levels(self) -> tuple[tuple[Any, ...], ...]:
         """The pieces from the outside in: propagation, allocator, wrapped scorers, the innermost.
 
-        Then reader and codec. Pieces of one level share their parameters.
+        Then reader and codec. Pieces of one level share their parameters; an allocator that has
+        none belongs to the innermost scorer.
         """
-        plain = isinstance(self.allocator, Uniform | Everything)
         *wrappers, innermost = self.scorers
-        outer = (self.propagation, None if plain else self.allocator, *wrappers)
+        around = bool(parameters(type(self.allocator)))
+        plain = around or isinstance(self.allocator, Uniform | Everything)
+        outer = (self.propagation, self.allocator if around else None, *wrappers)
         return (
             *((piece,) for piece in outer if piece is not None),
-            (innermost, self.layer_budgets),
+            (innermost, *(() if plain else (self.allocator,)), self.layer_budgets),
             *((piece,) for piece in (self.reader, self.codec) if piece is not None),
         )
 

@@ -39,6 +39,18 @@ def test_parameters_of_a_policy_make_it_again(name):
     assert set(policy.params) == set(parameters(policy.name))
 
 
+@pytest.mark.parametrize("behind", ["quest", "infllm@release", "rocketkv+kivi"])
+def test_parameters_of_an_eviction_with_a_reader_make_it_again(behind):
+    """Also where a reader has parameters of the eviction's names, and the eviction an allocator."""
+    evictions = [make(name) for name, entry in CATALOGUE.items() if entry.kind == "scorer"]
+    combined = map(kvsim.policy, ("ams+kvzip", "adakv+snapkv", "global+kvzip"))
+    for eviction in [*evictions, *combined]:
+        policy = kvsim.policy(f"{eviction.name}+{behind}", **eviction.params)
+
+        assert kvsim.policy(policy.name, **policy.params) == policy
+        assert set(policy.params) == set(parameters(policy.name))
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_policy_names_its_source_and_its_formula(name):
     """Module docstrings hold the paper where there is one, and the function its definition."""
