@@ -101,7 +101,7 @@ class Projections:
             if self._unchecked:
                 layer = min(self._unchecked)
                 raise CaptureError(
-                    f"layer {layer} did not apply its {self.names[layer]} after attention; expected it"
+                    f"layer {layer} applied no {self.names[layer]} after its attention, expected it"
                 )
 
     def _check(self, layer: int, out: Tensor, output: Tensor) -> None:

@@ -604,7 +604,7 @@ def unused(layer):
         (packed, [0], r"o_proj of layer 0 is uint8 \[10, 1\], expected a matrix"),
         (narrow, [1], r"are \[48, 48\] float32, \[48, 96\] float32, expected one shape"),
         (narrow, [0, 1], "o_proj of layer 0 takes 48 numbers, expected 96, 16 for each query head"),
-        (unused, [0, 1], "layer 0 did not apply its o_proj after attention, expected it"),
+        (unused, [0, 1], "layer 0 applied no o_proj after its attention, expected it"),
     ],
 )  # fmt: skip
 def test_projections_that_are_something_else_are_refused(change, where, message, tmp_path):
