@@ -281,6 +281,16 @@ def test_budget_below_what_is_protected_is_an_error_that_names_the_smallest():
         assert disagreement(case, enough) is None
 
 
+def test_lacache_puts_in_order_what_compaction_drops():
+    """What it need not drop stays in the order of its age, as an allocator around it sees."""
+    case = strategies.make_case("normal", layers=2, n=12, prompt_len=1)
+    params = {"segment_mass": 0.2, "min_segment": 3, "max_segment": 7, "window": 4}
+    params |= {"sink": 1, "recent": 2, "scorer__sink": 1}
+    setup = Setup("ams+lacache@release", params, 7, 1, prefill=None)
+    assert (naive(case, setup).evicted_at < NEVER).any()
+    assert disagreement(case, setup) is None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_budget_below_one_is_an_error(name):
     """No policy has a rule for an empty cache."""
