@@ -15,10 +15,9 @@ from pathlib import Path, PurePath
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Where bytecode is forbidden, as in some containers, each process would compile every module anew.
-if sys.dont_write_bytecode:
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
+# Where bytecode is forbidden, as in some containers, every worker and every process of a test would
+# compile each module anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Before anything imports torch: processes that share the cores do not each take all of them, and a
 # thread that waits for another one gives its core away instead of spinning.
 if os.environ.get("PYTEST_XDIST_WORKER"):
