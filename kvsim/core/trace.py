@@ -70,8 +70,7 @@ class Trace(Displayed):
         group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
         dim: dimensions of a head.
-        prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes, labels,
-        spans, response_logprobs: `Header`'s.
+        prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
     """
 
     def __init__(
@@ -106,9 +105,6 @@ class Trace(Displayed):
         self.name: Final = header.name
         self.meta: Final = header.meta
         self.source_dtypes: Final = header.source_dtypes
-        self.labels: Final = header.labels
-        self.spans: Final = header.spans
-        self.response_logprobs: Final = header.response_logprobs
         #: what replays computed of it, whatever they keep
         self.memo: Final = Memo()
         same = None if base is None else base.full_attention
@@ -297,6 +293,21 @@ class Trace(Displayed):
         model = self.meta.get("model")
         layers = model.get("layers") if isinstance(model, dict) else None
         return self.layer_ids == tuple(range(layers if isinstance(layers, int) else self.n_layers))
+
+    @property
+    def labels(self) -> dict[str, str | int | float]:
+        """Labels of the prompt, as far as it has them (`schema.LABELS`)."""
+        return self.header.labels
+
+    @property
+    def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
+        return self.header.spans
+
+    @property
+    def response_logprobs(self) -> tuple[float, ...]:
+        """Log-likelihood of each token of a response that was given, in nats; else none."""
+        return self.header.response_logprobs
 
     @property
     def digest(self) -> str:
