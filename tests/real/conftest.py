@@ -15,7 +15,15 @@ def smollm2():
     from kvsim.recorder import gguf, load_model
 
     # its files stay as they are: their 630 MB are hashed once, however often a test loads them
+    of_file, of_folder = gguf._checked_digest, gguf._digests
+    file_once, folder_once = functools.cache(of_file), functools.cache(of_folder)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_checked_digest", "_digests"):
-            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        patch.setattr(
+            gguf, "_checked_digest", lambda file: (file_once if file.package else of_file)(file)
+        )
+        patch.setattr(
+            gguf,
+            "_digests",
+            lambda folder: (folder_once if folder.name == gguf._SHA256 else of_folder)(folder),
+        )
         yield load_model("smollm2")
