@@ -112,8 +112,8 @@ def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
 def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
     """Return the option of a forward that computes the last logits alone, where there is one."""
     # a long prompt times the vocabulary would be large
-    known = "logits_to_keep" in inspect.signature(model.forward).parameters
-    return {"logits_to_keep": count} if known else {}
+    supported = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if supported else {}
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

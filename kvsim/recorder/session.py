@@ -121,7 +121,8 @@ class Session:
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
         )
-        if self.out is not None if options.o_proj is None else options.o_proj:
+        requested = self.out is not None if options.o_proj is None else options.o_proj
+        if requested:
             with self._leaving_out("o_proj"):
                 self.projections = Projections(model, self.layer_ids)
         with self._leaving_out("residual_norm"):
@@ -154,34 +155,28 @@ class Session:
         if prompt != ids:
             pairs = enumerate(zip(prompt, ids, strict=False))
             first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
-            expected = f"expected {len(ids)} tokens"
-            return [f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"]
+            differing = [
+                f"its prompt of {len(prompt)} tokens differs from token {first} on, expected "
+                f"{len(ids)} tokens"
+            ]
+        else:
+            differing = self._prompt_differences(trace, given=generation.get("stopped") == GIVEN)
         generation = {"stop": [], **generation}  # older traces have no stop strings
         model, options, shapes = describe_model(self.model), self.options, trace.source.shapes
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
         stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
-        given = generation.get("stopped") == GIVEN
-        response = trace.read("tokens")[trace.prompt_len :].tolist() if given else []
-        check = self._answer_check(object_at(trace.meta, "text").get("response"))
         sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
         keys = {"model": "name", "model's dtype": "dtype", "attention kernel": "attention"}
         facts = {
             **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
             "the SHA-256 of its GGUF file is": tuple(sources),
             **{f"its {k} is": (generation.get(k), x) for k, x in self._settings.items()},
-            "its labels are": (dict(trace.labels), dict(self.prompt.labels)),
-            "the length of its context is": (trace.context_len, self.encoded.context_len),
-            "its needle is at tokens": (trace.spans.get("needle", ()), tuple(self.encoded.needle)),
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
             "it is stored in": (stored, options.store_dtype or exact),
         }
-        differing = [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
-        if response != self.response:
-            differing.append(f"its response was {'given' if given else 'generated'}, not this one")
-        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
-            differing.append("its response was compared with another answer")
+        differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
         if recorded.get("config_digest") != model["config_digest"]:
             differing.append("its model has another configuration")
         if self.probe is not None and trace.header.probe != self.probe:
@@ -189,6 +184,21 @@ class Session:
         for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
             if requested is not None and trace.has(name) != requested:
                 differing.append(f"it has {'no ' if requested else ''}{name}")
+        return differing
+
+    def _prompt_differences(self, trace: Trace, *, given: bool) -> list[str]:
+        facts = {
+            "its labels are": (dict(trace.labels), dict(self.prompt.labels)),
+            "the length of its context is": (trace.context_len, self.encoded.context_len),
+            "its needle is at tokens": (trace.spans.get("needle", ()), tuple(self.encoded.needle)),
+        }
+        differing = [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
+        response = trace.read("tokens")[trace.prompt_len :].tolist() if given else []
+        if response != self.response:
+            differing.append(f"its response was {'given' if given else 'generated'}, not this one")
+        check = self._answer_check(object_at(trace.meta, "text").get("response"))
+        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
+            differing.append("its response was compared with another answer")
         return differing
 
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
@@ -305,8 +315,10 @@ class Session:
         try:
             yield
         except CaptureError as error:
-            if self.options.o_proj if name == "o_proj" else self.options.residual:
-                option = "--o-proj" if name == "o_proj" else "--residual"
+            option, required = "--residual", self.options.residual
+            if name == "o_proj":
+                option, required = "--o-proj", self.options.o_proj
+            if required:
                 raise CaptureError(f"{error}; record the model without {option}") from error
             if name == "o_proj":
                 self.projections = None

@@ -65,8 +65,10 @@ def sealed(
 def check_attributes(attributes: Mapping[str, Any], where: str) -> None:
     """Raise TraceError for attributes that the format version of a trace does not have."""
     version = attributes["kvsim_format"]
-    keys = attributes.keys()
-    if unexpected := keys - ATTRIBUTES if version >= BOUND else keys & set(BINDING):
+    unexpected = attributes.keys() & set(BINDING)
+    if version >= BOUND:
+        unexpected = attributes.keys() - ATTRIBUTES
+    if unexpected:
         raise TraceError(
             f"{where}: attribute {short_repr(min(unexpected))} is not part of format version "
             f"{version}; copy the trace again or install a newer kvsim"

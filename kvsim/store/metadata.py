@@ -145,7 +145,8 @@ def read_header(
         index = layer.get("rope")
         if type(index) is not int or not 0 <= index < len(stored_ropes):
             raise damaged(
-                f"{where}: rope {short_repr(index)} of a layer is none of {len(stored_ropes)}"
+                f"{where}: rope {short_repr(index)} of a layer is not among the "
+                f"{len(stored_ropes)} of attribute ropes"
             )
         ropes.append(stored_ropes[index])
     floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
@@ -167,7 +168,10 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
     # JSON values are Any; the caller names the type it needs.
     value = attributes.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise damaged(f"{where}: attribute {key} is {short_repr(value)}, which no format has")
+        raise damaged(
+            f"{where}: attribute {key} is {short_repr(value)}, which docs/trace-format.md does not "
+            "allow"
+        )
     return value
 
 

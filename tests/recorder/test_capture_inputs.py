@@ -695,6 +695,7 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
     [
         ({"a": Prompt("a", "w1 w3")}, {}, "its prompt of 2 tokens differs from token 1 on"),
         ({"a": Prompt("a", "w1 w2 w3")}, {}, "from token 2 on, expected 3 tokens"),
+        ({"a": Prompt("a", "w3")}, {"seed": 1}, "differs from token 0 on.*; its seed is 0"),
         ({"a": Prompt("a", "w1 w2")}, {}, r"its labels are {'level': 1}, expected {}"),
         ({"c": Prompt("c", "w5 w6", "w1")}, {}, "its response was compared with another answer"),
         ({}, {"max_new_tokens": 7}, "its max_new_tokens is 6, expected 7"),
