@@ -148,10 +148,7 @@ def compare(
             f"no policy {against!r}{suggest(against, names)} to compare with; there is "
             f"{', '.join(names)}"
         )
-    # no candidates: no budget binds what they hold, or they look ahead
-    references = [
-        name for name in names if holds_all(name) or ((x := _built(name)) and x.clairvoyant)
-    ]
+    references = [name for name in names if _is_reference(name)]
     ranked = ~rows["policy"].is_in(references).to_numpy()
     rows = _ranked(rows, values, ranked, higher=higher)
     rows, comparisons = _tested(rows, values, ranked, against, higher=higher)
@@ -196,7 +193,11 @@ def _values(
     names = means["trace"].unique(maintain_order=True)
     cells = rows.select(KEYS).join(names.to_frame(), how="cross", maintain_order="left_right")
     cells = cells.join(
-        means, on=[*KEYS, "trace"], how="left", nulls_equal=True, maintain_order="left"
+        means.with_columns(pl.col("value").fill_nan(None)),
+        on=[*KEYS, "trace"],
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
     )
     values = cells["value"].fill_null(np.nan).to_numpy().reshape(rows.height, -1)
     shared = ~np.isnan(values).any(0)
@@ -216,6 +217,12 @@ def _values(
 
 
 _ASKED = pl.coalesce("share", pl.col("budget").cast(pl.String))
+
+
+def _is_reference(label: str) -> bool:
+    """Whether a policy is no candidate: no budget binds what it holds, or it looks ahead."""
+    built = _built(label)
+    return built is not None and (built.clairvoyant or holds_all(label))
 
 
 def holds_all(label: str) -> bool:

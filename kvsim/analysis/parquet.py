@@ -49,11 +49,13 @@ _PAGE = {1: int, 2: int, 3: int, 4: int, 5: _DATA, 7: {1: int, 2: int, 3: bool}}
 
 def encode_table(table: pl.DataFrame) -> bytes:
     """Return a Table as Parquet that `decode_table` reads."""
-    table.write_parquet(data := io.BytesIO())
+    data = io.BytesIO()
+    table.write_parquet(data)
     try:
         _check_size(data.getvalue())
     except ValueError:  # compressed beyond the bounds: many rows of equal values
-        table.write_parquet(data := io.BytesIO(), compression="uncompressed")
+        data = io.BytesIO()
+        table.write_parquet(data, compression="uncompressed")
     return data.getvalue()
 
 

@@ -259,10 +259,16 @@ def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace
     schedules = live.filter(pl.col("policy").is_not_null()).select("interval", "prefill").unique()
     interval, prefill = schedules.row(0) if schedules.height == 1 else (None, None)
     sizes = [trace.n_pos for trace in traces]
-    policies, budgets = (tuple(of[x].unique(maintain_order=True)) for x in ("policy", "asked"))
     return Calibration(
-        *(names[0], configs[0], of["trace"].n_unique(), policies, budgets),
-        *((min(sizes), max(sizes)), interval, prefill, fit(of)),
+        model=names[0],
+        config=configs[0],
+        prompts=of["trace"].n_unique(),
+        policies=tuple(of["policy"].unique(maintain_order=True)),
+        budgets=tuple(of["asked"].unique(maintain_order=True)),
+        tokens=(min(sizes), max(sizes)),
+        interval=interval,
+        prefill=prefill,
+        curve=fit(of),
     )
 
 

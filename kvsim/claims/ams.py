@@ -59,8 +59,10 @@ def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
                 if np.nansum(a + b):
                     cases[joined(f"budget {asked}", variant, label)] = a - b
     says = f"AMS around {base} wipes out fewer regions, whatever their length and the threshold"
-    tested = f"wipe-out: {base} minus {made}, regions of every length and threshold; cases in which"
-    tested += " neither wipes out anything are left out"
+    tested = (
+        f"wipe-out: {base} minus {made}, regions of every length and threshold; cases in which "
+        "neither wipes out anything are left out"
+    )
     return Claim("Q1", says, tested, cases, needs=e.lacks([base, made], "wipeout"))
 
 
@@ -128,8 +130,9 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
                 growth = lead[small] - lead[large]
                 cases[joined(f"{least} against {e.budgets[large]}", label)] = growth
         says = f"The lead of AMS over {base} grows as the budget falls ({called(metric)})"
-        tested = f"{base} minus {made} at the smallest budget, and this minus the same at the"
-        tested += " largest"
+        tested = (
+            f"{base} minus {made} at the smallest budget, and this minus the same at the largest"
+        )
         needs = "needs two budgets: kvsim replay --budget N,M"
         needs = needs if e.pairs(base, made) else e.lacks([base, made], metric)
         yield Claim("Q10", says, tested, cases, needs=needs)

@@ -27,14 +27,17 @@ def asl(e: Evidence) -> Iterator[Claim]:
     yield Claim("S2", says, tested, cases, needs=e.untraced(name))
     yield from _later(e)
     yield from _sensitivity(e)
-    name, says = "rank_union", "Tokens that rank high in one of the layers compared are more than "
+    name = "rank_union"
+    says = (
+        "Tokens that rank high in one of the layers compared are more than go on, at early layers"
+    )
     tested = "tokens compared over tokens that go on, minus 1, at the first layer that has them"
     cases = {
         variant: e.value(name, variant, layer) - 1
         for variant in e.variants(name)
         for layer in e.layers(name, variant)[:1]
     }
-    yield Claim("S5", f"{says}go on, at early layers", tested, cases, needs=e.untraced(name))
+    yield Claim("S5", says, tested, cases, needs=e.untraced(name))
     yield _by_level(e)
 
 

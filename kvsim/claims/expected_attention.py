@@ -16,8 +16,10 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
     """Expected Attention, at the one event after the prompt where there are results of it."""
     made, e = of(MADE), e.of_prompt()
     says, cases = "Expected attention goes with observed attention", e.by_layer("expectation")
-    tested = "rank correlation over the prompt's keys with what the response attends to, mean over "
-    tested += "query heads"
+    tested = (
+        "rank correlation over the prompt's keys with what the response attends to, mean over "
+        "query heads"
+    )
     yield Claim("E1", says, tested, cases, needs=e.untraced("expectation"))
     says = "The number of positions looked ahead hardly matters"
     ahead, settings = e.around(MADE, "n_future"), [made, of(MADE, n_future=128)]
@@ -25,8 +27,11 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
     says = "The covariance makes it better"
     yield e.compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
     says = "The covariance matters less where queries and keys are normalised"
-    needs = "needs a model with such norms beside one without, and a Table does not say which model"
-    yield Claim("E3", says, needs=f"{needs} it is of")
+    needs = (
+        "needs a model with such norms beside one without, and a Table does not say which "
+        "model it is of"
+    )
+    yield Claim("E3", says, needs=needs)
     yield from _value_norm(e)
     policies = dict.fromkeys(result.policy for result in e.results)
     crossed = [name.removeprefix("adakv+") for name in policies if name.startswith("adakv+")]

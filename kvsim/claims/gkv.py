@@ -39,8 +39,11 @@ def gkv(e: Evidence) -> Iterator[Claim]:
     yield e.compared("G13", says, of("random"), h2o, *place)
     lift = "punctuation_lift"
     says = 'Deep layers keep punctuation and words such as "wait" out of proportion'
-    tested = "share kept of the punctuation in the last layer over that of all tokens, minus 1, gkv"
-    tested, last = f"{tested}; words are not tested", e.layers(lift)[-1:]
+    tested = (
+        "share kept of the punctuation in the last layer over that of all tokens, minus 1, gkv; "
+        "words are not tested"
+    )
+    last = e.layers(lift)[-1:]
     yield e.measured("G14", says, tested, of("gkv"), lift, case=lambda x: x - 1, layers=last)
 
 

@@ -100,7 +100,6 @@ def layers(
         raise OptionError("--gold and --gold-text were both given; expected one of them")
     if figures is not None:
         check_output(figures, advice="give another --figures")
-
     if not math.isfinite(tau):
         raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
     positions = None

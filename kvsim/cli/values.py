@@ -230,8 +230,9 @@ def check_run_options(
     if overwrite and resume:
         raise OptionError("--overwrite replaces the run that --resume continues; give one of them")
     flags = {"--overwrite": overwrite, "--resume": resume, "--events": events}
-    for flag in (name for name, given in flags.items() if given and out is None):
-        raise OptionError(f"{flag} is about the run in --out; give --out DIR as well")
+    for flag, given in flags.items():
+        if given and out is None:
+            raise OptionError(f"{flag} is about the run in --out; give --out DIR as well")
     if out is not None and not overwrite:
         from kvsim.sweeps.parts import check_output
 

@@ -45,7 +45,9 @@ def evicted(
     `kvsim.runner.decoding.Decoding`.
     """
     decoding = Decoding(
-        *(running, policy, budget),
+        running,
+        policy,
+        budget,
         prompt_len=prompt_len,
         n_pos=len(ids),
         interval=interval,

@@ -181,7 +181,10 @@ def learn(
     if rest:
         run = replay_all(rest, [name, *others], sizes, interval=interval, metrics=measured)
     return Learning(
-        *(name, network, run, measured),
+        name=name,
+        network=network,
+        run=run,
+        metrics=measured,
         trained=tuple(trace.name for trace in trained),
         held_out=tuple(trace.name for trace in rest),
         pairs=len(joined.gain),

@@ -79,9 +79,9 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
         for (depth, length), recall in np.ndenumerate(grid):
             if not np.isnan(recall):
-                # both ends of the colours are dark
-                ink: dict[str, Any] = {"color": "white" if abs(recall - 0.5) > 0.35 else "black"}
-                axis.text(length, depth, f"{100 * recall:.0f}", **_MIDDLE, **ink)
+                dark = abs(recall - 0.5) > 0.35  # both ends of the colours are dark
+                colour = "white" if dark else "black"
+                axis.text(length, depth, f"{100 * recall:.0f}", color=colour, **_MIDDLE)
         axis.grid(visible=False)
         axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])

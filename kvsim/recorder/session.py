@@ -155,10 +155,9 @@ class Session:
         if prompt != ids:
             pairs = enumerate(zip(prompt, ids, strict=False))
             first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
-            differing = [
-                f"its prompt of {len(prompt)} tokens differs from token {first} on, expected "
-                f"{len(ids)} tokens"
-            ]
+            expected = f"expected {len(ids)} tokens"
+            text = f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"
+            differing = [text]
         else:
             differing = self._prompt_differences(trace, given=generation.get("stopped") == GIVEN)
         generation = {"stop": [], **generation}  # older traces have no stop strings

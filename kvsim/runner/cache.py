@@ -134,11 +134,10 @@ class LiveSource:
         self.layers, self._sketch = tuple(layers), sketch
         self._heads, self._group, self._dim = sketch.n_heads, sketch.group, sketch.dim
         self._entry_bytes = 2 * self._dim * like.itemsize
-        self._keys, self._values, exact_keys, self._queries = (
-            Table(like.new_zeros(len(layers), heads, 0, self._dim))
-            for heads in (*[self._heads] * 3, sketch.n_qheads)
-        )
-        self._exact = exact_keys if exact else None
+        of_entries = like.new_zeros(len(layers), self._heads, 0, self._dim)
+        of_queries = like.new_zeros(len(layers), sketch.n_qheads, 0, self._dim)
+        self._keys, self._values, self._queries = map(Table, (of_entries, of_entries, of_queries))
+        self._exact = Table(of_entries) if exact else None
         self._probe: ProbeRows | None = None
         self.run = [0] * len(layers)
         self._first_row = 0  # rows before those of the table of queries

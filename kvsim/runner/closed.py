@@ -264,8 +264,14 @@ class ClosedLoop:
 
     def _response(self, tokens: tuple[int, ...]) -> Response:
         full = self._full_response
-        given, expected = ((x, self._text(x), self._right(x)) for x in (tokens, full))
-        return Response(*given, *expected)
+        return Response(
+            tokens=tokens,
+            text=self._text(tokens),
+            right=self._right(tokens),
+            full_tokens=full,
+            full_text=self._text(full),
+            full_right=self._right(full),
+        )
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self._tokenizer is None:

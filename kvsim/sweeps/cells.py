@@ -199,8 +199,17 @@ class Cells:
             for first in range(0, len(cells), size):
                 part = tuple(cell._replace(trace=None) for cell in cells[first : first + size])  # type: ignore[arg-type]
                 names = tuple(self._names(first=name not in seen and first == 0))
-                of_share = name, str(trace.path), trace.digest, part, names
-                shares.append(Share(*of_share, self._parameters, self._accounts))
+                shares.append(
+                    Share(
+                        name=name,
+                        path=str(trace.path),
+                        digest=trace.digest,
+                        cells=part,
+                        metrics=names,
+                        parameters=self._parameters,
+                        accounts=self._accounts,
+                    )
+                )
         return shares
 
     def _names(self, *, first: bool) -> list[str]:
@@ -394,7 +403,8 @@ def _oracle(policy: Policy, record: Record) -> Policy:
 
 def failure(trace: str, cell: Cell, lost: Lost) -> Failure:
     """Return the failure of a cell of a trace of that name."""
-    return Failure(trace, cell.policy.name, cell.budget, *lost, cell.number)
+    where = trace, cell.policy.name, cell.budget
+    return Failure(*where, lost.reason, unexpected=lost.unexpected, cell=cell.number)
 
 
 def _unexpected(error: BaseException) -> str:

@@ -129,9 +129,11 @@ def live(
         return ClosedLoop(running, trace, tokenizer, writing, paging)
 
     def work(parts: Parts | None) -> Run:
-        given = cells, chosen, parameters, report, parts
+        live_cells = _LiveCells(
+            cells, chosen, parameters, report, parts, loop_of=loop_of, layers=layers
+        )
         with threads_for(running.model):
-            run = _LiveCells(*given, loop_of=loop_of, layers=layers).run()
+            run = live_cells.run()
         return replace(run, notes=(*notes, *([] if paging is None else paging.notes)))
 
     return in_folder(out, traces, policies, parameters, work, notes, resume=resume)
@@ -152,8 +154,9 @@ class _LiveCells(Cells):
     def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
         if self._loop is None or self._loop.trace is not cell.trace:
             self._loop = self._loop_of(cell.trace)
-        given = cell.policy, cell.budget, cell.schedule, self._layers
-        record, self._outcomes[cell.number] = self._loop.run(*given)
+        record, self._outcomes[cell.number] = self._loop.run(
+            cell.policy, cell.budget, cell.schedule, self._layers
+        )
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
 

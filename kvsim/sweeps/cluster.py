@@ -116,7 +116,7 @@ def _results(
             _result(distributed, client.submit(function, task, pure=False))
             for _ in range(ATTEMPTS - 1)
         )
-        lost = Lost.with_its("worker")
+        lost = Lost.of_deaths("worker")
         yield task, next((result for result in attempts if result is not None), lost)
 
 
@@ -127,6 +127,6 @@ def _result(distributed: Any, future: Any) -> Any:
     except distributed.scheduler.KilledWorker:
         return None
     except Exception as error:  # noqa: BLE001  what a task raises is anybody's
-        return Lost.by(error)
+        return Lost.of_error(error)
     finally:
         future.release()

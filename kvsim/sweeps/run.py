@@ -294,14 +294,12 @@ def cells_of(
     schedules: Sequence[Terms],
 ) -> list[Cell]:
     """Return every cell, with its budget in entries and its schedule."""
-    given = itertools.product(traces, policies, budgets, schedules)
-    return [
-        Cell(
-            *(number, trace, policy, resolve_budget(budget, trace.n_pos), share_of(budget)),
-            policy.schedule.override(*terms),
-        )
-        for number, (trace, policy, budget, terms) in enumerate(given)
-    ]
+    cells: list[Cell] = []
+    for trace, policy, budget, terms in itertools.product(traces, policies, budgets, schedules):
+        entries = resolve_budget(budget, trace.n_pos)
+        events = policy.schedule.override(*terms)
+        cells.append(Cell(len(cells), trace, policy, entries, share_of(budget), events))
+    return cells
 
 
 def check_names(policies: Sequence[Policy]) -> None:

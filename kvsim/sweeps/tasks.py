@@ -93,7 +93,8 @@ class Outcome(NamedTuple):
     def lost(task: Task, lost: Lost) -> Outcome:
         """The outcome of a task of which nothing came."""
         failures = [failure(task.name, cell, lost) for cell in task.cells]
-        failures = failures or [Failure(task.name, "", 0, *lost, cell=-1)]
+        if not failures:
+            failures = [Failure(task.name, "", 0, lost.reason, lost.unexpected, cell=-1)]
         return Outcome(pl.DataFrame(), failed=dict(zip(task.keys, failures, strict=True)))
 
 

@@ -41,15 +41,15 @@ class Lost(NamedTuple):
     unexpected: bool = True
 
     @classmethod
-    def by(cls, error: BaseException) -> Lost:
-        """By an error of the task."""
+    def of_error(cls, error: BaseException) -> Lost:
+        """The loss of a task that raised an error."""
         if isinstance(error, KvsimError):
             return cls(str(error), unexpected=False)
         return cls(f"{type(error).__name__}: {error_line(error)}")
 
     @classmethod
-    def with_its(cls, host: str) -> Lost:
-        """With the process or worker that it ran on, as often as it is tried."""
+    def of_deaths(cls, host: str) -> Lost:
+        """The loss of a task whose host, a process or a worker, died each time it was tried."""
         return cls(f"its {host} died {ATTEMPTS} times; was it killed for memory?")
 
 
@@ -85,7 +85,7 @@ def in_this_process(
         try:
             result = function(task)
         except Exception as error:  # noqa: BLE001  what a task raises is anybody's
-            result = Lost.by(error)
+            result = Lost.of_error(error)
         yield task, result
 
 
@@ -106,7 +106,7 @@ def in_processes(
             if deaths[id(task)] < ATTEMPTS:
                 alone = chain(died, alone)
             else:
-                yield task, Lost.with_its("process")
+                yield task, Lost.of_deaths("process")
 
 
 def _until_broken(
@@ -128,7 +128,7 @@ def _until_broken(
                 error = future.exception()
                 if not isinstance(error, BrokenProcessPool):
                     task = under_way.pop(future)
-                    yield task, future.result() if error is None else Lost.by(error)
+                    yield task, future.result() if error is None else Lost.of_error(error)
             if any(future in under_way for future in finished):
                 return list(under_way.values())
 
@@ -170,5 +170,5 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         for name in _THREADS:
-            del os.environ[name]
+            os.environ.pop(name, None)  # another thread may have ended a sweep of its own
         os.environ.update(before)

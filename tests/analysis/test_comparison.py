@@ -440,6 +440,16 @@ def test_what_cannot_be_compared_is_refused(real):
         compare(real, against="tov")
 
 
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_prompt_without_a_value_is_left_out(missing):
+    """Whether a Table has null or NaN there; the remark says whose value is missing."""
+    comparison = compare(table({"tova": [0.1, missing, 0.3], "h2o": [0.2, 0.3, 0.4]}))
+
+    assert comparison.traces == ("t0", "t2")
+    assert "t1 (tova at budget 64 has none)" in comparison.remarks[0]
+    assert comparison.table["mean"].to_list() == pytest.approx([0.2, 0.3])
+
+
 def test_it_is_public(real):
     """`kvsim.compare` is the function, and its table has the declared columns."""
     assert kvsim.compare is compare

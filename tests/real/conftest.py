@@ -14,16 +14,15 @@ def smollm2():
 
     from kvsim.recorder import gguf, load_model
 
-    # its files stay as they are: their 630 MB are hashed once, however often a test loads them
-    of_file, of_folder = gguf._checked_digest, gguf._digests
-    file_once, folder_once = functools.cache(of_file), functools.cache(of_folder)
+    # Its files stay as they are: their 630 MB are hashed once, however often a test loads them.
+    # Those of other tests change, so they are hashed every time.
+    def once(function, ours):
+        cached = functools.cache(function)
+        return lambda given: cached(given) if ours(given) else function(given)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            gguf, "_checked_digest", lambda file: (file_once if file.package else of_file)(file)
-        )
-        patch.setattr(
-            gguf,
-            "_digests",
-            lambda folder: (folder_once if folder.name == gguf._SHA256 else of_folder)(folder),
-        )
+        file = once(gguf._checked_digest, lambda given: given.sha256 is not None)
+        folder = once(gguf._digests, lambda given: given.name == gguf._SHA256)
+        patch.setattr(gguf, "_checked_digest", file)
+        patch.setattr(gguf, "_digests", folder)
         yield load_model("smollm2")

@@ -1,8 +1,10 @@
 """Processes that work on tasks: what becomes of tasks whose process dies or that raise."""
 
+import os
+
 from chores import work_on
 
-from kvsim.sweeps.workers import Lost, in_processes, in_this_process
+from kvsim.sweeps.workers import Lost, _one_thread, in_processes, in_this_process
 
 
 def test_a_task_that_kills_its_process_takes_no_other_with_it(tmp_path):
@@ -28,3 +30,14 @@ def test_one_process_keeps_what_raises_apart():
         (("raises", 0), Lost("ValueError: of its own")),
         (("good", 1), 1),
     ]
+
+
+def test_sweeps_of_two_threads_may_end_in_any_order(monkeypatch):
+    """Neither raises where the other has put the environment back."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    first, second = _one_thread(), _one_thread()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert "OMP_NUM_THREADS" not in os.environ
+    second.__exit__(None, None, None)

@@ -62,11 +62,16 @@ def kept_coverage(
     kept_in = np.diff(kept[:, :bins], axis=1, prepend=0)
     n_middle, kept_middle = positions[-1] - positions[-2], kept[:, -1] - kept[:, -2]
     kept_all: Ints = kept_in.sum(1)
-    overall, inside = kept_all / (rows + 1), share(kept_middle, n_middle)
+    share_overall, share_middle = kept_all / (rows + 1), share(kept_middle, n_middle)
     return Coverage(
-        *(rows, positions_in, kept_in, share(kept_in, positions_in), overall, inside),
+        rows=rows,
+        positions=positions_in,
+        kept=kept_in,
+        curve=share(kept_in, positions_in),
+        overall=share_overall,
+        middle=share_middle,
         edges=share(kept_all - kept_middle, rows + 1 - n_middle),
-        ratio=share(inside, overall),
+        ratio=share(share_middle, share_overall),
     )
 
 
