@@ -316,7 +316,7 @@ class Session:
         except CaptureError as error:
             option, required = "--residual", self.options.residual
             if name == "o_proj":
-                option, required = "--o-proj", self.options.o_proj
+                option, required = "--o-proj", self.options.o_proj is True
             if required:
                 raise CaptureError(f"{error}; record the model without {option}") from error
             if name == "o_proj":
