@@ -356,12 +356,15 @@ class Policy(Displayed):
         none belongs to the innermost scorer.
         """
         *wrappers, innermost = self.scorers
-        around = bool(parameters(type(self.allocator)))
-        plain = around or isinstance(self.allocator, Uniform | Everything)
-        outer = (self.propagation, self.allocator if around else None, *wrappers)
+        outer: list[Any] = [] if self.propagation is None else [self.propagation]
+        inside: list[Any] = [innermost]
+        if parameters(type(self.allocator)):
+            outer.append(self.allocator)
+        elif not isinstance(self.allocator, Uniform | Everything):
+            inside.append(self.allocator)
         return (
-            *((piece,) for piece in outer if piece is not None),
-            (innermost, *(() if plain else (self.allocator,)), self.layer_budgets),
+            *((piece,) for piece in (*outer, *wrappers)),
+            (*inside, self.layer_budgets),
             *((piece,) for piece in (self.reader, self.codec) if piece is not None),
         )
 

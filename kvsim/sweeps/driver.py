@@ -196,8 +196,9 @@ class _Shown:
         if self._progress is None:
             return
         cells, traces = len(self._plan.cells), len(self._plan.traces)
-        done = cells - self._open.total(), traces - len(+self._open)
-        self._progress(Standing((done[0], cells), (done[1], traces), self._read, label))
+        done_cells = cells - self._open.total()
+        done_traces = traces - sum(count > 0 for count in self._open.values())
+        self._progress(Standing((done_cells, cells), (done_traces, traces), self._read, label))
 
 
 def publish(run: Run, shards: Shards) -> None:
