@@ -207,7 +207,7 @@ def mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy
 @cache
 def _shapes(max_layers: int, max_heads: int) -> st.SearchStrategy[tuple[int, int, int, int]]:
     """(layers, heads, group, dim) at once; the small ones, which take less time, more often."""
-    layers, heads = (1, 1, 2, 2, 3), (1, 2, 2, 3)
+    layers, heads = (1, 1, 2, 2, *range(3, max_layers + 1)), (1, 2, 2, *range(3, max_heads + 1))
     every = product(layers, heads, (1, 1, *GROUPS[1:], 2), (4, 4, 8, 16))
     return st.sampled_from(sorted(x for x in every if x[0] <= max_layers and x[1] <= max_heads))
 
