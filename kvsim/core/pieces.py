@@ -71,6 +71,9 @@ class Protection:
         check_fields(self, "protect")
 
     def __or__(self, other: Protection) -> Protection:
+        for each, rest in ((self, other), (other, self)):
+            if rest == _NOTHING:  # at every event; building a new one takes much longer
+                return each
         return Protection(
             max(self.sink, other.sink), max(self.recent, other.recent), self.prompt or other.prompt
         )

@@ -250,7 +250,8 @@ class Policy(Displayed):
         def exceeded(total: int) -> tuple[int, int] | None:
             """The first budget of a layer below the size of its protection, and that size."""
             longest = events.longest(prompt_len, total)
-            fit = replace(self.at(total), scaled=())  # lengths are those of the whole budget
+            # lengths are those of the whole budget
+            fit = replace(self.at(total), scaled=()) if self.scaled else self
             planned = fit.layer_budgets.planned(total, n_layers, longest)
             sizes = ((b, fit.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
             return next(((b, size) for b, size in sizes if size > b), None)

@@ -164,11 +164,14 @@ class Block:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
         live = view.count.sum(1)  # [L]
+        if not self.policy.across_layers:
+            share = budgets.budgets(view, self.setting.budget)
+            view.budget = share.unsqueeze(-1)
+            return live > share * heads
         together = (live.sum() > self.setting.budget * heads * len(live)).expand_as(live)
-        if self.policy.across_layers and not bool(together.any()):
-            return together
-        view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
-        return together if self.policy.across_layers else live > view.budget.flatten() * heads
+        if bool(together.any()):
+            view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
+        return together
 
     def advance(self, stop: int) -> None:
         """Skip to row `stop`: all rows before it acted, and `entries` is up to date."""

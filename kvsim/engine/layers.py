@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from kvsim.core.parameters import integer
@@ -84,7 +83,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     MemoryLimitError where not even one does.
     """
     limit = DEFAULT_MEMORY if memory is None else memory
-    item = torch.empty((), dtype=trace.dtype).element_size()
+    item = trace.dtype.itemsize
     copies = 2 if policy.codec is None else 4  # of keys and values, which a codec overwrites
     stored = (trace.n_qheads + copies * trace.n_heads) * trace.n_pos * trace.dim * item
     # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
