@@ -89,6 +89,8 @@ def shoot(folder: Path, pages: list[str], title: str | None = None, **link: Any)
 
 def main(pages: list[str]) -> None:
     """Make the pictures of these pages, or of all."""
+    if other := set(pages) - {START, *PAGES, READS}:
+        raise SystemExit(f"no pages {sorted(other)}; expected some of {[START, *PAGES, READS]}")
     with tempfile.TemporaryDirectory() as place:
         full, empty = Path(place, "results"), Path(place, "empty")
         full.mkdir()
