@@ -5,8 +5,7 @@
     summary      policies against each other over budgets, and where entries are kept
     records      positions retained and missed, output error by row, text by state
     events       positions that an event keeps, dropped bursts, segments and their quotas
-    attention    overlap of top keys, sparsity; Expected Attention: expected against observed
-                 attention, reconstruction error
+    attention    overlap of top keys, sparsity, expected against observed attention
     normality    queries next to the normal distributions that fit them
     layers       selection layers of ASL, curves by layer, how layers rank the tokens of a prompt
     style        colours, panels, means over prompts, captions and legends, files
