@@ -109,6 +109,7 @@ def _kernel(
     key: Tensor,
     value: Tensor,
     _mask: Tensor | None,
+    _dropout: float = 0.0,  # by position, as kvpress hands it on
     *,
     scaling: float,
     evicted_at: Tensor | None = None,

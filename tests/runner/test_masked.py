@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
 from kvsim.errors import CaptureError, PolicyError
@@ -191,6 +192,20 @@ def test_a_trace_of_the_prompt_alone(model, trace):
     with torch.no_grad():
         own = model(ids[None]).logits[:, -1:]
     torch.testing.assert_close(found, own.expand(2, -1, -1), **CLOSE)
+
+
+def test_the_kernel_works_as_kvpress_wraps_it(model, trace, monkeypatch):
+    """kvpress, imported later, wraps every kernel in the table and passes dropout by position."""
+    tokens, records = trace.read("tokens"), [replayed(trace, "h2o")]
+    expected = masked_logits(model, tokens, records)
+    kernel = ALL_ATTENTION_FUNCTIONS[KERNEL]
+
+    def wrapped(module, query, key, value, attention_mask, dropout, **options):
+        return kernel(module, query, key, value, attention_mask, dropout, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, KERNEL, wrapped)
+
+    assert torch.equal(masked_logits(model, tokens, records), expected)
 
 
 def test_unfit_records_are_refused(model, trace):
