@@ -72,7 +72,7 @@ class Replayed:
 
     @property
     def _layer(self) -> tuple[cache.Source, cache.Choice, int | None, int]:
-        """What the cache knows the replay of the chosen layer by."""
+        """The cache's key of the replay of the chosen layer."""
         return self.settings.source, self.choice, self.alone, self.settings.layer
 
     @property

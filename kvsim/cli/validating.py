@@ -311,7 +311,7 @@ def _kl(value: float | None) -> str:
 
 
 def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int]) -> list[str]:
-    """What differs from what the calibration was fitted on."""
+    """Return in what the cells differ from those that the calibration was fitted on."""
     out = [
         f"{row['policy']}, budget {row['asked']}: {row['outside']}"
         for row in rows

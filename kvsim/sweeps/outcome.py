@@ -69,7 +69,7 @@ class Run(Displayed):
 
     @property
     def responses(self) -> pl.DataFrame:
-        """What the model of a live run wrote: a row per cell (`kvsim.analysis.live.table`)."""
+        """The responses of a live run, a row per cell (`kvsim.analysis.live.table`)."""
         return responses(self.records)
 
     def save(self, out: str | Path) -> Path:

@@ -43,7 +43,7 @@ _LARGEST = 8 << 30
 
 
 class Kept:
-    """What tasks computed, in memory; `Shards` keeps it in a folder.
+    """The outcomes of tasks, in memory; `Shards` keeps them in a folder.
 
     parts: the finished tasks by their keys, as far as `scan` has seen.
     """
