@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,10 +59,10 @@ class Event(loops.Event):
 
 def pool(values: Sequence[float], kind: str | None, kernel: int) -> list[float]:
     """Stride 1, same length: "max" pads with -inf, "avg" pads with 0 and divides by the kernel."""
-    if kind is None:
+    if kind is None or kernel == 1:
         return list(values)
-    pooled = []
-    for slot in range(len(values)):
-        near = values[max(0, slot - kernel // 2) : slot + kernel // 2 + 1]
-        pooled.append(max(near) if kind == "max" else sum(near) / kernel)
-    return pooled
+    pads = [-math.inf if kind == "max" else 0.0] * (kernel // 2)
+    padded = [*pads, *values, *pads]
+    shifts = range(2 * len(pads) + 1)
+    near = zip(*(padded[shift : shift + len(values)] for shift in shifts), strict=True)
+    return [max(of_slot) if kind == "max" else sum(of_slot) / kernel for of_slot in near]

@@ -26,7 +26,7 @@ import numpy as np
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.testing import loops
 from kvsim.testing.loops import Doubt
-from kvsim.testing.loops.event import Floats, softmax
+from kvsim.testing.loops.event import Floats, Ints
 from reference.event import pool
 
 #: The parameters of every propagation and preset.
@@ -175,11 +175,17 @@ def votes(
     found = []
     for i in range(len(q)):
         logits = scale * (q[i, n - window : n] @ k[i // group, :n].T)  # [row, position]
-        paid = np.zeros(n - window)
-        for row in range(n - window, n):
-            paid += softmax(logits[row - n, : row + 1])[: n - window]
+        paid = attention(logits, range(n - window, n), range(n))[:, : n - window].sum(0)
         found.append(pool(paid.tolist(), kind, int(kernel)))
     return found
+
+
+def attention(logits: Floats, rows: range, positions: Sequence[int]) -> Floats:
+    """Softmax of logits [row, position] over the positions up to each row's own."""
+    later = np.asarray(positions) > np.asarray(rows)[:, None]
+    logits = np.where(later, -np.inf, logits)
+    weight = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(weight / weight.sum(1, keepdims=True))
 
 
 def curve(
@@ -192,10 +198,10 @@ def curve(
     """
     variance = {}
     for layer in range(first, len(ranking)):
-        seen = looked_back(layer, first, look_back)
-        among = sorted({p for j in seen for p in one_of_best(ranking[j], many)})
-        each = [spread([ranking[j][p] for j in seen], layer, first) for p in among]
-        variance[layer] = sum(each) / len(each) if each else 0.0
+        seen = np.array([ranking[j] for j in looked_back(layer, first, look_back)])
+        among = (seen <= many).any(0)  # one of the best in any of these layers
+        each = spread(seen[:, among], layer, first)
+        variance[layer] = float(each.mean()) if len(each) else 0.0
     start = variance.get(first, 0.0)
     return variance, {layer: v / start if start > 0 else 0.0 for layer, v in variance.items()}
 
@@ -237,13 +243,13 @@ def gemfilter(
     if n <= budget:
         return _through(len(q), n)
     group = q.shape[1] // k.shape[1]
-    products = [0.0] * n
+    products = np.zeros(n)
     terms = 0.0
     for i in range(q.shape[1]):
-        for p in range(n):
-            products[p] += float(q[layer, i, n - 1] @ k[layer, i // group, p])
-        terms += float(np.abs(k[layer, i // group, :n] * q[layer, i, n - 1]).sum(-1).max())
-    scores = pool(products, "avg", int(params["pool_kernel"]))
+        of_channels = k[layer, i // group, :n] * q[layer, i, n - 1]
+        products += of_channels.sum(-1)
+        terms += float(np.abs(of_channels).sum(-1).max())
+    scores = pool(products.tolist(), "avg", int(params["pool_kernel"]))
     ranking = ranks(scores)
     chosen = sorted(one_of_best(ranking, budget))
     doubt = Doubt(range(len(q)), *_gap(scores, ranking, budget, terms))
@@ -301,15 +307,12 @@ def _received(
 ) -> dict[int, float]:
     """Attention among the rows alive, of those from `start` on, the newer with the more weight."""
     group = len(q) // len(k)
-    weights = np.linspace(1.0, 1.2, n - start).tolist()
-    received = dict.fromkeys(rows, 0.0)
+    weights = np.linspace(1.0, 1.2, n - start)
+    received = np.zeros(len(rows))
     for i in range(len(q)):
-        for row, weight in zip(range(start, n), weights, strict=True):
-            seen = [p for p in rows if p <= row]
-            attention = softmax(scale * (k[i // group, seen] @ q[i, row])).tolist()
-            for p, a in zip(seen, attention, strict=True):
-                received[p] += weight * a / len(q) / len(weights)
-    return received
+        logits = scale * (q[i, start:n] @ k[i // group, rows].T)
+        received += weights @ attention(logits, range(start, n), rows) / len(q) / len(weights)
+    return dict(zip(rows, received.tolist(), strict=True))
 
 
 # ------------------------------------------------------------------------ what tests may exchange
@@ -322,11 +325,10 @@ def total(scores: Sequence[Sequence[float]]) -> list[float]:
 
 def ranks(scores: Sequence[float]) -> list[int]:
     """1 for the largest; of equal ones the lower position comes first."""
-    order = sorted(range(len(scores)), key=lambda p: (-scores[p], p))
-    found = [0] * len(scores)
-    for rank, p in enumerate(order, start=1):
-        found[p] = rank
-    return found
+    order = np.argsort([-score for score in scores], kind="stable")
+    found = np.empty(len(scores), int)
+    found[order] = range(1, len(scores) + 1)
+    return found.tolist()
 
 
 def looked_back(layer: int, first: int, look_back: int) -> range:
@@ -345,11 +347,11 @@ def best(ranking: Sequence[Sequence[int]], layer: int, look_back: int, many: int
     return one_of_best(ranking[layer], many)
 
 
-def spread(of_token: Sequence[int], layer: int, first: int) -> float:
-    """The variance of one token's ranks, over all of them and not one less."""
+def spread(of_tokens: Ints, layer: int, first: int) -> Floats:
+    """The variance of each token's ranks [layer, token], over all of them and not one less."""
     del layer, first
-    mean = sum(of_token) / len(of_token)
-    return sum((rank - mean) ** 2 for rank in of_token) / len(of_token)
+    mean = of_tokens.sum(0) / len(of_tokens)
+    return np.asarray(((of_tokens - mean) ** 2).sum(0) / len(of_tokens))
 
 
 def is_below(rho: float, tau: float) -> bool:
@@ -411,17 +413,14 @@ def _stability(
     """
     found, rng = decide(scores), np.random.default_rng(0)
 
+    same = [np.unique(of_layer, return_inverse=True)[1] for of_layer in scores]
+
     def turns(change: float, *, apart: bool) -> bool:
         near = []
-        for of_layer in scores:
-            draws = rng.uniform(-1, 1, size=len(of_layer)).tolist()
-            by = dict(zip(of_layer, draws, strict=True))
-            near.append(
-                [
-                    s * (1 + change * (draw if apart else by[s]))
-                    for s, draw in zip(of_layer, draws, strict=True)
-                ]
-            )
+        for of_layer, equal in zip(scores, same, strict=True):
+            by = rng.uniform(-1, 1, size=len(of_layer))
+            factor = 1 + change * (by if apart else by[equal])
+            near.append((np.array(of_layer) * factor).tolist())
         return bool(decide(near) != found)
 
     tied = [0.0] if any(turns(1e-14, apart=True) for _ in range(2)) else []

@@ -294,7 +294,7 @@ def make_case(
 def parameters(name: str, rng: np.random.Generator, layers: int, n: int) -> dict[str, Any]:
     """Parameters of a propagation, small enough to bind."""
     pooling = {
-        "window": int(rng.integers(1, 9 if "@" in name else 17)),
+        "window": int(rng.integers(1, 7 if "@" in name else 17)),
         "pool": str(rng.choice(["avg", "max"])),
         "pool_kernel": int(rng.choice([1, 3, 5, 7])),
     }
@@ -323,7 +323,7 @@ def parameters(name: str, rng: np.random.Generator, layers: int, n: int) -> dict
         "recent": float(rng.choice([0.0, 0.1, 0.2, 0.5])),
         "ratio": float(rng.choice([0.5, 0.8, 0.9, 1.0])),
         "sink": int(rng.integers(6)),
-        "least": int(rng.choice([0, 8, 30, 64])),
+        "least": int(rng.choice([0, 8, 16, 32])),
     }
 
 
@@ -352,19 +352,19 @@ def draw(name: str, seed: int) -> tuple[Case, Setup]:
     """A case and a setup from a seed."""
     rng = np.random.default_rng(seed)
     layers = int(rng.integers(2, 31))
-    n = int(rng.integers(40, 121 if layers < 12 else 71))
+    n = int(rng.integers(30, 65 if layers < 12 else 45))
     later = int(rng.integers(1, 25)) if rng.random() < 0.7 else 0
     if "+" in name:
-        n, layers = min(n, 70), min(layers, 12)
+        n, layers = min(n, 50), min(layers, 12)
     params = parameters(name, rng, layers, n)
-    heads, group = int(rng.integers(1, 3)), int(rng.integers(1, 8))
+    heads, group = int(rng.integers(1, 3)), int(rng.integers(1, 5))
     case = make_case(rng, heads, group, layers, n, later, seed)
     for inner in name.split("+")[1:]:
         params |= INNER[inner](rng)
     least = max([x for key, x in params.items() if key.endswith("window")], default=1)
     least = max(least, int(params.get("sink") or 0) + int(params.get("recent") or 0)) + 1
     budget = int(rng.integers(least, min(2 * least + 10, n)))
-    if rng.random() < 0.1:
+    if seed % 10 == 9:
         budget = int(rng.integers(n, n + 3))
     interval = int(rng.integers(1, 10)) if rng.random() < 0.5 else None
     prefill = [None, True, False][rng.choice(3, p=[0.6, 0.2, 0.2])]
@@ -651,7 +651,7 @@ def test_bias_of_the_variance_cancels(seed):
     ranking = [(rng.permutation(30) + 1).tolist() for _ in range(layers)]
     variance, rho = propagation.curve(ranking, first, 8, 9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(propagation, "spread", lambda x, *_: float(np.var(x, ddof=1)))
+        patch.setattr(propagation, "spread", lambda x, *_: np.var(x, axis=0, ddof=1))
         unbiased, again = propagation.curve(ranking, first, 8, 9)
     count = min(8, first + 1)
     grown = {layer: x * count / (count - 1) for layer, x in variance.items()}
@@ -680,9 +680,9 @@ def ranks_per_head(scores: list[list[float]]) -> list[float]:
     return [-float(sum(column)) for column in zip(*map(propagation.ranks, scores), strict=True)]
 
 
-def only_the_first_biased(of_token: list[int], layer: int, first: int) -> float:
+def only_the_first_biased(of_tokens: np.ndarray, layer: int, first: int) -> np.ndarray:
     """Variance over one less than all, but in the layer that the others are compared with."""
-    return float(np.var(of_token, ddof=int(layer != first and len(of_token) > 1)))
+    return np.var(of_tokens, axis=0, ddof=int(layer != first and len(of_tokens) > 1))
 
 
 MUTANTS: list[tuple[str, str, Callable[..., Any]]] = [
