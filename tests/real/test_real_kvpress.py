@@ -11,7 +11,7 @@ from kvsim.runner.decoding import Decoding, RunningModel
 
 pytestmark = [pytest.mark.real, pytest.mark.peers]
 
-NEW, BUDGET = 12, 40
+NEW, BUDGET = 8, 40
 CONTEXT = (
     "Three friends meet in Lisbon on a Sunday. Anna brings bread and olives, Ben brings cheese and "
     "a bottle of water, and Clara brings a map of the old town. They walk from the river to the "

@@ -12,7 +12,7 @@ from live_runs import logits_behind_masks, output_gap, run_live
 
 pytestmark = pytest.mark.real
 
-BUDGET, INTERVAL = 48, 8
+BUDGET, INTERVAL = 48, 4
 CHAT = [
     {
         "role": "user",
@@ -26,7 +26,7 @@ CHAT = [
 def text(smollm2):
     """The model as it runs, and the tokens of a chat with its greedy answer."""
     model, tokenizer = smollm2
-    trace = kvsim.capture(model, tokenizer, CHAT, max_new_tokens=24)
+    trace = kvsim.capture(model, tokenizer, CHAT, max_new_tokens=13)
     return RunningModel(model), trace.tokens.tolist(), trace.prompt_len
 
 
@@ -76,7 +76,7 @@ def test_rows_that_are_dropped_on_the_way_down(monkeypatch, text, name, params):
 def test_with_room_for_all_it_is_plain_generation(text):
     """Greedy tokens are those of `generate`, and bytes those of transformers' own cache."""
     run, tokens, prompt_len = text
-    cache, new = DynamicCache(config=run.model.config), 16
+    cache, new = DynamicCache(config=run.model.config), 8
     expected = run.model.generate(
         torch.tensor([tokens[:prompt_len]]),
         past_key_values=cache,

@@ -1,5 +1,6 @@
 """SmolLM2 as kvsim loads it, against the gguf package's reader and transformers' own loading."""
 
+import functools
 from itertools import pairwise
 
 import gguf
@@ -65,6 +66,8 @@ def test_model_equals_a_direct_load(monkeypatch, smollm2, reader):
     model, tokenizer = smollm2
     # transformers reads the fields of the file, 100,000 tokens and merges, once for each part
     monkeypatch.setattr(gguf, "GGUFReader", lambda _: reader)
+    # and builds the same map of names for each module of the model
+    monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
     path = files.find_gguf("smollm2").path
     direct = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
