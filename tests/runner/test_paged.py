@@ -146,7 +146,7 @@ def test_paged_attention_is_attention(size, rows, kind, monkeypatch):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-PROMPT, NEW, BUDGET, INTERVAL = 22, 14, 14, 6
+PROMPT, NEW, BUDGET, INTERVAL = 22, 10, 14, 4
 SIZES = {"window": 4, "min_segment": 2, "max_segment": 8, "lag": 3, "rows": 16, "layer": 0}
 SIZES |= {"sink": 2, "first_layer": 0, "look_back": 4, "calibration": "prefix:12", "recent": 4}
 
