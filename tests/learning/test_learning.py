@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -292,8 +293,10 @@ def test_a_file_that_is_there_is_kept(paths, tmp_path):
     assert out.read_text() == "mine"
 
 
-def test_the_command_learns_and_says_what_it_is_worth(paths, tmp_path):
+def test_the_command_learns_and_says_what_it_is_worth(monkeypatch, paths, tmp_path):
     """Text opens with the verdict on prompts held out; JSON has the same numbers."""
+    # how well all of its steps learn is tested above
+    monkeypatch.setattr("kvsim.learning.learn", functools.partial(learn, steps=200))
     out = tmp_path / "s.safetensors"
     command = ["learn", str(paths), "--budget", "8", "--out", str(out), "--interval", "4"]
     command += ["--rounds", "1", "--against", "random,tova", "--metric", "output_error"]
