@@ -227,10 +227,10 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def no_layout():
-    """Draw figures where their parts are, without the search for a layout that takes most time.
+    """Draw figures without ticks and without the search for a layout, which take most of the time.
 
-    For tests whose subject is not the figure: tests/plots and the gallery of tests/docs lay each of
-    them out.
+    For tests whose subject is not the figure: tests/plots and the gallery of tests/docs draw each
+    of them whole.
     """
     with pytest.MonkeyPatch.context() as patch:
         leave_out_layouts(patch.setattr)

@@ -52,7 +52,7 @@ def serve(listener: socket.socket) -> None:
         importlib.import_module(name)
     typer.main.get_command = functools.cache(typer.main.get_command)
     typer.main.get_command(app)
-    leave_out_layouts(setattr)  # those of the gallery are laid out (test_docs_figures.py)
+    leave_out_layouts(setattr)  # those of the gallery are whole (test_docs_figures.py)
     gc.freeze()  # the first collection in a fork would copy every page that holds an object
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system clears away forks that end
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:

@@ -51,6 +51,7 @@ def made(policies=("snapkv", "tova"), budgets=(128, 256), drop=()):
 def test_each_cell_is_the_mean_of_its_prompts():
     """A panel per policy and budget; depths downwards, lengths to the right, percent in cells."""
     figure = plots.needle(made())
+    figure.draw_without_rendering()
 
     panels = [axis for axis in figure.axes if axis.get_title()]
     assert [axis.get_title() for axis in panels] == [

@@ -62,6 +62,7 @@ def test_bytes_are_axes_of_the_front(table):
         for name, factor in (("bytes_held", 1000.0), ("bytes_read", 500.0))
     ]
     figure = pareto(pl.concat([table, *costs]), ["output_error", "bytes_held", "bytes_read"])
+    figure.draw_without_rendering()
     held, read = figure.axes
 
     assert held.get_xlabel() == "bytes of the cache, mean over rows"
