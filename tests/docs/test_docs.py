@@ -61,6 +61,7 @@ def test_every_block_says_whether_it_runs(name):
     assert strange == []
 
 
+@pytest.mark.usefixtures("no_layout")
 @pytest.mark.parametrize("name", sorted({block.page for block in ALL if block.how == "run"}))
 def test_blocks_run(name, tmp_path, monkeypatch, warm_kvsim):
     """The blocks of a page run in order in one empty folder, as a reader would type them."""
