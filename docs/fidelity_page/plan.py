@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvsim import Policy
 from results_page.plan import SMALL, Plan, Sizes
@@ -27,7 +28,7 @@ class Study:
     budgets: tuple[int, ...]
     new_tokens: int
 
-    @property
+    @cached_property
     def policies(self) -> list[Policy]:
         """The policies, with parameters that fit the prompts."""
         return [scaled(self.prompts.sizes, name) for name in NAMES]

@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +224,15 @@ def _folds(of: pl.DataFrame) -> Iterator[tuple[Bools, Bools]]:
 def _isotonic(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Knots of the curve."""
     order = np.argsort(x, kind="stable")
-    groups = np.array_split(order, min(BINS, max(1, len(x) // LEAST)))
-    knots = np.array([x[group].mean() for group in groups])
-    means = np.array([y[group].mean() for group in groups])
-    return knots, scipy.optimize.isotonic_regression(
-        means, weights=[len(group) for group in groups]
-    ).x
+    bins = min(BINS, max(1, len(x) // LEAST))
+    size, larger = divmod(len(x), bins)
+    sizes = np.array([size + 1] * larger + [size] * (bins - larger))
+    ends = [0, *sizes.cumsum().tolist()]
+    knots, means = (
+        np.array([np.add.reduce(of[start:end]) for start, end in pairwise(ends)]) / sizes
+        for of in (x[order], y[order])
+    )
+    return knots, scipy.optimize.isotonic_regression(means, weights=sizes).x
 
 
 def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
