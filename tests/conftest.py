@@ -10,8 +10,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePath
+from typing import Any
 
 # Before anything imports huggingface_hub, which reads it once; subprocesses inherit it.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,6 +29,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from plain_figures import leave_out_layouts
+from warm_python import warm
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
@@ -181,6 +183,41 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 # ------------------------------------------------------------------------------------ commands
+
+_warm = pytest.StashKey[Path]()
+_stack = ExitStack()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Serve a warm Python to all workers; it imports nothing before a test asks for it."""
+    if hasattr(config, "workerinput"):
+        config.stash[_warm] = Path(config.workerinput["warm"])
+    else:
+        folder = config.stash[_warm] = Path(_stack.enter_context(tempfile.TemporaryDirectory()))
+        _stack.enter_context(warm(folder))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where it is."""
+    node.workerinput["warm"] = str(node.config.stash[_warm])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End it."""
+    _stack.close()
+
+
+@pytest.fixture(scope="session")
+def warm_kvsim(pytestconfig):
+    """A folder for PATH: its `python` and `kvsim` start at once (warm_python.py)."""
+    return pytestconfig.stash[_warm]
+
+
+@pytest.fixture(scope="session")
+def warm_python(warm_kvsim):
+    """An interpreter that has imported torch and kvsim (warm_python.py)."""
+    return str(warm_kvsim / "python")
 
 
 @pytest.fixture(scope="session", autouse=True)
