@@ -175,13 +175,13 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_forged_tables_take_no_memory(tmp_path):
+def test_forged_tables_take_no_memory(tmp_path, warm_python):
     """A process that opens them all grows by less than any of them decodes to."""
     (tmp_path / "honest").write_bytes(encode_table(results()))
     for forger in FORGERS:
         (tmp_path / forger.__name__).write_bytes(forged(forger))
         assert len(forged(forger)) < 3_000_000
-    command = [sys.executable, "-c", MEASURE, *(forger.__name__ for forger in FORGERS)]
+    command = [warm_python, "-c", MEASURE, *(forger.__name__ for forger in FORGERS)]
 
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
 
@@ -189,7 +189,7 @@ def test_forged_tables_take_no_memory(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_largest_table_that_is_decoded_takes_bounded_memory(tmp_path):
+def test_the_largest_table_that_is_decoded_takes_bounded_memory(tmp_path, warm_python):
     """A file at both bounds, of 250,000 rows and 16 MB in pages, stays below 150 MB."""
     data = written(results(250_000, params=pl.lit("a" * 200)))
     assert len(data) < 3_000_000
@@ -197,7 +197,7 @@ def test_the_largest_table_that_is_decoded_takes_bounded_memory(tmp_path):
     (tmp_path / "honest").write_bytes(encode_table(results()))
     script = MEASURE.replace('raise SystemExit(f"{name} was decoded")', "pass")
 
-    command = [sys.executable, "-c", script, "largest"]
+    command = [warm_python, "-c", script, "largest"]
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
 
     assert int(done.stdout) < 150_000

@@ -1329,19 +1329,10 @@ def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path,
 # ------------------------------------------------------------------------------ whole processes
 
 
-# A shell's background job ignores interrupts, and so would what it starts.
-INTERRUPTIBLE = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
-def kvsim_process(*arguments, **options):
-    """The installed command in a process of its own."""
-    program = Path(sys.executable).with_name("kvsim")
+def kvsim_process(program, *arguments, **options):
+    """A command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, str(program), *map(str, arguments)],
+        [str(program), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -1349,12 +1340,13 @@ def kvsim_process(*arguments, **options):
     )
 
 
-def test_output_in_a_pipe(trace):
+def test_output_in_a_pipe(trace, warm_kvsim):
     """In a pipe there is no progress bar, no colour, and no line is broken."""
     process = kvsim_process(
-        "replay", trace, "--policy", "tova,streaming_llm", "--budget", "16",
+        warm_kvsim / "kvsim",
+        *("replay", trace, "--policy", "tova,streaming_llm", "--budget", "16"),
         env={**os.environ, "COLUMNS": "20"},
-    )  # fmt: skip
+    )
     out, err = process.communicate()
 
     assert (process.returncode, err) == (0, "")
@@ -1363,8 +1355,9 @@ def test_output_in_a_pipe(trace):
 
 
 def test_reader_that_stops(trace):
-    """A reader that closes the pipe early gets no traceback."""
-    process = kvsim_process("info", trace, "--json")
+    """A reader that closes the pipe early gets no traceback, also at the end of the process."""
+    installed = Path(sys.executable).with_name("kvsim")
+    process = kvsim_process(installed, "info", trace, "--json")
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
@@ -1381,11 +1374,12 @@ def committed(folder):
     return 0
 
 
-def test_interrupted_capture_keeps_what_is_committed(run, tmp_path):
+def test_interrupted_capture_keeps_what_is_committed(run, tmp_path, warm_kvsim):
     """SIGINT while the model writes: status 130, one line, no trace, and how to recover it."""
     sample = prompts(1, task="walk", level=5)[0]
     out = tmp_path / "t.zarr"
-    process = kvsim_process("capture", "--model", "tiny", "--prompt", sample.prompt, "--out", out)
+    asked = ("--model", "tiny", "--prompt", sample.prompt, "--out", out)
+    process = kvsim_process(warm_kvsim / "kvsim", "capture", *asked)
     deadline = time.monotonic() + 60
     while committed(tmp_path) < 512 and time.monotonic() < deadline:
         assert process.poll() is None

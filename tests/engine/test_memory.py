@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -73,9 +72,9 @@ def large_trace(tmp_path):
     return path
 
 
-def test_replay_of_a_trace_four_times_the_memory_budget_stays_within_it(large_trace):
+def test_replay_of_a_trace_four_times_the_memory_budget_stays_within_it(large_trace, warm_python):
     """A replay, and a process of a sweep, grow by the budget at most."""
-    command = [sys.executable, "-c", REPLAY, str(large_trace), str(BUDGET)]
+    command = [warm_python, "-c", REPLAY, str(large_trace), str(BUDGET)]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 

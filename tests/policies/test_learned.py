@@ -197,7 +197,7 @@ def test_only_a_look_ahead_makes_it_clairvoyant(tmp_path):
     assert set(Learned(str(path)).columns) == {"total"}
 
 
-def test_another_process_keeps_the_same(file):
+def test_another_process_keeps_the_same(file, warm_python):
     """The record of a file read elsewhere is equal, bit for bit."""
     code = (
         "import kvsim, sys; from kvsim.testing.strategies import make_case;"
@@ -209,7 +209,7 @@ def test_another_process_keeps_the_same(file):
     case = make_case("sink", layers=2, heads=2, group=2, n=40, prompt_len=20, seed=1)
     here = kvsim.replay(case.trace(), name, 9, interval=4).evicted_at.tolist()
     there = subprocess.run(
-        [sys.executable, "-c", code, name], capture_output=True, text=True, check=True, timeout=120
+        [warm_python, "-c", code, name], capture_output=True, text=True, check=True, timeout=120
     )
     assert json.loads(there.stdout) == here
 

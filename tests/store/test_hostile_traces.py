@@ -446,7 +446,7 @@ def test_tokens_and_layers_that_are_no_numbers_of_such_are_refused(stored, tmp_p
 # --- time and memory ---
 
 
-def test_refusing_takes_neither_time_nor_memory(stored, tmp_path):
+def test_refusing_takes_neither_time_nor_memory(stored, tmp_path, warm_python):
     """The most expensive claims are refused in two seconds each, within 100 MB of memory.
 
     In a process of its own, which may not take a gigabyte more than it has when it begins.
@@ -509,7 +509,7 @@ if grown > 100_000:
     print("memory grew by", grown, "kB")
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(stored), *cases],
+        [warm_python, "-c", program, str(stored), *cases],
         capture_output=True,
         text=True,
         timeout=120,

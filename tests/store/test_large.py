@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 #: Tokens of the trace, and how many of them are the prompt.
 TOKENS, PROMPT = 32_768, 32_000
@@ -89,11 +88,11 @@ print(json.dumps(said))
 """
 
 
-def test_a_long_trace_takes_the_memory_of_its_layers(tmp_path):
+def test_a_long_trace_takes_the_memory_of_its_layers(tmp_path, warm_python):
     """No step holds more than three layers beside its logits, whatever the trace has."""
     facts = json.dumps([TOKENS, PROMPT, LAYERS, QHEADS, HEADS, DIM, str(tmp_path / "long.zarr")])
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, facts, str(MEMORY)],
+        [warm_python, "-c", CHILD, facts, str(MEMORY)],
         capture_output=True,
         text=True,
         timeout=250,

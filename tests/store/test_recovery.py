@@ -615,10 +615,10 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
 # --- kill -9 ---
 
 
-def test_killed_captures_and_recoveries():
+def test_killed_captures_and_recoveries(warm_python):
     """SIGKILL at random moments leaves whole traces, exact prefixes, or nothing committed."""
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "crash.py", "--kills", "3", "--seed", str(os.getpid())],
+        [warm_python, BENCHMARKS / "crash.py", "--kills", "3", "--seed", str(os.getpid())],
         capture_output=True,
         text=True,
         timeout=240,
@@ -722,7 +722,7 @@ def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, 
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory):
+def processes(tmp_path_factory, warm_python):
     """Four captures in processes of their own; gives their folders and what they said.
 
     Three write into one folder at the same time, two of them to one path. The fourth may not write
@@ -768,7 +768,7 @@ for _ in range(4):
 """
     shared, limited = (tmp_path_factory.mktemp(name) for name in ("shared", "limited"))
     done = subprocess.run(
-        [sys.executable, "-c", program, __file__, shared, limited],
+        [warm_python, "-c", program, __file__, shared, limited],
         capture_output=True,
         text=True,
         timeout=200,

@@ -424,7 +424,7 @@ def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_waits_for_what_is_being_written(tmp_path):
+def test_an_interrupt_waits_for_what_is_being_written(tmp_path, warm_python):
     """A file is written to its end, and what was begun is removed then; nothing comes later.
 
     In a process of its own, whose main thread gets the signal.
@@ -435,7 +435,6 @@ from kvsim import Rope, Trace
 from kvsim.store.draft import Group
 import torch
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 begun, write, ended = threading.Event(), Group._put, []
 
 def slow(self, key, *parts):
@@ -458,7 +457,7 @@ time.sleep(0.3)
 print("later", os.listdir(sys.argv[1]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [warm_python, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -481,7 +480,7 @@ def test_text_that_utf8_cannot_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
+def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path, warm_python):
     """After a kill the path is free and what remains is hidden, incomplete and refused."""
     program = """
 import sys, time, torch
@@ -502,7 +501,7 @@ time.sleep(60)
 """
     path = tmp_path / "a.zarr"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
+        [warm_python, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "written\n"
     process.send_signal(signal.SIGKILL)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -266,7 +265,7 @@ def test_two_drivers_share_the_work(grid, small_blocks, tmp_path, monkeypatch):
     assert runs[0].table.equals(runs[1].table)
 
 
-def test_a_killed_driver_loses_no_finished_task(grid, tmp_path):
+def test_a_killed_driver_loses_no_finished_task(grid, tmp_path, warm_python):
     """`kill -9` in the middle leaves parts that are whole, claims that are free, and a way on."""
     script = (
         "import os, sys, json, kvsim\n"
@@ -280,7 +279,7 @@ def test_a_killed_driver_loses_no_finished_task(grid, tmp_path):
         "driver.compute = dying\n"
         "kvsim.sweep(**json.loads(sys.argv[1]), out=sys.argv[2])\n"
     )
-    command = [sys.executable, "-c", script, json.dumps(grid), str(tmp_path / "x")]
+    command = [warm_python, "-c", script, json.dumps(grid), str(tmp_path / "x")]
     ended = subprocess.run(command, check=False, timeout=120, env=os.environ)
 
     assert ended.returncode == -9

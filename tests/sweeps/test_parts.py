@@ -374,12 +374,11 @@ def odd():
 """
 
 
-def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run):
+def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run, warm_kvsim):
     """Its three finished cells stay; the run is refused until then, and whole afterwards."""
     (tmp_path / "mine.py").write_text(MINE)
     command = ["replay", "sample", "--policy", "tova,mine:odd"]
     command += ["--budget", "16,24", "--interval", "64", "--metric", "wipeout", "--out", "x"]
-    path = f"{tmp_path}:{Path(kvsim.__file__).parents[1]}"
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "mine", None)  # forgotten after the test
@@ -389,10 +388,10 @@ def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run):
         return run(*command, "--resume")
 
     killed = subprocess.run(
-        [sys.executable, "-m", "kvsim", *command],
+        [warm_kvsim / "kvsim", *command],
         check=False,
         capture_output=True,
-        env=os.environ | {"PYTHONPATH": path, "KILL": str(int(signal.SIGKILL))},
+        env=os.environ | {"KILL": str(int(signal.SIGKILL))},
     )
 
     assert killed.returncode == -signal.SIGKILL
