@@ -162,9 +162,10 @@ def test_kvpress_benchmark_runs_the_same_grid_live(capsys):
         assert [int(row.argmax()) for row in logits] == response
 
 
-def test_capture_benchmark_prints_its_ratios(capsys):
+def test_capture_benchmark_prints_its_ratios(capsys, monkeypatch, warm_python):
     """Time, memory and bytes of a capture are measured beside the model alone."""
     capture = load("capture")
+    monkeypatch.setattr(capture.sys, "executable", warm_python)
 
     ratios, lines = capture.run(capture.SMALLEST)
 
