@@ -1,11 +1,11 @@
-"""A trace of 32,768 tokens: written, verified, replayed and measured in less memory than it has."""
+"""A trace of 16,384 tokens: written, verified, replayed and measured in less memory than it has."""
 
 import json
 import subprocess
 
 #: Tokens of the trace, and how many of them are the prompt.
-TOKENS, PROMPT = 32_768, 32_000
-LAYERS, QHEADS, HEADS, DIM = 12, 2, 1, 32
+TOKENS, PROMPT = 16_384, 16_000
+LAYERS, QHEADS, HEADS, DIM = 16, 2, 1, 32
 
 #: Bytes of all arrays, and of those of one layer.
 LAYER = TOKENS * 4 * (DIM * (2 * QHEADS + 2 * HEADS) + QHEADS)
