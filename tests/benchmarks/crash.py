@@ -32,7 +32,7 @@ from kvsim.recorder import capture, load_model
 from kvsim.store import find_drafts, open_trace, recover, verify
 
 #: Tokens of the prompt and of the response: commits in the prefill and while tokens come.
-PROMPT, RESPONSE = 600, 200
+PROMPT, RESPONSE = 700, 100
 
 ARRAYS = ("q", "k", "v", "attn_out", "lse")
 
