@@ -30,7 +30,7 @@ def trace(prompt, tmp_path_factory):
     return path
 
 
-def test_recorded_prompts_run_again(run, trace, tmp_path):
+def test_recorded_prompts_run_again(run, trace, tmp_path, no_layout):
     """A table of all policies, closed, and a folder that other commands read."""
     options = ("--model", "tiny", "--budget", "24,40", "--interval", "8", "--out", tmp_path / "run")
     _, out, _ = run("live", trace, "--policy", "full,tova,adakv+tova", *options)
