@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gzip
 import re
 import tarfile
 import tomllib
@@ -46,12 +48,17 @@ def distributions(tmp_path_factory):
     from hatchling.build import build_sdist, build_wheel
 
     folder = tmp_path_factory.mktemp("dist")
-    with contextlib.chdir(ROOT):
+    with contextlib.chdir(ROOT), pytest.MonkeyPatch.context() as patch:
+        # names are looked at, so nothing is compressed
+        stored = functools.partialmethod(gzip.GzipFile.__init__, compresslevel=0)
+        patch.setattr(gzip.GzipFile, "__init__", stored)
         name = build_sdist(str(folder))
     with tarfile.open(folder / name) as archive:
         archive.extractall(folder, filter="data")
     unpacked = folder / name.removesuffix(".tar.gz")
-    with contextlib.chdir(unpacked):
+    with contextlib.chdir(unpacked), pytest.MonkeyPatch.context() as patch:
+        stored = functools.partialmethod(zipfile.ZipFile.__init__, compresslevel=0)
+        patch.setattr(zipfile.ZipFile, "__init__", stored)
         name = build_wheel(str(folder))
     with zipfile.ZipFile(folder / name) as wheel:
         metadata = wheel.read(f"kvsim-{kvsim.__version__}.dist-info/METADATA").decode()
