@@ -1149,7 +1149,7 @@ def test_sizes_that_are_none(text):
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def demo(tmp_path_factory, no_layout):
     """A folder with a demo, and what that printed."""
     folder = tmp_path_factory.mktemp("demo")
     out, err = io.StringIO(), io.StringIO()
