@@ -22,19 +22,32 @@ from urllib.parse import urlencode
 PAGES = ("answer", "retention", "segments", "compare", "trace", "layers", "fidelity")
 #: Milliseconds without a change after which a page stands still.
 QUIET = 300
-# When the page last changed, and when it was last clicked or typed into, on its own clock.
+# When the page last changed, when its script last ended, and when it was last clicked or typed
+# into, on its own clock.
 _WATCH = """() => {
+  const state = "data-test-script-state";
   window.changed = performance.now();
-  const note = () => { window.changed = performance.now(); };
+  const note = (changes) => {
+    window.changed = performance.now();
+    for (const { attributeName, target } of changes)
+      if (attributeName === state && target.getAttribute(state) === "notRunning")
+        window.ran = window.changed;
+  };
   new MutationObserver(note).observe(document, {
     subtree: true, childList: true, attributes: true, characterData: true });
   const acted = () => { window.acted = performance.now(); };
   for (const kind of ["click", "keydown"]) document.addEventListener(kind, acted, true);
 }"""
-_STILL = f"""() => performance.now() - window.changed > {QUIET}
-  && document.querySelector("[data-testid=stApp][data-test-script-state=notRunning]")
-  && document.querySelector("[data-testid=stHeading], [data-testid=stAlert]")
-  && !document.querySelector("[data-testid=stSpinner], [data-testid=stSkeleton]")"""
+# The script has run since the last click, charts are drawn, and nothing has changed for a while. A
+# click that no script answers, as one that a scrolling list swallows, is waited for a second.
+_STILL = """(quiet) => {
+  const still = performance.now() - window.changed;
+  return still > (window.ran > (window.acted || 0) ? quiet : 1000)
+    && document.querySelector("[data-testid=stApp][data-test-script-state=notRunning]")
+    && document.querySelector("[data-testid=stHeading], [data-testid=stAlert]")
+    && !document.querySelector("[data-testid=stSpinner], [data-testid=stSkeleton]")
+    && !document.querySelector("[data-testid=stPlotlyChart]:not(:has(.main-svg))");
+}"""
 
 
 @contextmanager
@@ -66,7 +79,7 @@ def serve(folder: str | Path, browser: str | None = None) -> Iterator[str]:
                 if client.connect_ex(("127.0.0.1", port)) == 0:
                     break
             assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.1)
+            time.sleep(0.02)
         yield link
     finally:
         server.terminate()
@@ -80,7 +93,7 @@ def serve(folder: str | Path, browser: str | None = None) -> Iterator[str]:
 
 @contextmanager
 def chromium(link: str) -> Iterator[Any]:
-    """Open one browser that knows the token of a link; yield its context.
+    """Open one browser that has the token of a link in a cookie; yield its context.
 
     Its pages share a process, which compiles the megabytes of scripts once; one stays open.
     """
@@ -94,19 +107,22 @@ def chromium(link: str) -> Iterator[Any]:
         )
         context = browser.new_context(viewport={"width": 1280, "height": 1100})
         context.set_default_timeout(120_000)
-        page = context.new_page()
-        page.goto(link)
-        assert "token" not in page.url
-        page.goto(f"{link.partition('/?')[0]}/_stcore/health")
+        answer = context.request.get(link, max_redirects=0)  # loads no page
+        assert "token" not in answer.headers["location"]
+        context.new_page().goto(f"{link.partition('/?')[0]}/_stcore/health")
         yield context
         browser.close()
 
 
 @dataclass
 class Tab:
-    """What a page did: requests to other hosts, what its policy refused, bytes over its socket."""
+    """What a page did: requests to other hosts, what its policy refused, bytes over its socket.
+
+    quiet: milliseconds without a change after which the page stands still.
+    """
 
     page: Any
+    quiet: int = QUIET
     elsewhere: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
@@ -145,7 +161,7 @@ class Tab:
 
     def settle(self) -> float:
         """Wait until the page stands still; seconds from the last click or key to its change."""
-        self.page.wait_for_function(_STILL)
+        self.page.wait_for_function(_STILL, arg=self.quiet)
         return self.page.evaluate("(window.changed - (window.acted || 0)) / 1000")
 
     def choose(self, label: str, value: str) -> float:

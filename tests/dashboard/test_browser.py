@@ -53,67 +53,104 @@ def address(link):
 
 
 @pytest.fixture(scope="module")
-def chrome(link):
-    """One browser for all tests, with the token in a cookie."""
+def tab(link):
+    """One tab for all tests, with the token in a cookie; to load a page anew takes seconds."""
     with browsing.chromium(link) as context:
-        yield context
+        yield Tab(context.new_page(), quiet=100)
 
 
 @pytest.fixture
-def seen(chrome):
-    """A fresh page."""
-    page = chrome.new_page()
-    yield Tab(page)
-    page.close()
+def sample(tab, address):
+    """The tab on a page where the sample is chosen."""
+    if not tab.page.locator("[data-testid=stSelectbox] input[value='sample.zarr']").count():
+        tab.open(address, "trace", trace="sample.zarr")
+    return tab
 
 
-@pytest.mark.parametrize("page", ["answer", "compare", "layers", "fidelity"])
-def test_a_page_opens_by_its_link(seen, address, page, capsys):
-    """Without a traceback, and it asks nothing of the world; other tests open the other pages."""
-    took = seen.open(address, page, trace="sample.zarr")
+@pytest.fixture
+def wide_and_dark(tab):
+    """The tab on a wide dark screen."""
+    screen = tab.page.viewport_size
+    tab.page.set_viewport_size({"width": 1900, "height": 900})
+    tab.page.emulate_media(color_scheme="dark")
+    yield tab
+    tab.page.set_viewport_size(screen)
+    tab.page.emulate_media(color_scheme="light")
 
-    seen.check()
-    assert seen.overflow() <= 0
-    assert seen.page.locator("[data-testid=stHeading]").first.inner_text().lower() == page
+
+def opens(tab, page, took, capsys):
+    """Check a page that was opened: no traceback, and it asks nothing of the world."""
+    tab.check()
+    assert tab.overflow() <= 0
+    assert tab.page.locator("[data-testid=stHeading]").first.inner_text().lower() == page
     with capsys.disabled():
-        print(f"\n{page}: {took:.1f} s, {sum(seen.received) / 1e6:.2f} MB")
+        print(f"\n{page}: {took:.1f} s, {sum(tab.received) / 1e6:.2f} MB")
 
 
-def test_a_layer_is_changed_and_the_link_restores_it(seen, address, capsys):
-    """The link follows the control, and a fresh page follows the link."""
-    seen.open(address, "trace", trace="sample.zarr")
-    took = seen.choose("Layer", "0")
+def test_the_printed_address_opens_the_first_page(tab, link, address, capsys):
+    """The browser gets its cookie from it, and the token leaves the address."""
+    tab.page.context.clear_cookies()
+    took = tab.open(address, trace="sample.zarr", token=link.partition("token=")[2])
 
-    seen.linked("layer=0")
-    seen.page.goto(seen.page.url)
-    seen.settle()
-    assert (seen.chosen("Layer"), seen.chosen("Trace")) == ("0", "sample.zarr")
-    seen.check()
+    opens(tab, PAGES[0], took, capsys)
+    assert "token" not in tab.page.url
+
+
+@pytest.mark.parametrize("page", ["compare", "fidelity", "layers"])
+def test_a_page_opens_by_its_link(tab, address, page, capsys):
+    """Other tests open the other pages."""
+    tab.received.clear()
+
+    opens(tab, page, tab.open(address, page, trace="sample.zarr"), capsys)
+
+
+def test_a_layer_is_changed_and_the_link_restores_it(sample, capsys):
+    """The link follows the control, and a page that is loaded anew follows the link."""
+    sample.follow("trace")
+    took = sample.choose("Layer", "0")
+
+    sample.linked("layer=0")
+    sample.page.goto(sample.page.url)
+    sample.settle()
+    assert (sample.chosen("Layer"), sample.chosen("Trace")) == ("0", "sample.zarr")
+    sample.check()
     with capsys.disabled():
         print(f"\nchange of a layer: {took:.1f} s")
 
 
-def test_policy_and_parameter_are_changed(seen, address, capsys):
-    """A policy beside another one, and the budget of segments; the link holds both."""
-    seen.open(address, "retention", trace="sample.zarr")
-    policy = seen.choose("Policy", "snapkv")
-    seen.linked("snapkv")
-    assert seen.page.locator("h3", has_text="snapkv").count() == 1
-    seen.check()
+def test_a_long_trace_is_sent_in_few_bytes(sample, capsys):
+    """A map of 4,096 by 4,096 in less than 1 MB."""
+    sample.follow("trace")
+    sample.received.clear()
+    took = sample.choose("Trace", "long.zarr")
 
-    seen.open(address, "segments", trace="sample.zarr")
-    value, parameter = seen.step("Budget")
-    seen.linked(f"budget={value}")
+    sample.check()
+    total = sum(sample.received)
+    with capsys.disabled():
+        print(f"\n4,096 x 4,096: {took:.1f} s, {total / 1e6:.2f} MB")
+    assert 1e5 < total < 1e6
+
+
+def test_policy_and_parameter_are_changed(tab, address, capsys):
+    """A policy beside another one, and the budget of segments; the link holds both."""
+    tab.open(address, "segments", trace="sample.zarr")
+    value, parameter = tab.step("Budget")
+    tab.linked(f"budget={value}")
     assert value == 144
-    seen.check()
+    tab.check()
+
+    tab.follow("retention")
+    policy = tab.choose("Policy", "snapkv")
+    tab.linked("snapkv")
+    assert tab.page.locator("h3", has_text="snapkv").count() == 1
+    tab.check()
     with capsys.disabled():
         print(f"\nchange of a policy: {policy:.1f} s, of a parameter: {parameter:.1f} s")
 
 
-def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(seen, address, capsys):
+def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(wide_and_dark, address, capsys):
     """With the server warm; layer and head stay, and nothing has to be scrolled sideways."""
-    seen.page.set_viewport_size({"width": 1900, "height": 900})
-    seen.page.emulate_media(color_scheme="dark")
+    seen = wide_and_dark
     seen.open(address, "retention", trace="sample.zarr", layer="1", head="2")
     times = {}
     for page in ("fidelity", "trace", "compare", "segments"):
@@ -126,25 +163,11 @@ def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(seen, address
         print("\nnext page:", ", ".join(f"{page} {took:.1f} s" for page, took in times.items()))
 
 
-def test_a_long_trace_is_sent_in_few_bytes(seen, address, capsys):
-    """A map of 4,096 by 4,096 in less than 1 MB."""
-    took = seen.open(address, "trace", trace="long.zarr")
-
-    seen.check()
-    total = sum(seen.received)
-    with capsys.disabled():
-        print(f"\n4,096 x 4,096: {took:.1f} s, {total / 1e6:.2f} MB")
-    assert total < 1e6
-
-
 @pytest.fixture(scope="module")
-def hostile(chrome, address):
+def hostile(tab, address):
     """The pages of a trace whose tokens and name are markup."""
-    page = chrome.new_page()
-    seen = Tab(page)
-    seen.open(address, "trace", trace="more/hostile.zarr")
-    yield seen
-    page.close()
+    tab.open(address, "trace", trace="more/hostile.zarr")
+    return tab
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -158,9 +181,9 @@ def test_hostile_tokens_and_names_stay_text(hostile, page):
     assert hostile.page.title() != "taken"
 
 
-def test_a_broken_trace_is_a_message(seen, address):
+def test_a_broken_trace_is_a_message(tab, address):
     """And no traceback."""
-    seen.open(address, "trace", trace="broken.zarr")
+    tab.open(address, "trace", trace="broken.zarr")
 
-    seen.check()
-    assert "cannot be read" in seen.page.locator("[data-testid=stAlert]").first.inner_text()
+    tab.check()
+    assert "cannot be read" in tab.page.locator("[data-testid=stAlert]").first.inner_text()
