@@ -45,10 +45,23 @@ def test_pages_are_loaded_at_the_start_and_left_out_of_garbage_collections(monke
 
 
 @pytest.fixture(scope="module")
-def link(tmp_path_factory, serve):
-    """The address, with its token, that `kvsim dashboard` prints."""
-    with serve(tmp_path_factory.mktemp("folder")) as printed:
+def opened(tmp_path_factory):
+    """Where the browser of the server writes its arguments."""
+    return tmp_path_factory.mktemp("browser") / "opened"
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory, serve, opened):
+    """The address, with its token, that `kvsim dashboard` prints; its page goes with the server."""
+    browser = opened.with_name("browser.py")
+    browser.write_text(
+        f"import pathlib, sys\npathlib.Path({str(opened)!r}).write_text(' '.join(sys.argv[1:]))\n"
+    )
+    command = shlex.join([sys.executable, "-S", str(browser)]) + " %s"
+    with serve(tmp_path_factory.mktemp("folder"), command) as printed:
         yield urlsplit(printed)
+        page = Path(urlsplit(opened.read_text()).path) if opened.exists() else None
+    assert page is None or not page.parent.exists()
 
 
 @pytest.fixture
@@ -186,23 +199,14 @@ def test_a_name_that_points_to_this_machine_is_refused(ask, socket_status, link,
     assert ask("/", Host="localhost:9000", **cookie)[0] == 200  # forwarded from another machine
 
 
-def test_the_token_is_in_no_command_that_others_can_read(serve, tmp_path):
-    """The browser is given a private page that leads to the address and goes with the server."""
-    opened = tmp_path / "opened"
-    browser = tmp_path / "browser.py"
-    browser.write_text(
-        "import pathlib, shutil, sys, urllib.parse\n"
-        "page = urllib.parse.urlsplit(sys.argv[1]).path\n"
-        f"pathlib.Path({str(opened)!r}).write_text(' '.join(sys.argv[1:]))\n"
-    )
-    with serve(tmp_path, shlex.join([sys.executable, str(browser)]) + " %s") as link:
-        deadline = time.monotonic() + 60
-        while not (opened.exists() and opened.read_text()):
-            assert time.monotonic() < deadline, "no browser was opened"
-            time.sleep(0.1)
-        page = Path(urlsplit(opened.read_text()).path)
-        assert urlsplit(opened.read_text()).scheme == "file"
-        assert urlsplit(link).query not in opened.read_text()
-        assert f'content="0;url={link}"' in page.read_text()
-        assert stat.S_IMODE(page.parent.stat().st_mode) == 0o700
-    assert not page.parent.exists()
+def test_the_token_is_in_no_command_that_others_can_read(link, opened):
+    """The browser is given a private page that leads to the address."""
+    deadline = time.monotonic() + 60
+    while not (opened.exists() and opened.read_text()):
+        assert time.monotonic() < deadline, "no browser was opened"
+        time.sleep(0.02)
+    page = urlsplit(opened.read_text())
+    assert page.scheme == "file"
+    assert link.query.removeprefix("token=") not in opened.read_text()
+    assert f'content="0;url={link.geturl()}"' in Path(page.path).read_text()
+    assert stat.S_IMODE(Path(page.path).parent.stat().st_mode) == 0o700
