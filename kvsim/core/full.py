@@ -42,6 +42,7 @@ class FullAttention:
         self._computed: tuple[Tensor, Tensor] | None = None
         self._versions = (0, 0)
         self._computed_layers: set[int] = set()
+        self._last: tuple[int, Tensor] | None = None
 
     def layers(self, layers: slice) -> tuple[Tensor, Tensor]:
         """Return attn_out [layer, qhead, pos, dim] and lse [layer, qhead, pos]."""
@@ -99,8 +100,16 @@ class FullAttention:
         if "lse" in self._source.shapes:
             lse = self._pick("lse", layer, rows)
         else:
-            lse = self.layers(_only(layer))[1][0].index_select(1, rows)
+            lse = self._lse(layer).index_select(1, rows)
         return attention_weights(q, k, lse, self._formulas[layer], rows, pos)
+
+    def _lse(self, layer: int) -> Tensor:
+        """Return the log-sum-exp [qhead, pos] of a layer; the last is kept for its other rows."""
+        if self._cache or self._base is not None:
+            return self.layers(_only(layer))[1][0]
+        if self._last is None or self._last[0] != layer:
+            self._last = layer, self.layers(_only(layer))[1][0]
+        return self._last[1]
 
     def _pick(self, name: str, layer: int, at: Tensor) -> Tensor:
         """Positions `at` of one layer, reading no more than from the first to the last of them."""

@@ -17,7 +17,7 @@ import torch
 import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
-from kvsim.core.attention import Rope
+from kvsim.core.attention import Rope, causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
@@ -163,6 +163,24 @@ def test_attention_that_is_not_stored_is_computed(tmp_path):
     assert torch.equal(opened.full(slice(1, 2))[0], trace.attn_out[1:2])
     assert torch.equal(opened.lse, trace.lse)
     assert torch.allclose(opened.attention(0, [9]).sum(-1), torch.ones(4, 1), atol=1e-6)
+
+
+def test_rows_of_attention_compute_a_layer_that_is_not_stored_once(tmp_path, monkeypatch):
+    """However many blocks of rows are read of it; another layer is computed in its turn."""
+    trace = make(full=False)
+    opened = open_trace(trace.save(tmp_path / "t.zarr"))
+    expected = [trace.attention(layer, slice(None)) for layer in (0, 1)]
+    calls = []
+
+    def counted(q, k, v, formula):
+        calls.append(len(q))
+        return causal_attention(q, k, v, formula)
+
+    monkeypatch.setattr("kvsim.core.full.causal_attention", counted)
+    for layer, computed in ((0, 1), (1, 2), (0, 3)):
+        blocks = [opened.attention(layer, slice(at, at + 100)) for at in range(0, N, 100)]
+        assert torch.equal(torch.cat(blocks, 1), expected[layer])
+        assert len(calls) == computed
 
 
 def test_arrays_follow_the_format(saved):
