@@ -88,8 +88,10 @@ class Protection:
 
     def mask(self, pos: Tensor, row: int, prompt_len: int = 0) -> Tensor:
         """bool, the shape of pos: protected right after row `row`. Pads (-1) never are."""
-        first = self.first(prompt_len)
-        return ((pos < first) | (pos > row - self.recent)) & (pos >= 0)
+        mask = pos > max(row - self.recent, -1)
+        if first := self.first(prompt_len):
+            mask |= (pos < first) & (pos >= 0)
+        return mask
 
 
 _NOTHING = Protection()
@@ -102,7 +104,7 @@ def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
     """
     budgets = view.budget.flatten().tolist()
     by_budget = {b: protection(b) for b in set(budgets)}
-    if len(set(by_budget.values())) == 1:
+    if len(by_budget) == 1 or len(set(by_budget.values())) == 1:
         return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
     masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}
     return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])

@@ -37,11 +37,12 @@ def select(
         live = live & (eligible | protected)
     if groups is not None:
         return _select_in_groups(values, quotas, protected, live, groups)
-    safe, candidate = protected & live, live & ~protected
+    safe = protected & live
+    candidate = live ^ safe
     need = quotas - safe.sum(-1)  # [L, H]
-    score = values.masked_fill(~candidate, -torch.inf)
+    score = values.where(candidate, -torch.inf)
     cut = _at_cut(score, need)
-    above = candidate & (score > cut)
+    above = score > cut  # no entry but a candidate is above -inf
     tied = candidate & (score == cut)
     room = (need - above.sum(-1)).unsqueeze(-1)
     return safe | above | (tied & (tied.cumsum(-1) <= room))
