@@ -16,8 +16,9 @@ class Entries:
     """The cache as a table whose rows are entries, in position order: `pos` and named columns.
 
     pos [L, H, n] absolute positions, -1 on pads. live [L, H, n] is False on pads, which are on the
-    left. Columns [L, H, n] hold what a policy carries with each entry. compacted: the source holds
-    the live entries alone, in the slots of this table, and not those of all positions.
+    left; padded: whether there are any. count [L, H]: live entries of each head. stop: the position
+    after the last one. Columns [L, H, n] hold what a policy carries with each entry. compacted: the
+    source holds the live entries alone, in the slots of this table, and not those of all positions.
     """
 
     def __init__(
@@ -31,7 +32,10 @@ class Entries:
     ) -> None:
         self._initial, self._compacted = dict(columns), compacted
         self.pos = torch.empty(layers, heads, 0, dtype=torch.long, device=like.device)
-        self.live = torch.empty(layers, heads, 0, dtype=torch.bool, device=like.device)
+        self.live = self.pos >= 0
+        self.count = self.pos.new_zeros(layers, heads)
+        self.padded, self.stop = False, 0
+        self._head = torch.arange(layers * heads, device=like.device).view(layers, heads, 1)
         self.columns = {name: like.new_empty(layers, heads, 0) for name in columns}
         self.aligned = True  # slot i is row i of the source's arrays, as long as nothing left
 
@@ -40,7 +44,9 @@ class Entries:
         shape = (*self.pos.shape[:2], stop - start)
         new = torch.arange(start, stop, device=self.pos.device).expand(shape)
         self.pos = torch.cat([self.pos, new], dim=-1)
-        self.live = torch.cat([self.live, self.live.new_ones(shape)], dim=-1)
+        self.live = self.pos >= 0
+        self.count = self.count + (stop - start)
+        self.stop = stop
         for name, value in self._initial.items():
             column = self.columns[name]
             self.columns[name] = torch.cat([column, column.new_full(shape, value)], dim=-1)
@@ -50,27 +56,32 @@ class Entries:
 
         Returns the slot that each new slot had before, int [L, H, n']; any where a pad is now.
         """
-        count = keep.sum(-1)
-        longest = int(count.max())
-        if bool((count == longest).all()):
-            slot = keep.nonzero()[:, 2].view(*keep.shape[:2], longest)
-        else:  # a stable sort of the mask moves the kept entries to the right, in order
-            slot = keep.byte().sort(dim=-1, stable=True).indices[..., keep.shape[-1] - longest :]
-        self.live = keep.gather(-1, slot)
-        self.pos = self.pos.gather(-1, slot).masked_fill_(~self.live, -1)
+        self.count = keep.sum(-1)
+        fewest, most = (int(count) for count in self.count.aminmax())
+        self.padded = fewest < most
+        if self.padded:  # a stable sort of the mask moves the kept entries to the right, in order
+            slot = keep.byte().sort(dim=-1, stable=True).indices[..., keep.shape[-1] - most :]
+            self.pos = self.pos.gather(-1, slot).masked_fill_(~keep.gather(-1, slot), -1)
+        else:
+            slot = keep.nonzero()[:, 2].view(*keep.shape[:2], most)
+            self.pos = self.pos.gather(-1, slot)
+        self.live = self.pos >= 0
         self.columns = {name: c.gather(-1, slot) for name, c in self.columns.items()}
         self.aligned = self._compacted
         return slot
+
+    def places(self, total: int) -> Tensor:
+        """Where entries are in an array [L, H, total] that is flattened, int [L, H, n].
+
+        Of pads it is the first position of the head.
+        """
+        pos = self.pos.clamp(min=0) if self.padded else self.pos
+        return self._head * total + pos
 
     @property
     def whole(self) -> bool:
         """Whether nothing has left."""
         return self.aligned and not self._compacted
-
-    @property
-    def count(self) -> Tensor:
-        """Live entries of each head, int [L, H]."""
-        return self.live.sum(-1)
 
 
 def gather(stored: Tensor, entries: Entries) -> Tensor:
@@ -80,7 +91,6 @@ def gather(stored: Tensor, entries: Entries) -> Tensor:
     if entries.aligned:
         return stored[:, :, :n]
     # one flat index: an order of magnitude faster than gather with an expanded one
-    base = torch.arange(layers * heads, device=stored.device).mul_(total).view(layers, heads, 1)
-    index = (entries.pos.clamp(min=0) + base).flatten()
+    index = entries.places(total).flatten()
     out = stored.reshape(-1, dim).index_select(0, index).view(layers, heads, n, dim)
-    return out if bool(entries.live.all()) else out.masked_fill_(~entries.live.unsqueeze(-1), 0.0)
+    return out.masked_fill_(~entries.live.unsqueeze(-1), 0.0) if entries.padded else out

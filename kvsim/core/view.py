@@ -68,8 +68,17 @@ class View:
         self.layers = layers
         #: entries that each head keeps when the layer's budget is shared equally, int [L, 1]
         self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
-        #: what the scorer itself protects, bool [L, H, n]; for an allocator, which plans later
-        self.scorer_protected = torch.zeros_like(entries.live)
+        # what the scorer itself protects; a function of the view, which must not hold itself
+        self._scorer_protects: Callable[[View], Tensor] = lambda view: torch.zeros_like(view.live)
+
+    def note_scorer(self, protects: Callable[[View], Tensor]) -> None:
+        """Note how the scorer's own protection follows from a view, for `scorer_protected`."""
+        self._scorer_protects = protects
+
+    @property
+    def scorer_protected(self) -> Tensor:
+        """What the scorer itself protects, bool [L, H, n]; for an allocator, which plans later."""
+        return self._scorer_protects(self)
 
     def _share(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor that is not this policy's alone, and remember its version."""
@@ -164,6 +173,11 @@ class View:
     def count(self) -> Tensor:
         """Live entries of each head; int [L, H]."""
         return self._entries.count
+
+    @property
+    def _padded(self) -> bool:
+        """Whether a slot may hold no live entry."""
+        return self._entries.padded
 
     @property
     def slot(self) -> Tensor:
@@ -361,26 +375,28 @@ class View:
         pos, live = (x[..., :seen].flatten(0, 1) for x in (self.pos, self.live))
         layers, heads, group, count = queries.shape[:4]
         q = queries.flatten(2, 3).flatten(0, 1)  # [L * H, G * w, d]
-        row = torch.arange(start, stop, device=q.device).repeat(group)  # [G * w]
+        row = torch.arange(start, stop, device=q.device).expand(group, -1).flatten()  # [G * w]
         before, after = k, pos
         if attended and self._exact is not None:
             before = gather(self._exact[0], self._entries)[..., :seen, :].flatten(0, 1)
             after = self._exact[1].gather(-1, self.pos.clamp(min=0))[..., :seen].flatten(0, 1)
-        # the first slot with an entry that a row is too old to see; positions ascend
-        first = k.shape[1] - int((pos > start).sum(-1).max())
-        padded = not bool(live.all())
+        # the first slot that may hold an entry which a row is too old to see; positions ascend
+        younger, slots = self._entries.stop - 1 - start, k.shape[1]
+        first = min(slots, max(0, self.pos.shape[-1] - younger))
+        padded = self._padded
         sinks = None
         if weigh and formula.sinks:
             sinks = formula.sink(q, heads).repeat_interleave(count, 1).repeat(layers, 1)
-        out = q.new_empty(*q.shape[:2], k.shape[1])
+        out = q.new_empty(*q.shape[:2], slots)
         for heads_at, rows_at in _parts(out):
             z = formula.capped((q[heads_at, rows_at] @ k[heads_at].mT).mul_(formula.scale))
             if attended:
                 unrounded = q[heads_at, rows_at] @ before[heads_at].mT
                 unrounded = formula.capped(unrounded.mul_(formula.scale))
                 z = unrounded.where(row[rows_at, None] <= after[heads_at, None], z)
-            hidden = pos[heads_at, None, first:] > row[rows_at, None]
-            z[..., first:].masked_fill_(hidden, -torch.inf)
+            if first < slots:
+                hidden = pos[heads_at, None, first:] > row[rows_at, None]
+                z[..., first:].masked_fill_(hidden, -torch.inf)
             if padded:
                 z.masked_fill_(~live[heads_at].unsqueeze(1), -torch.inf)
             if not weigh:

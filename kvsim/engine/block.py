@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -65,9 +65,9 @@ class Block:
         self._decide = decide
         self.source, self.policy, self.setting = source, policy, setting
         self._context = context
-        # of a budget: what is protected, and what the scorer itself protects
+        # what is protected, of a budget; and what the scorer itself protects, of a view
         self._requested = cache(policy.requested)
-        self._unscored = cache(policy.scorer.protection)
+        self._scorer_protects = partial(protected_by, cache(policy.scorer.protection))
         self.layers = layers
         self.poison, self._note, self._compacted = poison, note, compacted
         self._writable = writable
@@ -109,7 +109,8 @@ class Block:
             exact=None if policy.codec is None else (self._exact(), self.stored_after[0]),
         )
         acts = self._acts(view) & fires
-        if not bool(acts.any()):
+        acting = acts.tolist()
+        if not any(acting):
             if self._decide is not None:
                 self._leave(acts, self._decide(Choice(view, entries.live)), row)
             return False
@@ -117,14 +118,15 @@ class Block:
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
         protected = protected_by(self._requested, view)
-        view.scorer_protected = protected_by(self._unscored, view)
+        view.note_scorer(self._scorer_protects)
         plan = policy.allocator.plan(view, values, protected)
         view.check_unwritten(policy.name)
         if not policy.allocator.binds:
             protected = torch.zeros_like(protected)
         _check_quotas(policy, plan, protected, row)
         keep = select(values, plan.quotas, protected, entries.live, plan.groups, plan.eligible)
-        keep = keep.where(acts.view(-1, 1, 1), entries.live)
+        if not all(acting):
+            keep = keep.where(acts.view(-1, 1, 1), entries.live)
         if self._note is not None:
             self._note(self._plans(view, values, plan))
         check_columns(policy, plan.columns, entries.live, row)
@@ -178,9 +180,8 @@ class Block:
         self._next, self.since = stop, torch.full_like(self.since, stop - 1)
 
     def _evict(self, gone: Tensor, row: int) -> None:
-        layer, head, slot = gone.nonzero(as_tuple=True)
-        pos = self.entries.pos[layer, head, slot]
-        self.evicted_at[layer, head, pos] = row
+        at = self.entries.places(self.evicted_at.shape[-1])[gone]
+        self.evicted_at.view(-1).index_fill_(0, at, row)
         if self.poison is not None:
             self.poison(self.evicted_at != NEVER)
 
@@ -230,9 +231,9 @@ def check(policy: Policy, scores: Scores, live: Tensor, layers: Tensor, row: int
             f"torch.float32 or torch.float64 {list(live.shape)} [layer, KV head, entry], "
             f"see {GUIDE}"
         )
-    # NaN compares with nothing, so what is not below infinity is either
-    fine = values < torch.inf
-    bad = None if bool(fine.all()) else (~fine & live).nonzero()
+    # NaN is the largest of all, and below nothing
+    fine = float(values.max()) < torch.inf
+    bad = None if fine else (~(values < torch.inf) & live).nonzero()
     if bad is not None and len(bad):
         layer, head, slot = bad[0].tolist()
         kind = "NaN" if bool(values[layer, head, slot].isnan()) else "infinite"

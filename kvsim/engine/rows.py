@@ -108,6 +108,11 @@ class RowView(View):
         return self._live.sum(-1)
 
     @property
+    def _padded(self) -> bool:
+        """That a slot may hold no live entry."""
+        return True
+
+    @property
     def slot(self) -> Tensor:
         """Place of each entry among the live ones of its head, negative for others; [L, H, n]."""
         return (self._live.cumsum(-1) - 1).masked_fill_(~self._live, -1)
