@@ -22,6 +22,8 @@ from kvsim.core.trace import Trace
 
 T = TypeVar("T")
 
+_rope = cache(Rope.default)
+
 # Rows of a probe, of which each of two chunks has some.
 _PROBE_ROWS = 7
 
@@ -79,7 +81,7 @@ class Case:
     @cached_property
     def rope(self) -> Rope:
         """The rotary embedding of base 10,000."""
-        return Rope.default(self.shape[-1])
+        return _rope(self.shape[-1])
 
     def chunks(self, end: int) -> tuple[Chunk, ...]:
         """Chunks of a context of `end` tokens: two, if there are as many."""
