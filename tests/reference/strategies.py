@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import reference
+from kvsim.core.policy import Policy, Schedule
+from kvsim.policies import policy as named
 from kvsim.schema import NEVER
 from kvsim.testing.loops import Outcome, event_rows
 from kvsim.testing.strategies import Case, draw_budget, draw_schedule
@@ -27,6 +30,16 @@ class Setup:
     budget: int
     interval: int | None
     prefill: bool | None
+
+    @cached_property
+    def built(self) -> Policy:
+        """The policy of kvsim."""
+        return named(self.policy, **self.params)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When it acts."""
+        return self.built.schedule.override(self.interval, self.prefill)
 
 
 def examples(usual: int) -> int:

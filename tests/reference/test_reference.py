@@ -105,8 +105,7 @@ def possible(case: Case, setup: Setup) -> loops.Outcome:
     there anything to compare without an event.
     """
     try:
-        policy = kvsim.policy(setup.policy, **setup.params)
-        schedule = policy.schedule.override(setup.interval, setup.prefill)
+        policy, schedule = setup.built, setup.schedule
         fires = {"interval": schedule.interval, "prefill": schedule.prefill}
         assume(setup.policy == "full" or loops.event_rows(case.n, case.prompt_len, **fires))
         check_cell(case.trace(), policy, setup.budget, None, schedule)
@@ -118,9 +117,7 @@ def possible(case: Case, setup: Setup) -> loops.Outcome:
 
 def replay(case: Case, setup: Setup, **options) -> kvsim.Record:
     """The engine's replay of the same case."""
-    policy = kvsim.policy(setup.policy, **setup.params)
-    schedule = policy.schedule.override(setup.interval, setup.prefill)
-    return run(case.trace(), policy, setup.budget, schedule, Options(**options))
+    return run(case.trace(), setup.built, setup.budget, setup.schedule, Options(**options))
 
 
 def disagreement(

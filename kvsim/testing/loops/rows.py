@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,7 @@ UNSURE = 1e-300
 # ------------------------------------------------------------------------------------ the outcome
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """One decision of one head, between the last entry kept and the first one dropped.
 
     margin: their score difference relative to the larger of the two, or to the size of the terms
