@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
@@ -281,7 +282,7 @@ class Trace(Displayed):
             )
         return of_layers[0]
 
-    @property
+    @cached_property
     def windowed(self) -> tuple[int, ...]:
         """Layers, by their place, whose sliding window masks something out for some row."""
         windows = ((i, formula.window) for i, formula in enumerate(self.formulas))
