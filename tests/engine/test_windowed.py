@@ -150,11 +150,12 @@ def test_without_a_layer_to_replay_the_stored_ones_are_spoken_of():
 # ------------------------------------------------------------------------- runs of several traces
 
 
-@pytest.fixture
-def mixed(tmp_path):
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
     """Paths of a text longer than the window and of two shorter ones."""
+    folder = tmp_path_factory.mktemp("mixed")
     lengths = {"long": 120, "short": 40, "brief": 44}
-    return [make(n=n, name=name).save(tmp_path / f"{name}.zarr") for name, n in lengths.items()]
+    return [make(n=n, name=name).save(folder / f"{name}.zarr") for name, n in lengths.items()]
 
 
 SAID = (
