@@ -84,9 +84,9 @@ def test_capture_does_not_change_the_text(smollm2):
     """Greedy tokens with a capture are those of transformers' `generate` without one."""
     model, tokenizer = smollm2
     ids = tokenizer("Once upon a time, in 1867, there was")["input_ids"]
-    alone = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+    alone = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)
 
-    trace = kvsim.capture(model, tokenizer, tokenizer.decode(ids), max_new_tokens=12)
+    trace = kvsim.capture(model, tokenizer, tokenizer.decode(ids), max_new_tokens=8)
 
     assert trace.tokens.tolist() == alone[0].tolist()
 
