@@ -359,7 +359,9 @@ REFUSED = {
         "recomputed from its q, k, v, differs",
     ),
     "layers without attention": (
-        lambda: Family("Qwen3Next", "", changes={"num_hidden_layers": 4}).build("sdpa"),
+        lambda: Family("Qwen3Next", "", changes={"num_hidden_layers": 4, "num_experts": 4}).build(
+            "sdpa"
+        ),
         "1 of the model's 4 layers have attention",
     ),
     "no attention": (
