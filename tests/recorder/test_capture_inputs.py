@@ -925,9 +925,9 @@ def test_a_misspelled_key_is_told(run, saved, tmp_path):
     """What a file may have meant stands on standard error, and the capture goes on."""
     file = write(tmp_path / "p.jsonl", {"prompt": "w1", "anwser": "w2"})
 
-    status, _, err = run(
-        "capture", "--model", saved, "--prompts", file, "--out", tmp_path / "o", "--stop", "w0"
-    )
+    command = ["capture", "--model", saved, "--prompts", file, "--out", tmp_path / "o"]
+
+    status, _, err = run(*command, "--max-new-tokens", "1", "--stop", "w0")
 
     assert (status, err) == (0, f"{file}, line 1: 'anwser' is not read; did you mean 'answer'?\n")
 
