@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.folder import Saved
-from kvsim.analysis.results import labelled
+from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.verdict import RANKING, lines, verdicts
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
@@ -150,9 +150,8 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
     if measured:
         names = [name for name in SUMMARY if name in measured] or sorted(measured)[:6]
         means = summarise(labelled(run.table), names)
-        asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
         hidden = ("params", "share", "interval", "prefill")
-        yield _table(means.with_columns(budget=asked).drop(hidden))
+        yield _table(means.with_columns(budget=REQUESTED).drop(hidden))
 
 
 @_parts.register

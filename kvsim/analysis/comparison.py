@@ -24,7 +24,7 @@ import scipy
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import extent, labelled
+from kvsim.analysis.results import REQUESTED, extent, labelled
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
@@ -181,7 +181,7 @@ def _values(
             "another metric"
         )
     sizes = (
-        table.select("policy", "trace", "budget", asked=_ASKED)
+        table.select("policy", "trace", "budget", asked=REQUESTED)
         .unique()
         .group_by("policy", "asked")
         .agg(entries=pl.col("budget").mean())
@@ -214,9 +214,6 @@ def _values(
             f"{first_of(left_out)} ({cell['policy']} at budget {cell['asked']} has none)"
         )
     return rows, values[:, shared], tuple(names.filter(shared)), remarks
-
-
-_ASKED = pl.coalesce("share", pl.col("budget").cast(pl.String))
 
 
 def _is_reference(label: str) -> bool:

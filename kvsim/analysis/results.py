@@ -24,6 +24,9 @@ from kvsim.schema import schedule
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
 
+#: The budget as requested: a share of the tokens such as "25%", or the number of entries.
+REQUESTED = pl.coalesce("share", pl.col("budget").cast(pl.String))
+
 #: From here on an interval asks for the event after the prompt alone: `--interval 1000000`.
 BEYOND = 1_000_000
 
@@ -33,10 +36,10 @@ Params = Mapping[str, Any]
 def extent(table: pl.DataFrame) -> str:
     """Return the policies and budgets of a Table in a few words, for a repr."""
     sizes = {"share", "budget"} <= {*table.columns}
-    asked = pl.coalesce("share", pl.col("budget").cast(pl.String)) if sizes else pl.col("asked")
+    named = table.with_columns(budget=REQUESTED if sizes else "asked")
     of = {
         name: values.drop_nulls().unique(maintain_order=True).to_list()
-        for name, values in table.with_columns(budget=asked).to_dict().items()
+        for name, values in named.to_dict().items()
         if name in ("trace", "policy", "budget", "metric")
     }
     return ", ".join(

@@ -24,6 +24,7 @@ import scipy
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.results import REQUESTED
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, numbered
@@ -158,10 +159,9 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
     table, by = split_by(table, by)
-    asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     keys = [*by, *KEYS, "trace"]
     return (
-        over_layers(table.with_columns(asked=asked), keys)
+        over_layers(table.with_columns(asked=REQUESTED), keys)
         .group_by(keys, maintain_order=True)
         .agg(pl.col("value").mean(), pl.col("chance").mean(), WEAKEST)
     )

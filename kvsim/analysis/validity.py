@@ -18,6 +18,7 @@ import scipy
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.summaries import KEYS, RESAMPLES, Interval, per_prompt
 from kvsim.analysis.wide import wide
 from kvsim.core.record import Record
@@ -157,8 +158,7 @@ def evicting(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
     """Prompts and cells of both Tables in which the replay evicts something."""
     errors = cell_values(replayed, "output_error").filter(pl.col("value") > 0)
     of = ["trace", *CELL]
-    names = pl.coalesce("share", pl.col("budget").cast(pl.String)).alias("asked")
-    lived = live.with_columns(names).select(of).unique()
+    lived = live.with_columns(asked=REQUESTED).select(of).unique()
     kept = errors.join(lived, on=of, how="semi", nulls_equal=True, maintain_order="left")
     if not kept.height:
         raise PolicyError(

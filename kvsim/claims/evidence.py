@@ -14,7 +14,16 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import BEYOND, COLUMNS, Result, differing, in_words, main, results
+from kvsim.analysis.results import (
+    BEYOND,
+    COLUMNS,
+    REQUESTED,
+    Result,
+    differing,
+    in_words,
+    main,
+    results,
+)
 from kvsim.analysis.summaries import last_events, per_prompt
 from kvsim.claims.claim import Claim, Floats
 from kvsim.schema import schedule
@@ -88,9 +97,8 @@ class Evidence:
     at_prompt = False
 
     def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
-        asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
         named = pl.col("policy").replace(_SAME)
-        table = last_events(table).with_columns(asked=asked, policy=named)
+        table = last_events(table).with_columns(asked=REQUESTED, policy=named)
         sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()

@@ -327,7 +327,7 @@ def read(
     """Return the Table of runs, of the requested policies and budgets or of all."""
     import polars as pl
 
-    from kvsim.analysis.results import labelled
+    from kvsim.analysis.results import REQUESTED, labelled
     from kvsim.analysis.summaries import layers_of
     from kvsim.report import joined, read_run
 
@@ -336,8 +336,7 @@ def read(
     table = labelled(whole)
     if policies is not None:
         policies = [label for name in policies for label in _labels_of(name, table)]
-    size = pl.coalesce("share", pl.col("budget").cast(pl.String))
-    requested = {"--policy": (policies, pl.col("policy")), "--budget": (budgets, size)}
+    requested = {"--policy": (policies, pl.col("policy")), "--budget": (budgets, REQUESTED)}
     for option, (names, column) in requested.items():
         if names is None:
             continue

@@ -230,14 +230,14 @@ def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
     import polars as pl
 
     from kvsim.analysis.comparison import holds_all
+    from kvsim.analysis.results import REQUESTED
     from kvsim.analysis.summaries import sees_more
 
     if "entries_seen" not in summary:
         return summary.with_columns(unfair=pl.lit(value=False))
     free = {*unbounded, *filter(holds_all, summary["policy"].unique())}
     seen = pl.when(~pl.col("policy").is_in(free)).then("entries_seen")
-    size = pl.coalesce("share", pl.col("budget").cast(pl.String))
-    more = summary.select(seen=seen, size=size).select(sees_more("seen", ["size"]))
+    more = summary.select(seen=seen, size=REQUESTED).select(sees_more("seen", ["size"]))
     return summary.with_columns(unfair=more.to_series())
 
 

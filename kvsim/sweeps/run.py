@@ -15,7 +15,7 @@ import polars as pl
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import check_distinct
+from kvsim.analysis.results import REQUESTED, check_distinct
 from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.arguments import listed, resolve_budget, share_of
@@ -349,9 +349,8 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
     main = pl.col("metric").replace_strict({name: one.main for name, one in METRICS.items()})
     keys = ["policy", "params", "asked", "interval", "prefill"]
     last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric", "layer")
-    asked = pl.coalesce("share", pl.col("budget").cast(pl.String))
     chosen = (
-        table.with_columns(asked=asked, main=pl.col("variant") == main)
+        table.with_columns(asked=REQUESTED, main=pl.col("variant") == main)
         .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
         .filter((pl.col("metric") != "wipeout") | last)
     )

@@ -18,6 +18,7 @@ import polars as pl
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.prompt.gold import check_positions
 from kvsim.analysis.prompt.ranking import Curve, Ranking
+from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
@@ -234,8 +235,8 @@ def distribution(selections: pl.DataFrame) -> pl.DataFrame:
     One row per task, budget as it was asked for, and selection layer, null for never; traces: how
     many select there; of: all traces of the task; mean_layer: over those that select.
     """
-    asked = selections.select(pl.coalesce("share", pl.col("budget").cast(pl.String))).to_series()
-    in_order = asked.cast(pl.Enum(asked.unique(maintain_order=True)))
+    budgets = selections.select(REQUESTED).to_series()
+    in_order = budgets.cast(pl.Enum(budgets.unique(maintain_order=True)))
     keys = ["task", "budget"]
     return (
         selections.with_columns(budget=in_order)
