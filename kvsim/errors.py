@@ -112,9 +112,9 @@ def local_path(path: object, error: type[KvsimError]) -> Path:
     raise error(f"the path is {path!r}; expected text or a Path without NUL characters")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` for names that begin so, else the closest one, or the empty string."""
-    names = list(known)
+    names = list(choices)
     longer = [each for each in names if name and each.startswith(name)]
     close = longer if 0 < len(longer) < 5 else difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

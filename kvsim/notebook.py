@@ -273,8 +273,8 @@ def _runs(mask: NDArray[np.bool_], edges: NDArray[np.float64], height: float) ->
     for row, marked in enumerate(mask):
         steps = np.flatnonzero(np.diff(marked, prepend=False, append=False))
         for start, stop in steps.reshape(-1, 2):
-            left, width = edges[start], edges[stop] - edges[start]
-            yield f"M{left:.0f} {row * height:.0f}h{width:.0f}v{height:.0f}h-{width:.0f}z"
+            start_at, width = edges[start], edges[stop] - edges[start]
+            yield f"M{start_at:.0f} {row * height:.0f}h{width:.0f}v{height:.0f}h-{width:.0f}z"
 
 
 def _dots(comparison: Comparison) -> Markup:

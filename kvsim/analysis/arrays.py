@@ -37,5 +37,5 @@ def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
 
 def mean_known(values: Floats) -> Floats:
     """Mean over the last axis of what is not NaN; NaN where nothing is."""
-    known = ~np.isnan(values)
-    return share(np.where(known, values, 0.0).sum(-1), known.sum(-1))
+    present = ~np.isnan(values)
+    return share(np.where(present, values, 0.0).sum(-1), present.sum(-1))

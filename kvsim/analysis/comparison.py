@@ -253,18 +253,18 @@ def _ranked(
     for places in _by_budget(rows, ranked):
         rank[places] = scipy.stats.rankdata(better[places].mean(1), method="min")
         leads[places] = (better[places] == better[places].min(0)).sum(1)
-    numbers = pl.DataFrame([vars(one) for one in Interval.of_each(list(values))])
+    numbers = pl.DataFrame([vars(interval) for interval in Interval.of_each(list(values))])
     numbers = numbers.with_columns(rank=rank, leads=leads)
     return rows.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None)))
 
 
 def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
     """Places of the chosen results, by budget as it was asked for."""
-    asked = rows["asked"].to_numpy()
+    sizes = rows["asked"].to_numpy()
     return [
         places
-        for size in dict.fromkeys(asked.tolist())
-        if len(places := np.flatnonzero((asked == size) & chosen))
+        for size in dict.fromkeys(sizes.tolist())
+        if len(places := np.flatnonzero((sizes == size) & chosen))
     ]
 
 
@@ -327,13 +327,13 @@ def _on_fronts(
 ) -> pl.DataFrame:
     """The results with entries seen and wipe-out, means over the same prompts, and the fronts."""
     keys, names = KEYS[:5], {"seen": "entries_seen", "wipeout": "wipeout"}
-    others = per_prompt(
+    values = per_prompt(
         main_variants(table, names.values()).filter(pl.col("trace").is_in(traces))
     ).drop_nulls("value")
     of = {column: pl.col("value").filter(pl.col("metric") == x) for column, x in names.items()}
     # null unless every prompt has a value
     whole = {x: pl.when(each.len() == len(traces)).then(each.mean()) for x, each in of.items()}
-    means = others.group_by(keys).agg(**whole)
+    means = values.group_by(keys).agg(**whole)
     rows = rows.join(means, on=keys, how="left", nulls_equal=True, maintain_order="left")
     rows = rows.with_columns(pl.when(pl.Series(ranked)).then("seen").alias("_seen"))
     rows = rows.with_columns(unfair=sees_more("_seen", ["asked"]))

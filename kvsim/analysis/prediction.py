@@ -290,10 +290,10 @@ def calibration_of(traces: Sequence[Trace], path: str | Path | None = None) -> C
     ((config, name),) = models.items()
     calibrations = read_calibrations(_SHIPPED if path is None else Path(path))
     if config not in calibrations:
-        others = ", ".join(each.model for each in calibrations.values())
+        available = ", ".join(each.model for each in calibrations.values())
         raise NeedsError(
-            f"no calibration is of {name}, those there are of {others}; a curve of one model says "
-            "nothing of another: make one of your own with kvsim fidelity --calibration FILE"
+            f"no calibration is of {name}, those there are of {available}; a curve of one model "
+            "says nothing of another: make one of your own with kvsim fidelity --calibration FILE"
         )
     return calibrations[config]
 

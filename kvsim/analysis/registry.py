@@ -24,6 +24,6 @@ METRICS: Mapping[str, Metric] = {
 def metric(name: str) -> Metric:
     """The metric called `name`; PolicyError with a suggestion otherwise."""
     if name not in METRICS:
-        known = ", ".join(METRICS)
-        raise PolicyError(f"unknown metric {name!r}{suggest(name, METRICS)}; known: {known}")
+        names = ", ".join(METRICS)
+        raise PolicyError(f"unknown metric {name!r}{suggest(name, METRICS)}; known: {names}")
     return METRICS[name]

@@ -110,9 +110,9 @@ def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
     return out
 
 
-def differing(one: Result, other: Result) -> frozenset[str]:
+def differing(result: Result, other: Result) -> frozenset[str]:
     """Names of the parameters in which two results differ; one that is missing is None."""
-    a, b = one.parameters, other.parameters
+    a, b = result.parameters, other.parameters
     return frozenset(name for name in (*a, *b) if a.get(name) != b.get(name))
 
 

@@ -78,14 +78,14 @@ class Interval:
         out = [cls(np.nan, np.nan, np.nan, 0)] * len(present)
         for size in np.unique(sizes[sizes > 0]).tolist():
             places = np.flatnonzero(sizes == size)
-            for some in np.split(places, range(_TOGETHER, len(places), _TOGETHER)):
-                values = np.stack([present[place] for place in some])
+            for part in np.split(places, range(_TOGETHER, len(places), _TOGETHER)):
+                values = np.stack([present[place] for place in part])
                 numbers = np.stack([values.mean(1), *_bootstrap(values)], axis=1)
                 # a mean of equal values may be rounded past them
                 numbers = numbers.clip(
                     *(edge(1, keepdims=True) for edge in (values.min, values.max))
                 )
-                for place, (mean, low, high) in zip(some, numbers.tolist(), strict=True):
+                for place, (mean, low, high) in zip(part, numbers.tolist(), strict=True):
                     out[place] = cls(mean, low, high, size)
         return out
 
@@ -144,7 +144,7 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
 
 def last_events(table: pl.DataFrame) -> pl.DataFrame:
     """The Table without rows of earlier events where the last one stands for all."""
-    last = [name for name, one in METRICS.items() if one.over_events == "last"]
+    last = [name for name, entry in METRICS.items() if entry.over_events == "last"]
     of_cell = ("trace", "policy", "params", "interval", "prefill")
     latest = pl.col("event").max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
     older = pl.col("metric").is_in(last) & (pl.col("event") < latest)

@@ -272,12 +272,12 @@ def subjects_of(
     def error_of(record: Record) -> OutputError:
         return outputs()[id(record)]
 
-    def subject(record: Record, *others: Record | None) -> Subject:
+    def subject(record: Record, *beside: Record | None) -> Subject:
         return Subject(
             *(trace, record, partial(error_of, record), lambda walk: results(walk)[id(record)]),
             beside={
                 name: (other, partial(error_of, other))
-                for name, other in zip(BESIDE, others, strict=True)
+                for name, other in zip(BESIDE, beside, strict=True)
                 if other is not None
             },
         )

@@ -103,11 +103,11 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 
 
 def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
-    best, *others = rows  # by rank
+    best, *rest = rows  # by rank
     if best["against"] is None:  # the others are compared with it
         pairs = [
             (row["policy"], {"worse": "better"}.get(row["verdict"], row["verdict"]), row)
-            for row in others
+            for row in rest
             if row["against"] == best["policy"]
         ]
     else:  # with another one
@@ -121,7 +121,7 @@ def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
         ),
         equal=tuple(name for name, verdict, _ in pairs if verdict == "equal"),
         seen=best["seen"] if best["unfair"] else None,
-        second=others[0]["policy"],
+        second=rest[0]["policy"],
     )
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvsim.claims.claim import Claim
-from kvsim.claims.evidence import Cases, Evidence, Setting, called, joined, of
+from kvsim.claims.evidence import Cases, Evidence, Setting, joined, metric_text, of
 
 #: What the paper puts AMS around first, and so what is asked for where nothing else is there.
 BASE = "tova"
@@ -24,20 +24,20 @@ def ams(e: Evidence) -> Iterator[Claim]:
     policies = dict.fromkeys(result.policy for result in e.results)
     bases = dict.fromkeys([BASE, *(name for name in policies if around(name) in policies)])
     couples = [(of(name), of(around(name))) for name in bases]
-    for base, made in couples:
-        yield _wiped_out(e, base, made)
-    for base, made in couples:
+    for base, with_ams in couples:
+        yield _wiped_out(e, base, with_ams)
+    for base, with_ams in couples:
         says = f"AMS raises the IoU of consecutive kept sets over {base}, at every depth"
-        yield e.compared("Q2", says, made, base, "retained_iou", layers=True)
-    for base, made in couples:
+        yield e.compared("Q2", says, with_ams, base, "retained_iou", layers=True)
+    for base, with_ams in couples:
         says = f"AMS keeps more of the middle of the text than {base}"
-        yield e.compared("Q3", says, made, base, "middle_coverage")
-    for base, made in couples:
+        yield e.compared("Q3", says, with_ams, base, "middle_coverage")
+    for base, with_ams in couples:
         says = f"The longest run of tokens that AMS drops is shorter than that of {base}"
-        yield e.compared("Q4", says, base, made, "burst_length", "longest")
+        yield e.compared("Q4", says, base, with_ams, "burst_length", "longest")
     yield from _ablations(e)
-    for base, made in couples:
-        yield from _must_keep(e, base, made)
+    for base, with_ams in couples:
+        yield from _must_keep(e, base, with_ams)
     says = "Sets per head alone, which AMS brings too, make tova better"
     yield e.compared("Q8", says, of("tova", heads="all"), of("tova", heads="group"))
     yield from _shares_of_mass(e)
@@ -49,21 +49,21 @@ def ams(e: Evidence) -> Iterator[Claim]:
     yield from _cost(e)
 
 
-def _wiped_out(e: Evidence, base: Setting, made: Setting) -> Claim:
+def _wiped_out(e: Evidence, base: Setting, with_ams: Setting) -> Claim:
     """Q1: over all lengths and thresholds, since the paper does not define its rate."""
     cases = {}
     for variant in e.variants("wipeout"):
-        for label, plain, ours in e.pairs(base, made):
-            for asked in e.budgets:
-                a, b = (e.value("wipeout", variant, of=(one, asked)) for one in (plain, ours))
+        for label, plain, ours in e.pairs(base, with_ams):
+            for budget in e.budgets:
+                a, b = (e.value("wipeout", variant, of=(side, budget)) for side in (plain, ours))
                 if np.nansum(a + b):
-                    cases[joined(f"budget {asked}", variant, label)] = a - b
+                    cases[joined(f"budget {budget}", variant, label)] = a - b
     says = f"AMS around {base} wipes out fewer regions, whatever their length and the threshold"
     tested = (
-        f"wipe-out: {base} minus {made}, regions of every length and threshold; cases in which "
+        f"wipe-out: {base} minus {with_ams}, regions of every length and threshold; cases in which "
         "neither wipes out anything are left out"
     )
-    return Claim("Q1", says, tested, cases, needs=e.lacks([base, made], "wipeout"))
+    return Claim("Q1", says, tested, cases, needs=e.lacks([base, with_ams], "wipeout"))
 
 
 def _ablations(e: Evidence) -> Iterator[Claim]:
@@ -81,19 +81,19 @@ def _ablations(e: Evidence) -> Iterator[Claim]:
     yield e.compared("Q7", says, of("ams", segmentation="fixed"), adaptive)
 
 
-def _must_keep(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
+def _must_keep(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Claim]:
     """Q8: how much of what AMS gains is what it protects; the base keeps the same for that."""
     sink, recent = 4, 32
-    for _, one in e.alone(made):
-        sink, recent = one.parameters.get("sink", 4), one.parameters.get("recent", 32)
+    for _, result in e.alone(with_ams):
+        sink, recent = result.parameters.get("sink", 4), result.parameters.get("recent", 32)
     kept = of(base.policy, protect={"sink": sink, "recent": recent, "prompt": False})
-    yield e.compared("Q8", f"AMS is better than {base}", base, made)
+    yield e.compared("Q8", f"AMS is better than {base}", base, with_ams)
     if base.policy != BASE and not any(map(kept.fits, e.results)):
         return
     says = f"Keeping sinks and recent entries alone makes {base} better"
     yield e.compared("Q8", says, of(base.policy, protect=None), kept)
     says = f"AMS is better than {base} with sinks and recent entries kept"
-    yield e.compared("Q8", says, kept, made)
+    yield e.compared("Q8", says, kept, with_ams)
 
 
 def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
@@ -113,11 +113,11 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     yield e.compared("Q9", "... and wipes out less", observed, filled, "wipeout")
 
 
-def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]:
+def _small_budgets(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Claim]:
     """Q10: the smallest budget beside the largest."""
     for metric in ("output_error", "wipeout"):
         cases = {}
-        for label, plain, ours in e.pairs(base, made):
+        for label, plain, ours in e.pairs(base, with_ams):
             lead = [
                 e.value(metric, of=(plain, n)) - e.value(metric, of=(ours, n)) for n in e.budgets
             ]
@@ -129,24 +129,27 @@ def _small_budgets(e: Evidence, base: Setting, made: Setting) -> Iterator[Claim]
                 cases[joined(least, label)] = lead[small]
                 growth = lead[small] - lead[large]
                 cases[joined(f"{least} against {e.budgets[large]}", label)] = growth
-        says = f"The lead of AMS over {base} grows as the budget falls ({called(metric)})"
+        says = f"The lead of AMS over {base} grows as the budget falls ({metric_text(metric)})"
         tested = (
-            f"{base} minus {made} at the smallest budget, and this minus the same at the largest"
+            f"{base} minus {with_ams} at the smallest budget, and this minus the same at the "
+            "largest"
         )
         needs = "needs two budgets: kvsim replay --budget N,M"
-        needs = needs if e.pairs(base, made) else e.lacks([base, made], metric)
+        needs = needs if e.pairs(base, with_ams) else e.lacks([base, with_ams], metric)
         yield Claim("Q10", says, tested, cases, needs=needs)
 
 
 def _segments_by_depth(e: Evidence) -> Claim:
     """Q11: layers in the order of the model."""
     cases = {}
-    for label, one in e.alone(of("ams")):
+    for label, side in e.alone(of("ams")):
         layers = e.layers("segment_count")
         for first, second in pairwise(layers):
-            for asked in e.budgets:
-                a, b = (e.value("segment_count", layer=x, of=(one, asked)) for x in (first, second))
-                where = f"layers {first} and {second}, budget {asked}"
+            for budget in e.budgets:
+                a, b = (
+                    e.value("segment_count", layer=x, of=(side, budget)) for x in (first, second)
+                )
+                where = f"layers {first} and {second}, budget {budget}"
                 cases[joined(where, label)] = a - b
     tested, needs = "segments of a layer minus those of the next, ams", [of("ams")]
     says = "Earlier layers have more segments"

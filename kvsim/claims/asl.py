@@ -144,8 +144,8 @@ def _never(e: Evidence) -> str:
 
 
 def _spread(layer: Floats) -> Floats:
-    known = layer[~np.isnan(layer)]
-    return np.abs(layer - known.mean()) if len(known) else layer
+    finite = layer[~np.isnan(layer)]
+    return np.abs(layer - finite.mean()) if len(finite) else layer
 
 
 def _tokens(variant: str) -> float:

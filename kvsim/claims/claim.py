@@ -66,7 +66,7 @@ class Claim:
         """Why nothing can be said, where that is not for the numbers; empty otherwise."""
         if not self.votes:
             return self.needs
-        alone = all(one.n == 1 for one, _ in self.votes.values())
+        alone = all(vote.n == 1 for vote, _ in self.votes.values())
         return "needs more than one prompt: a single one has no interval" if alone else ""
 
     def lines(self, prompts: int, *, every: bool = False) -> list[str]:

@@ -42,16 +42,17 @@ class Setting:
     policy: str
     params: Mapping[str, Any]
 
-    def fits(self, one: Result) -> bool:
+    def fits(self, result: Result) -> bool:
         """Whether a result is of this setting."""
-        known = one.parameters
-        return one.policy == self.policy and all(
-            wanted is ... or known.get(name) in (wanted if isinstance(wanted, tuple) else (wanted,))
+        values = result.parameters
+        return result.policy == self.policy and all(
+            wanted is ...
+            or values.get(name) in (wanted if isinstance(wanted, tuple) else (wanted,))
             for name, wanted in self.params.items()
         )
 
     @property
-    def said(self) -> dict[str, Any]:
+    def wanted(self) -> dict[str, Any]:
         """The parameters that are to have a value; of several the first."""
         return {
             name: wanted[0] if isinstance(wanted, tuple) else wanted
@@ -63,7 +64,7 @@ class Setting:
     def command(self) -> str:
         """What of a `kvsim replay` makes it."""
         options = [f"--policy {self.policy}"]
-        for name, value in self.said.items():
+        for name, value in self.wanted.items():
             if isinstance(value, dict):
                 options += [f"--{key} {count}" for key, count in value.items() if count]
             else:
@@ -71,7 +72,7 @@ class Setting:
         return " ".join(options)
 
     def __str__(self) -> str:
-        return f"{self.policy} ({in_words(self.said)})" if self.said else self.policy
+        return f"{self.policy} ({in_words(self.wanted)})" if self.wanted else self.policy
 
 
 def of(policy: str, **params: Any) -> Setting:
@@ -178,8 +179,8 @@ class Evidence:
     def alone(self, setting: Setting) -> list[tuple[str, Result]]:
         """The main result of a setting at each schedule, and what tells these apart."""
         by_schedule: dict[Schedule, list[Result]] = {}
-        for one in filter(setting.fits, self.results):
-            by_schedule.setdefault(one.schedule, []).append(one)
+        for result in filter(setting.fits, self.results):
+            by_schedule.setdefault(result.schedule, []).append(result)
         chosen = self._chosen(by_schedule)
         return [(after, main(by_schedule[at])) for at, after in chosen.items()]
 
@@ -191,9 +192,9 @@ class Evidence:
         """
         free = {*first.params, *second.params}
         by_schedule: dict[Schedule, list[tuple[Result, Result]]] = {}
-        for at in dict.fromkeys(one.schedule for one in self.results):
-            own = [one for one in self.results if one.schedule == at]
-            a, b = (list(filter(setting.fits, own)) for setting in (first, second))
+        for at in dict.fromkeys(result.schedule for result in self.results):
+            same = [result for result in self.results if result.schedule == at]
+            a, b = (list(filter(setting.fits, same)) for setting in (first, second))
             if first.policy == second.policy:
                 couples = [(x, y) for x, y in product(a, b) if differing(x, y) <= free and x != y]
             else:
@@ -201,7 +202,7 @@ class Evidence:
             if couples:
                 by_schedule[at] = couples
         return [
-            (joined(_others((x, y), by_schedule[at]), after), x, y)
+            (joined(_differences((x, y), by_schedule[at]), after), x, y)
             for at, after in self._chosen(by_schedule).items()
             for x, y in by_schedule[at]
         ]
@@ -209,11 +210,11 @@ class Evidence:
     def around(self, policy: str, name: str) -> Iterator[tuple[str, Result, Result]]:
         """Results that differ from the main one of a policy in one parameter, and the main one."""
         for label, base in self.alone(of(policy)):
-            for one in self.results:
-                same = one.policy == policy and one.schedule == base.schedule
-                if same and differing(one, base) == {name}:
-                    changed = in_words({name: one.parameters.get(name)})
-                    yield joined(changed, label), one, base
+            for result in self.results:
+                same = result.policy == policy and result.schedule == base.schedule
+                if same and differing(result, base) == {name}:
+                    changed = in_words({name: result.parameters.get(name)})
+                    yield joined(changed, label), result, base
 
     def by_layer(
         self, metric: str, variant: str | None = None, number: Callable[[int], Floats] | None = None
@@ -235,16 +236,16 @@ class Evidence:
     ) -> Claim:
         """A claim that one setting has more of something than another; layers: in each of them."""
         cases = {
-            joined(f"budget {asked}", _layer(layer), label): (
-                self.value(metric, variant, layer, of=(a, asked))
-                - self.value(metric, variant, layer, of=(b, asked))
+            joined(f"budget {budget}", _layer(layer), label): (
+                self.value(metric, variant, layer, of=(a, budget))
+                - self.value(metric, variant, layer, of=(b, budget))
             )
             for label, a, b in self.pairs(more, less)
             for layer in (self.layers(metric, variant) if layers else [None])
-            for asked in self.budgets
+            for budget in self.budgets
         }
         where = ", each layer" if layers else ""
-        tested = f"{called(metric, variant)}{where}: {more} minus {less}"
+        tested = f"{metric_text(metric, variant)}{where}: {more} minus {less}"
         needs = self.lacks([more, less], metric, variant)
         return Claim(number, says, tested, cases, needs=needs)
 
@@ -265,11 +266,11 @@ class Evidence:
         case: what of a value is above 0 where the claim is right. layers: in each of them.
         """
         cases = {
-            joined(f"budget {asked}", _layer(layer), label): case(
-                self.value(metric, variant, layer, of=(result, asked))
+            joined(f"budget {budget}", _layer(layer), label): case(
+                self.value(metric, variant, layer, of=(result, budget))
             )
             for label, result in self.alone(setting)
-            for layer, asked in product(layers, self.budgets)
+            for layer, budget in product(layers, self.budgets)
         }
         needs = self.lacks([setting], metric, variant)
         return Claim(number, says, tested, cases, needs=needs)
@@ -285,11 +286,11 @@ class Evidence:
         """A claim that the output error of each pair is within 5 % of the mean of the second."""
         cases = {}
         for label, a, b in pairs:
-            for asked in self.budgets:
-                x, base = (self.value("output_error", of=(one, asked)) for one in (a, b))
+            for budget in self.budgets:
+                x, base = (self.value("output_error", of=(result, budget)) for result in (a, b))
                 measured = base[~np.isnan(base)]
                 if len(measured) and measured.mean():
-                    cases[joined(f"budget {asked}", label)] = (x - base) / measured.mean()
+                    cases[joined(f"budget {budget}", label)] = (x - base) / measured.mean()
         tested = f"relative change of the output error {tested}; within 5 %"
         needs = self.lacks(settings, "output_error")
         return Claim(number, says, tested, cases, margin=0.05, needs=needs)
@@ -297,20 +298,20 @@ class Evidence:
     def lacks(self, settings: Sequence[Setting], metric: str, variant: str | None = None) -> str:
         """What has to be replayed for a value of a metric of some settings at the same terms."""
         rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
-        lost = [one for one in settings if not any(map(one.fits, self.results))]
+        lost = [setting for setting in settings if not any(map(setting.fits, self.results))]
         if lost:
-            alone = ",".join(dict.fromkeys(one.policy for one in settings))
-            plain = not any(one.said for one in settings)
-            options = [f"--policy {alone}"] if plain else [one.command for one in lost]
-            commands = ", ".join(f"kvsim replay {one} {rows} --out RUN" for one in options)
+            alone = ",".join(dict.fromkeys(setting.policy for setting in settings))
+            plain = not any(setting.wanted for setting in settings)
+            options = [f"--policy {alone}"] if plain else [setting.command for setting in lost]
+            commands = ", ".join(f"kvsim replay {policy} {rows} --out RUN" for policy in options)
             last = "" if plain else "; with all else equal, and all runs in one report"
             return f"needs {_listed(map(str, lost))}: {commands}{last}"
         pairs = self.pairs(settings[0], settings[-1])
         if not (pairs if len(settings) > 1 else self.alone(settings[0])):
             after = _listed(
-                f"{one.policy} after {schedule(one.interval, prefill=bool(one.prefill))}"
-                for one in self.results
-                if any(setting.fits(one) for setting in settings)
+                f"{result.policy} after {schedule(result.interval, prefill=bool(result.prefill))}"
+                for result in self.results
+                if any(setting.fits(result) for setting in settings)
             )
             same = "with one schedule and all else equal" if len(settings) > 1 else "with events"
             return f"needs {_listed(map(str, settings))} {same}: {rows}; there is {after}"
@@ -351,7 +352,7 @@ _CALLED = {
 }
 
 
-def called(metric: str, variant: str | None = None) -> str:
+def metric_text(metric: str, variant: str | None = None) -> str:
     """A metric in words."""
     plain = metric.replace("_", " ") + (f" ({variant})" if variant else "")
     return _CALLED.get((metric, variant or ""), plain)
@@ -361,13 +362,13 @@ def _main(metric: str) -> str:
     return METRICS[metric].main if metric in METRICS else ""
 
 
-def _others(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]]) -> str:
+def _differences(pair: tuple[Result, Result], couples: Sequence[tuple[Result, Result]]) -> str:
     """The parameters that tell one of several pairs from the others."""
-    told: dict[str, Any] = {}
-    for one, own in zip(pair, zip(*couples, strict=True), strict=True):
-        names = {name for other in own for name in differing(one, other)}
-        told = {name: one.parameters.get(name) for name in sorted(names)} | told
-    return in_words(told)
+    values: dict[str, Any] = {}
+    for result, same_side in zip(pair, zip(*couples, strict=True), strict=True):
+        names = {name for other in same_side for name in differing(result, other)}
+        values = {name: result.parameters.get(name) for name in sorted(names)} | values
+    return in_words(values)
 
 
 def _layer(layer: int | None) -> str:

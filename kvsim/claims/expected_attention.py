@@ -14,7 +14,7 @@ MADE = "expected_attention"
 
 def expected_attention(e: Evidence) -> Iterator[Claim]:
     """Expected Attention, at the one event after the prompt where there are results of it."""
-    made, e = of(MADE), e.of_prompt()
+    release, e = of(MADE), e.of_prompt()
     says, cases = "Expected attention goes with observed attention", e.by_layer("expectation")
     tested = (
         "rank correlation over the prompt's keys with what the response attends to, mean over "
@@ -22,7 +22,7 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
     )
     yield Claim("E1", says, tested, cases, needs=e.untraced("expectation"))
     says = "The number of positions looked ahead hardly matters"
-    ahead, settings = e.around(MADE, "n_future"), [made, of(MADE, n_future=128)]
+    ahead, settings = e.around(MADE, "n_future"), [release, of(MADE, n_future=128)]
     yield e.alike("E2", says, "with another n_future", ahead, settings)
     says = "The covariance makes it better"
     yield e.compared("E3", says, of(MADE, covariance=False), of(MADE, covariance=True))
@@ -39,25 +39,25 @@ def expected_attention(e: Evidence) -> Iterator[Claim]:
         says = f"Budgets by head (AdaKV) make {name} better"
         yield e.compared("E5", says, of(name), of(f"adakv+{name}"))
     for name in ("knorm", "keydiff", "snapkv", "tova", "streaming_llm"):
-        yield e.compared("E6", f"Expected Attention is better than {name}", of(name), made)
+        yield e.compared("E6", f"Expected Attention is better than {name}", of(name), release)
     yield from _normal_queries(e)
 
 
 def _value_norm(e: Evidence) -> Iterator[Claim]:
     """E4: the norm of the value, and the epsilon that lets it decide where attention is small."""
-    some, none = of(MADE, epsilon=0.01), of(MADE, epsilon=0.0)
+    larger, zero = of(MADE, epsilon=0.01), of(MADE, epsilon=0.0)
     overlap = "value_norm_overlap"
     says = "With epsilon 0.01 the norm of the value decides about most of what is kept"
     tested = "share of the kept entries that the norm alone would keep, minus 1/2"
-    yield e.measured("E4", says, tested, some, overlap, case=lambda x: x - 0.5)
+    yield e.measured("E4", says, tested, larger, overlap, case=lambda x: x - 0.5)
     says = "... more than it does without epsilon"
-    yield e.compared("E4", says, some, none, overlap)
+    yield e.compared("E4", says, larger, zero, overlap)
     normed = of(MADE, value_norm=("v", "wo_v"), epsilon=0.0)
     says = "The norm of the value makes it better"
     # without the norm epsilon is added to every score alike and does nothing
     alone = of(MADE, value_norm="none", epsilon=...)
     yield e.compared("E4", says, alone, normed)
-    yield e.compared("E4", "Epsilon 0.01 makes it better", none, some)
+    yield e.compared("E4", "Epsilon 0.01 makes it better", zero, larger)
 
 
 def _normal_queries(e: Evidence) -> Iterator[Claim]:

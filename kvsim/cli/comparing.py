@@ -269,6 +269,6 @@ def _escaped(cell: str) -> str:
     if cell == "-":
         return "--"
     plain = show.one_line(cell)
-    plain = re.sub(r"[\\~^&%$#_{}]", lambda found: _LATEX.get(found[0], f"\\{found[0]}"), plain)
+    plain = re.sub(r"[\\~^&%$#_{}]", lambda match: _LATEX.get(match[0], f"\\{match[0]}"), plain)
     plain = re.sub(r"(?<![\w)-])-(?=\d)", "$-$", plain).replace("≤", r"$\le$")
     return re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)e\+?(-?)0*(\d+)", r"$\1 \\times 10^{\2\3}$", plain)

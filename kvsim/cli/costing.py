@@ -165,8 +165,8 @@ def _print(model: Model, costs: Sequence[Cost]) -> None:
 
 def _selects(cost: Cost, among: Sequence[Cost]) -> str:
     at = "none" if cost.selection_layer is None else f"{cost.selection_layer:.4g}"
-    others = {(c.selection_layer, c.selection) for c in among if c.policy == cost.policy}
-    where = f", {cost.budget} of {cost.context}" if len(others) > 1 else ""
+    selected = {(c.selection_layer, c.selection) for c in among if c.policy == cost.policy}
+    where = f", {cost.budget} of {cost.context}" if len(selected) > 1 else ""
     return f"{cost.policy}{where}: {at} ({cost.selection})"
 
 

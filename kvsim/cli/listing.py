@@ -113,8 +113,8 @@ def shown(policy: Description) -> str:
 
 def fires(policy: Description) -> str:
     """When it evicts."""
-    own = policy.own_schedule
-    return schedule(policy.interval, prefill=policy.prefill) if own else "as its scorer"
+    unchanged = policy.own_schedule
+    return schedule(policy.interval, prefill=policy.prefill) if unchanged else "as its scorer"
 
 
 def needs(policy: Description) -> str:

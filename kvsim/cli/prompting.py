@@ -110,12 +110,12 @@ def prompts(
     sizes: dict[str, Any] = {"facts": facts, "lines": lines, "filler": filler}
     sizes |= {"kinds": kinds, "report": report, "cycle": cycle}
     shipped = model in MODELS
-    others = (
+    sources = (
         {"length": length, "depth": depth, "context": context or None}
         if shipped
         else {"level": level, "domain": domain, **sizes}
     )
-    given = [name for name, value in others.items() if value is not None]
+    given = [name for name, value in sources.items() if value is not None]
     if given:
         kind = "models for real text, as smollm2" if shipped else "tiny and tiny-deep"
         raise OptionError(

@@ -97,9 +97,9 @@ def echo_responses(rows: list[dict[str, Any]], *, whole: bool) -> None:
         if differs:
             at = _parting(row["text"], row["full_text"] or "")
             show.echo_text(_indented(_excerpt(row["text"], at, limit)))
-    left = len(rows) - len(shown)
-    if left:
-        show.echo_text(f"\n{plural(left, 'more response')}; --show-text prints all.")
+    more = len(rows) - len(shown)
+    if more:
+        show.echo_text(f"\n{plural(more, 'more response')}; --show-text prints all.")
 
 
 def _verdict(row: dict[str, Any], prefix: str = "") -> str:

@@ -145,7 +145,7 @@ def verdict(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
     from kvsim.analysis.verdict import answer
 
     each, lines = answer(table, metrics)
-    return {"verdict": [vars(one) for one in each], "verdict_text": lines}
+    return {"verdict": [vars(line) for line in each], "verdict_text": lines}
 
 
 def echo_verdict(document: Mapping[str, Any]) -> None:

@@ -228,14 +228,14 @@ def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     from kvsim.sweeps.driver import estimate
     from kvsim.sweeps.workers import processes
 
-    left = [task for task in plan.tasks if task.without(kept.done) is not None]
-    size, seconds = sum(map(plan.bytes_of, left)), estimate(plan, kept)
+    rest = [task for task in plan.tasks if task.without(kept.done) is not None]
+    size, seconds = sum(map(plan.bytes_of, rest)), estimate(plan, kept)
     jobs = processes(None, plan.flops, len(plan.tasks), plan.traces)
     counts = {
         "cells": len(plan.cells),
         "traces": len(plan.traces),
         "tasks": len(plan.tasks),
-        "tasks_left": len(left),
+        "tasks_left": len(rest),
         "bytes_to_read": size,
         "cpu_seconds": round(seconds, 1),
         "jobs": jobs,
@@ -246,7 +246,7 @@ def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     show.echo_fields(
         {
             "cells": f"{len(plan.cells)} on {plural(len(plan.traces), 'trace')}",
-            "tasks": f"{len(left)} of {len(plan.tasks)} left",
+            "tasks": f"{len(rest)} of {len(plan.tasks)} left",
             "to read": decimal(size),
             "time": f"about {_time(seconds)} of one processor, {plural(jobs, 'job')}",
         }
@@ -262,14 +262,14 @@ def _time(seconds: float) -> str:
 def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     run = plan.run(kept)
     done = kept.done
-    left = [task for task in (each.without(done) for each in plan.tasks) if task is not None]
-    running = sum(kept.claimed(task) for task in left)
+    rest = [task for task in (each.without(done) for each in plan.tasks) if task is not None]
+    running = sum(kept.claimed(task) for task in rest)
     counts = {
         "cells": len(plan.cells),
         "done": run.parameters["done"],
         "failed": len({failure.cell for failure in run.failures}),
         "tasks": len(plan.tasks),
-        "tasks_left": len(left),
+        "tasks_left": len(rest),
         "tasks_running": running,
     }
     if as_json:
@@ -277,7 +277,7 @@ def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
         return
     show.echo_text(
         f"{counts['done']} of {plural(counts['cells'], 'cell')} are done, {counts['failed']} "
-        f"failed; {len(left)} of {plural(len(plan.tasks), 'task')} left, {running} being computed."
+        f"failed; {len(rest)} of {plural(len(plan.tasks), 'task')} left, {running} being computed."
     )
 
 

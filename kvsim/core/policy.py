@@ -285,8 +285,8 @@ class Policy(Displayed):
             new = pieces.get(id(outer), outer)
             return replace(new, scorer=scorer(outer.scorer)) if hasattr(outer, "scorer") else new
 
-        others = ("allocator", "layer_budgets", "propagation")
-        fitted = {name: pieces.get(id(x), x) for name in others for x in [getattr(self, name)]}
+        pieces_of = ("allocator", "layer_budgets", "propagation")
+        fitted = {name: pieces.get(id(x), x) for name in pieces_of for x in [getattr(self, name)]}
         return replace(self, scorer=scorer(self.scorer), **fitted)
 
     def fitted(self) -> Policy:
@@ -305,9 +305,9 @@ class Policy(Displayed):
         remarks = [self.at(budget).allocator.remark(budget)]
         if self.scaled:
             values = ", ".join(
-                f"{self._key(one)}={one.at(budget)} instead of {one.value}"
-                for one in self.scaled
-                if one.at(budget) != one.value
+                f"{self._key(length)}={length.at(budget)} instead of {length.value}"
+                for length in self.scaled
+                if length.at(budget) != length.value
             )
             to = f"budget {budget}"
             remarks.append(f"scaled to {to}: {values}" if values else f"{to}: all lengths fit")
@@ -322,9 +322,14 @@ class Policy(Displayed):
             and each.at(budget) < each.value
         ]
         if large:
-            given = " and ".join(f"{self._key(one)}={one.value}" for one in large)
-            options = (f"--set {self.name}.{self._key(one)}={one.at(budget)}" for one in large)
-            verb, entries = "is" if len(large) == 1 else "are", max(one.entries for one in large)
+            given = " and ".join(f"{self._key(length)}={length.value}" for length in large)
+            options = (
+                f"--set {self.name}.{self._key(length)}={length.at(budget)}" for length in large
+            )
+            verb, entries = (
+                "is" if len(large) == 1 else "are",
+                max(length.entries for length in large),
+            )
             remarks.append(
                 f"{given} {verb} meant for budget {entries}, and over half of {budget}; "
                 f"compare with {' '.join(options)}, or all lengths with --fit"

@@ -129,11 +129,11 @@ def apportion(total: Tensor, weight: Tensor, floor: Tensor, cap: Tensor) -> Tens
     cap, or no weight is positive, the shares without weight divide the rest equally.
     """
     room = (cap - floor).double()
-    left = (total - floor.sum(-1)).double().unsqueeze(-1)
+    rest = (total - floor.sum(-1)).double().unsqueeze(-1)
     weighted = weight.double().clamp(min=0)
-    share = _fill(left, weighted, room)
-    left = left - share.sum(-1, keepdim=True)
-    share = share + _fill(left, (weighted == 0).double(), room)
+    share = _fill(rest, weighted, room)
+    rest = rest - share.sum(-1, keepdim=True)
+    share = share + _fill(rest, (weighted == 0).double(), room)
     # a share that is whole but for rounding is whole
     share = torch.where((share - share.round()).abs() < _FRACTION, share.round(), share)
     whole = share.floor()
@@ -176,8 +176,8 @@ def deal(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
         fits = torch.minimum(cap, middle.unsqueeze(-1)).sum(-1) <= total
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
     dealt = torch.minimum(cap, low.unsqueeze(-1))
-    left = (total - dealt.sum(-1)).unsqueeze(-1)
+    rest = (total - dealt.sum(-1)).unsqueeze(-1)
     more = cap > low.unsqueeze(-1)
     order = priority.masked_fill(~more, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     turn = order.argsort(dim=-1)
-    return dealt + (more & (turn < left)).long()
+    return dealt + (more & (turn < rest)).long()

@@ -69,17 +69,17 @@ class Loaded:
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Part of an array."""
         wanted = range(*layers.indices(self.shapes["q"][0]))
-        held = self._layers
-        inside = wanted and held and held[0] <= wanted[0] and wanted[-1] <= held[-1]
+        cached = self._layers
+        inside = wanted and cached and cached[0] <= wanted[0] and wanted[-1] <= cached[-1]
         if AXES[name][0] != "layer" or "row" in AXES[name] or not inside:
             return self.base.read(name, layers, pos)
         if name not in self._arrays:
             with torch.inference_mode(mode=False):  # so that it has a version
-                array = self.base.read(name, slice(held.start, held.stop), _ALL).to(self._dtype)
+                array = self.base.read(name, slice(cached.start, cached.stop), _ALL).to(self._dtype)
             self._arrays[name] = array, _version(array)
         array, version = self._arrays[name]
         _check_unwritten(name, array, version)
-        return _part(name, array, slice(wanted[0] - held[0], wanted[-1] + 1 - held[0]), pos)
+        return _part(name, array, slice(wanted[0] - cached[0], wanted[-1] + 1 - cached[0]), pos)
 
 
 def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:

@@ -421,7 +421,7 @@ def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:
     if of.device.type == "cpu":
         most = max(1, CACHE_BYTES // max(1, of.shape[2] * of.element_size()))
     rows = min(second, max(_LEAST_ROWS, most))
-    some = max(1, most // max(1, second))
-    for a in range(0, first, some):
+    size = max(1, most // max(1, second))
+    for a in range(0, first, size):
         for b in range(0, second, rows):
-            yield slice(a, a + some), slice(b, b + rows)
+            yield slice(a, a + size), slice(b, b + rows)

@@ -200,5 +200,5 @@ def _budget_remark(trace: Trace, policy: Policy, budget: int) -> str:
         return ""
     shared = f"{policy.name}: the budget is shared over the {plural(n, 'layer')} of the trace"
     seeing = f" that see{'s' * (n == 1)} the whole text" if trace.windowed else ""
-    some = "" if trace.whole else ", which are not all of the model's"
-    return f"{shared}{seeing}{some}"
+    suffix = "" if trace.whole else ", which are not all of the model's"
+    return f"{shared}{seeing}{suffix}"

@@ -145,7 +145,7 @@ class Period:
 
 def choose(reader: Reader, q: Tensor, pages: Pages, slots: Tensor, budget: int) -> Tensor:
     """The pages that rows read, bool [head, w, P]; q [H, G, w, d], slots [H, w] of the rows."""
-    own = slots // reader.page  # the page of each row itself
+    here = slots // reader.page  # the page of each row itself
     begin = torch.arange(pages.live.shape[1], device=q.device) * reader.page
     entries = (slots.unsqueeze(-1) + 1 - begin).clamp_(0, reader.page).unsqueeze(1)
     visible = entries > 0  # [H, 1, w, P]
@@ -156,11 +156,11 @@ def choose(reader: Reader, q: Tensor, pages: Pages, slots: Tensor, budget: int) 
             f"{shape} [KV head, query head of its group, row, page], see {GUIDE}"
         )
     if reader.page > 1:  # it holds entries of later rows, which no score may use
-        part = _partial(pages, own, slots % reader.page)
+        part = _partial(pages, here, slots % reader.page)
         of_own = reader.score(
-            q, part, torch.ones_like(visible[..., :1]).expand(-1, -1, -1, len(own[0]))
+            q, part, torch.ones_like(visible[..., :1]).expand(-1, -1, -1, len(here[0]))
         )
-        place = own[:, None, :, None].expand(*scores.shape[:3], 1)
+        place = here[:, None, :, None].expand(*scores.shape[:3], 1)
         scores = scores.scatter(-1, place, of_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1))
     if reader.heads != "query":
         scores = reader.vote(scores, entries)
@@ -177,13 +177,13 @@ def choose(reader: Reader, q: Tensor, pages: Pages, slots: Tensor, budget: int) 
     return chosen
 
 
-def _partial(pages: Pages, own: Tensor, last: Tensor) -> Pages:
+def _partial(pages: Pages, page: Tensor, last: Tensor) -> Pages:
     """A page for each row [H, w]: its own, up to its own entry."""
-    head = torch.arange(len(own), device=own.device).unsqueeze(-1)
-    at = torch.arange(pages.live.shape[-1], device=own.device)
-    live = pages.live[head, own] & (at <= last.unsqueeze(-1))
+    head = torch.arange(len(page), device=page.device).unsqueeze(-1)
+    at = torch.arange(pages.live.shape[-1], device=page.device)
+    live = pages.live[head, page] & (at <= last.unsqueeze(-1))
     keys, values = (
-        x[head, own].masked_fill(~live.unsqueeze(-1), 0.0) for x in (pages.keys, pages.values)
+        x[head, page].masked_fill(~live.unsqueeze(-1), 0.0) for x in (pages.keys, pages.values)
     )
-    pos = pages.pos[head, own].masked_fill(~live, 0)
+    pos = pages.pos[head, page].masked_fill(~live, 0)
     return replace(pages, keys=keys, values=values, live=live, pos=pos, _memo={})

@@ -263,8 +263,8 @@ def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> 
     """evicted_at [L, H, T] by position, of one that counts the rows at positions `at` alone."""
     out = np.empty((*evicted_at.shape[:2], n_pos), np.int32)
     out[:] = np.arange(n_pos) - 1  # visible to no row
-    left = evicted_at != NEVER
-    out[..., at] = np.where(left, at[np.where(left, evicted_at, 0)], NEVER)
+    gone = evicted_at != NEVER
+    out[..., at] = np.where(gone, at[np.where(gone, evicted_at, 0)], NEVER)
     return out
 
 

@@ -30,21 +30,21 @@ _FAINT = 1e-6
 
 def replay_rows(block: Block, events: Sequence[int]) -> None:
     """Fire `events` on the block: consecutive rows, but for those that end context and prompt."""
-    left = list(events)
-    while left:
-        row = left.pop(0)
+    rest = list(events)
+    while rest:
+        row = rest.pop(0)
         # until the first event that acts, every row is full attention
-        if block.event(row) and left and left[0] == row + 1:
+        if block.event(row) and rest and rest[0] == row + 1:
             break
-    while left:
-        rows, left = left[:ROWS], left[ROWS:]
+    while rest:
+        rows, rest = rest[:ROWS], rest[ROWS:]
         _run(block, rows[0], rows[-1] + 1)
 
 
 def _run(block: Block, start: int, stop: int) -> None:
     """Rows start..stop-1, each of which appends one entry and evicts one per head."""
     entries, policy = block.entries, block.policy
-    held = entries.pos.shape[-1]
+    count = entries.pos.shape[-1]
     entries.append(start, stop)
     view = RowView(block, start, stop)
     protection, last = policy.protection(view.setting.budget), entries.pos.shape[-1] - 1
@@ -52,7 +52,7 @@ def _run(block: Block, start: int, stop: int) -> None:
     stays = (pos < protection.first(view.setting.prompt_len)) | (pos < 0)
     slots = []
     for row in range(start, stop):
-        view.open(row, held + row - start)
+        view.open(row, count + row - start)
         scores = Scores.of(policy.scorer.score(view))
         view.check_unwritten(policy.name)
         check(policy, scores, view.live, block.layers, row)

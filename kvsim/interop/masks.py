@@ -124,15 +124,15 @@ class Masks:
         # beyond the end nothing is visible
         ends = torch.nn.functional.pad(last, (0, count * size - n), value=-1).long()
         first = pos[::size]
-        some, every = (torch.empty(len(last), count, count, dtype=torch.bool) for _ in range(2))
+        any_seen, every = (torch.empty(len(last), count, count, dtype=torch.bool) for _ in range(2))
         for at, row in enumerate(first.tolist()):
             stop = min(row + size, n) - 1
             seen = (pos <= stop) & (ends >= pos.clamp(min=row))
-            some[:, at] = seen.unflatten(-1, (count, size)).any(-1).cpu()
+            any_seen[:, at] = seen.unflatten(-1, (count, size)).any(-1).cpu()
             whole = (pos <= row) & (ends >= stop)
             every[:, at] = whole.unflatten(-1, (count, size)).all(-1).cpu()
             every[:, at] &= row + size <= n
-        parts = (x.repeat_interleave(group, 0)[None].to(device) for x in (some & ~every, every))
+        parts = (x.repeat_interleave(group, 0)[None].to(device) for x in (any_seen & ~every, every))
         (counts, indices), (full_counts, full_indices) = (_listed(part) for part in parts)
         return BlockMask.from_kv_blocks(
             counts,

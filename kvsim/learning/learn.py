@@ -123,7 +123,7 @@ def learn(
         )
     check_output(file, overwrite=overwrite)
     trained, rest = (given, as_traces(test)) if test is not None else split(given, held_out, seed)
-    others: list[PolicyLike] = [*as_policies(against)]
+    rivals: list[PolicyLike] = [*as_policies(against)]
     measured = tuple(measurable(available(SUMMARY, rest) if metrics is None else metrics, rest))
     lesson = Lesson(groups, ahead, pairs)
     schedule, random = Schedule(interval=interval), torch.Generator().manual_seed(seed)
@@ -179,7 +179,7 @@ def learn(
     name = f"learned:{file}"
     run = None
     if rest:
-        run = replay_all(rest, [name, *others], sizes, interval=interval, metrics=measured)
+        run = replay_all(rest, [name, *rivals], sizes, interval=interval, metrics=measured)
     return Learning(
         name=name,
         network=network,

@@ -76,8 +76,8 @@ def overlap_curves(
         values = np.stack([_overlaps(trace, shown, window, tops) for trace in traces])
         for place, (name, style) in enumerate(styles.items()):
             mean_line(axis, at, list(values[:, place]), label=name, lw=1.3, ms=3, **style)
-        one, three = values[:, 5:].mean(0)
-        axis.plot(at, one, ":", color="black", lw=1.2, label="chance, one set")
+        chance, three = values[:, 5:].mean(0)
+        axis.plot(at, chance, ":", color="black", lw=1.2, label="chance, one set")
         axis.plot(at, three, ":", color=styles[_BLOCKS[3]]["color"], lw=1.2, label="chance, union")
         ids = traces[0].layer_ids
         title = "all layers" if layers is None else f"layer {ids[shown[0]]}"

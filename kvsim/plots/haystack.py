@@ -55,8 +55,8 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
             f"metrics are {', '.join(metrics)}; expected one of {', '.join(_SHOWN)} for needles"
         )
     labelled = all(label in table for label in _LABELS)
-    known = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if labelled else pl.lit(value=False)
-    values = table.filter(known, pl.col("metric") == name)
+    complete = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if labelled else pl.lit(value=False)
+    values = table.filter(complete, pl.col("metric") == name)
     means = averages(values, _LABELS) if values.height else values
     if not means.height:
         raise PolicyError(
@@ -69,12 +69,12 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     columns = len(budgets) if len(budgets) > 1 else 4
     size = max(1.9, 0.55 * len(lengths) + 0.6), max(1.7, 0.28 * len(depths) + 0.6)
     panels = Panels(len(policies) * len(budgets), columns=columns, size=size)
-    cells = [(policy, asked) for policy in policies for asked in budgets]
+    cells = [(policy, budget) for policy in policies for budget in budgets]
     norm = Normalize(0, 1)
     colours = ScalarMappable(norm, _COLOURS)
-    for axis, (policy, asked) in zip(panels.axes, cells, strict=True):
+    for axis, (policy, budget) in zip(panels.axes, cells, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
-        for row in means.filter(policy=policy, asked=asked).iter_rows(named=True):
+        for row in means.filter(policy=policy, asked=budget).iter_rows(named=True):
             grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["mean"]
         axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
         for (depth, length), recall in np.ndenumerate(grid):
@@ -85,7 +85,7 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         axis.grid(visible=False)
         axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        title = f"{short_text(policy, 28)}\nbudget {asked}"
+        title = f"{short_text(policy, 28)}\nbudget {budget}"
         axis.set_title(title, fontsize=8, parse_math=False)
     panels.label("length of the prompt (tokens)", "depth of the needle")
     colour_bar(panels.figure, colours, panels.axes, _SHOWN[name][1], shrink=0.8)

@@ -70,13 +70,13 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
         of_metric = means.filter(metric=name)
         for policy, style in styles.items():
             part = of_metric.filter(policy=policy)
-            at = np.array([budgets.index(asked) for asked in part["asked"]])
+            at = np.array([budgets.index(budget) for budget in part["asked"]])
             low, mean, high = (part[end].to_numpy() for end in ("low", "mean", "high"))
             axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
         rows = of_metric.select("policy", "asked", "mean").rows()
-        points = [(policy, budgets.index(asked), mean) for policy, asked, mean in rows]
+        points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
         clip_far(axis, points, styles, ends=of_metric["high"].drop_nulls())
         plain(axis, _budget_label(budgets), metric_label(name))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
@@ -160,8 +160,8 @@ def ranking(
     colours = dict(zip(names, shades, strict=False))
     size = 4.3, 0.9 + 0.28 * len(names)
     figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
-    for axis, asked in zip(axes, budgets, strict=True):
-        part = rows.filter(asked=asked)
+    for axis, budget in zip(axes, budgets, strict=True):
+        part = rows.filter(asked=budget)
         most = FAR * float(np.quantile(part["mean"], 0.5, method="lower"))
         for place, row in enumerate(part.iter_rows(named=True)):
             ranked = row["rank"] is not None
@@ -183,7 +183,7 @@ def ranking(
         labels = [short_text(policy, 30) for policy in part["policy"]]
         axis.set_yticks(range(part.height), labels, parse_math=False)
         axis.set_ylim(part.height - 0.5, -0.5)
-        plain(axis, metric_label(name), title=f"budget {asked}")
+        plain(axis, metric_label(name), title=f"budget {budget}")
     base = against or "the best"
     what = f"Mean over {counted(rows['n'])}\nhollow: not beyond chance from {base}; dotted: {base}"
     if rows["rank"].null_count():
@@ -213,12 +213,12 @@ def middle_coverage(
     records = listed(records)
 
     def curves(gone: list[_Ints]) -> Floats | None:
-        every = (kept_coverage(one, bins) for one in gone)
+        every = (kept_coverage(of_layer, bins) for of_layer in gone)
         coverages = [coverage for coverage in every if len(coverage.rows)]
         if not coverages:
             return None
-        lines = [mean_known(one.curve).mean(0) for one in coverages]
-        flat = [one.overall.mean() for one in coverages]
+        lines = [mean_known(of_layer.curve).mean(0) for of_layer in coverages]
+        flat = [of_layer.overall.mean() for of_layer in coverages]
         return np.stack([mean_known(np.stack(lines, axis=-1)), np.full(bins, np.mean(flat))])
 
     centres = (np.arange(bins) + 0.5) / bins
@@ -260,9 +260,9 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
     width = max(3.4, 0.16 * len(groups) * (len(styles) + 1) + 0.8)
     figure, axes = _panels(len(budgets), (width, 3.6), (0, 0), share=True)
     bar = 0.8 / len(styles)
-    for axis, asked in zip(axes, budgets, strict=True):
+    for axis, budget in zip(axes, budgets, strict=True):
         for place, (policy, style) in enumerate(styles.items()):
-            part = means.filter(policy=policy, asked=asked)
+            part = means.filter(policy=policy, asked=budget)
             at = np.array([groups.index(group) for group in part[by]], dtype=np.float64)
             at += (place - (len(styles) - 1) / 2) * bar
             mean = part["mean"].to_numpy()
@@ -274,7 +274,7 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
             axis.hlines(chance, at - 0.45 * bar, at + 0.45 * bar, color="black", lw=1.2, zorder=4)
         names = [short_text(str(group), 16) for group in groups]
         axis.set_xticks(range(len(groups)), names, parse_math=False)
-        plain(axis, by, title=f"budget {asked}")
+        plain(axis, by, title=f"budget {budget}")
         axis.set_ylim(0, 1)
     name_axes(axes[0], y="IoU of consecutive kept sets")
     what = f"Retained-set IoU by {by}, mean over {counted(means['n'])}\nacross bars: chance"
@@ -303,7 +303,7 @@ def position_density(
 
     def density(gone: list[_Ints]) -> Floats | None:
         layers = filter(None, map(retained_positions, gone))
-        relative = np.concatenate([np.zeros(0), *(one.relative for one in layers)])
+        relative = np.concatenate([np.zeros(0), *(layer.relative for layer in layers)])
         if not len(relative):
             return None
         heights, _ = np.histogram(relative, bins, (0, 1), density=True)
@@ -314,10 +314,10 @@ def position_density(
         axis.axvline(0.5, color="black", lw=0.9, ls=":")
         for policy, style in bare_series(policies).items():
             if policy in values:
-                heights = [np.append(one[:bins], one[bins - 1]) for one in values[policy]]
+                heights = [np.append(height[:bins], height[bins - 1]) for height in values[policy]]
                 steps = {**style, "label": policy, "drawstyle": "steps-post"}
                 mean_line(axis, np.arange(bins + 1) / bins, heights, lw=1.3, **steps)
-                mean = float(np.mean([one[bins] for one in values[policy]]))
+                mean = float(np.mean([height[bins] for height in values[policy]]))
                 axis.axvline(mean, color=style["color"], lw=1, ls=style["linestyle"])
 
     label, what = "density of kept entries (area 1)", "What the last event keeps"

@@ -194,8 +194,8 @@ class AMS(Allocator):
         count = view.count
         rows = min(self.window, view.row + 1)
         if self.mode == "reference":
-            held = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
-            rows = min(rows, held - 1)
+            buffered = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
+            rows = min(rows, buffered - 1)
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
         attention = view.attn(int(width.max()))  # [L, H, G, w, n]
         group, held_rows = attention.shape[2:4]
@@ -386,7 +386,7 @@ def reference_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Ten
     """
     length = parts.length
     index = -torch.arange(length.shape[-1], device=length.device, dtype=torch.double)
-    left = index.expand_as(length)  # priority: the lower index first
+    order = index.expand_as(length)  # priority: the lower index first
     base = least.sum(-1)
     rest = (budget - base).clamp(min=0)
     total = weight.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.double).tiny)
@@ -394,10 +394,10 @@ def reference_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Ten
     units = length.minimum(least + added)
     given = (units - least).sum(-1)
     over = (units.sum(-1) - budget).clamp(min=0)
-    units = units - deal(over, units - least, left)
+    units = units - deal(over, units - least, order)
     under = (budget - units.sum(-1)).clamp(min=0)
-    units = units + deal(under, length - units, left)
-    fewer = least - deal((base - budget).clamp(min=0), (least - 1).clamp(min=0), left)
+    units = units + deal(under, length - units, order)
+    fewer = least - deal((base - budget).clamp(min=0), (least - 1).clamp(min=0), order)
     units = torch.where((base >= budget).unsqueeze(-1), fewer, units)
     endless = (base >= budget) & ((least > 0).sum(-1) > budget)
     always = parts.kept.sum(-1)

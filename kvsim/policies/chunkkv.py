@@ -72,8 +72,8 @@ class ChunkKV(Allocator):
         size = sums(live, chunks, order.shape[-1])  # entries of each chunk, [L, 1, C]
         kept = sums(always, chunks, order.shape[-1])
         room = (size - kept).gather(-1, order)
-        left = view.budget.minimum(view.count[:, :1]).unsqueeze(-1) - kept.sum(-1, keepdim=True)
-        share = (left - (room.cumsum(-1) - room)).clamp(min=0).minimum(room)
+        spare = view.budget.minimum(view.count[:, :1]).unsqueeze(-1) - kept.sum(-1, keepdim=True)
+        share = (spare - (room.cumsum(-1) - room)).clamp(min=0).minimum(room)
         quotas = kept + torch.zeros_like(kept).scatter(-1, order, share)
         return select(shared, quotas, always, live, groups=chunks)
 

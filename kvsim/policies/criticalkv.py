@@ -73,10 +73,10 @@ class CriticalKV(Wrapper):
 
 def _projected(view: View) -> Tensor:
     """`projected_size` of the entries; computed for those that are new since it was last kept."""
-    known = view["projected"]
-    new = int((known.isnan() & view.live).sum(-1).max())  # the last ones of each head
-    old = known.shape[-1] - new
-    return torch.cat([known[..., :old], projected_size(view.values[:, :, old:], view.o_proj)], -1)
+    norms = view["projected"]
+    new = int((norms.isnan() & view.live).sum(-1).max())  # the last ones of each head
+    old = norms.shape[-1] - new
+    return torch.cat([norms[..., :old], projected_size(view.values[:, :, old:], view.o_proj)], -1)
 
 
 def projected_size(values: Tensor, o_proj: Tensor) -> Tensor:

@@ -51,17 +51,17 @@ class DropKV(Windowed):
         # of each row the entry with the largest weight, and the output without it
         first = log_p.argmax(-1, keepdim=True)
         most = log_p.gather(-1, first)
-        others = log_p.scatter(-1, first, -torch.inf)
-        rest, remainder = most.expm1().neg_(), others.logsumexp(-1, keepdim=True)
+        log_rest = log_p.scatter(-1, first, -torch.inf)
+        rest, remainder = most.expm1().neg_(), log_rest.logsumexp(-1, keepdim=True)
         if view.formula.sinks:  # they take a share, with a value of 0
             z = view.logits(self.window).double()
             sink = view.formula.sink(z, z.shape[1])[..., None, None]  # [H, G, 1, 1]
             total = z.flatten(2, 3).gather(-1, first) - most
             remainder = remainder.logaddexp(sink.expand(*z.shape[1:4], 1).flatten(1, 2) - total)
-        without = (others - remainder).exp_().nan_to_num_(0.0) @ values  # [L, H, G * w, d]
+        without = (log_rest - remainder).exp_().nan_to_num_(0.0) @ values  # [L, H, G * w, d]
         largest = values.gather(2, first.expand(-1, -1, -1, values.shape[-1]))
         y = most.exp() * largest + rest * without
-        p = others.exp_()
+        p = log_rest.exp_()
         moved = (y @ values.mT).mul_(-2)
         moved += y.square().sum(-1, keepdim=True) + values.square().sum(-1).unsqueeze(2)
         lost = moved.clamp_(min=0).mul_((p / (1 - p)).square_())

@@ -151,8 +151,8 @@ class ExpectedAttention(Scorer):
             return self.sink, stop, view.next_position
         if self.origin == "next":
             return max(self.sink, stop - self.query_buffer), stop, view.next_position
-        held = min(view.interval or stop, self.query_buffer + 1, stop)
-        return stop - held + self.sink, stop, held
+        buffered = min(view.interval or stop, self.query_buffer + 1, stop)
+        return stop - buffered + self.sink, stop, buffered
 
     def _logits(self, view: View, mu: Tensor, sigma: Tensor | None, future: int) -> Tensor:
         if self.rope == "mixture":
@@ -192,14 +192,14 @@ def moments(blocks: Iterable[Tensor], covariance: bool = True) -> tuple[int, Ten
     count, mean, spread = 0, torch.zeros(()), torch.zeros(())
     for block in blocks:
         rows = block.shape[-2]
-        own = block.mean(-2)
-        shift = own - mean if count else own
+        block_mean = block.mean(-2)
+        shift = block_mean - mean if count else block_mean
         if covariance:
-            centred = block - own.unsqueeze(-2)
+            centred = block - block_mean.unsqueeze(-2)
             within = centred.mT @ centred
             between = shift.unsqueeze(-1) * shift.unsqueeze(-2) * (count * rows / (count + rows))
             spread = spread + within + between if count else within
-        mean = mean + shift * (rows / (count + rows)) if count else own
+        mean = mean + shift * (rows / (count + rows)) if count else block_mean
         count += rows
     return count, mean, spread / count if covariance else None
 

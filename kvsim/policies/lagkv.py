@@ -53,14 +53,14 @@ class LagKV(Scorer):
             return out
         slots = self.sink + torch.arange(whole * self.lag, device=out.device)
         keys, values = (self._spread(_at(x, view, slots)) for x in (view.keys, view.values))
-        own = (keys + values) / 2  # [L, H, whole - 1, lag]
+        score = (keys + values) / 2  # [L, H, whole - 1, lag]
         if not self.cross_scoring:
-            order = own.sort(dim=-1, stable=True).indices
-            own = order.argsort(dim=-1).to(out.dtype) / self.lag
-        own = own.flatten(2)
+            order = score.sort(dim=-1, stable=True).indices
+            score = order.argsort(dim=-1).to(out.dtype) / self.lag
+        score = score.flatten(2)
         # where a head has a partition after the entry's
         measured = (place >= 0) & (place < ((count - self.sink) // self.lag - 1) * self.lag)
-        return own.gather(-1, place.clamp(0, own.shape[-1] - 1)).where(measured, out)
+        return score.gather(-1, place.clamp(0, score.shape[-1] - 1)).where(measured, out)
 
     def _spread(self, x: Tensor) -> Tensor:
         """Softmax over each partition of the channels' deviation; [L, H, partitions - 1, lag]."""

@@ -73,8 +73,8 @@ class Paged(Allocator):
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""
-        some = slice(None, 1 if self.heads == "all" else None)  # heads that choose
-        live, always = view.live[:, some], protected[:, some]
+        heads = slice(None, 1 if self.heads == "all" else None)  # heads that choose
+        live, always = view.live[:, heads], protected[:, heads]
         shared = scores.double()
         if self.heads == "all":
             shared = shared.sum(1, keepdim=True)
@@ -82,7 +82,7 @@ class Paged(Allocator):
             chosen = select(shared, view.budget.expand(live.shape[:2]), always, live)
             cell = chosen.cumsum(-1) - 1.0  # written without gaps
         else:
-            cell = _cells(view["cell"][:, some].double(), live)
+            cell = _cells(view["cell"][:, heads].double(), live)
             chosen = self._whole(view, shared, cell.long(), live, always)
         chosen, cell = chosen.expand_as(view.live), cell.expand_as(view.live)
         return Plan(chosen.sum(-1), eligible=chosen, columns={"cell": cell})
@@ -111,9 +111,9 @@ class Paged(Allocator):
         )
         room = (size - kept).gather(-1, order)
         budget = view.budget.expand(live.shape[:2])
-        left = (budget - kept.sum(-1)).unsqueeze(-1)
-        share = room.where(room.cumsum(-1) <= left, 0)
-        share[..., :1] = torch.minimum(room[..., :1], left)
+        remaining = (budget - kept.sum(-1)).unsqueeze(-1)
+        share = room.where(room.cumsum(-1) <= remaining, 0)
+        share[..., :1] = torch.minimum(room[..., :1], remaining)
         quotas = kept + torch.zeros_like(share).scatter(-1, order, share)
         return select(shared, quotas, always, live, groups=pages)
 

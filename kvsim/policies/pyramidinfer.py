@@ -53,30 +53,30 @@ class PyramidInfer(Propagation):
 
     def after(self, view: View, memory: int | None) -> Step:
         """The best of the context, and the recent rows; `memory` is the prompt's length."""
-        held = view.row + 1
-        n = held if memory is None else memory
+        count = view.row + 1
+        n = count if memory is None else memory
         recent = 1 + int(self.recent * n)
-        context = held - recent
+        context = count - recent
         kept = self._kept(context, n, int(view.layers[0]), view.n_layers)
         if kept == context:
             return Step(memory=n)
         scores = self._scores(view, recent)
         scores[: self.sink] = torch.inf  # before all others, in their order
-        return Step(best_and_rest(ranks(scores), kept, held), memory=n)
+        return Step(best_and_rest(ranks(scores), kept, count), memory=n)
 
     def _scores(self, view: View, recent: int) -> Tensor:
         """Attention of the recent rows on the context, weighted towards the newest; [c]."""
-        held = view.row + 1
+        count = view.row + 1
         weight = torch.linspace(1.0, _NEWEST, recent, dtype=view.keys.dtype)
         weight = weight.to(view.keys.device)
-        total = view.keys.new_zeros(held - recent)
+        total = view.keys.new_zeros(count - recent)
         queries = view.queries(1)
-        per_row = queries.shape[1] * queries.shape[2] * held * total.element_size()
+        per_row = queries.shape[1] * queries.shape[2] * count * total.element_size()
         step = max(1, LOGIT_BYTES // per_row)
-        for start in range(held - recent, held, step):
-            stop = min(start + step, held)
-            rows = view.rows(start, stop)[0, ..., : held - recent].mean((0, 1))  # [w, c]
-            total += weight[start - held + recent : stop - held + recent] @ rows
+        for start in range(count - recent, count, step):
+            stop = min(start + step, count)
+            rows = view.rows(start, stop)[0, ..., : count - recent].mean((0, 1))  # [w, c]
+            total += weight[start - count + recent : stop - count + recent] @ rows
         return total
 
     def _kept(self, context: int, n: int, layer: int, n_layers: int) -> int:
@@ -90,10 +90,10 @@ class PyramidInfer(Propagation):
     ) -> list[int]:
         """What the cosine leaves of the prompt; the budget and `layer` are without meaning."""
         recent = 1 + int(self.recent * prompt_len)
-        out, held = [], prompt_len
+        out, count = [], prompt_len
         for at in range(n_layers):
-            out.append(held)
-            held = recent + self._kept(held - recent, prompt_len, at, n_layers)
+            out.append(count)
+            count = recent + self._kept(count - recent, prompt_len, at, n_layers)
         return out
 
     def keeps_whole(self, budget: int, prompt_len: int) -> bool:

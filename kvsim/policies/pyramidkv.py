@@ -57,15 +57,15 @@ class Pyramid(LayerBudgets):
             place = view.layers - (windowed < view.layers.unsqueeze(-1)).sum(-1)
             of_all = self.planned(budget, view.n_layers - len(windowed), view.setting.longest)
             return torch.tensor(of_all, device=view.layers.device)[place]
-        held = view.count.amax(-1).double()  # entries of a head before the event
-        last = torch.full_like(held, budget / self.beta)
+        count = view.count.amax(-1).double()  # entries of a head before the event
+        last = torch.full_like(count, budget / self.beta)
         first = 2 * budget - last
-        over = first >= held - self.window
-        first = torch.where(over, held - self.window, first)
+        over = first >= count - self.window
+        first = torch.where(over, count - self.window, first)
         last = torch.where(over, 2 * budget - first, last)
         step = (first - last) / max(view.n_layers - 1, 1)
         share = (first - view.layers * step).round().long()  # halves to even, as Python rounds
-        falls = (held >= first) & (first >= last) & (last >= self.window)
+        falls = (count >= first) & (first >= last) & (last >= self.window)
         return torch.where(falls, share, budget).clamp(min=view.setting.protected)
 
 

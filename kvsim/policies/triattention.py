@@ -77,7 +77,7 @@ class TriAttention(Calibrated):
         if self.offsets == "mean":
             series = centre.mean(-2) @ view.keys.mT  # [L, H, G, n]
         else:
-            each = (one @ view.keys.mT for one in centre.unbind(-2))
+            each = (query @ view.keys.mT for query in centre.unbind(-2))
             series = reduce(torch.maximum, each)
         scores = series + spread @ torch.hypot(*view.rope.pairs(view.keys)).mT
         candidate = view.live & ~protected_by(self.protection, view)

@@ -103,10 +103,10 @@ def find_gguf(name: str | Path) -> GgufFile | None:
     if not text.lower().endswith(".gguf") or os.path.isdir(path):  # noqa: PTH112
         return None
     parent = Path(path).parent
-    others = [each.name for each in parent.glob("*.gguf")] if parent.is_dir() else []
+    files = [each.name for each in parent.glob("*.gguf")] if parent.is_dir() else []
     raise CaptureError(
         f"no file at {visible(text)!r}, expected a GGUF file; check the path"
-        f"{suggest(Path(path).name, others)}"
+        f"{suggest(Path(path).name, files)}"
     )
 
 
@@ -198,8 +198,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
         raise refused(folder, error) from error
     with file:
         lock(file, wait=True)
-        for left in (*folder.glob(".kvsim-*"), *folder.glob(".*.old-*")):
-            shutil.rmtree(left, ignore_errors=True)
+        for remnant in (*folder.glob(".kvsim-*"), *folder.glob(".*.old-*")):
+            shutil.rmtree(remnant, ignore_errors=True)
         yield
 
 

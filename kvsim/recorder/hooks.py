@@ -130,7 +130,7 @@ class _Interceptor:
                 f"layer {layer} called the kernel of transformers' table {calls} times, not once"
             )
 
-    def called(
+    def intercepted(
         self, module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, options: Any
     ) -> None:
         layer = self.layer_of[id(module)]
@@ -275,7 +275,7 @@ def intercepting(
             else:
                 result = computed, None
             if id(module) in interceptor.layer_of:
-                interceptor.called(module, (query, key, value), result[0], options)
+                interceptor.intercepted(module, (query, key, value), result[0], options)
             return result
 
         table = ALL_ATTENTION_FUNCTIONS._local_mapping  # noqa: SLF001  the library's entries stay

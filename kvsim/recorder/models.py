@@ -236,8 +236,8 @@ def _is_here(place: str | int) -> bool:
 
 def _require_safetensors(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
-        others = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
-        weights = f"only {', '.join(others)}" if others else "no weights"
+        files = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
+        weights = f"only {', '.join(files)}" if files else "no weights"
         raise CaptureError(
             f"{folder} has {weights}, expected *.safetensors; pickled weights can run code and are "
             "never loaded, convert them with save_pretrained first"

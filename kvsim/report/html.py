@@ -37,7 +37,7 @@ def broken(texts: Iterable[str], lead: str = "") -> Markup:
     return Markup("").join(Markup("<br>{}{}.").format(lead, text) for text in texts)
 
 
-def called(name: str) -> Markup:
+def metric_name(name: str) -> Markup:
     """A metric as a heading: what it says on hover, which direction is better, its main variant."""
     what = METRICS[name]
     arrow = {"higher": " ↑", "lower": " ↓", None: ""}[what.better]

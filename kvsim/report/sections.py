@@ -63,7 +63,7 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
     ).format(plural(table["trace"].n_unique(), "prompt"))
-    remarks = dict.fromkeys(one for run in runs for one in run.parameters.get("remarks", ()))
+    remarks = dict.fromkeys(remark for run in runs for remark in run.parameters.get("remarks", ()))
     remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))
     means = averages(main_variants(table, _SHOWN))
     note += html.broken(remarks, "Note: ")
@@ -73,18 +73,18 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
 def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
     names = [name for name in _SHOWN if name in set(means["metric"])]
     budgets = asked_order(means["asked"].drop_nulls().to_list())
-    head = [first, "budget", *(html.called(name) for name in names)]
+    head = [first, "budget", *(html.metric_name(name) for name in names)]
     rows = []
     for policy in means[first].unique(maintain_order=True):
-        for asked in budgets:
-            part = means.filter(pl.col(first) == policy, pl.col("asked") == asked)
+        for budget in budgets:
+            part = means.filter(pl.col(first) == policy, pl.col("asked") == budget)
             if part.height:
                 cells = [html.cell(part.filter(metric=name), chance=with_chance) for name in names]
                 name = escape(policy)
                 if "interval" in part.columns:
                     after = schedule(part["interval"][0], prefill=part["prefill"][0])
                     name += html.small(f"after: {after}")
-                rows.append([name, asked, *cells])
+                rows.append([name, budget, *cells])
     return table_of(head, rows, right=2)
 
 
@@ -123,7 +123,7 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
         rows = [
             [
                 *(str(row[label]), row["policy"], row["asked"]),
-                *(html.called(row["metric"]), html.interval(row), row["n"]),
+                *(html.metric_name(row["metric"]), html.interval(row), row["n"]),
             ]
             for row in means.sort(label, maintain_order=True).to_dicts()
             if row["mean"] is not None
@@ -137,7 +137,7 @@ def _of_traces(table: pl.DataFrame) -> str:
     means = averages(table.filter(pl.col("policy").is_null(), pl.col("metric").is_in(of_runs)))
     rows = [
         [
-            *(html.called(row["metric"]), row["variant"], html.interval(row)),
+            *(html.metric_name(row["metric"]), row["variant"], html.interval(row)),
             "" if row["chance"] is None else f"{row['chance']:.3f}",
             f"{row['n']} of {row['of']}",
         ]
@@ -154,8 +154,8 @@ def _of_traces(table: pl.DataFrame) -> str:
 def _claims(table: pl.DataFrame) -> str:
     by_paper = claims(table)
     prompts = table["trace"].n_unique()
-    every = [one for of_paper in by_paper.values() for one in of_paper]
-    verdicts = [one.verdict for one in every if one.votes]
+    every = [claim for of_paper in by_paper.values() for claim in of_paper]
+    verdicts = [claim.verdict for claim in every if claim.votes]
     note = Markup(
         "An answer about these traces. Of {} claims these results have numbers for {}: {} hold, {} "
         "do not, {} cannot be decided. A claim becomes a number per prompt that is above 0 where "
@@ -164,7 +164,9 @@ def _claims(table: pl.DataFrame) -> str:
         "the other side in any, and otherwise <b>cannot be decided</b>, as always from one prompt. "
         "Policies are compared at the same budget, schedule and prompts; where a paper speaks of "
         "accuracy, <i>better</i> is a lower output error here, which is not the same."
-    ).format(len(every), len(verdicts), *(verdicts.count(one) for one in (HOLDS, NOT, OPEN)))
+    ).format(
+        len(every), len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, NOT, OPEN))
+    )
     parts = (_paper(paper, of_paper, prompts) for paper, of_paper in by_paper.items())
     return section("What the papers say", note, lines(parts))
 
@@ -172,11 +174,11 @@ def _claims(table: pl.DataFrame) -> str:
 def _paper(paper: str, of_paper: Sequence[Claim], prompts: int) -> str:
     """The claims that have numbers, and folded below them those that have none."""
     rows = [
-        [one.number, one.says, tag("b", one.verdict), one.tested, _cases(one, prompts)]
-        for one in of_paper
-        if one.votes
+        [claim.number, claim.says, tag("b", claim.verdict), claim.tested, _cases(claim, prompts)]
+        for claim in of_paper
+        if claim.votes
     ]
-    lacking = [[one.number, one.says, OPEN, one.why] for one in of_paper if not one.votes]
+    lacking = [[claim.number, claim.says, OPEN, claim.why] for claim in of_paper if not claim.votes]
     parts = [tag("h3", paper)]
     if rows:
         parts.append(table_of(["", "claim", "here", "number", "cases"], rows))
@@ -186,9 +188,9 @@ def _paper(paper: str, of_paper: Sequence[Claim], prompts: int) -> str:
     return lines(parts)
 
 
-def _cases(one: Claim, prompts: int) -> str:
+def _cases(claim: Claim, prompts: int) -> str:
     """The cases, the outermost of many first and all of them on demand."""
-    few, every = (Markup("<br>").join(one.lines(prompts, every=x)) for x in (False, True))
+    few, every = (Markup("<br>").join(claim.lines(prompts, every=x)) for x in (False, True))
     return few if few == every else few + details(every, "all")
 
 

@@ -111,9 +111,9 @@ def _reconstructed(
         return reconstruction_table(trace, policies, RATIOS)
     except PolicyError:
         tables = [pl.DataFrame(schema=RECONSTRUCTION_COLUMNS)]
-    for one, ratio in product(policies, RATIOS):
+    for name, ratio in product(policies, RATIOS):
         try:
-            tables.append(reconstruction_table(trace, [one], [ratio]))
+            tables.append(reconstruction_table(trace, [name], [ratio]))
         except PolicyError as error:
             refused[str(error)] = None
     return pl.concat(tables)

@@ -94,7 +94,7 @@ def _expectation(study: Study) -> str:
     )
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
     first = study.first.expectation
-    shown, fewer = (_some(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
+    shown, fewer = (_places(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
     loss = partial(plots.attention_loss, study.table, layers=shown)
     pictures = [
         image("Agreement by step", partial(plots.agreement_steps, study.table, layers=shown)),
@@ -120,13 +120,13 @@ def _layers(study: Study) -> str:
     head: list[Column] = [("entropy, nats", "layer_entropy", "", False)]
     head += [(f"relative, k={k}", "rank_relative", f"k={k}", False) for k in SHARES]
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
-    middle = [one for one in study.diagnoses if one.asked == budget_label(SHARES[1])]
+    middle = [each for each in study.diagnoses if each.asked == budget_label(SHARES[1])]
     pictures = [
         image("Relative rank variance by layer", lambda: plots.variance_curves(middle)),
         image(f"Ranks in every layer, {middle[0].trace}", lambda: plots.rank_pattern(middle[0])),
     ]
     body = [_by_layer(study, head, together=False), _selections(study), *pictures]
-    if any(one.layer is not None for one in study.diagnoses):
+    if any(each.layer is not None for each in study.diagnoses):
         chosen = distribution(selection_table(study.diagnoses))
         deepest = max(trace.n_layers for trace in study.traces)
         body.append(image("Selection layers", lambda: plots.selection_histogram(chosen, deepest)))
@@ -148,8 +148,8 @@ def _selections(study: Study) -> str:
     for row in table.to_dicts():
         usual = row["variant"].endswith(f"tau={study.first.rule.tau:g}")
         rows[usual].append([row["variant"], interval(row) or "-", f"{row['n']} of {row['of']}"])
-    others = details(table_of(head, rows[False]), "other thresholds, look-backs and first layers")
-    return table_of(head, rows[True]) + others
+    variants = details(table_of(head, rows[False]), "other thresholds, look-backs and first layers")
+    return table_of(head, rows[True]) + variants
 
 
 def _reconstruction(study: Study) -> str:
@@ -199,19 +199,19 @@ def _queries(study: Study) -> str:
         ("gap", "projection_gap", "skip=4", False),
         ("gap, all queries", "projection_gap", "skip=0", False),
     ]
-    one, trace = study.first, study.first.trace
+    reading, trace = study.first, study.first.trace
     middle = trace.n_layers // 2
     pictures = [
         image(f"Queries beside normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
         image(f"Quantiles, {trace.name}", lambda: plots.state_quantiles(trace, middle), "png"),
     ]
-    if one.normality is not None:
-        normality = one.normality
+    if reading.normality is not None:
+        normality = reading.normality
         alt = f"Distance from normal by head, {trace.name}"
         pictures.append(image(alt, lambda: plots.normal_distance(normality)))
-    if 4 in one.projections:
+    if 4 in reading.projections:
         alt = f"Gap of the mean exponential, {trace.name}"
-        pictures.append(image(alt, lambda: plots.projection_gap(one.projections[4])))
+        pictures.append(image(alt, lambda: plots.projection_gap(reading.projections[4])))
     body = lines([_by_layer(study, head), *pictures])
     return section("How queries are distributed", note, body)
 
@@ -246,6 +246,6 @@ def _by_layer(study: Study, columns: Sequence[Column], *, together: bool = True)
     return (shown(first) if first else "") + details(shown(parts), plural(len(parts), "layer"))
 
 
-def _some(n_layers: int, most: int) -> list[int]:
+def _places(n_layers: int, most: int) -> list[int]:
     places = np.linspace(0, n_layers - 1, min(n_layers, most))
     return [int(place) for place in places.round()]

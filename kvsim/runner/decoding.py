@@ -303,10 +303,10 @@ class Decoding:
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         if row >= prompt_len:
             self.decode_peak_bytes = max(self.decode_peak_bytes, self.cache_bytes)
-        left = len(self._events)
+        before = len(self._events)
         while self._events and self._events[0] <= row:
             self._events.popleft()
-        if len(self._events) < left:
+        if len(self._events) < before:
             self._fire(row)
         if self._stores is not None and row >= self._stores:
             for block, source in self._blocks:

@@ -97,12 +97,12 @@ def _open(path: str | Path, verb: str) -> StoredTrace:
 
 def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str]:
     """Return the keys of the files of a trace, and of arrays of later versions, sorted."""
-    known = {f"{name}/zarr.json" for name in arrays}
-    known.update(array.key(index) for array in arrays.values() for index in array.indices())
+    expected = {f"{name}/zarr.json" for name in arrays}
+    expected.update(array.key(index) for array in arrays.values() for index in array.indices())
     return sorted(
         key
         for key in filter(MEMBER.fullmatch, sizes)
-        if key in known or key.partition("/")[0] not in arrays
+        if key in expected or key.partition("/")[0] not in arrays
     )
 
 

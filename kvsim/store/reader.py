@@ -185,13 +185,13 @@ class StoredTrace:
                 )
 
     def _find_projections(self) -> None:
-        found = find_projections(self.path, self.header.meta, self.where)
-        if found is None:
+        projections = find_projections(self.path, self.header.meta, self.where)
+        if projections is None:
             return
-        self.projections = found
-        self.shapes = {**self.shapes, "o_proj": found.array.shape}
+        self.projections = projections
+        self.shapes = {**self.shapes, "o_proj": projections.array.shape}
         check_shapes({x: n for x, n in self.shapes.items() if x != "tokens"}, self.where)
-        dtypes = {**self.header.source_dtypes, "o_proj": found.facts.source_dtype}
+        dtypes = {**self.header.source_dtypes, "o_proj": projections.facts.source_dtype}
         self.header = replace(self.header, source_dtypes=dtypes)
 
     def _parse(self) -> dict[str, StoredArray]:

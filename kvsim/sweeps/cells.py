@@ -276,8 +276,8 @@ class Cells:
                 oracle = bound(_oracle(policy, record), budget, layers=cell.layers)
                 replayed = replayed._replace(oracle=oracle)
             if "optimum" in self._beside and policy.bounded:
-                own = Terms.of(cell.trace, policy, record)
-                each = {"optimum": own, "unprotected": own.unprotected}
+                of_policy = Terms.of(cell.trace, policy, record)
+                each = {"optimum": of_policy, "unprotected": of_policy.unprotected}
                 for terms in each.values():
                     if terms.key not in optima:
                         optima[terms.key] = terms.optimum(cell.trace, **self._limits)

@@ -67,11 +67,11 @@ def _check_versions(client: Any, scheduler: str) -> None:
     versions |= {place: x for place, x in workers.items() if not isinstance(x, OSError)}
     if len(versions) == 1:
         raise ClusterError(f"{scheduler} has no workers; start some with `dask worker {scheduler}`")
-    for place, found in versions.items():
-        if isinstance(found, BaseException):
-            raise _not_importable(place, found)
-        if found != kvsim.__version__:
-            raise ClusterError(f"{place} has kvsim {found}, expected {kvsim.__version__}")
+    for place, version in versions.items():
+        if isinstance(version, BaseException):
+            raise _not_importable(place, version)
+        if version != kvsim.__version__:
+            raise ClusterError(f"{place} has kvsim {version}, expected {kvsim.__version__}")
 
 
 def _not_importable(place: str, error: BaseException) -> ClusterError:

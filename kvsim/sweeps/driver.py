@@ -149,7 +149,7 @@ class _Todo:
         self._before = set(kept.parts)  # what failed then is tried again
 
     def __iter__(self) -> Iterator[Task]:
-        for task in self._left():
+        for task in self._remaining():
             if self._kept.claim(task):
                 if self._seen(task):  # finished before it was claimed
                     self._kept.release(task.key)
@@ -159,14 +159,14 @@ class _Todo:
 
     def elsewhere(self) -> bool:
         """Whether tasks are left, which other processes compute."""
-        return any(True for _ in self._left())
+        return any(True for _ in self._remaining())
 
-    def _left(self) -> Iterator[Task]:
+    def _remaining(self) -> Iterator[Task]:
         done = self._kept.done
         for task in self._tasks:
-            left = task.without(done)
-            if left is not None and left.key not in self._tried and not self._seen(left):
-                yield left
+            rest = task.without(done)
+            if rest is not None and rest.key not in self._tried and not self._seen(rest):
+                yield rest
 
     def _seen(self, task: Task) -> bool:
         return task.key not in self._before and self._kept.look(task.key)
@@ -227,13 +227,13 @@ def estimate(plan: Plan, kept: Kept) -> float:
     """
     work_of = plan.flops_of
     done = kept.done
-    left = sum(work_of(task) for task in plan.tasks if task.without(done) is not None)
+    work = sum(work_of(task) for task in plan.tasks if task.without(done) is not None)
     measured = [task for task in plan.tasks if task.key in kept.parts and task.cells]
     if measured:
         rate = sum(kept.parts[task.key].seconds for task in measured) / sum(map(work_of, measured))
-        return rate * left
+        return rate * work
     first = next((task for task in plan.tasks if task.cells), None)
-    return 0.0 if first is None else _sampled(first, work_of) * left
+    return 0.0 if first is None else _sampled(first, work_of) * work
 
 
 def _sampled(task: Task, work_of: Callable[[Task], float]) -> float:
@@ -245,7 +245,7 @@ def _sampled(task: Task, work_of: Callable[[Task], float]) -> float:
             continue
         policies.add(cell.policy.name)
         layers = task.layers[:1] if cell.policy.propagation is None else task.layers
-        one = replace(task, cells=(cell._replace(layers=layers),), keys=(key,), layers=layers)
-        seconds += compute(one).seconds
-        sampled += work_of(one)
+        sample = replace(task, cells=(cell._replace(layers=layers),), keys=(key,), layers=layers)
+        seconds += compute(sample).seconds
+        sampled += work_of(sample)
     return seconds / sampled

@@ -159,8 +159,8 @@ class Grid:
                     f"{each!r:.80} is {kind}; expected a path or a name, which other processes "
                     "can read"
                 )
-        own = {"traces", "policies", "protect"}
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        special = {"traces", "policies", "protect"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
         return {
             "traces": list(self.traces),
             "policies": [{name: dict(given)} if given else name for name, given in self.policies],
@@ -266,13 +266,13 @@ def _budget(value: object) -> str:
 
 def _traces(given: Iterable[object], folder: Path) -> Iterator[str | Trace]:
     """Yield the paths of traces; those of folders and wildcards in alphabetical order."""
-    for one in given:
-        if isinstance(one, Trace):
-            yield one
+    for source in given:
+        if isinstance(source, Trace):
+            yield source
             continue
-        if not isinstance(one, str | Path):
-            raise ConfigError(f"traces has {one!r}; expected paths or URLs")
-        each = str(one)
+        if not isinstance(source, str | Path):
+            raise ConfigError(f"traces has {source!r}; expected paths or URLs")
+        each = str(source)
         if is_url(each):
             yield each
             continue
@@ -314,9 +314,9 @@ def _settings(name: str, given: Mapping[Any, Any]) -> dict[str, Any]:
 def _protection(given: object) -> Protection:
     if isinstance(given, Protection):
         return given
-    known = [f.name for f in fields(Protection)]
-    if not isinstance(given, dict) or not set(given) <= set(known):
-        raise ConfigError(f"protect is {given!r}; expected {', '.join(known)}")
+    names = [f.name for f in fields(Protection)]
+    if not isinstance(given, dict) or not set(given) <= set(names):
+        raise ConfigError(f"protect is {given!r}; expected {', '.join(names)}")
     try:
         return Protection(**given)
     except KvsimError as error:

@@ -61,7 +61,9 @@ class Plan(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """The grid as a configuration, and what it was resolved to."""
-        policies = [{one.name: json.loads(json.dumps(one.params))} for one in self.grid.built()]
+        policies = [
+            {policy.name: json.loads(json.dumps(policy.params))} for policy in self.grid.built()
+        ]
         traces = {trace.name: trace.digest for trace in self.traces}
         resolved = {"policies": policies, "traces": traces, "cells": len(self.cells)}
         return self.grid.document() | {
@@ -122,7 +124,7 @@ class Plan(NamedTuple):
         }
         shared = (remark for _, remark in self.grid.schedules(self.grid.built()))
         notes = filter(None, (*shared, *cell_remarks(done)))
-        remarks = dict.fromkeys((*notes, *(one for key in wanted for one in parts[key].remarks)))
+        remarks = dict.fromkeys((*notes, *(text for key in wanted for text in parts[key].remarks)))
         return Run(
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,

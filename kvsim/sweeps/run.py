@@ -346,7 +346,7 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
     whose fidelity is exact. Null where a policy has no value of the main variant, whatever others
     it has: the segments of a policy that makes none are not counted by those of its proxy.
     """
-    main = pl.col("metric").replace_strict({name: one.main for name, one in METRICS.items()})
+    main = pl.col("metric").replace_strict({name: metric.main for name, metric in METRICS.items()})
     keys = ["policy", "params", "asked", "interval", "prefill"]
     last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric", "layer")
     chosen = (

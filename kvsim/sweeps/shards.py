@@ -256,5 +256,5 @@ class Shards(Kept):
 def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFrame:
     """The rows of some cells; one without columns has the rows of the trace alone."""
     schema = {name: COLUMNS[name] for name in OF_RECORD}
-    own = pl.DataFrame([dict(cell) for cell in cells], schema)
-    return table.join(own, on=list(OF_RECORD), how="semi", nulls_equal=True)
+    requested = pl.DataFrame([dict(cell) for cell in cells], schema)
+    return table.join(requested, on=list(OF_RECORD), how="semi", nulls_equal=True)

@@ -62,14 +62,14 @@ class Task:
         finished = set(done)
         if finished.isdisjoint(self.keys):
             return self
-        left = [
+        pairs = [
             (cell, key)
             for cell, key in zip(self.cells, self.keys, strict=False)
             if key not in finished
         ]
-        if not left:
+        if not pairs:
             return None
-        cells, keys = zip(*left, strict=True)
+        cells, keys = zip(*pairs, strict=True)
         return replace(self, key=_digest(keys), cells=cells, keys=keys)
 
 
@@ -145,8 +145,8 @@ def _of_one(
 
 def _across_layers(policy: Policy) -> bool:
     """Whether a policy does in one layer what depends on others, or at other events than there."""
-    own = isinstance(policy.layer_budgets, Even) and not policy.across_layers
-    return not own or policy.propagation is not None
+    shared = isinstance(policy.layer_budgets, Even) and not policy.across_layers
+    return not shared or policy.propagation is not None
 
 
 def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -148,7 +148,7 @@ def tune(
     try:
         for number in range(trials):
             trial = study.ask()
-            setting = {one.name: one.suggest(trial) for one in space}
+            setting = {parameter.name: parameter.suggest(trial) for parameter in space}
             report(number, trials, ", ".join(f"{key}={x}" for key, x in setting.items()))
             row = {"trial": number, "state": "done", "params": json.dumps(setting)}
             try:
@@ -238,7 +238,7 @@ def _study(space: Sequence[Dimension], seed: int) -> tuple[optuna.Study, Any]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    study.enqueue_trial({key: x for one in space for key, x in one.initial.items()})
+    study.enqueue_trial({key: x for parameter in space for key, x in parameter.initial.items()})
     return study, optuna.trial.TrialState.FAIL
 
 
@@ -354,7 +354,9 @@ def _remarks(
             f"{few} over-fitting cannot be seen: the gain is on the prompts that were searched on"
         )
     assumed = [
-        f"{one.name} {one.low:g} to {one.high:g} ({one.assumed})" for one in space if one.assumed
+        f"{parameter.name} {parameter.low:g} to {parameter.high:g} ({parameter.assumed})"
+        for parameter in space
+        if parameter.assumed
     ]
     if assumed:
         out.append(f"ranges that the policy does not declare: {', '.join(assumed)}")

@@ -211,9 +211,9 @@ def _fewshot(rng: random.Random, length: int, _depth: None) -> Draft:
     groups = rng.sample(("red", "blue", "green", "white", "black"), len(_GROUPS))
     examples, held_out = [], []
     for words, group in zip(_GROUPS, groups, strict=True):
-        first, *others = rng.sample(words.split(), len(words.split()))
+        first, *rest = rng.sample(words.split(), len(words.split()))
         held_out.append((first, group))
-        examples += [f"{word} -> {group}" for word in others]
+        examples += [f"{word} -> {group}" for word in rest]
     word, group = rng.choice(held_out)
     lines: list[str] = []
     while len(lines) < length:

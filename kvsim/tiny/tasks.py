@@ -136,8 +136,8 @@ def _agenda(rng: random.Random, verb: str, lines: int, key: dict[str, str]) -> l
             earlier = [k for k in range(counter + 1, lines) if k % period]
             words.append(COUNTERS[rng.choice(earlier)])
         else:
-            others = [digit for digit in DIGITS if digit != key[kinds[index]]]
-            words += [kinds[index], rng.choice(others)]
+            digits = [digit for digit in DIGITS if digit != key[kinds[index]]]
+            words += [kinds[index], rng.choice(digits)]
         words.append(",")
     return [*words, "."]
 

@@ -20,7 +20,7 @@ from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, read_run, write_report
-from kvsim.report.html import called, cell, details, lines, section, table_of
+from kvsim.report.html import cell, details, lines, metric_name, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
 from kvsim.sweeps.run import replay_all
 
@@ -264,10 +264,10 @@ def test_a_section_cannot_forget_to_escape():
 def test_headings_of_metrics():
     """Their summaries on hover, their main variants below."""
     for name, what in METRICS.items():
-        assert what.summary in html.unescape(called(name))
-        assert what.main in called(name)
+        assert what.summary in html.unescape(metric_name(name))
+        assert what.main in metric_name(name)
     with pytest.raises(KeyError):
-        called("nothing")
+        metric_name("nothing")
 
 
 def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):

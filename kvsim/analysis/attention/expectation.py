@@ -167,8 +167,8 @@ def normal_gap(variance: Floats, samples: int) -> Floats:
     quantiles = torch.special.ndtri((torch.arange(samples, dtype=torch.float64) + 0.5) / samples)
     sizes = torch.linspace(0, float(variance.max()) ** 0.5, _DEVIATIONS, dtype=torch.float64)
     top = (sizes.unsqueeze(-1) * quantiles).logsumexp(-1) - math.log(samples)
-    found = np.interp(np.sqrt(variance), sizes.numpy(), (top - sizes**2 / 2).numpy())
-    return np.asarray(found, np.float64)
+    gap = np.interp(np.sqrt(variance), sizes.numpy(), (top - sizes**2 / 2).numpy())
+    return np.asarray(gap, np.float64)
 
 
 def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
@@ -180,9 +180,9 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
         )
 
 
-def projection_table(found: Sequence[Projections]) -> pl.DataFrame:
+def projection_table(layers: Sequence[Projections]) -> pl.DataFrame:
     """Return a row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
-    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in found)
+    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in layers)
     return wide(parts, PROJECTION_COLUMNS)
 
 
@@ -323,11 +323,11 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
     return attention - count, exponential - count
 
 
-def key_table(found: Sequence[Expectation]) -> pl.DataFrame:
+def key_table(layers: Sequence[Expectation]) -> pl.DataFrame:
     """Return a row per trace, query head and key: attention itself, `KEY_COLUMNS`."""
     parts = (
         {**vars(x), **places(x.observed.shape, x.group, "pos", x.sink), "keys": x.keys}
         | dict(zip(("observed", *STEPS), np.exp([x.observed, *x.expected]), strict=True))
-        for x in found
+        for x in layers
     )
     return wide(parts, KEY_COLUMNS)

@@ -43,8 +43,8 @@ def _overlap(analysis: Analysis) -> Iterator[Cells]:
         ]
         for i, share in enumerate(overlap.shares):
             for name, values, chance in sets:
-                one = slice(i, i + 1)
-                yield Cells(layer, values[one], None, f"share={share:g},{name}", chance[one])
+                at = slice(i, i + 1)
+                yield Cells(layer, values[at], None, f"share={share:g},{name}", chance[at])
 
 
 def _sparsity(analysis: Analysis) -> Iterator[Cells]:

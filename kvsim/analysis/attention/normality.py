@@ -66,11 +66,11 @@ def states(
 
     [1, hidden, row] of the residual stream, NeedsError where it is not recorded.
     """
-    rows, one = slice(skip, trace.n_pos if stop is None else stop), slice(layer, layer + 1)
-    found = trace.read("residual" if of == "residual" else "q", one, rows)
+    rows, of_layer = slice(skip, trace.n_pos if stop is None else stop), slice(layer, layer + 1)
+    samples = trace.read("residual" if of == "residual" else "q", of_layer, rows)
     if of == "query":
-        found = trace.ropes[layer].unrotate(found, trace.positions[rows])
-    by_head: Tensor = found if of == "residual" else found[0]
+        samples = trace.ropes[layer].unrotate(samples, trace.positions[rows])
+    by_head: Tensor = samples if of == "residual" else samples[0]
     return by_head.mT.double()
 
 
@@ -91,13 +91,13 @@ def state_normality(
         drawn = states(trace, layer, of, skip=skip, stop=stop)
         fits = [fit_normal(part) for part in drawn.flatten(0, 1).split(step)]
         for name in EFFECTS:
-            whole = torch.cat([getattr(one, name) for one in fits])
+            whole = torch.cat([getattr(fit, name) for fit in fits])
             effects[name].append(whole.view(drawn.shape[:2]).numpy())
     stacked = {name: np.stack(layers) for name, layers in effects.items()}
     return Normality(trace.name, task_of(trace), of, skip, samples, trace.group, stacked)
 
 
-def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
+def normality_table(layers: Sequence[Normality]) -> pl.DataFrame:
     """Return a row per trace, state, first row, layer, query head, dimension; `NORMALITY_COLUMNS`.
 
     head and qhead are null for the residual stream.
@@ -107,7 +107,7 @@ def normality_table(found: Sequence[Normality]) -> pl.DataFrame:
         | places(x.effects["mean"].shape, x.group, "dim")
         | ({"head": None, "qhead": None} if x.of == "residual" else {})
         | x.effects
-        for x in found
+        for x in layers
     )
     return wide(parts, NORMALITY_COLUMNS)
 

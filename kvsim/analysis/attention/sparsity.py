@@ -116,8 +116,8 @@ def compressed_sparsity(
         row = torch.arange(start, trace.n_pos, device=z.device)[:, None]
         hidden = torch.from_numpy(gone).to(z.device)[:, None, None] < row  # later ones are -inf
         weights = by_head.masked_fill(hidden, -torch.inf).softmax(-1)
-        held = gone[:, :start] >= trace.n_pos - 1
-        return _sparsity(mean_of_rows(weights[..., :start]), held, held, shares, sink)
+        retained = gone[:, :start] >= trace.n_pos - 1
+        return _sparsity(mean_of_rows(weights[..., :start]), retained, retained, shares, sink)
 
     return by_layer(records, attention, sparsity)
 
@@ -128,7 +128,7 @@ def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
 
 
 def _sparsity(
-    scores: Floats, known: Bools, counted: Bools, shares: Sequence[float], sink: int
+    scores: Floats, measured: Bools, counted: Bools, shares: Sequence[float], sink: int
 ) -> Sparsity:
     """Sparsity of scores [H, n]; maxima over the keys `known`, shares of those `counted`."""
     least = np.asarray(shares)
@@ -140,8 +140,8 @@ def _sparsity(
         low = scores < least[:, None, None] * peak[:, None]
         return share((low & of).sum(-1), of.sum(-1))
 
-    sequence, domain = below(known, counted), below(counted, counted)
-    return Sparsity(least, sequence, below(known & behind, counted & behind), domain)
+    sequence, domain = below(measured, counted), below(counted, counted)
+    return Sparsity(least, sequence, below(measured & behind, counted & behind), domain)
 
 
 def sparsity_table(trace: Trace) -> pl.DataFrame:

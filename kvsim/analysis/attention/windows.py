@@ -63,19 +63,19 @@ def log_attention(
     """
     if not blocks:
         return
-    one, formula = slice(layer, layer + 1), trace.formulas[layer]
+    part, formula = slice(layer, layer + 1), trace.formulas[layer]
     first, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
-    q = trace.read("q", one, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
-    k = trace.read("k", one, slice(0, stop if keys is None else keys))[0].to(device).mT
-    known = trace.read("lse", one)[0] if trace.has("lse") else trace.full(one)[1][0]
-    lse = known[:, first:stop].to(device).unflatten(0, (trace.n_heads, -1))
+    q = trace.read("q", part, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
+    k = trace.read("k", part, slice(0, stop if keys is None else keys))[0].to(device).mT
+    recorded = trace.read("lse", part)[0] if trace.has("lse") else trace.full(part)[1][0]
+    lse = recorded[:, first:stop].to(device).unflatten(0, (trace.n_heads, -1))
     for rows in blocks:
-        own = slice(rows.start - first, rows.stop - first)
+        here = slice(rows.start - first, rows.stop - first)
         n = rows.stop if keys is None else keys
-        queries = q[:, :, own] * formula.scale
+        queries = q[:, :, here] * formula.scale
         # the rows of a group share their keys: one product per KV head
         z = (queries.flatten(1, 2) @ k[..., :n]).unflatten(1, queries.shape[1:3])
-        z = formula.capped(z).sub_(lse[:, :, own, None])
+        z = formula.capped(z).sub_(lse[:, :, here, None])
         hides = 0 if formula.window is not None else rows.start  # where something may be hidden
         if n > hides:
             row, pos = (

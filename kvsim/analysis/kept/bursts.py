@@ -127,16 +127,16 @@ def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
     line = np.full(heads * width + 1, n_events)
     line[1:].reshape(heads, width)[:, :-1] = died
     at = np.flatnonzero(line < n_events)
-    own = line[at]
+    level = line[at]
     highest = tops(line)
-    left, right = above(highest, at, own, -1) + 1, above(highest, at, own, 1) - 1
+    left, right = above(highest, at, level, -1) + 1, above(highest, at, level, 1) - 1
     _, first, members = np.unique(
-        left * (n_events + 1) + own, return_index=True, return_counts=True
+        left * (n_events + 1) + level, return_index=True, return_counts=True
     )
-    left, right, own = left[first], right[first], own[first]
+    left, right, level = left[first], right[first], level[first]
     length = members if by_round else right - left + 1
-    stop = own + 1 if by_round else np.minimum(line[left - 1], line[right + 1])
-    return _Runs((left - 1) // width, length, own, stop)
+    stop = level + 1 if by_round else np.minimum(line[left - 1], line[right + 1])
+    return _Runs((left - 1) // width, length, level, stop)
 
 
 def _alive(runs: _Runs, shape: tuple[int, int], weight: Ints) -> Ints:
@@ -156,11 +156,11 @@ def _ranked(runs: _Runs, rank: Ints) -> Ints:
     """
     heads, n_events = rank.shape
     bits = int(runs.length.max(initial=0)).bit_length()
-    rest, found = rank.copy(), np.zeros_like(rank)
+    rest, value = rank.copy(), np.zeros_like(rank)
     head, event = np.arange(heads)[:, None], np.arange(n_events)
     for bit in reversed(range(bits)):
         group = (runs.head << bits) + (runs.length >> bit)
-        wanted = ((head << bits) + (found >> bit)) * (n_events + 1)
+        wanted = ((head << bits) + (value >> bit)) * (n_events + 1)
         seen = np.zeros_like(rank)
         for edge, sign in ((runs.start, 1), (runs.stop, -1)):
             keys = np.sort(group * (n_events + 1) + edge)
@@ -168,8 +168,8 @@ def _ranked(runs: _Runs, rank: Ints) -> Ints:
             seen += sign * (reached - np.searchsorted(keys, wanted))
         more = rest > seen
         rest -= np.where(more, seen, 0)
-        found += np.where(more, 1 << bit, 0)
-    return np.where(rank > 0, found, 0)
+        value += np.where(more, 1 << bit, 0)
+    return np.where(rank > 0, value, 0)
 
 
 def dense_share(evicted_at: EvictedAt, window: int = 64, density: float = 0.95) -> Floats:

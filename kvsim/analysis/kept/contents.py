@@ -198,13 +198,13 @@ def retention_lift(
         )
     gone = record.gone_after[record.layers.index(layer)]
     row = event_row(gone, row)
-    held = (gone if heads is None else gone[list(heads)])[:, : row + 1] > row
+    at_row = (gone if heads is None else gone[list(heads)])[:, : row + 1] > row
     last = max(sink, row + 1 - recent)
     names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
-    kept = held[:, sink:last].sum(0)  # heads that keep the position
+    kept = at_row[:, sink:last].sum(0)  # heads that keep the position
     count = np.bincount(of, minlength=len(names))
     retained = np.bincount(of, weights=kept, minlength=len(names)).astype(np.int64)
-    n_heads = len(held)
+    n_heads = len(at_row)
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)
     low, high = _wilson(retained / n_heads, count)
@@ -230,7 +230,7 @@ def _wilson(hits: Floats, n: Ints) -> tuple[Floats, Floats]:
 
 def is_punctuation(text: Iterable[str]) -> Bools:
     """Return which strings are punctuation and nothing else (Unicode P*), spaces aside."""
-    kinds = ([unicodedata.category(c)[0] for c in one.strip()] for one in text)
+    kinds = ([unicodedata.category(c)[0] for c in token.strip()] for token in text)
     return np.array([set(of_text) == {"P"} for of_text in kinds], dtype=np.bool_)
 
 

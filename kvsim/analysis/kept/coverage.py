@@ -113,9 +113,9 @@ class RetainedPositions:
         old = total - recent
         chosen = self.relative * total < old
         heads = len(self.mean)
-        held = np.bincount(self.head[chosen], minlength=heads)
+        counts = np.bincount(self.head[chosen], minlength=heads)
         sums = np.bincount(self.head[chosen], self.relative[chosen], minlength=heads)
-        return share(sums * total, held * max(1, old))
+        return share(sums * total, counts * max(1, old))
 
 
 def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
@@ -129,15 +129,15 @@ def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
         return None
     head, pos = np.nonzero(evicted_at[:, : row + 1] > row)
     relative = (pos + 0.5) / (row + 1)
-    held = np.bincount(head, minlength=heads)
+    size = np.bincount(head, minlength=heads)
     sums = np.bincount(head, relative, minlength=heads)
     tail = np.full(heads, total - row - 1)
-    before = np.arange(len(head)) - (held.cumsum() - held)[head]  # entries of the head at lower x
-    below, above = before / held[head], (before + 1) / held[head]
-    distance = np.where(held > 0, 0.0, np.nan)
+    before = np.arange(len(head)) - (size.cumsum() - size)[head]  # entries of the head at lower x
+    below, above = before / size[head], (before + 1) / size[head]
+    distance = np.where(size > 0, 0.0, np.nan)
     np.maximum.at(distance, head, np.maximum(above - relative, relative - below))
-    mean = share(sums, held)
-    return RetainedPositions(row, head, relative, mean, share(tail, tail + held), distance)
+    mean = share(sums, size)
+    return RetainedPositions(row, head, relative, mean, share(tail, tail + size), distance)
 
 
 @dataclass(frozen=True)

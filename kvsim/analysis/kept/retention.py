@@ -141,27 +141,27 @@ class Leaving:
         size = spans[:, 1] - spans[:, 0]
         for most in np.unique(left):
             group = np.flatnonzero(left == most)
-            held = np.arange(most + 1, size[group].max() + 1)
-            at, event = np.nonzero(self.dropped.max(0) >= (held - most)[:, None])
+            sizes = np.arange(most + 1, size[group].max() + 1)
+            at, event = np.nonzero(self.dropped.max(0) >= (sizes - most)[:, None])
             if not len(at):
                 continue
             pair = at * n_events + event  # ascending
             # a region holds m entries from the event after its m+1-th last leaves until its m-th
-            number, region = np.nonzero(held[:, None] <= size[group])
+            number, region = np.nonzero(sizes[:, None] <= size[group])
             region = group[region]
             start, stop = spans[region].T
-            where = stop - held[number]
+            where = stop - sizes[number]
             since = np.where(where > start, ordered[:, where - 1] + 1, 0)
             since = np.maximum(since, seen_from[region])
             until = np.minimum(ordered[:, where], n_events - 1)
             first = np.searchsorted(pair, number * n_events + since)
             last = np.searchsorted(pair, number * n_events + until, side="right")
             count = present(first, last, (heads, len(pair) + 1))
-            head, some = np.nonzero(count)
-            here = head, event[some]
+            head, column = np.nonzero(count)
+            here = head, event[column]
             live = self.live[here]
-            likely = chance.at_most(most, held[at[some]], live, live - self.dropped[here])
-            np.add.at(out, here, count[head, some] * likely)
+            likely = chance.at_most(most, sizes[at[column]], live, live - self.dropped[here])
+            np.add.at(out, here, count[head, column] * likely)
         return out
 
 
@@ -273,14 +273,14 @@ def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) 
     n_events = len(rows)
     shape = heads, n_events + 1
     died = np.searchsorted(rows, evicted_at)
-    held = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
+    sizes = rows + 1 - histogram(died, shape)[:, :-1].cumsum(-1)  # |K_j|
     lost = _left_of(died, np.searchsorted(rows, np.arange(total)), shape)
     pos = np.arange(sink, max(sink, total - recent))
     inside = died[:, sink : sink + len(pos)]
     since = np.searchsorted(rows + 1 - recent, pos + 1)  # the middle holds the position from here
     middle = present(np.broadcast_to(since, inside.shape), inside, shape)[:, : n_events - 1]
     lost_middle = _left_of(inside, since, shape)
-    first, second = held[:, :-1], held[:, 1:]
+    first, second = sizes[:, :-1], sizes[:, 1:]
     both = first - lost
     pool = first + np.diff(rows)
     expected = first * second / pool

@@ -126,11 +126,11 @@ def noted(record: Record, layer: int, name: str) -> Noted | None:
     None where nothing is: the policy notes no such thing, nothing left the layer, or the record
     has no internals (`replay(..., internals=True)`).
     """
-    left = event_rows(record.evicted_at[record.layers.index(layer)])
+    rows = event_rows(record.evicted_at[record.layers.index(layer)])
     values = {
         plans.row: plans.notes[name][plans.layers.index(layer)]
         for plans in sorted(record.internals, key=lambda plans: plans.row)
-        if layer in plans.layers and plans.row in left and name in plans.notes
+        if layer in plans.layers and plans.row in rows and name in plans.notes
     }
     return Noted(np.array([*values], np.int64), [*values.values()]) if values else None
 
@@ -243,9 +243,9 @@ def proxy_segments(evicted_at: EvictedAt) -> Segments:
         head, pos = np.nonzero(changes)
         at = event[head, pos]
         away = runs.distance(head, pos, at + other, rows[at - 1])
-        for found, weight in ((moved, away), (far, away > NEAR)):
+        for values, weight in ((moved, away), (far, away > NEAR)):
             sums = np.bincount(head * shape[1] + at - 1, weight, heads * shape[1])
-            found.append(sums.astype(np.int64).reshape(shape)[:, pairs])
+            values.append(sums.astype(np.int64).reshape(shape)[:, pairs])
     near = later - far[0], earlier - far[1]
     distance = moved[0] * (earlier > 0)
     return Segments(rows, count, entries, later, earlier, distance, *near, positions=rows + 1)
@@ -282,12 +282,12 @@ class _Runs:
         end = np.where(stay | alone, above(self.gone, at, -event - 1, 1), at)
         following = above(self.kept, end, event, 1)
         away = np.full(len(at), self.width + NEAR)
-        for there, found in (
+        for there, nearest in (
             (stays >= first, start - first),
             (end < first + self.width - 1, following - first),
         ):
-            place = np.where(there & (found <= row), found, 0)
+            place = np.where(there & (nearest <= row), nearest, 0)
             # position 0 is no boundary, nor does the first run of all begin with one
-            known = self.before[head, place] > event
-            away = np.where(known, np.minimum(away, np.abs(place - pos)), away)
+            present = self.before[head, place] > event
+            away = np.where(present, np.minimum(away, np.abs(place - pos)), away)
         return away

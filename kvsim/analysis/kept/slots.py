@@ -70,10 +70,10 @@ class LeavingSlots:
         counted = (region >= first) & (region < stop[self.head, self.event])
         # by region: the event above, the region below
         touched, lost = np.unique(at[counted] * widest + region[counted], return_counts=True)
-        left = int(np.floor(threshold * length + 1e-9))
-        gone = touched[lost >= length - left] // widest
+        remaining = int(np.floor(threshold * length + 1e-9))
+        gone = touched[lost >= length - remaining] // widest
         wiped = np.bincount(gone, minlength=stop.size).reshape(stop.shape)
-        likely = chance.at_most(left, length, live, live - dropped)
+        likely = chance.at_most(remaining, length, live, live - dropped)
         return SlotWipeout(self.leaving.rows, stop - first, wiped, likely)
 
 
@@ -83,7 +83,7 @@ def _sooner(died: Ints) -> Ints:
     From the highest bit of the event to the lowest: among entries alike in the higher bits, those
     before with a 0 leave sooner than one with a 1.
     """
-    found = np.zeros_like(died)
+    counts = np.zeros_like(died)
     order = np.broadcast_to(np.arange(died.shape[1]), died.shape)
     for bit in reversed(range(int(died.max(initial=0)).bit_length())):
         value = np.take_along_axis(died, order, axis=-1) >> bit
@@ -92,6 +92,6 @@ def _sooner(died: Ints) -> Ints:
         begins = np.diff(alike, axis=-1, prepend=-1) > 0
         start = np.maximum.accumulate(np.where(begins, zeros, 0), axis=-1)
         more = np.where(zero, 0, zeros - start)
-        np.put_along_axis(found, order, np.take_along_axis(found, order, axis=-1) + more, axis=-1)
+        np.put_along_axis(counts, order, np.take_along_axis(counts, order, axis=-1) + more, axis=-1)
         order = np.take_along_axis(order, np.argsort(value, axis=-1, kind="stable"), axis=-1)
-    return found
+    return counts

@@ -238,10 +238,10 @@ def held_entries(record: Record, layer: int, rows: slice) -> Bools:
 
 def read_counts(record: Record, layer: int) -> tuple[Ints, Ints]:
     """Return the entries that each row after the prompt sees, and those that it reads; [H, R]."""
-    held, read = [], []
+    entries, read = [], []
     for first in range(record.prompt_len, record.n_pos, _BLOCK):
         rows = slice(first, min(first + _BLOCK, record.n_pos))
-        held.append(held_entries(record, layer, rows).sum(-1))
+        entries.append(held_entries(record, layer, rows).sum(-1))
         read.append(read_entries(record, layer, rows).sum(-1))
     empty = [np.empty((record.evicted_at.shape[1], 0), np.int64)]
-    return np.concatenate(held or empty, axis=1), np.concatenate(read or empty, axis=1)
+    return np.concatenate(entries or empty, axis=1), np.concatenate(read or empty, axis=1)

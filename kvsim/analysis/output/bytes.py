@@ -69,7 +69,7 @@ def _of_layer(
     reads = record.reads
     if reads is not None and reads.dense(at):
         reads = None
-    held, taken = (gone.new_zeros(len(gone), dtype=torch.float64) for _ in range(2))
+    stored, taken = (gone.new_zeros(len(gone), dtype=torch.float64) for _ in range(2))
     step = max(1, _MOST // (trace.n_qheads * rows.stop))
     for start in range(rows.start, rows.stop, step):
         part = slice(start, min(start + step, rows.stop))
@@ -79,14 +79,14 @@ def _of_layer(
             read = reads.entries(at, part, gone)
             read = read.unflatten(0, (len(gone), -1)).any(1)
         row = torch.arange(part.start, part.stop, device=gone.device).unsqueeze(-1)
-        for bits, entries in ((held, seen), (taken, read)):
+        for bits, entries in ((stored, seen), (taken, read)):
             bits.add_(entries.sum((1, 2)), alpha=2 * exact)
             for after, of_entry in zip(late, short, strict=False):
                 rounded = entries & (after[:, None, : part.stop] < row)
                 bits.sub_(rounded.sum((1, 2)), alpha=exact - of_entry)
         if reads is not None:
             pages = -(-seen.sum(-1) // reads.page)  # [H, w]
-            held += reads.summary[0] * pages.sum(-1)
+            stored += reads.summary[0] * pages.sum(-1)
             taken += reads.summary[1] * pages.sum(-1)
     count = rows.stop - rows.start
-    return held / count, taken / count
+    return stored / count, taken / count

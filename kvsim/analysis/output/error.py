@@ -64,9 +64,9 @@ class OutputError:
     @property
     def distance(self) -> NDArray[np.float32]:
         """|o_evicted - o_seen| / |o_full| [layer, qhead, row]."""
-        known = (self.missing >= _LEAST_MISSING) & self.factored
+        defined = (self.missing >= _LEAST_MISSING) & self.factored
         out = np.full_like(self.error, np.nan)
-        np.divide(self.error, self.missing, out=out, where=known)
+        np.divide(self.error, self.missing, out=out, where=defined)
         return out
 
 
@@ -127,11 +127,11 @@ def residual_norms(trace: Trace, records: Sequence[Record], device: str = "cpu")
     """
 
     def read(layer: int) -> Floats:
-        one, rows = slice(layer, layer + 1), slice(trace.prompt_len, None)
+        of_layer, rows = slice(layer, layer + 1), slice(trace.prompt_len, None)
         if trace.has("residual_norm"):
-            recorded: Floats = trace.read("residual_norm", one, rows)[0].double().numpy()
+            recorded: Floats = trace.read("residual_norm", of_layer, rows)[0].double().numpy()
             return recorded
-        stream = trace.read("residual", one, rows)[0].to(device)
+        stream = trace.read("residual", of_layer, rows)[0].to(device)
         lengths: Floats = torch.linalg.vector_norm(stream.double(), dim=-1).cpu().numpy()
         return lengths
 

@@ -141,8 +141,8 @@ class _Walk:
         self.recall = np.full((trace.n_qheads, len(row)), np.nan, np.float32)
         # an entry that left before a row is at a position before it
         ordered = np.sort(gone, axis=-1)
-        left = np.stack([np.searchsorted(of_head, row) for of_head in ordered])
-        self.seen = (1 - left / (row + 1)).astype(np.float32)
+        n_gone = np.stack([np.searchsorted(of_head, row) for of_head in ordered])
+        self.seen = (1 - n_gone / (row + 1)).astype(np.float32)
         self.events = event_rows(gone)
         # by length: the first region, and the row after which each is wiped out [threshold, H, R]
         self.first = {length: -(-sink // length) for length in lengths}

@@ -221,7 +221,7 @@ def _row_by_row(
     for row in range(q.shape[2]):
         entries = slice(before + row + 1)
         seen = None if mask is None else mask[..., entries]
-        one = q[:, :, row : row + 1]
-        parts.append(layer.attend(one, k[:, None, entries], v[:, None, entries], mask=seen))
+        query = q[:, :, row : row + 1]
+        parts.append(layer.attend(query, k[:, None, entries], v[:, None, entries], mask=seen))
     out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
     return layer.whole(out, lse)

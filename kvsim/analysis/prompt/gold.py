@@ -78,6 +78,6 @@ def answer_facts(trace: Trace) -> Ints:
             "positions or a text"
         ) from None
     holds = {at: statement for statement in page.statements() for at in statement}
-    looked_up = {at for one in retrievals for at in one.path if at < page.length}
+    looked_up = {at for retrieval in retrievals for at in retrieval.path if at < page.length}
     needed = [first + part for at in looked_up for part in holds.get(at, (at,))]
     return check_positions(trace, needed)

@@ -126,7 +126,7 @@ class Ranking:
     rule: Selecting
     scores: Tensor = field(repr=False)
     ranks: Tensor = field(repr=False)
-    _known: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
+    _curves: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def n_layers(self) -> int:
@@ -183,13 +183,13 @@ class Ranking:
 
     def variance(self, look_back: int, k: int) -> Floats:
         """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""
-        if (look_back, k) not in self._known:
+        if (look_back, k) not in self._curves:
             of_layer = np.full(self.n_layers, np.nan)
             for layer in range(look_back - 1, self.n_layers):
                 of_layer[layer] = rank_variance(self._recent(layer, look_back), k)
             of_layer.flags.writeable = False
-            self._known[look_back, k] = of_layer
-        return self._known[look_back, k]
+            self._curves[look_back, k] = of_layer
+        return self._curves[look_back, k]
 
     def union(self, look_back: int, k: int) -> Ints:
         """Tokens among the first k in one of the `look_back` layers up to each layer; [L]."""
@@ -251,14 +251,14 @@ def ranking(
             f"{rule.window} rows, so no token is left to rank; give a smaller window"
         )
     look = _look(trace, device)
-    found = []
+    scored = []
     with torch.no_grad():
         for layer in range(trace.n_layers):
             scores = pooled_scores(look(layer, None), rule.window, rule.pool, rule.pool_kernel)
-            found.append((scores[0].cpu(), ranks(scores)[0].cpu()))
+            scored.append((scores[0].cpu(), ranks(scores)[0].cpu()))
             if progress is not None:
                 progress(layer + 1, trace.n_layers)
-    by_layer, ranked = (torch.stack(part) for part in zip(*found, strict=True))
+    by_layer, ranked = (torch.stack(part) for part in zip(*scored, strict=True))
     return Ranking(trace.name, trace.prompt_len, rule, by_layer, ranked)
 
 
@@ -271,13 +271,13 @@ def window_attention(
     """
     look = _look(trace, device)
     factor = -(-trace.prompt_len // columns)
-    found = []
+    windows = []
     with torch.no_grad():
         for layer in range(trace.n_layers):
             seen = look(layer, None).attn(window)[0].mean((0, 1)).double().cpu()  # [w, n]
             padded = torch.nn.functional.pad(seen, (0, -seen.shape[-1] % factor))
-            found.append(padded.unflatten(-1, (-1, factor)).amax(-1).numpy())
-    return np.stack(found)
+            windows.append(padded.unflatten(-1, (-1, factor)).amax(-1).numpy())
+    return np.stack(windows)
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,10 @@ def reading_everything(trial: Trial) -> None:
     trace = trial.case.trace()
     for account in accounts:
         pair = [replace(record, reads=account), replace(record, reads=None)]
-        some, plain = output_error(trace, pair)
+        through, plain = output_error(trace, pair)
         slack = 1e-6 if trial.case.q.dtype == np.float64 else 1e-3
         for name in ("error", "mass"):
-            apart = abs(getattr(some, name) - getattr(plain, name)).max(initial=0)
+            apart = abs(getattr(through, name) - getattr(plain, name)).max(initial=0)
             require(apart <= slack, f"reading every page: {name} is {apart:.3g} apart")
 
 

@@ -154,10 +154,10 @@ class Trial:
         for head in heads:
             live = plans.pos[i, head] >= 0
             pos, score = plans.pos[i, head][live], plans.scores[i, head][live]
-            left = last[head, pos] == plans.row
+            leaving = last[head, pos] == plans.row
             layer = plans.layers[i]
-            free = ~left & ~self.protected(plans.row, int(plans.budgets[i]), layer)[pos]
-            gone.append(score[left])
+            free = ~leaving & ~self.protected(plans.row, int(plans.budgets[i]), layer)[pos]
+            gone.append(score[leaving])
             rest.append(score[free])
         out, kept = np.concatenate(gone), np.concatenate(rest)[:, None]
         size = np.maximum(abs(kept), abs(out))
