@@ -84,7 +84,7 @@ def makers() -> dict[str, str]:
 
 
 def problems() -> list[str]:
-    """What is wrong with the pictures as they are; empty if nothing is."""
+    """Errors of the pictures as they are; empty if there are none."""
     wanted, known = shown(), makers()
     there = {str(path.relative_to(DOCS)) for path in (DOCS / "figures").rglob("*.png")}
     sizes = {name: (DOCS / name).stat().st_size for name in wanted & there}

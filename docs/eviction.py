@@ -68,7 +68,7 @@ SEED = 7000
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: tasks with their levels, budgets as shares of the length, samples of each."""
+    """Plan of the prompts: tasks with levels, budgets as shares of the length, samples of each."""
 
     cells: tuple[tuple[str, int], ...] = (
         ("walk", 1),
@@ -82,7 +82,7 @@ class Plan:
     policies: tuple[str, ...] = tuple(name for family in FAMILIES.values() for name in family)
 
     def wanted(self, task: str, level: int) -> dict[str, Any]:
-        """What a row of the results says of the cell that it is about."""
+        """Columns of the results that name a cell."""
         asked = {"budgets": list(self.budgets), "policies": list(self.policies)}
         seed = SEED + 10 * TASKS.index(task) + level
         return {

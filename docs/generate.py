@@ -187,7 +187,7 @@ _SEVERAL = 3
 
 
 def commands() -> str:
-    """What `--help` prints for each command, 80 columns wide, without what several have."""
+    """Return what `--help` prints for each command, 80 columns wide, without common options."""
     command = typer.main.get_command(app)
     texts = {"kvsim": _help(command, [])}
     texts |= {f"kvsim {name}": _help(command, name.split()) for name in command_names()}

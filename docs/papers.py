@@ -70,7 +70,7 @@ def gkv_cache_bytes(
 
 
 def gkv_cache_share(budget: int, interval: int, context: int) -> float:
-    """What compression leaves of the cache: (b + s) / sequence length."""
+    """Share of the cache after compression: (b + s) / sequence length."""
     return (budget + interval) / context
 
 

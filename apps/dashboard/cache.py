@@ -101,7 +101,7 @@ def course(
 
 @st.cache_data(max_entries=32, show_spinner="pooling the map of positions")
 def retention(source: Source, choice: Choice, alone: int | None, layer: int, head: int) -> Retained:
-    """What the events leave of every position of a head, and its longest gaps."""
+    """Kept positions of a head after the events, and its longest gaps."""
     replayed = record(source, choice, alone)
     tile = retention_tile(replayed, replayed.layers.index(layer), head)
     return Retained(tile, longest_gaps(replayed, layer, head, tile.rows))
@@ -131,7 +131,7 @@ def attention(source: Source, layer: int, qhead: int, rows: range, positions: ra
 
 @st.cache_data(max_entries=64, show_spinner="measuring the heads of this layer")
 def heads(source: Source, layer: int) -> pl.DataFrame:
-    """What the query heads of a layer attend to, a row each."""
+    """Attention of the query heads of a layer, a row each."""
     return head_table(trace(source), layer)
 
 

@@ -171,7 +171,7 @@ def _bars(part: pl.DataFrame, look: Style) -> dict[str, Any] | None:
 
 
 def _chance(part: pl.DataFrame, x: list[float], policy: str, look: Style) -> Any:
-    """What random sets of the same sizes would reach, dotted."""
+    """Dotted line of random sets of the same sizes."""
     return go.Scatter(
         x=x,
         y=part["chance"].to_list(),

@@ -37,7 +37,7 @@ _UNREAD = f' &ensp; <span style="background:{UNREAD}66">held, and not read by th
 
 @dataclass(frozen=True)
 class Settings:
-    """What the controls of a page say."""
+    """Settings of a page's controls."""
 
     trace: Trace
     source: cache.Source
@@ -77,12 +77,12 @@ class Replayed:
 
     @property
     def course(self) -> pl.DataFrame:
-        """What the events leave of the head, in numbers."""
+        """Numbers of entries of the head after the events."""
         return cache.course(*self._layer, self.head)
 
     @property
     def picture(self) -> cache.Retained:
-        """What the events leave of the head, by position."""
+        """Positions of the head's entries after the events."""
         return cache.retention(*self._layer, self.head)
 
     @property

@@ -1,4 +1,4 @@
-"""What was measured of a model, as the Tables of both loops that `kvsim.analysis` reads."""
+"""Measurements of a model, as the Tables of both loops that `kvsim.analysis` reads."""
 
 from __future__ import annotations
 

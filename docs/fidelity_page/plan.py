@@ -1,4 +1,4 @@
-"""What is run: prompts that no earlier page has seen, policies, budgets, one schedule."""
+"""Plan of the runs: prompts that no earlier page has seen, policies, budgets, one schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/results.py is made of; each file imports from those above it alone.
+"""Parts of docs/results.py; each file imports from those above it alone.
 
 plan                what is recorded and replayed
 policies, traces    what is compared, and on what

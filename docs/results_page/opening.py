@@ -1,4 +1,4 @@
-"""What a page of results opens with: a ranking and two figures, of the numbers in its tables."""
+"""Opening of a page of results: a ranking and two figures, of the numbers in its tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: the rows of the tables, and what claims need beside them."""
+"""Compared policies: the rows of the tables, and those that only claims need."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
 
 
 def variants(sizes: Sizes) -> list[Policy]:
-    """What claims need beside the rows of the tables, at the same events."""
+    """Policies that only claims need, at the same events as the rows of the tables."""
     build = partial(scaled, sizes)
     keep = Protection(sink=4, recent=sizes.recent)
     return [
@@ -87,7 +87,7 @@ def variants(sizes: Sizes) -> list[Policy]:
 
 
 def prompt_policies(sizes: Sizes) -> list[Policy]:
-    """What is compared at the one event after the prompt, where Expected Attention is at home."""
+    """Policies compared at the one event after the prompt, the setting of Expected Attention."""
     inside = [scaled(sizes, x) for x in ("snapkv", "tova", "streaming_llm", "keydiff", "knorm")]
     crossed = [scaled(sizes, f"adakv+{x}") for x in ("expected_attention", "snapkv")]
     expected = partial(policy, "expected_attention")
@@ -107,7 +107,7 @@ ACROSS = "across: "
 
 
 def across_policies(sizes: Sizes) -> list[Policy]:
-    """What drops rows of the prompt on the way down, beside SnapKV with the same window.
+    """Policies that drop rows of the prompt on the way down, and SnapKV with the same window.
 
     On short traces ASL is forced to select at the only layer at which it can in a model of three.
     """

@@ -1,4 +1,4 @@
-"""What the page's numbers are made of: one Table of all traces, looked up by row of the page."""
+"""Source of the page's numbers: one Table of all traces, looked up by row of the page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Results:
         return self.evidence.value(metric, variant, layer, of=(self._result(label), str(budget)))
 
     def chance(self, label: str, budget: int, metric: str) -> Floats:
-        """What chance alone gives; [prompt]."""
+        """Values of chance alone; [prompt]."""
         return self.evidence.value(metric, of=(self._result(label), str(budget)), chance=True)
 
     @property

@@ -1,4 +1,4 @@
-"""What an event costs in seconds of the processor, on random caches of many lengths."""
+"""Seconds of the processor per event, on random caches of many lengths."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def _at_target(
 
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) -> list[str]:
-    """What limits a comparison, a sentence each without its full stop."""
+    """Limits of a comparison, a sentence each without its full stop."""
     out = list(filter(None, [undecidable(rows["n"][0], comparisons)]))
     if references:
         out.append(

@@ -1,4 +1,4 @@
-"""What the papers say, and whether it is so on the traces of a Table: each paper has a file.
+"""Claims of the papers, tested on the traces of a Table: each paper has a file.
 
 A claim is tested where the Table has what it is about: policies at the same budget, schedule and
 prompts, ablations found by their parameters, properties of the traces. Its number is above 0 on a

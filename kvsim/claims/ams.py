@@ -1,4 +1,4 @@
-"""What the paper on AMS says, arXiv 2605.23200: Q1 to Q13."""
+"""Claims of the paper on AMS, arXiv 2605.23200: Q1 to Q13."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the paper on ASL says, arXiv 2601.07667: S1 to S6."""
+"""Claims of the paper on ASL, arXiv 2601.07667: S1 to S6."""
 
 from __future__ import annotations
 

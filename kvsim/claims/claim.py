@@ -1,4 +1,4 @@
-"""What a claim is: numbers per prompt, and a verdict from their intervals."""
+"""A claim: numbers per prompt, and a verdict from their intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTED = 4
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says, and how it does here.
+    """A sentence of a paper, and its result on these traces.
 
     number: such as Q1. says: the claim in words. tested: what the number is. cases: for each case a
     number per prompt that is above 0 where the claim is right; with a margin, one that is nearer to

@@ -1,4 +1,4 @@
-"""What a Table says, looked up by policy, parameters and schedule: one value per prompt."""
+"""Values of a Table by policy, parameters and schedule: one per prompt."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def command(self) -> str:
-        """What of a `kvsim replay` makes it."""
+        """Options of `kvsim replay` that compute this setting."""
         options = [f"--policy {self.policy}"]
         for name, value in self.wanted.items():
             if isinstance(value, dict):
@@ -296,7 +296,7 @@ class Evidence:
         return Claim(number, says, tested, cases, margin=0.05, needs=needs)
 
     def lacks(self, settings: Sequence[Setting], metric: str, variant: str | None = None) -> str:
-        """What has to be replayed for a value of a metric of some settings at the same terms."""
+        """Replays that are missing for a value of a metric of these settings at the same terms."""
         rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
         lost = [setting for setting in settings if not any(map(setting.fits, self.results))]
         if lost:

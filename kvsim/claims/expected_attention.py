@@ -1,4 +1,4 @@
-"""What the paper on Expected Attention says, arXiv 2510.00636: E1 to E7."""
+"""Claims of the paper on Expected Attention, arXiv 2510.00636: E1 to E7."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the paper on G-KV says, arXiv 2512.00504: the 14 claims that need no generation."""
+"""Claims of the paper on G-KV, arXiv 2512.00504: the 14 that need no generation."""
 
 from __future__ import annotations
 

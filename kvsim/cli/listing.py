@@ -118,7 +118,7 @@ def fires(policy: Description) -> str:
 
 
 def needs(policy: Description) -> str:
-    """What it needs beyond queries, keys and values."""
+    """Arrays that a policy needs beyond queries, keys and values."""
     needed = [*policy.required, *policy.needs]
     looks = "all keys" if policy.kind == "reader" else "later rows"
     return " ".join([*needed, *[looks] * (policy.clairvoyant and not policy.required)])

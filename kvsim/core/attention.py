@@ -39,7 +39,7 @@ _Positive = Annotated[float, Finite(), Above(0)]
 
 @dataclass(frozen=True)
 class Formula:
-    """What a layer computes from q, k, v: softmax(softcap(scale q.k)) v, over what a row sees.
+    """Attention of a layer: softmax(softcap(scale q.k)) v over the entries visible to a row.
 
     scale: factor of q . k. softcap: a logit z becomes softcap tanh(z / softcap) (Gemma 2, arXiv
     2408.00118, section 2); None leaves it. window: a row sees itself and window - 1 positions

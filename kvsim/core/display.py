@@ -1,4 +1,4 @@
-"""What notebooks ask objects for; `kvsim.notebook`, a room above, says how they look."""
+"""Hooks of notebooks; `kvsim.notebook`, a room above, renders the objects."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Parameter:
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words: `an integer of at least 1`, `'max', 'avg' or None`."""
+        """Expected values in words: `an integer of at least 1`, `'max', 'avg' or None`."""
         *most, last = _phrases(self.hint)
         comma = "," if any(" " in phrase for phrase in most) else ""
         return f"{', '.join(most)}{comma} or {last}" if most else last
@@ -259,7 +259,7 @@ _ALTERNATIVES: dict[Any, list[str]] = {
 
 
 def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
-    """What a value may be, one phrase for each alternative."""
+    """Allowed values, one phrase for each alternative."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner = tuple(bound for bound in arguments[1:] if isinstance(bound, Bound))

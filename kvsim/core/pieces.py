@@ -24,7 +24,7 @@ from kvsim.schema import NEVER
 
 
 class Piece:
-    """What all pieces have in common. A frozen dataclass whose fields are the parameters.
+    """Base of all pieces: a frozen dataclass whose fields are the parameters.
 
     A subclass that checks how its parameters go together calls `super().__post_init__()` first.
     """
@@ -160,7 +160,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a scorer returns: values [L, H, n], higher = keep, and the new values of its columns."""
+    """Result of a scorer: values [L, H, n], higher = keep, and the new values of its columns."""
 
     values: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class Scorer(Piece, ABC):
         """Raise PolicyError for a trace or a schedule that the scorer has no rule for."""
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
-        """What a reader of results on this trace should know; empty for nothing."""
+        """Remark for readers of results on this trace; empty if there is no reason for one."""
         return ""
 
     def logarithm(self) -> Scorer:
@@ -244,7 +244,7 @@ class Scorer(Piece, ABC):
         """Scores of the view's entries, [L, H, n]."""
 
     def protection(self, budget: int) -> Protection:
-        """What the scorer cannot score and therefore protects: its window, its sinks."""
+        """Entries that the scorer cannot score and therefore protects: its window, its sinks."""
         return _NOTHING
 
 
@@ -351,11 +351,11 @@ class Allocator(Sizing, ABC):
         return True
 
     def protection(self, budget: int) -> Protection:
-        """What the allocator itself protects."""
+        """Protection of the allocator itself."""
         return _NOTHING
 
     def remark(self, budget: int) -> str:
-        """What a reader of results at this budget should know; empty for nothing."""
+        """Remark for readers of results at this budget; empty if there is no reason for one."""
         return ""
 
     @abstractmethod
@@ -412,7 +412,7 @@ class LayerBudgets(Sizing, ABC):
 
     @property
     def remark(self) -> str:
-        """What a reader of costs should know; empty for nothing."""
+        """Remark for readers of costs; empty if there is no reason for one."""
         return ""
 
     @abstractmethod

@@ -221,7 +221,7 @@ class Policy(Displayed):
         return fit.protect | fit.scorer.protection(budget) | fit.allocator.protection(budget)
 
     def protection(self, budget: int) -> Protection:
-        """What is protected: all that is requested, if the allocator lets that bind."""
+        """Protected entries: all that are requested, if the allocator lets that bind."""
         return self.requested(budget) if self.allocator.binds else Protection()
 
     def check_budget(
@@ -299,7 +299,7 @@ class Policy(Displayed):
         return replace(self, name="+".join(parts), scaled=self.lengths)
 
     def remark(self, budget: int) -> str:
-        """What a reader of results at this budget should know; empty for nothing."""
+        """Remark for readers of results at this budget; empty if there is no reason for one."""
         if not self.bounded:
             return ""
         remarks = [self.at(budget).allocator.remark(budget)]

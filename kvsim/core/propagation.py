@@ -21,7 +21,7 @@ from kvsim.errors import PolicyError
 
 @dataclass(frozen=True)
 class Step:
-    """What a propagation decides after a layer.
+    """Decision of a propagation after a layer.
 
     rows: places in the view that propagate, int [k], ascending; None for all of them. memory:
     handed to the next layer. done: nothing is decided behind this layer. notes: numbers by name
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a propagation decided for one prompt.
+    """Decisions of a propagation for one prompt.
 
     dropped: layers after which rows were dropped, ascending. counts: rows of the prompt that each
     layer computes, first to last. restarted: these rows went through all layers once more, at
@@ -89,7 +89,7 @@ class Propagation(Piece, ABC):
         """Raise PolicyError for a model that the propagation has no rule for."""
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:
-        """What a reader of results should know; empty for nothing."""
+        """Remark for readers of results; empty if there is no reason for one."""
         return ""
 
     def facts(self, n_layers: int) -> Mapping[str, Any]:
@@ -144,7 +144,7 @@ class Propagation(Piece, ABC):
         return 0.0
 
     def selection_remark(self, selection: Selection) -> str:
-        """What a reader of a measured selection should know; empty for nothing."""
+        """Remark for readers of a measured selection; empty if there is no reason for one."""
         return ""
 
 

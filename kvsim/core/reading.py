@@ -1,4 +1,4 @@
-"""What a row reads of the resident entries: a reader chooses pages, an account says which.
+"""Readers, which choose the pages of resident entries that a row reads, and accounts of them.
 
 A page is a run of consecutive resident entries of a head, in position order: entries `page * i` to
 `page * (i + 1) - 1`. Only entries that were read enter a row's attention.
@@ -51,7 +51,7 @@ class Pages:
     _memo: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What `compute` returns for these pages: a summary, computed when it is first read."""
+        """Return `compute()` for these pages: a summary, computed when it is first read."""
         if key not in self._memo:
             self._memo[key] = compute()
         summary: T = self._memo[key]

@@ -56,7 +56,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class Response:
-    """What a running model wrote under a policy, and what it writes with the full cache.
+    """Response of a running model under a policy, and that with the full cache.
 
     tokens: ids, the one that ends the response included. text: without special tokens; None
     without a tokenizer. right: whether it has the right answer; None where nothing says what is

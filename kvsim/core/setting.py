@@ -1,4 +1,4 @@
-"""What surrounds an event: where a View reads from, and what stays the same over the events.
+"""Surroundings of an event: the source of a View, and the setting of all events.
 
 Shape letters: L layers of the block, H KV heads, G query heads of a group, w rows, T rows of the
 whole sequence, d head dimension, D of the residual stream.
@@ -30,7 +30,7 @@ class Source(Protocol):
 
     @property
     def formula(self) -> Formula:
-        """What the layers compute."""
+        """Attention formula of the layers."""
 
     @property
     def n_rows(self) -> int:
@@ -42,10 +42,10 @@ class Source(Protocol):
 
     @property
     def memo(self) -> dict[Hashable, Any]:
-        """What was computed of it before (`View.once`)."""
+        """Values computed before (`View.once`)."""
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """What `compute` returns, which may be kept longer than the memo (`View.across`)."""
+        """Return `compute()`, which may be kept longer than the memo (`View.across`)."""
 
     @property
     def keys(self) -> Tensor:
@@ -72,7 +72,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same over the events of a replay.
+    """Constants over the events of a replay.
 
     interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
     policy: its name, for errors. windowed: layers whose sliding window is shorter than the text;

@@ -1,4 +1,4 @@
-"""What a policy may know at one event: the live entries, recent queries, attention received.
+"""A policy's view of one event: the live entries, recent queries, attention received.
 
 Nothing later than the event's row and nothing already evicted can be reached through a View.
 
@@ -36,7 +36,7 @@ _LEAST_ROWS = 64
 
 
 class View:
-    """What a policy may know right after row `row` has attended.
+    """A policy's view of the cache right after row `row` has attended.
 
     Its tensors are read by others too, and must not be written to.
     """
@@ -192,12 +192,12 @@ class View:
 
     @property
     def formula(self) -> Formula:
-        """What the layers compute from queries, keys and values."""
+        """Attention formula of the layers."""
         return self._source.formula
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """Factor of the logits."""
         return self._source.formula.scale
 
     @property
@@ -253,7 +253,7 @@ class View:
         return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What `compute` returns: computed at the first event that asks, and kept for later ones.
+        """Return `compute()`, computed at the first event that needs it and kept for later ones.
 
         key: all that it depends on, beside the layers and what the view reads of fixed rows.
         """
@@ -264,7 +264,7 @@ class View:
         return kept
 
     def across(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """What `compute` returns: computed once for replays of the same trace, if they hold it.
+        """Return `compute()`, computed once for all replays of the trace that share a memo.
 
         compute: returns a tensor or a tuple of them, which nobody must write to, of fixed rows or
         of a cache that nothing has left. key: the kind of it, and all that it depends on beside the

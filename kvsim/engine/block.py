@@ -21,7 +21,7 @@ from kvsim.schema import GUIDE, NEVER
 
 @dataclass(frozen=True)
 class Choice:
-    """What a policy chose at an event, with what it chose from: keep, protected [L, H, n].
+    """A policy's choice at an event, and its inputs: keep, protected [L, H, n].
 
     scores [L, H, n], protected and plan are None where the event does not act.
     """

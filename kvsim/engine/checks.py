@@ -1,4 +1,4 @@
-"""What a replay refuses, and what it remarks, before any work is done."""
+"""Errors and remarks of a replay before any work is done."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _check_context(trace: Trace, policy: Policy, schedule: Schedule) -> None:
 
 
 def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
-    """What the event that ends the prefill compresses, if that is not the prompt; else empty."""
+    """Remark on what the event of the prefill compresses; empty if it is the prompt."""
     if schedule.compress == "prompt" or trace.context_len == trace.prompt_len:
         return ""
     if not schedule.prefill:
@@ -130,7 +130,7 @@ def _check_propagation(trace: Trace, policy: Policy) -> None:
 def remark(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
 ) -> str:
-    """What readers of the outcome should know; empty for nothing."""
+    """Remark for readers of the Record; empty if there is no reason for one."""
     events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough

@@ -1,4 +1,4 @@
-"""What a reader reads, row by row, of the entries that an eviction leaves.
+"""Reads of a reader, row by row, among the entries that an eviction leaves.
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, P pages, s entries of a
 page, n entries, T tokens, d head dimension.

@@ -244,7 +244,7 @@ def settings_of(
 def setting_of(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, prompt_len: int
 ) -> Setting:
-    """What a View knows of the replay; prompt_len: tokens of what it takes for the prompt."""
+    """Setting of the Views of a replay; prompt_len: tokens that count as its prompt."""
     return Setting(
         budget=budget,
         prompt_len=prompt_len,

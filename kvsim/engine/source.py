@@ -53,7 +53,7 @@ class TraceSource:
             return _together(parts)
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """What `compute` returns, kept with the trace unless keys and values were overwritten."""
+        """Return `compute()`, kept with the trace unless keys and values were overwritten."""
         if self._copied:
             return compute()
         return self._trace.memo((*key, self._place), compute, self._most)

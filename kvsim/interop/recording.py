@@ -1,4 +1,4 @@
-"""What a running model's cache keeps, whoever evicts from it, as a dump for `kvsim conform`.
+"""Dumps for `kvsim conform` of the entries that a running model's cache keeps.
 
     from kvsim.interop.recording import recording
 
@@ -163,7 +163,7 @@ class Tape:
         ).checked()
 
     def _sets(self, n_layers: int) -> dict[int, NDArray[np.bool_]]:
-        """What stays after each row after which something left, bool [layer, head, row + 1]."""
+        """Kept entries after each row at which entries left, bool [layer, head, row + 1]."""
         out: dict[int, NDArray[np.bool_]] = {}
         before = np.ones((n_layers, len(self._slots[0]), 0), bool)
         for row in sorted(self._kept):

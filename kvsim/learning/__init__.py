@@ -1,4 +1,4 @@
-"""What is learned from traces: scorers (`kvsim learn`) and plans of heads (`kvsim heads`).
+"""Learning from traces: scorers (`kvsim learn`) and plans of heads (`kvsim heads`).
 
 `lessons` has what the optimum teaches of each entry, `training` fits a network to it, `learn` does
 both on some prompts and compares the outcome with other policies on the rest. `heads` measures

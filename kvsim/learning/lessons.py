@@ -1,4 +1,4 @@
-"""What the optimum teaches: pairs of entries of which one is worth its place and one is not.
+"""Lessons of the optimum: pairs of entries of which the first is worth its place.
 
 At the prices of the optimum (`kvsim.policies.optimum`), an entry p that is live after event m is
 worth
@@ -53,7 +53,7 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is taught from: groups of features, rows that `future` looks ahead, pairs of a head.
+    """Setting of lessons: groups of features, rows that `future` looks ahead, pairs of a head.
 
     vectors: of the group `projections`. Without groups, features are the key and the value, from
     which vectors are learned.
@@ -136,7 +136,7 @@ class Teacher(Scorer):
 
 
 def worth(view: View) -> Tensor:
-    """What every entry is worth after every event at the optimum's prices; float32 [L, H, T, M].
+    """Worth of every entry after every event at the optimum's prices; float32 [L, H, T, M].
 
     Every head has the budget, and nothing is protected.
     """

@@ -39,7 +39,7 @@ class AdaKV(Allocator):
     flops = Allocator.no_flops  # comparisons alone
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """What each head wins, [L, H]; together heads x budget."""
+        """Entries of each head, [L, H]; together heads x budget."""
         budget = view.budget.expand_as(view.count)
         always = protected.sum(-1)
         best = (budget.double() * self.floor).long()

@@ -332,7 +332,7 @@ def _lengths(starts: Tensor, n: int) -> Tensor:
 
 
 class Segments(NamedTuple):
-    """What the entries of each segment add up to; S is the most segments of any head."""
+    """Sums over the entries of each segment; S is the most segments of any head."""
 
     group: Tensor  #: segment of each entry, int [L, H, n]; 0 on pads
     length: Tensor  #: entries, int [L, H, S]; 0 for segments that a head does not have

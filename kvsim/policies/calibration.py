@@ -58,7 +58,7 @@ class Calibration(str):
 
     @classmethod
     def parse(cls, policy: str, given: str | Path | Trace | None) -> Calibration:
-        """What a user gave. Raises PolicyError naming the policy."""
+        """Return the user's file or object. Raises PolicyError naming the policy."""
         if isinstance(given, Calibration):
             return given
         if given is None:
@@ -90,7 +90,7 @@ class Calibration(str):
     def learned(
         self, policy: str, learn: Learn, view: View, *, rotated: bool
     ) -> tuple[Tensor, ...]:
-        """What `learn` takes from the queries of the view's layers, [L, H, G, ...] each.
+        """Statistics that `learn` takes from the queries of the view's layers, [L, H, G, ...] each.
 
         From another trace it is taken once.
         """
@@ -180,10 +180,10 @@ class Calibrated(Sourced, Scorer):
 
     @abstractmethod
     def learn(self, blocks: Iterator[Tensor], rope: Rope) -> tuple[Tensor, ...]:
-        """What is to be known of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""
+        """Statistics of queries that come in blocks [L, H, G, w, d]; [L, H, G, ...]."""
 
     def learned(self, view: View) -> tuple[Tensor, ...]:
-        """What `learn` says of the calibration queries, for the view's layers and heads."""
+        """Statistics of the calibration queries, for the view's layers and heads."""
         return self.source.learned(self.label, self.learn, view, rotated=self.rotated)
 
 

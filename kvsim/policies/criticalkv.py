@@ -39,7 +39,7 @@ class CriticalKV(Wrapper):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scorer needs, and the output projection."""
+        """Needs of the scorer, and the output projection."""
         return self.scorer.needs | {"o_proj"}
 
     @property

@@ -1,4 +1,4 @@
-"""What `kvsim policies` shows of a name."""
+"""Descriptions of names, as `kvsim policies` shows them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvsim.policies.naming import BEHIND, canonical, entry_of, policy
 
 @dataclass(frozen=True)
 class Description:
-    """What `kvsim policies` shows of a name.
+    """Descriptions of names, as `kvsim policies` shows them.
 
     innermost: nothing stands inside; default: the scorer inside where none is named. params: the
     parameters and their values; accepts: in words, type and bounds of each.

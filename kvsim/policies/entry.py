@@ -17,7 +17,7 @@ from kvsim.core.storing import Codec
 
 @dataclass(frozen=True)
 class Preset:
-    """What an implementation does differently: other pieces, parameters or schedule."""
+    """Differences of an implementation: other pieces, parameters or schedule."""
 
     summary: str
     piece: type[Any] | None = None

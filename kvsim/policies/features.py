@@ -1,4 +1,4 @@
-"""What a View shows of an entry, as numbers that a learned scorer reads.
+"""Features of an entry in a View, which a learned scorer reads.
 
 Features come in groups, so that what each kind of information is worth can be measured by leaving
 it out. All depend on the head alone, on nothing that is evicted and, but for `future`, on no later

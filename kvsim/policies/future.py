@@ -1,4 +1,4 @@
-"""What later rows pay to each entry of a block of layers, and the best kept sets for it."""
+"""Attention of later rows to each entry of a block of layers, and the best kept sets for it."""
 
 from __future__ import annotations
 

@@ -424,7 +424,7 @@ def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
 
 
 def _target(name: str) -> Any:
-    """What `package.module:NAME` is."""
+    """Return the object that `package.module:NAME` names."""
     module_name, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # the last place to look for the user's file

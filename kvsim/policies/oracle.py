@@ -94,7 +94,7 @@ class Oracle(Scorer):
 
 
 def _alone(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
-    """What a missing entry moves the output by, per unit of its attention, relative to its norm."""
+    """Change of the output without an entry, per unit of its attention, relative to its norm."""
     # by differences: where one entry has nearly all attention, the output is nearly its value
     distance = torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
     size = output.norm(dim=-1, keepdim=True)

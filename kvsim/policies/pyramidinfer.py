@@ -88,7 +88,7 @@ class PyramidInfer(Propagation):
     def counts(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
     ) -> list[int]:
-        """What the cosine leaves of the prompt; the budget and `layer` are without meaning."""
+        """Prompt entries that the cosine keeps; the budget and `layer` have no effect."""
         recent = 1 + int(self.recent * prompt_len)
         out, count = [], prompt_len
         for at in range(n_layers):

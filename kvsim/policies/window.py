@@ -1,4 +1,4 @@
-"""What scorers of a window of recent rows share: candidates, shares, smoothing over neighbours."""
+"""Common parts of scorers with a window of recent rows: candidates, shares, smoothing."""
 
 from __future__ import annotations
 

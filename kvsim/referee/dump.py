@@ -31,7 +31,7 @@ _ROPE = ("inv_freq", "attention_scaling", "rotary_dim", "layout")
 
 @dataclass(frozen=True, eq=False)
 class Dump:
-    """What an implementation kept after each of its events.
+    """Entries that an implementation kept after each of its events.
 
     kept: by the row that an event follows, bool [layer, head, row + 1]; in a layer without an
     event there, what it kept before and all later positions. layers: their numbers in the model.

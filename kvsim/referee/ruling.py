@@ -28,7 +28,7 @@ _KEEPS = Deviation("no-eviction", "at these events nothing leaves")
 
 @dataclass(frozen=True)
 class Ruling(Displayed):
-    """What a comparison of kept sets with a definition says.
+    """Outcome of the comparison of kept sets with a definition.
 
     compared: sets, of an event, a layer and a head each. differences: those that differ, ties
     included, by row, layer and head. deviations: each explains all that differ beyond ties.

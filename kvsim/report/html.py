@@ -59,7 +59,7 @@ def section(title: str, note: str, body: str) -> Markup:
 
 
 def details(body: str, summary: str = "show") -> Markup:
-    """What opens on a click."""
+    """A part of the page that opens on a click."""
     return Markup("<details><summary>{}</summary>{}</details>").format(summary, body)
 
 

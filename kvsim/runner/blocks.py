@@ -23,7 +23,7 @@ _TILE = 512
 
 @dataclass
 class Use:
-    """What became of the blocks of a pool, counted; bytes are of keys and values."""
+    """Counts of the blocks of a pool; bytes are of keys and values."""
 
     blocks: int = 0
     peak_blocks: int = 0

@@ -102,7 +102,7 @@ class Table:
 
 
 class LiveSource:
-    """What a block of layers of a running model holds, as the source of its View.
+    """Cache of a block of layers of a running model, as the source of its View.
 
     sketch: the sequence to be run (`RunningModel.sketch`), without rows that are dropped before
     these layers; layers: those of the block. like: an empty tensor of the model's dtype, on its
@@ -147,7 +147,7 @@ class LiveSource:
         self._padded, self._count = False, 0
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """What `compute` returns: each event has rows of its own."""
+        """Return `compute()`: each event has other rows."""
         return compute()
 
     @property

@@ -46,7 +46,7 @@ class Computed:
         return len(self.rows)
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """What `compute` returns: no later replay reads these rows."""
+        """Return `compute()`: no later replay reads these rows."""
         return compute()
 
     @property

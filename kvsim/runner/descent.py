@@ -23,7 +23,7 @@ from kvsim.runner.decoder import Computed, Decoder
 
 @dataclass(frozen=True)
 class Descended:
-    """What a prefill in depth order leaves: for each layer the call of its kernel, on its rows.
+    """Result of a prefill in depth order: for each layer the call of its kernel, on its rows.
 
     descent: which rows those are. logits: of the last row of the prompt, [1, V].
     """

@@ -51,7 +51,7 @@ class Paging:
 
     @property
     def notes(self) -> list[str]:
-        """What became of the blocks, in words."""
+        """Counts of blocks as a sentence."""
         if self.pool is None:
             return []
         use, mib = self.pool.use, 2**20

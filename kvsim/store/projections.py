@@ -42,7 +42,7 @@ NAME = re.compile("projections-[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trace says of its output projections.
+    """Facts that a trace stores about its output projections.
 
     digest: of the other facts. shape: [layer, qhead, dim, hidden]. dtype: as stored. source_dtype:
     in the model. checksums: SHA-256 in hex of each layer, as those of a trace's arrays.

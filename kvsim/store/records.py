@@ -105,7 +105,7 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 class _Total:
-    """What is decoded of all records, bounded by the chunks read so far."""
+    """Decoded bytes of all records, bounded by the chunks read so far."""
 
     def __init__(self) -> None:
         self._decoded, self._limit = 0, _TOTAL

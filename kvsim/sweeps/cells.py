@@ -73,7 +73,7 @@ class Share(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What became of a share: records by the numbers of cells, values, and what went wrong."""
+    """Outcome of a share: records by the numbers of cells, values, and errors."""
 
     records: Mapping[int, Record]
     rows: Sequence[Rows]
@@ -295,7 +295,7 @@ class Cells:
                 self._parts.add_cell(cell.number, self._replayed[cell.number])
 
     def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
-        """What the cache of a cell would have kept."""
+        """Record of a cell."""
         options: dict[str, Any] = {**vars(cell.schedule), **self._limits}
         return replay(
             *(cell.trace, cell.policy, cell.budget),

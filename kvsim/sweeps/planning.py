@@ -136,7 +136,7 @@ class Plan(NamedTuple):
         )
 
     def _parameters(self, done: int) -> dict[str, Any]:
-        """What was computed, ready for JSON."""
+        """Parameters and counts of the run, ready for JSON."""
         names = ("budgets", "intervals", "prefill", "compress", "layers", "regret", "events")
         return {
             "policies": params_of(self.grid.built()),

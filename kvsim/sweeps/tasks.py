@@ -74,7 +74,7 @@ class Task:
 
 
 class Outcome(NamedTuple):
-    """What a task computed.
+    """Outcome of a task.
 
     done: for each measured cell its key, and the columns of a Table that say which rows are its.
     failed: what went wrong, by the keys of cells. records: those of `done`, or none. remarks: on

@@ -1,4 +1,4 @@
-"""What proves a policy right: generated traces, invariants, and a naive replay to compare with.
+"""Tests of a policy: generated traces, invariants, and a naive replay to compare with.
 
     from kvsim.testing import Rule, check_policy
     check_policy("tova")                       # a policy of kvsim by name

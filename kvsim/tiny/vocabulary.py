@@ -35,7 +35,7 @@ NODES = tuple(_node_names())
 
 @dataclass(frozen=True)
 class Domain:
-    """What a prompt is about: the kinds that its facts speak of, and the nouns of its filler."""
+    """Subject of a prompt: the kinds that its facts name, and the nouns of its filler."""
 
     kinds: tuple[str, ...]
     nouns: tuple[str, ...]

@@ -21,7 +21,7 @@ FEW = 8
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the controls of the page say: policies of a run, a variant of a metric, a split."""
+    """Settings of the page's controls: policies of a run, a variant of a metric, a split."""
 
     run: runs.Run
     policies: Sequence[str]

@@ -81,7 +81,7 @@ def _diagnosis(trace: Trace, source: cache.Source) -> tuple[Ranking, Diagnosis]:
 
 
 def _few(curve: Curve) -> str:
-    """What users should know of a trace with few layers; empty where it has enough."""
+    """Remark on a trace with few layers; empty where it has enough."""
     total, tested = curve.n_layers, curve.tested
     if len(tested) > 1:
         return ""

@@ -187,7 +187,7 @@ class Wipeout:
 
     @cached_property
     def expected(self) -> Floats:
-        """What `now` would be on average had the event kept as many entries at random; [H, E]."""
+        """Mean of `now` had the event kept as many entries at random; [H, E]."""
         return self.leaving.expected(self.spans, self.left, self.seen_from)
 
     @property

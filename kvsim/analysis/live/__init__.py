@@ -1,1 +1,1 @@
-"""What a policy did to a running model: likelihoods, divergences, answers, bytes."""
+"""Effects of a policy on a running model: likelihoods, divergences, answers, bytes."""

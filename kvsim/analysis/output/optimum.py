@@ -47,7 +47,7 @@ def optimum(
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What the optimum keeps to: rows of events, places at each, entries that are protected.
+    """Constraints of the optimum: rows of events, places at each, protected entries.
 
     places [layer, pool, event]; spared: how many first positions and how many most recent ones.
     """

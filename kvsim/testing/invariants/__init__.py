@@ -1,4 +1,4 @@
-"""What every policy must satisfy: a small function for each invariant, and their registry.
+"""Invariants of every policy: a small function for each, and their registry.
 
 An invariant replays a `Trial`, and variations of it, and raises `Broken` with what it objects to.
 """

@@ -1,4 +1,4 @@
-"""What readers and codecs must satisfy: rows read what is resident, as it is stored then."""
+"""Invariants of readers and codecs: rows read resident entries, as they are stored then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 1 << 20
 def _account(
     trial: Trial, evicted_at: npt.NDArray[np.int32], budget: int, **arrays: Any
 ) -> Reads | None:
-    """What the policy's reader reads of a trace with other arrays; None without a reader."""
+    """Reads of the policy's reader on a trace with other arrays; None without a reader."""
     if trial.policy.reader is None:
         return None
     trace = replace(trial.case, **arrays).trace()

@@ -1,4 +1,4 @@
-"""What the outcome must not depend on.
+"""Invariants that say what a Record does not depend on.
 
 Later rows, dead entries, rows that do not reach a layer, other traces, how it is computed, the
 order of the heads.

@@ -1,4 +1,4 @@
-"""What a Record must hold: sizes, protection, ties, finite numbers, the same after storing."""
+"""Invariants of a Record: sizes, protection, ties, finite numbers, the same after storing."""
 
 from __future__ import annotations
 

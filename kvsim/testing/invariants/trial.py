@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int32]
 
 
 class Broken(AssertionError):  # noqa: N818  an outcome of a check, not an error of the program
-    """What an invariant objects to."""
+    """A violated invariant."""
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class Propagated:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a policy does, written from its definition and not from its code.
+    """Rule of a policy, written from its definition and not from its code.
 
     score: scores of an event; None for a policy that never evicts.
 

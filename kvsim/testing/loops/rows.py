@@ -62,7 +62,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the naive replay evicted: `evicted_at` int32 [layer, head, pos], and each cut.
+    """Result of the naive replay: `evicted_at` int32 [layer, head, pos], and each cut.
 
     selection: which rows each layer worked on, where the rule propagates. That choice is a cut
     after row -1 in every layer that depends on it.
@@ -154,7 +154,7 @@ class _Run:
             self._note(self.events[0], None, *decision)
 
     def _protected(self, event: Event) -> Sets:
-        """What the replay and the rule protect whatever the scores are."""
+        """Positions that the replay and the rule protect whatever the scores are."""
         sink, recent, prompt = self.protect
         sink = max(sink, event.prompt_len) if prompt else sink
         protected = union(first(event, sink), last(event, recent))
