@@ -38,7 +38,12 @@ IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 # Temporary folders lie in memory, where a machine has enough of it: the store flushes every file,
 # tests write tens of thousands, and a disk takes milliseconds for each. Subprocesses inherit it.
 _MEMORY = Path("/dev/shm")  # noqa: S108 - pytest makes a folder of the user's own in it
-if "TMPDIR" not in os.environ and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 8 << 30:
+if (
+    "TMPDIR" not in os.environ
+    and _MEMORY.is_dir()
+    and shutil.disk_usage(_MEMORY).free >= 8 << 30
+    and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC  # programs of tests lie there too
+):
     os.environ["TMPDIR"] = str(_MEMORY)
     tempfile.tempdir = None  # what was found before
 

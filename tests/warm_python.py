@@ -29,7 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -88,7 +88,10 @@ def warm(folder: Path) -> Iterator[None]:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
     yield
-    server.communicate(timeout=60)
+    try:
+        server.communicate(timeout=60)
+    finally:
+        server.kill()
     assert server.returncode == 0
 
 
@@ -116,6 +119,7 @@ def load() -> None:
 
 def serve(listener: socket.socket) -> None:
     """Fork a process for each program until standard input is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
     if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
         return  # nobody asked
     load()
@@ -123,37 +127,53 @@ def serve(listener: socket.socket) -> None:
     wake.settimeout(0)
     signal.set_wakeup_fd(wake.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
     clients: dict[int, socket.socket] = {}  # by the process of their fork
     while True:
         ready = select.select([listener, sys.stdin, ended, *clients.values()], [], [])[0]
         if sys.stdin in ready:
+            signal.set_wakeup_fd(-1)
+            for process in clients:
+                os.kill(process, signal.SIGKILL)
             return
         if ended in ready:
             ended.recv(1 << 16)
         for process, client in list(clients.items()):
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
-                with suppress(BrokenPipeError):
+                with suppress(OSError):  # it was killed
                     client.send(b"%d\n" % os.waitstatus_to_exitcode(status))
                 clients.pop(process).close()
             elif client in ready:  # closed: it was killed
                 os.kill(process, signal.SIGKILL)
         if listener in ready:
             client, _ = listener.accept()
-            message, streams, *_ = socket.recv_fds(client, 1 << 16, 3)
-            while not message.endswith(b"\n"):
-                message += client.recv(1 << 16)
-            process = os.fork()
-            if process == 0:
-                signal.set_wakeup_fd(-1)
-                for each in (listener, ended, wake, client, *clients.values()):
-                    each.close()
-                run(json.loads(message), streams)
-            for stream in streams:
-                os.close(stream)
+            if process := start(client, (listener, ended, wake, *clients.values())):
+                clients[process] = client
+
+
+def start(client: socket.socket, others: Iterable[socket.socket]) -> int:
+    """Fork a process for the program of a client; 0 if the client was killed before it said all.
+
+    others: sockets of the server, which the fork closes.
+    """
+    message, streams, *_ = socket.recv_fds(client, 1 << 16, 3)
+    while not message.endswith(b"\n") and (part := client.recv(1 << 16)):
+        message += part
+    process = 0
+    if message.endswith(b"\n"):
+        process = os.fork()
+        if process == 0:
+            signal.set_wakeup_fd(-1)
+            for each in (client, *others):
+                each.close()
+            run(json.loads(message), streams)
+        with suppress(OSError):  # it was killed
             client.send(b"%d\n" % process)
-            clients[process] = client
+    for stream in streams:
+        os.close(stream)
+    if not process:
+        client.close()
+    return process
 
 
 def run(command: tuple[list[str], str, dict[str, str]], streams: list[int]) -> NoReturn:
