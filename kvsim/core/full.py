@@ -107,9 +107,10 @@ class FullAttention:
         """Return the log-sum-exp [qhead, pos] of a layer; the last is kept for its other rows."""
         if self._cache or self._base is not None:
             return self.layers(_only(layer))[1][0]
-        if self._last is None or self._last[0] != layer:
-            self._last = layer, self.layers(_only(layer))[1][0]
-        return self._last[1]
+        last = self._last  # threads share a trace: what is compared is what is returned
+        if last is None or last[0] != layer:
+            last = self._last = layer, self.layers(_only(layer))[1][0]
+        return last[1]
 
     def _pick(self, name: str, layer: int, at: Tensor) -> Tensor:
         """Positions `at` of one layer, reading no more than from the first to the last of them."""

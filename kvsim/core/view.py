@@ -172,7 +172,7 @@ class View:
     @property
     def count(self) -> Tensor:
         """Live entries of each head; int [L, H]."""
-        return self._entries.count
+        return self._share("count", self._entries.count)
 
     @property
     def _padded(self) -> bool:
