@@ -77,7 +77,7 @@ class Replayed:
 
     @property
     def course(self) -> pl.DataFrame:
-        """Numbers of entries of the head after the events."""
+        """Numbers of the head after each event."""
         return cache.course(*self._layer, self.head)
 
     @property

@@ -62,26 +62,26 @@ _COLUMNS: dict[str, Any] = {
 _FIDELITY = {"fidelity": pl.Enum(FIDELITY)}
 
 
-def expectation_table(layers: Sequence[Expectation]) -> pl.DataFrame:
+def expectation_table(measured: Sequence[Expectation]) -> pl.DataFrame:
     """Return agreement with observed attention, one row per trace, step and query head."""
     recalls = {f"recall_{100 * share:.0f}": share for share in TOP}
     parts = (
         _shared(x, (*x.observed.shape[:2], 1))
         | {"step": step, "spearman": x.spearman[at], "log_pearson": x.log_pearson[at]}
         | {name: x.recall(share)[at] for name, share in recalls.items()}
-        for x in layers
+        for x in measured
         for at, step in enumerate(STEPS)
     )
     numbers = dict.fromkeys(("spearman", "log_pearson", *recalls), pl.Float64)
     return wide(parts, _COLUMNS | {"step": pl.Enum(STEPS)} | numbers | _FIDELITY)
 
 
-def loss_table(layers: Sequence[Expectation], removed: Sequence[float] = REMOVED) -> pl.DataFrame:
+def loss_table(measured: Sequence[Expectation], removed: Sequence[float] = REMOVED) -> pl.DataFrame:
     """Return attention lost, one row per trace, order, query head and share of keys removed."""
     parts = (
         _shared(x, loss.shape)
         | {"order": order, "removed": np.broadcast_to(removed, loss.shape), "loss": loss}
-        for x in layers
+        for x in measured
         for order, loss in zip(ORDERS, x.loss(removed), strict=True)
     )
     numbers = dict.fromkeys(("removed", "loss"), pl.Float64)

@@ -303,7 +303,7 @@ class Evidence:
             alone = ",".join(dict.fromkeys(setting.policy for setting in settings))
             plain = not any(setting.wanted for setting in settings)
             options = [f"--policy {alone}"] if plain else [setting.command for setting in lost]
-            commands = ", ".join(f"kvsim replay {policy} {rows} --out RUN" for policy in options)
+            commands = ", ".join(f"kvsim replay {option} {rows} --out RUN" for option in options)
             last = "" if plain else "; with all else equal, and all runs in one report"
             return f"needs {_listed(map(str, lost))}: {commands}{last}"
         pairs = self.pairs(settings[0], settings[-1])

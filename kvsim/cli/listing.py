@@ -113,12 +113,12 @@ def shown(policy: Description) -> str:
 
 def fires(policy: Description) -> str:
     """When it evicts."""
-    unchanged = policy.own_schedule
-    return schedule(policy.interval, prefill=policy.prefill) if unchanged else "as its scorer"
+    own_schedule = policy.own_schedule
+    return schedule(policy.interval, prefill=policy.prefill) if own_schedule else "as its scorer"
 
 
 def needs(policy: Description) -> str:
-    """Arrays that a policy needs beyond queries, keys and values."""
+    """Needs of a policy beyond queries, keys and values."""
     needed = [*policy.required, *policy.needs]
     looks = "all keys" if policy.kind == "reader" else "later rows"
     return " ".join([*needed, *[looks] * (policy.clairvoyant and not policy.required)])

@@ -129,7 +129,7 @@ def _document(tuning: Tuning, options: str) -> dict[str, Any]:
         "parameters": tuning.parameters,
         "options": options,
         "gains": tuning.gains.to_dicts(),
-        "space": [vars(setting) for setting in tuning.space],
+        "space": [vars(dimension) for dimension in tuning.space],
         "searched": tuning.searched,
         "held_out": tuning.held_out,
         "trials": show.cells(tuning.trials),

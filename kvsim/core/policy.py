@@ -285,8 +285,8 @@ class Policy(Displayed):
             new = pieces.get(id(outer), outer)
             return replace(new, scorer=scorer(outer.scorer)) if hasattr(outer, "scorer") else new
 
-        pieces_of = ("allocator", "layer_budgets", "propagation")
-        fitted = {name: pieces.get(id(x), x) for name in pieces_of for x in [getattr(self, name)]}
+        outer = ("allocator", "layer_budgets", "propagation")
+        fitted = {name: pieces.get(id(x), x) for name in outer for x in [getattr(self, name)]}
         return replace(self, scorer=scorer(self.scorer), **fitted)
 
     def fitted(self) -> Policy:

@@ -85,7 +85,7 @@ def _check_context(trace: Trace, policy: Policy, schedule: Schedule) -> None:
 
 
 def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
-    """Remark on what the event of the prefill compresses; empty if it is the prompt."""
+    """Remark on the event of the prefill; empty if it compresses the prompt."""
     if schedule.compress == "prompt" or trace.context_len == trace.prompt_len:
         return ""
     if not schedule.prefill:

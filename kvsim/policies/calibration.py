@@ -58,7 +58,7 @@ class Calibration(str):
 
     @classmethod
     def parse(cls, policy: str, given: str | Path | Trace | None) -> Calibration:
-        """Return the user's file or object. Raises PolicyError naming the policy."""
+        """Return the calibration that a user gave. Raises PolicyError naming the policy."""
         if isinstance(given, Calibration):
             return given
         if given is None:

@@ -17,7 +17,7 @@ from kvsim.policies.naming import BEHIND, canonical, entry_of, policy
 
 @dataclass(frozen=True)
 class Description:
-    """Descriptions of names, as `kvsim policies` shows them.
+    """Description of a name, as `kvsim policies` shows it.
 
     innermost: nothing stands inside; default: the scorer inside where none is named. params: the
     parameters and their values; accepts: in words, type and bounds of each.

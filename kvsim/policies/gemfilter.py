@@ -28,7 +28,7 @@ from kvsim.policies.window import smooth
 
 @dataclass(frozen=True)
 class GemFilter(AtLayer):
-    """Rows that the last queries attend to in one layer run through all layers again."""
+    """Rows that the last row attends to in one layer run through all layers again."""
 
     restarts: ClassVar[bool] = True
     alone: ClassVar[bool] = True

@@ -88,7 +88,7 @@ class PyramidInfer(Propagation):
     def counts(
         self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
     ) -> list[int]:
-        """Prompt entries that the cosine keeps; the budget and `layer` have no effect."""
+        """Rows of the prompt in each layer by the cosine; the budget and `layer` have no effect."""
         recent = 1 + int(self.recent * prompt_len)
         out, count = [], prompt_len
         for at in range(n_layers):

@@ -145,8 +145,8 @@ def _of_one(
 
 def _across_layers(policy: Policy) -> bool:
     """Whether a policy does in one layer what depends on others, or at other events than there."""
-    shared = isinstance(policy.layer_budgets, Even) and not policy.across_layers
-    return not shared or policy.propagation is not None
+    separate = isinstance(policy.layer_budgets, Even) and not policy.across_layers
+    return not separate or policy.propagation is not None
 
 
 def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:

@@ -180,9 +180,9 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
         )
 
 
-def projection_table(layers: Sequence[Projections]) -> pl.DataFrame:
+def projection_table(measured: Sequence[Projections]) -> pl.DataFrame:
     """Return a row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
-    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in layers)
+    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in measured)
     return wide(parts, PROJECTION_COLUMNS)
 
 
@@ -323,11 +323,11 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
     return attention - count, exponential - count
 
 
-def key_table(layers: Sequence[Expectation]) -> pl.DataFrame:
+def key_table(measured: Sequence[Expectation]) -> pl.DataFrame:
     """Return a row per trace, query head and key: attention itself, `KEY_COLUMNS`."""
     parts = (
         {**vars(x), **places(x.observed.shape, x.group, "pos", x.sink), "keys": x.keys}
         | dict(zip(("observed", *STEPS), np.exp([x.observed, *x.expected]), strict=True))
-        for x in layers
+        for x in measured
     )
     return wide(parts, KEY_COLUMNS)

@@ -97,7 +97,7 @@ def state_normality(
     return Normality(trace.name, task_of(trace), of, skip, samples, trace.group, stacked)
 
 
-def normality_table(layers: Sequence[Normality]) -> pl.DataFrame:
+def normality_table(measured: Sequence[Normality]) -> pl.DataFrame:
     """Return a row per trace, state, first row, layer, query head, dimension; `NORMALITY_COLUMNS`.
 
     head and qhead are null for the residual stream.
@@ -107,7 +107,7 @@ def normality_table(layers: Sequence[Normality]) -> pl.DataFrame:
         | places(x.effects["mean"].shape, x.group, "dim")
         | ({"head": None, "qhead": None} if x.of == "residual" else {})
         | x.effects
-        for x in layers
+        for x in measured
     )
     return wide(parts, NORMALITY_COLUMNS)
 

@@ -130,7 +130,7 @@ def _nothing(shares: Sequence[float], heads: int) -> Sparsity:
 def _sparsity(
     scores: Floats, measured: Bools, counted: Bools, shares: Sequence[float], sink: int
 ) -> Sparsity:
-    """Sparsity of scores [H, n]; maxima over the keys `known`, shares of those `counted`."""
+    """Sparsity of scores [H, n]; maxima over the keys `measured`, shares of those `counted`."""
     least = np.asarray(shares)
     behind = np.arange(scores.shape[-1]) >= sink
 

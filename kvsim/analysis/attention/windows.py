@@ -67,8 +67,8 @@ def log_attention(
     first, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
     q = trace.read("q", part, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
     k = trace.read("k", part, slice(0, stop if keys is None else keys))[0].to(device).mT
-    recorded = trace.read("lse", part)[0] if trace.has("lse") else trace.full(part)[1][0]
-    lse = recorded[:, first:stop].to(device).unflatten(0, (trace.n_heads, -1))
+    whole = trace.read("lse", part)[0] if trace.has("lse") else trace.full(part)[1][0]
+    lse = whole[:, first:stop].to(device).unflatten(0, (trace.n_heads, -1))
     for rows in blocks:
         here = slice(rows.start - first, rows.stop - first)
         n = rows.stop if keys is None else keys
