@@ -61,7 +61,7 @@ def _difference(trace: Trace, first: int, second: int) -> str:
     return "" if trace.ropes[first] == trace.ropes[second] else "rotary embedding"
 
 
-def check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
+def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None:
     """Raise PolicyError where layers that share a budget or a ranking cannot be one block."""
     for layer in chosen:
         difference = _difference(trace, chosen[0], layer)
@@ -123,12 +123,23 @@ class Run:
 
 
 def runs(
-    trace: Trace, layers: Sequence[int], most: int, policy: Policy, descent: Descent | None
+    trace: Trace,
+    layers: Sequence[int],
+    policy: Policy,
+    *,
+    descent: Descent | None = None,
+    memory: int | None = None,
 ) -> Iterator[Run]:
-    """Runs of layers that compute alike, on the same rows, each at most `most` long.
+    """Runs of layers that compute alike, on the same rows, as many as the memory budget holds.
 
-    Their layers follow each other in the trace, except where they share a budget or a ranking.
+    Their layers follow each other in the trace, except where they share a budget or a ranking:
+    these are one run. Raises PolicyError where they cannot be, and as `layers_per_block`.
     """
+    if policy.across_layers:
+        _check_together(trace, policy, layers)
+        most = len(layers)
+    else:
+        most = layers_per_block(trace, policy, memory)
     run: list[int] = []
     rows, whole = None, False
     for layer in layers:

@@ -20,14 +20,7 @@ from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remark, whole
 from kvsim.engine.depth import descend, recorded
-from kvsim.engine.layers import (
-    DEFAULT_MEMORY,
-    Run,
-    check_together,
-    layers_per_block,
-    replayed,
-    runs,
-)
+from kvsim.engine.layers import DEFAULT_MEMORY, Run, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource
@@ -100,10 +93,6 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
     source = trace.per_query_head() if policy.per_query_head else trace
     check_cell(trace, policy, budget, options.memory, schedule)
     chosen = replayed(trace, options.layers)
-    together = policy.across_layers
-    if together:
-        check_together(trace, policy, chosen)
-    most = len(chosen) if together else layers_per_block(source, policy, options.memory)
     by_row = _goes_by_row(trace, policy, schedule, chosen, options)
     options = replace(options, by_row=by_row)
     setting, context = settings_of(trace, policy, budget, schedule)
@@ -116,7 +105,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
         if policy.propagation is not None:
             look = recorded(trace, setting, torch.device(options.device))
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
-        for part in runs(trace, chosen, most, policy, descent):
+        for part in runs(source, chosen, policy, descent=descent, memory=options.memory):
             result, decided = _replay(source, part, policy, (setting, context), schedule, options)
             evicted_at[done : done + len(part.layers)] = result
             plans += decided

@@ -19,7 +19,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.block import Block, Choice
 from kvsim.engine.checks import check_cell
-from kvsim.engine.layers import check_together, layers_per_block, replayed, runs
+from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import settings_of
 from kvsim.engine.source import TraceSource
 from kvsim.errors import DumpError, PolicyError
@@ -100,12 +100,8 @@ class Case:
         """Yield the sets that differ, layers first; each event follows the sets of the dump."""
         trace, policy = self.trace, self.policy.at(self.budget)
         check_cell(trace, policy, self.budget, None, self.schedule)
-        most = layers_per_block(trace, policy, None)
-        if policy.across_layers:
-            check_together(trace, policy, self.layers)
-            most = len(self.layers)
         setting, context = settings_of(trace, policy, self.budget, self.schedule)
-        for run in runs(trace, self.layers, most, policy, None):
+        for run in runs(trace, self.layers, policy):
             comparison = _Comparison(self, [self.layers.index(layer) for layer in run.layers])
             source = TraceSource(trace, run.layers, torch.device("cpu"))
             block = Block(

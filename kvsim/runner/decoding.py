@@ -20,7 +20,7 @@ from kvsim.core.record import Record
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, remark, whole
 from kvsim.engine.depth import Descent
-from kvsim.engine.layers import check_together, layers_per_block, replayed, runs
+from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import placed, settings_of
 from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
@@ -120,16 +120,11 @@ class Decoding:
 
     def _make_blocks(self) -> None:
         """Build the layers that evict, in blocks of those that compute alike on the same rows."""
-        sketch, policy, descent = self.sketch, self.policy, self._descent
-        most = len(self.layers)
-        if policy.across_layers:
-            check_together(sketch, policy, self.layers)
-        else:
-            most = layers_per_block(sketch, policy, None)
+        sketch, policy = self.sketch, self.policy
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
         rotated = self._positions == "slot"
         setting, context = settings_of(sketch, policy, self.budget, self.schedule)
-        for run in runs(sketch, self.layers, most, policy, descent):
+        for run in runs(sketch, self.layers, policy, descent=self._descent):
             part = sketch if run.rows is None else sketch.only(run.rows)
             dropped = sketch.prompt_len - part.prompt_len
             how: dict[str, Any] = {"rotated": rotated, "dropped": dropped}

@@ -13,7 +13,7 @@ from kvsim.core.pieces import Even, Schedule
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import layers_per_block, runs
+from kvsim.engine.layers import runs
 from kvsim.engine.source import TraceSource
 from kvsim.policies.future import best
 from kvsim.policies.optimum import Ints, Optimum
@@ -85,8 +85,7 @@ class Terms:
         whole = trace.per_query_head() if record.per_query_head else trace
         parts: list[Optimum] = []
         with torch.inference_mode():
-            most = layers_per_block(whole, _OPTIMUM, memory)
-            for run in runs(trace, record.layers, most, _OPTIMUM, None):
+            for run in runs(whole, record.layers, _OPTIMUM, memory=memory):
                 source = TraceSource(whole, run.layers, torch.device(device))
                 at = [record.layers.index(layer) for layer in run.layers]
                 parts.append(
