@@ -193,10 +193,7 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
         visible = visible.repeat_interleave(query.shape[1] // len(visible), 0)[None]
         if given is not None:
             visible = visible & (given if given.dtype == torch.bool else given == 0)
-        if not added:
-            return visible
-        least = torch.finfo(query.dtype).min
-        return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
+        return hooks.kernel_mask(visible, query, added=added)
 
     with hooks.intercepting(model, lambda _: None, masking=mask):
         yield

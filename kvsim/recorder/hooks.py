@@ -296,6 +296,14 @@ def intercepting(
         yield
 
 
+def kernel_mask(visible: Tensor, query: Tensor, *, added: bool) -> Tensor:
+    """Return what rows see, bool, as a kernel takes it: as it is, or `added` to the logits."""
+    if not added:
+        return visible
+    least = torch.finfo(query.dtype).min
+    return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
+
+
 def _eager_kernel(module: nn.Module) -> Kernel:
     """Return the eager kernel, which is not in the table but in the model's own file."""
     home = sys.modules[type(module).__module__]

@@ -20,7 +20,7 @@ from kvsim.core.checks import compute_dtype
 from kvsim.core.probe import Probe, ProbeRows
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.hooks import attention_modules
+from kvsim.recorder.hooks import attention_modules, kernel_mask
 from kvsim.recorder.repetition import read_probe, repetition
 from kvsim.runner.reading import LiveReads
 
@@ -293,10 +293,7 @@ class LiveSource:
             keys, values = (x.of_layer(index) for x in (self._exact or self._keys, self._values))
             q, keys, values = (computable(x) for x in (query[0], keys, values))
             visible = visible & reads.entries(layer, start, q, keys, values, live)
-        if not added:
-            return visible
-        least = torch.finfo(query.dtype).min
-        return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
+        return kernel_mask(visible, query, added=added)
 
     @property
     def n_slots(self) -> int:

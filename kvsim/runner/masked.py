@@ -8,62 +8,48 @@ this is greedy decoding with the entries deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
-from kvsim.core.attention import Formula, attend
+from kvsim.core.reading import visible
 from kvsim.core.record import Record
-from kvsim.errors import CaptureError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
-from kvsim.recorder.hooks import kernel_name
-
-#: The name of this module's kernel in transformers' table of attention functions.
-KERNEL = "kvsim_masked"
-
-#: The most cells of a layer's mask (record, query head, row, position) in memory at once.
-CELLS = 1 << 23
+from kvsim.recorder.hooks import intercepting, kernel_mask, kernel_name
 
 
-def masked_logits(
-    model: PreTrainedModel, tokens: Tensor, records: Sequence[Record], *, cells: int = CELLS
-) -> Tensor:
+def masked_logits(model: PreTrainedModel, tokens: Tensor, records: Sequence[Record]) -> Tensor:
     """Compute the logits of the prompt's last row and of all later rows, under each of B records.
 
     tokens: prompt and response, int64 [N]. records: replays of a trace of these tokens, of all
-    layers, with one prompt. cells: the most cells of a layer's mask in memory at once (at least
-    those of one record).
+    layers, with one prompt.
 
     Returns [B, N - prompt_len + 1, V]; row i predicts token prompt_len + i.
 
     Raises:
         PolicyError: a record of another length, prompt or model; one whose prompt rows do not see
             the whole prompt before them; one with keys rotated to their slot in the cache.
-        CaptureError: a model that does not call transformers' table of attention functions.
+        CaptureError: a model that cannot be recorded.
     """
-    prompt_len = records[0].prompt_len
-    evicted_at = torch.stack([_by_query_head(model, len(tokens), prompt_len, r) for r in records])
+    prompt_len, n, added = records[0].prompt_len, len(tokens), kernel_name(model) == "eager"
+    evicted_at = torch.stack([_by_query_head(model, n, prompt_len, record) for record in records])
     ids = tokens.to(model.device)[None]
     with torch.inference_mode(), evaluating(model):
         prompt = DynamicCache(config=model.config)
         last: Tensor = model(ids[:, :prompt_len], past_key_values=prompt).logits[:, -1:]
-        if prompt_len == len(tokens):
+        if prompt_len == n:
             return last.expand(len(records), -1, -1)
         parts = []
-        mask = evicted_at[0, 0].numel() * (len(tokens) - prompt_len)
-        with _masking(model):
-            for batch in evicted_at.to(model.device).split(max(1, cells // mask)):
-                size = len(batch)
-                rest = model(
-                    ids[:, prompt_len:].expand(size, -1),
-                    past_key_values=_copies(prompt, size),
-                    evicted_at=batch,
-                ).logits
-                parts.append(torch.cat([last.expand(size, -1, -1), rest], dim=1))
+        for last_row in evicted_at.to(model.device):
+            mask, cache = partial(_mask, last_row, added), deepcopy(prompt)
+            with intercepting(model, lambda _: None, masking=mask):
+                rest = model(ids[:, prompt_len:], past_key_values=cache).logits
+            parts.append(torch.cat([last, rest], dim=1))
     return torch.cat(parts)
 
 
@@ -96,62 +82,11 @@ def _by_query_head(model: PreTrainedModel, n: int, prompt_len: int, record: Reco
     return torch.from_numpy(evicted_at).repeat_interleave(qheads // shape[1], dim=1)
 
 
-def _copies(prompt: DynamicCache, size: int) -> DynamicCache:
-    cache = DynamicCache()
-    for layer, (keys, values, _) in enumerate(prompt):
-        cache.update(keys.expand(size, -1, -1, -1), values.expand(size, -1, -1, -1), layer)
-    return cache
+def _mask(last_row: Tensor, added: bool, layer: int, query: Tensor, _: Tensor | None) -> Tensor:
+    """Return the mask of a layer's last rows; last_row int32 [L, qhead, N]: that sees a position.
 
-
-def _kernel(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    _dropout: float = 0.0,  # by position, as kvpress hands it on
-    *,
-    scaling: float,
-    evicted_at: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention of query [B, qhead, w, d], the last rows of key, value [B, head, n, d].
-
-    evicted_at: [B, L, qhead, n], passed down by the model. Returns [B, w, qhead, d], as kernels of
-    the table do.
+    added: to the logits.
     """
-    layer = getattr(module, "layer_idx", None)
-    if evicted_at is None or not isinstance(layer, int):
-        raise CaptureError(
-            f"{type(module).__name__} did not get the keyword argument evicted_at, expected layers "
-            "that pass keyword arguments to their attention; llama, qwen2 and qwen3 do"
-        )
-    n, heads = key.shape[2], key.shape[1]
-    pos = torch.arange(n, device=key.device)
-    row = pos[n - query.shape[2] :, None]
-    visible = (pos <= row) & (row <= evicted_at[:, layer, :, None])  # [B, qhead, w, n]
-    out, _lse = attend(
-        query.unflatten(1, (heads, -1)).flatten(0, 1),  # [B * head, G, w, d]
-        key.flatten(0, 1)[:, None],
-        value.flatten(0, 1)[:, None],
-        Formula(scaling),
-        mask=visible.unflatten(1, (heads, -1)).flatten(0, 1),
-    )
-    return out.unflatten(0, (-1, heads)).flatten(1, 2).transpose(1, 2), None
-
-
-@contextmanager
-def _masking(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend by `_kernel` until the block ends, by an error too."""
-    AttentionInterface.register(KERNEL, _kernel)
-    before = kernel_name(model)
-    try:
-        model.set_attn_implementation(KERNEL)
-        if kernel_name(model) != KERNEL:
-            raise CaptureError(
-                f"{type(model).__name__} has attention of its own, expected a model that calls "
-                "transformers' table of attention functions; llama, qwen2 and qwen3 do"
-            )
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    n = last_row.shape[-1]
+    seen = visible(last_row[layer], slice(n - query.shape[2], n))  # [qhead, w, n]
+    return kernel_mask(seen[None], query, added=added)

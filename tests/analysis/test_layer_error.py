@@ -101,7 +101,7 @@ def test_it_is_what_a_model_adds_to_its_residual_stream_when_one_layer_evicts():
         for hook in hooks:
             hook.remove()
 
-        full, evicting = streams[-1].double()  # of the rows after the prompt
+        full, evicting = torch.cat(streams[-2:]).double()  # of the rows after the prompt
         added = (evicting - full).norm(dim=-1)
         relative = added / inputs[-1][0].double().norm(dim=-1)
         for metric, rows in zip(NAMES, (added, relative), strict=True):
