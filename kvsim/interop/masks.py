@@ -200,7 +200,7 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
 
 
 def write_masks(path: str | Path, masks: Sequence[Masks], *, overwrite: bool = False) -> Path:
-    """Write masks to a `.safetensors` file: a tensor `last_row.I` each, labels in its metadata.
+    """Write masks to a `.safetensors` file: a tensor `last_row.I` each, `labels` in its metadata.
 
     Raises OutputError for another ending, or a path that cannot be written.
     """
@@ -210,11 +210,9 @@ def write_masks(path: str | Path, masks: Sequence[Masks], *, overwrite: bool = F
     if target.suffix != ".safetensors":
         raise OutputError(f"the path is {target}; expected one that ends in .safetensors")
     tensors = {f"last_row.{i}": each.last_row.contiguous() for i, each in enumerate(masks)}
-    metadata = {
-        f"labels.{i}": json.dumps({**each.labels, "layers": each.layers}, default=str)
-        for i, each in enumerate(masks)
-    }
-    write_file(target, save(tensors, metadata), overwrite=overwrite)
+    # one text: safetensors writes several in an order that varies
+    labels = json.dumps([{**each.labels, "layers": each.layers} for each in masks], default=str)
+    write_file(target, save(tensors, {"labels": labels}), overwrite=overwrite)
     return target
 
 
@@ -225,10 +223,9 @@ def read_masks(path: str | Path) -> list[Masks]:
     target = local_path(path, OutputError)
     try:
         with safe_open(target, "pt") as file:
-            labels = file.metadata() or {}
-            tensors = [file.get_tensor(f"last_row.{i}") for i in range(len(labels))]
-        out = [_masks(x, json.loads(labels[f"labels.{i}"])) for i, x in enumerate(tensors)]
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            labels = json.loads((file.metadata() or {})["labels"])
+            out = [_masks(file.get_tensor(f"last_row.{i}"), x) for i, x in enumerate(labels)]
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise OutputError(
             f"{target} has no masks ({error_line(error)}); expected what `kvsim masks` wrote"
         ) from error

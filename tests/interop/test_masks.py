@@ -199,6 +199,9 @@ def test_files_hold_the_masks(record, tmp_path):
     for each, other in zip(written, back, strict=True):
         assert (each.last_row == other.last_row).all()
         assert (each.layers, each.labels["policy"]) == (other.layers, other.labels["policy"])
+    many = [Masks.of(record, defects) for defects in ([], ["lag"]) for _ in range(4)]
+    paths = [write_masks(tmp_path / f"{i}.safetensors", many) for i in range(3)]
+    assert len({path.read_bytes() for path in paths}) == 1
     (tmp_path / "x.safetensors").write_bytes(b"nothing")
     for name in ("x.safetensors", "none.safetensors"):
         with pytest.raises(OutputError, match="has no masks"):
