@@ -199,7 +199,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_warm] = Path(config.workerinput["warm"])
     else:
         folder = config.stash[_warm] = Path(_stack.enter_context(tempfile.TemporaryDirectory()))
-        _stack.enter_context(warm(folder))
+        # the path of a socket has 103 bytes at most, and TMPDIR may be longer
+        short = _stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+        _stack.enter_context(warm(folder, f"{short}/socket"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -68,9 +68,8 @@ LATER = (
 
 
 @contextmanager
-def warm(folder: Path) -> Iterator[None]:
-    """Put the clients `python` and `kvsim` into a folder, and serve them meanwhile."""
-    address = str(folder / "socket")
+def warm(folder: Path, address: str) -> Iterator[None]:
+    """Put the clients `python` and `kvsim` into a folder, and serve them at an address."""
     for name, first in (("python", []), ("kvsim", ["-m", "kvsim"])):
         client = folder / name
         client.write_text(CLIENT.format(python=sys.executable, address=address, first=first))

@@ -17,7 +17,7 @@ REPLAY = """
 import json, pathlib, sys
 import torch
 import kvsim
-from kvsim.sweeps import sweep
+from kvsim.sweeps import replay_all
 
 
 def peak():
@@ -28,7 +28,7 @@ def peak():
 
 def failures(trace, memory):
     options = {"metrics": ["output_error", "wipeout"], "memory": memory}
-    cells = sweep([trace], [kvsim.policy("tova")], [512], interval=1024, **options)
+    cells = replay_all([trace], [kvsim.policy("tova")], [512], interval=1024, **options)
     # as a process of a sweep works, task after task
     tasks = kvsim.sweep(
         traces=[trace], policies=["snapkv"], budgets=[512], intervals=1024, **options
