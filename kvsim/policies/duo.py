@@ -35,7 +35,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsim.core.parameters import AtLeast, Between, parameters
+from kvsim.core.parameters import AtLeast, Between, Parameter, parameters
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule
 from kvsim.core.select import apportion, select
 from kvsim.core.view import View
@@ -183,9 +183,14 @@ class Duo(Allocator):
         return Plan(quotas, eligible=streams | retrieves.unsqueeze(-1))
 
 
+def duo_parameters() -> dict[str, Parameter]:
+    """The parameters of `duo:FILE`: those of `Duo` and of the TOVA of retrieval heads."""
+    return {**parameters(Duo), **parameters(TOVA)}
+
+
 def duo(name: str, file: str, params: Mapping[str, Any]) -> Policy:
-    """The policy of a plan, with the parameters of `Duo` and of the TOVA of retrieval heads."""
-    accepted = {**parameters(Duo), **parameters(TOVA)}
+    """The policy of a plan."""
+    accepted = duo_parameters()
     values = {"file": file, "heads": "group", **params}
     for key in values.keys() - accepted.keys():
         raise PolicyError(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvsim.core.parameters import Parameter, parameters
@@ -16,17 +13,14 @@ from kvsim.core.policy import (
     Length,
     Policy,
     Protection,
-    Scorer,
     Uniform,
 )
-from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PolicyError, suggest
+from kvsim.policies import foreign
 from kvsim.policies.catalogue import ACCESS, CATALOGUE
-from kvsim.policies.duo import duo
 from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
-from kvsim.policies.learned import Learned
 
 #: Kinds of parts that stand behind an eviction.
 BEHIND = ("reader", "codec")
@@ -57,12 +51,12 @@ def policy(name: str, **params: Any) -> Policy:
     protect = _protect(name, params.pop("protect", None))
     chain, behind = _parse(name)
     part, innermost = chain[-1]
-    entries = [entry for _, entry in chain if entry is not None]
-    routed, rest = _route(name, [*entries, *behind], params, foreign=innermost is None)
-    outer = entries if innermost is None else entries[:-1]
-    of_innermost = rest if innermost is None else routed[len(outer)]
+    outer = [entry for _, entry in chain[:-1] if entry is not None]
+    own = len(outer) if innermost is None else None
+    routed = _route(name, _levels(chain, behind), params, own)
+    of_innermost = routed[len(outer)]
     if innermost is None:
-        built = _foreign(part, of_innermost)
+        built = foreign.build(part, of_innermost)
     else:
         around = (*outer, *behind)
         inside = {key: value for entry in around for key, value in entry.inner.items()}
@@ -91,7 +85,7 @@ def policy(name: str, **params: Any) -> Policy:
                 built = replace(built, scorer=built.scorer.logarithm())
         if entry.schedule is not None:
             built = replace(built, schedule=entry.schedule)
-    for entry, level in zip(behind, routed[len(entries) :], strict=True):
+    for entry, level in zip(behind, routed[len(chain) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in entry.parameters else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
         built = replace(built, **{entry.kind: piece})
@@ -166,19 +160,27 @@ def parameter_names(name: str) -> tuple[str, ...]:
     return tuple(declared(name))
 
 
-def _levels(name: str) -> list[Entry]:
-    """The entries of a name from the outside in, then reader and codec, as `scorer__` counts."""
-    chain, behind = _parse(name)
-    return [*(entry for _, entry in chain if entry is not None), *behind]
+def _levels(
+    chain: Sequence[tuple[str, Entry | None]], behind: Sequence[Entry]
+) -> list[Mapping[str, Any]]:
+    """The parameters of each part from the outside in, then reader and codec, as `scorer__` counts.
+
+    Of a policy of the user's own, those that its class or function names.
+    """
+    inside = [entry.parameters if entry else foreign.named(part) for part, entry in chain]
+    return [*inside, *(entry.parameters for entry in behind)]
 
 
 def declared(name: str) -> dict[str, Parameter]:
     """The parameters that `policy` takes for `name`, as their pieces declare them."""
+    chain, behind = _parse(name)
+    ours = [*(entry is not None for _, entry in chain), *(True for _ in behind)]
     out: dict[str, Parameter] = {}
     last: dict[str, int] = {}
-    for depth, entry in enumerate(_levels(name)):
-        for key, parameter in entry.parameters.items():
-            out["scorer__" * (last.get(key, -1) + 1) + key] = parameter
+    for depth, level in enumerate(_levels(chain, behind)):
+        for key, parameter in level.items():
+            if ours[depth]:
+                out["scorer__" * (last.get(key, -1) + 1) + key] = parameter
             last[key] = depth
     return out
 
@@ -189,7 +191,7 @@ def hidden_key(name: str, key: str) -> tuple[str, str] | None:
     None where `key` alone reaches it, or nothing behind the eviction has it.
     """
     chain, behind = _parse(name)
-    outer = [at for at, (_, entry) in enumerate(chain) if entry and key in entry.parameters]
+    outer = [at for at, level in enumerate(_levels(chain, ())) if key in level]
     parts = canonical(name).split("+")
     for part, entry in zip(parts[len(parts) - len(behind) :], behind, strict=True):
         if outer and key in entry.parameters:
@@ -199,14 +201,15 @@ def hidden_key(name: str, key: str) -> tuple[str, str] | None:
 
 def examples(name: str) -> dict[str, Any]:
     """An example of each parameter of `name` that has no default, as `policy` takes it."""
-    return {key: value for entry in _levels(name) for key, value in entry.required.items()}
+    chain, behind = _parse(name)
+    entries = [*(entry for _, entry in chain if entry is not None), *behind]
+    return {key: value for entry in entries for key, value in entry.required.items()}
 
 
 def has_parameter(name: str, key: str) -> bool:
     """Whether `policy` takes the parameter `key` for `name`, spelt in any way that it takes."""
-    levels = _levels(name)
     try:
-        _route(name, levels, {key: 0}, foreign=False)
+        _route(name, _levels(*_parse(name)), {key: 0}, rest=None)
     except PolicyError:
         return False
     return True
@@ -245,7 +248,7 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
     chain: list[tuple[str, Entry | None]] = []
     for part in canonical(name).split("+"):
         if ":" in part:
-            chain.append((part, _behind(part)))
+            chain.append((part, foreign.behind(part)))
             continue
         base, at, preset = part.partition("@")
         if base not in _ALL:
@@ -262,15 +265,6 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
             )
         chain.append((part, entry.preset(preset)))
     return chain
-
-
-def _behind(name: str) -> Entry | None:
-    """The entry of a reader or a codec of the user's own, None for any other policy."""
-    files = ("learned:", "duo:")
-    target = None if name.startswith(files) else _target(name)
-    if isinstance(target, type) and issubclass(target, Reader | Codec):
-        return Entry("of your own", target, None)
-    return None
 
 
 def codec_of(spec: Codec | Spec) -> Codec:
@@ -323,29 +317,27 @@ def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:
 
 
 def _route(
-    name: str, entries: Sequence[Entry], params: Mapping[str, Any], *, foreign: bool
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The parameters of each level: the outermost that has the name, `scorer__` one level in.
+    name: str, levels: Sequence[Mapping[str, Any]], params: Mapping[str, Any], rest: int | None
+) -> list[dict[str, Any]]:
+    """The values for each level: the outermost that has the name, `scorer__` one level in.
 
-    foreign: a policy of the user's own is innermost; it gets those that no level has, which are
-    returned apart, and its own function says which it takes.
+    rest: the level of a policy of the user's own, which also gets what no level has, because a
+    function may take more than its signature names.
     """
-    out: list[dict[str, Any]] = [{} for _ in entries]
-    rest: dict[str, Any] = {}
+    out: list[dict[str, Any]] = [{} for _ in levels]
     for given, value in params.items():
         depth, key = 0, given
         while key.startswith("scorer__"):
             depth, key = depth + 1, key.removeprefix("scorer__")
-        inward = [*zip(entries, out, strict=True)][depth:]
-        level = next((level for entry, level in inward if key in entry.parameters), None)
-        if level is None and not (foreign and depth <= len(entries)):
-            available = {k: None for entry, _ in inward for k in entry.parameters}
+        level = next((at for at in range(depth, len(levels)) if key in levels[at]), rest)
+        if level is None or level < depth:
+            available = dict.fromkeys(k for each in levels[depth:] for k in each)
             raise PolicyError(
                 f"{name} has no parameter {given!r}{suggest(key, available)}; "
                 f"parameters: {', '.join(available) or 'none'}"
             )
-        (rest if level is None else level)[key] = value
-    return out, rest
+        out[level][key] = value
+    return out
 
 
 def _explained(name: str, params: Mapping[str, Any], build: Callable[[], Policy]) -> Policy:
@@ -393,53 +385,3 @@ def _protect(name: str, given: object) -> Protection:
     raise PolicyError(
         f"{name}: protect is {given!r}; expected Protection(sink=..., recent=..., prompt=...)"
     )
-
-
-def _foreign(name: str, params: Mapping[str, Any]) -> Policy:
-    """A policy of the user's own, `package.module:NAME`."""
-    module_name, _, attribute = name.partition(":")
-    if module_name == "learned":
-        scorer = Learned(attribute, **params)
-        return Policy(name, scorer, schedule=scorer.schedule)
-    if module_name == "duo":
-        return duo(name, attribute, params)
-    target = built = _target(name)
-    if callable(target):
-        try:
-            built = target(**params)
-        except TypeError as error:
-            raise PolicyError(f"{name!r} cannot be built from {params}: {error}") from error
-        except SystemExit as error:
-            raise PolicyError(_ends(f"building {name!r}")) from error
-    elif params:
-        raise PolicyError(f"{name!r} is no function or class and takes no parameters")
-    if isinstance(built, Scorer):
-        built = replace(Policy.of(built), name=attribute)
-    if not isinstance(built, Policy):
-        raise PolicyError(
-            f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or what "
-            "returns one of them"
-        )
-    return built
-
-
-def _target(name: str) -> Any:
-    """Return the object that `package.module:NAME` names."""
-    module_name, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except ImportError as error:
-        raise PolicyError(
-            f"cannot import {module_name!r} for policy {name!r}: {error}; "
-            "is it installed, or on PYTHONPATH?"
-        ) from error
-    except SystemExit as error:  # it would end kvsim, with the status of a success
-        raise PolicyError(_ends(f"importing {module_name!r} for policy {name!r}")) from error
-    except AttributeError as error:
-        raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
-
-
-def _ends(what: str) -> str:
-    return f"{what} calls sys.exit; expected a module and a function that return, remove the call"

@@ -1,7 +1,9 @@
 """Policies by name: presets, parameters and clear refusals."""
 
 import importlib
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,7 @@ import kvsim
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
+from kvsim.policies.naming import declared, hidden_key
 from kvsim.testing.strategies import make_case
 
 
@@ -266,6 +269,24 @@ def test_a_keyword_goes_to_the_outermost_part_that_has_it():
         2,
     )
     assert deep.params["scorer__scorer__epsilon"] == 0.01
+
+
+def test_a_policy_of_the_users_own_is_a_part_like_others(monkeypatch):
+    """What its function names goes to it, not to the reader behind; `scorer__` to the reader."""
+
+    def own(sink=1, **others):
+        return replace(kvsim.policy("streaming_llm", sink=sink), name=",".join(others) or "own")
+
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(own=own))
+    plain = kvsim.policy("mine:own+infllm", sink=7, page=8, more=1)
+    further = kvsim.policy("ams+mine:own+infllm", scorer__scorer__sink=7, scorer__sink=3)
+
+    assert (plain.scorer.sink, plain.reader.sink, plain.reader.page) == (7, 4, 8)
+    assert (further.scorer.sink, further.reader.sink) == (3, 7)
+    assert [key for key in declared("mine:own+infllm") if "sink" in key] == ["scorer__sink"]
+    assert hidden_key("mine:own+infllm", "sink") == ("infllm", "scorer.sink")
+    with pytest.raises(PolicyError, match="no parameter 'scorer__more'"):
+        kvsim.policy("mine:own+infllm", scorer__more=1)
 
 
 def test_what_a_cross_changes_stands_in_its_fields():

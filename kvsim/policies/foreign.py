@@ -1,0 +1,93 @@
+"""A policy of the user's own: `package.module:NAME`, `learned:FILE` or `duo:FILE`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvsim.core.parameters import parameters
+from kvsim.core.policy import Policy, Scorer
+from kvsim.core.reading import Reader
+from kvsim.core.storing import Codec
+from kvsim.errors import PolicyError
+from kvsim.policies.duo import duo, duo_parameters
+from kvsim.policies.entry import Entry
+from kvsim.policies.learned import Learned
+
+
+def behind(name: str) -> Entry | None:
+    """The entry of a reader or a codec of the user's own, None for any other policy."""
+    files = ("learned:", "duo:")
+    target = None if name.startswith(files) else _target(name)
+    if isinstance(target, type) and issubclass(target, Reader | Codec):
+        return Entry("of your own", target, None)
+    return None
+
+
+def named(name: str) -> Mapping[str, Any]:
+    """The parameters that its class or function names. Raises PolicyError where there is none."""
+    kind = name.partition(":")[0]
+    if kind == "duo":
+        return duo_parameters()
+    target = Learned if kind == "learned" else _target(name)
+    if isinstance(target, type) and (fields := parameters(target)):
+        return fields
+    try:
+        return inspect.signature(target).parameters if callable(target) else {}
+    except (TypeError, ValueError):  # of a callable without a signature
+        return {}
+
+
+def build(name: str, params: Mapping[str, Any]) -> Policy:
+    """Build a policy of the user's own. Raises PolicyError where that fails."""
+    module_name, _, attribute = name.partition(":")
+    if module_name == "learned":
+        scorer = Learned(attribute, **params)
+        return Policy(name, scorer, schedule=scorer.schedule)
+    if module_name == "duo":
+        return duo(name, attribute, params)
+    target = built = _target(name)
+    if callable(target):
+        try:
+            built = target(**params)
+        except TypeError as error:
+            raise PolicyError(f"{name!r} cannot be built from {params}: {error}") from error
+        except SystemExit as error:
+            raise PolicyError(_ends(f"building {name!r}")) from error
+    elif params:
+        raise PolicyError(f"{name!r} is no function or class and takes no parameters")
+    if isinstance(built, Scorer):
+        built = replace(Policy.of(built), name=attribute)
+    if not isinstance(built, Policy):
+        raise PolicyError(
+            f"{name!r} is a {type(built).__name__}; expected a kvsim.Policy, a Scorer, or what "
+            "returns one of them"
+        )
+    return built
+
+
+def _target(name: str) -> Any:
+    """Return the object that `package.module:NAME` names."""
+    module_name, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # the last place to look for the user's file
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise PolicyError(
+            f"cannot import {module_name!r} for policy {name!r}: {error}; "
+            "is it installed, or on PYTHONPATH?"
+        ) from error
+    except SystemExit as error:  # it would end kvsim, with the status of a success
+        raise PolicyError(_ends(f"importing {module_name!r} for policy {name!r}")) from error
+    except AttributeError as error:
+        raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
+
+
+def _ends(what: str) -> str:
+    return f"{what} calls sys.exit; expected a module and a function that return, remove the call"
