@@ -13,6 +13,7 @@ import streamlit as st
 
 import kvsim
 from kvsim import Trace
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import (
@@ -27,7 +28,6 @@ from kvsim.analysis.table import in_order
 from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError
 from kvsim.policies import access_names, names
-from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
 
 from . import cache, controls, elements

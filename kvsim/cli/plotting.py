@@ -327,9 +327,9 @@ def read(
     """Return the Table of runs, of the requested policies and budgets or of all."""
     import polars as pl
 
+    from kvsim.analysis.folder import joined, read_run
     from kvsim.analysis.results import REQUESTED, labelled
     from kvsim.analysis.summaries import layers_of
-    from kvsim.report import joined, read_run
 
     saved = [read_run(run) for run in runs]
     whole = joined(saved)
