@@ -12,6 +12,7 @@ import reprlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, cast
 
@@ -200,8 +201,8 @@ class Policy(Displayed):
     @property
     def across_layers(self) -> bool:
         """Whether layers share a budget or a ranking, so that events act on all of them or none."""
-        pieces = (self.layer_budgets, self.scorer, self.allocator)
-        return any(piece.across_layers for piece in pieces)
+        shared = self.layer_budgets.across_layers or self.allocator.across_layers
+        return shared or self.scorer.across_layers
 
     @property
     def limited(self) -> bool:
@@ -217,8 +218,17 @@ class Policy(Displayed):
 
     def requested(self, budget: int) -> Protection:
         """The union of what the policy, its scorer and its allocator ask to protect."""
-        fit = self.at(budget)
-        return fit.protect | fit.scorer.protection(budget) | fit.allocator.protection(budget)
+        union = self._requests.get(budget)
+        if union is None:
+            fit = self.at(budget)
+            union = fit.protect | fit.scorer.protection(budget) | fit.allocator.protection(budget)
+            self._requests[budget] = union
+        return union
+
+    @cached_property
+    def _requests(self) -> dict[int, Protection]:
+        """What is requested by budget: it is read at every event, and the policy is frozen."""
+        return {}
 
     def protection(self, budget: int) -> Protection:
         """Protected entries: all that are requested, if the allocator lets that bind."""

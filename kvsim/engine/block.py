@@ -65,8 +65,7 @@ class Block:
         self._decide = decide
         self.source, self.policy, self.setting = source, policy, setting
         self._context = context
-        # what is protected, of a budget; and what the scorer itself protects, of a view
-        self._requested = cache(policy.requested)
+        # what the scorer itself protects, of a view
         self._scorer_protects = partial(protected_by, cache(policy.scorer.protection))
         self.layers = layers
         self.poison, self._note, self._compacted = poison, note, compacted
@@ -117,7 +116,7 @@ class Block:
         scores = Scores.of(policy.scorer.score(view))
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
-        protected = protected_by(self._requested, view)
+        protected = protected_by(policy.requested, view)
         view.note_scorer(self._scorer_protects)
         plan = policy.allocator.plan(view, values, protected)
         view.check_unwritten(policy.name)
