@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import time
 
 import distributed
@@ -39,9 +38,9 @@ def free_port():
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def cluster(tmp_path, warm_python):
     """A scheduler and two workers over TCP, each a process of its own; ends with the test."""
-    dask = [sys.executable, "-m", "dask"]
+    dask = [warm_python, "-m", "dask"]
     address = f"tcp://127.0.0.1:{free_port()}"
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = []
