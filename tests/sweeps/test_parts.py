@@ -31,7 +31,7 @@ from kvsim.sweeps.run import replay_all
 from tests.probes import repeated
 
 METRICS = ["wipeout", "entries_seen", "segment_count", "window_overlap"]
-BUDGETS = [16, "25%", 30]
+BUDGETS = [16, "25%"]
 
 
 def make_trace(name="a", tokens=60, seed=0):
@@ -104,7 +104,7 @@ class Stopper:
         return self.function(*args, **options)
 
 
-@pytest.mark.parametrize("together", [1, 2, 5])
+@pytest.mark.parametrize("together", [1, 2, 3])
 def test_results_do_not_depend_on_what_is_measured_together(tmp_path, monkeypatch, whole, together):
     """A folder is written part by part, and holds the same rows in the same order."""
     monkeypatch.setattr(cells, "TOGETHER", together)
@@ -128,7 +128,7 @@ def test_cells_are_on_disk_as_they_finish(tmp_path):
 
     run(tmp_path / "x", progress=look)
 
-    assert seen == [(done, done, False) for done in range(12)]
+    assert seen == [(done, done, False) for done in range(8)]
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 12, 14])
@@ -166,7 +166,7 @@ def test_an_interrupt_while_measuring_leaves_replays_to_be_measured(tmp_path, mo
 
     run(tmp_path / "x", resume=True, regret=True)
 
-    assert replays.calls == 8 + 8  # with their oracles
+    assert replays.calls == 4 + 4  # with their oracles
     check(tmp_path / "x", whole)
 
 
@@ -230,7 +230,7 @@ class FullDisk:
         monkeypatch.setattr(Path, "write_bytes", write)
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 9, 15, 16])
+@pytest.mark.parametrize("at", [1, 2, 5, 7, 11, 12])
 def test_a_full_disk_loses_no_finished_cell(tmp_path, whole, at):
     """One line says how many cells are kept; with room again the sweep is resumed."""
     with pytest.MonkeyPatch.context() as patch:
