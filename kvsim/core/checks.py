@@ -79,11 +79,17 @@ def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
     )
 
 
-def in_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in C order and in a dtype, with a version counter; itself if it is so."""
+def in_memory(given: ArrayLike, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor in C order and in a dtype, with a version counter; itself if it is so.
+
+    given: what `as_tensor` read it from. Memory of a writable numpy array is copied: nobody sees
+    when it is written to.
+    """
     with torch.inference_mode(mode=False):
         tensor = tensor.to(dtype).contiguous()
-        return torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
+        tensor = torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
+        writable = isinstance(given, np.ndarray) and given.flags.writeable
+        return tensor.clone() if writable and np.may_share_memory(given, tensor.numpy()) else tensor
 
 
 def as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:

@@ -142,7 +142,8 @@ class Trace(Displayed):
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
 
-        An array stays where it is if it is in C order, in the compute dtype and on the CPU.
+        A tensor, or a numpy array that is not writable, stays where it is if it is in C order, in
+        the compute dtype and on the CPU. A tensor that is written to later is refused.
 
         Args:
             q: queries after RoPE [layer, qhead, pos, dim].
@@ -173,10 +174,10 @@ class Trace(Displayed):
         Raises:
             TraceError: shapes that do not fit, prompt_len out of range, NaN or infinity.
         """
-        arrays = {key: as_tensor(key, x, name) for key, x in {"q": q, "k": k, "v": v}.items()}
-        given = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
-        given |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
-        arrays |= {key: as_tensor(key, x, name) for key, x in given.items() if x is not None}
+        optional = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
+        optional |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
+        given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
+        arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, n_qheads, n_pos, dim = arrays["q"].shape
         if formulas is None:
@@ -199,7 +200,7 @@ class Trace(Displayed):
         check_probe(header.probe, {key: tuple(x.shape) for key, x in arrays.items()}, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
-        arrays = {key: in_memory(array, dtype) for key, array in arrays.items()}
+        arrays = {key: in_memory(given[key], array, dtype) for key, array in arrays.items()}
         for key, array in arrays.items():
             check_finite(key, array, name)
         check_recorded(arrays, header.formulas, name)

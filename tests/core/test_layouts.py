@@ -149,12 +149,27 @@ def test_attention_reads_queries_keys_values_and_masks_in_any_layout(sizes, orde
     torch.testing.assert_close((out, lse), tuple(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_arrays_in_c_order_are_not_copied():
-    """What already lies as it is read stays where it is, numpy arrays and tensors alike."""
+def test_arrays_that_cannot_change_unseen_are_not_copied():
+    """Tensors, whose changes are noticed, and read-only arrays stay where they are."""
     case = make_case("normal", dtype=np.float32, **CASE)
-    keys = torch.from_numpy(case.k)
+    keys, values = torch.from_numpy(case.k), case.v.view()
+    values.flags.writeable = False
 
-    trace = Trace.from_arrays(case.q, keys, case.v, prompt_len=3, rope=case.rope)
+    trace = Trace.from_arrays(case.q, keys, values, prompt_len=3, rope=case.rope)
 
-    assert trace.q.data_ptr() == case.q.ctypes.data
     assert trace.k.data_ptr() == keys.data_ptr()
+    assert trace.v.data_ptr() == case.v.ctypes.data
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_numpy_arrays_that_change_later_change_no_trace(dtype):
+    """What is written to an array after the trace was built is no part of it."""
+    case = make_case("normal", dtype=dtype, **CASE)
+    arrays = [x.copy() for x in (case.q, case.k, case.v)]
+    trace = Trace.from_arrays(*arrays, prompt_len=3, rope=case.rope)
+
+    for array in arrays:
+        array[...] = array[..., ::-1] * 3
+
+    for found, expected in zip((trace.q, trace.k, trace.v), (case.q, case.k, case.v), strict=True):
+        assert np.array_equal(found, expected)
