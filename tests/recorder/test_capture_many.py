@@ -1,0 +1,278 @@
+"""Prompts of the shipped model, files of many prompts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from recorder_models import exact_attention, small, tiny, words_tokenizer
+
+import kvsim.tiny
+from kvsim.errors import CaptureError
+from kvsim.recorder import Prompt, capture, capture_many, read_prompts
+from kvsim.store import describe, verify
+from kvsim.tiny import tasks
+
+# --- the shipped model ---
+
+
+def test_tiny_is_recorded_exactly_and_answers(tmp_path):
+    """A capture of tiny is exact to 1e-5, and its answer is checked against the right one."""
+    sample = tasks.prompts(1, 3, task="walk", facts=12, lines=10, kinds=6)[0]
+
+    trace = capture("tiny", None, sample.prompt, out=tmp_path / "walk.zarr")
+
+    for layer in range(trace.n_layers):
+        expected = exact_attention(trace, layer)
+        found = trace.read("attn_out", slice(layer, layer + 1))[0]
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    report = verify(trace.path, deep=True)
+    assert report.ok
+    assert max(report.output_error) < 1e-5
+    assert trace.meta["answer_check"]["right"] is True
+    assert trace.meta["answer_check"]["expected"] == sample.response
+    assert trace.meta["text"] == {
+        "prompt": sample.prompt,
+        "messages": None,
+        "response": sample.response,
+    }
+    assert trace.meta["model"]["name"] == "tiny"
+    assert trace.token_text[0] == "<bos>"
+    assert trace.token_text[1 : trace.prompt_len] == sample.prompt.split()
+    assert str(kvsim.tiny.PATH) not in json.dumps(dict(trace.meta))
+
+
+def test_a_wrong_answer_of_tiny_is_seen():
+    """A response that was cut is recorded as wrong."""
+    model, tokenizer = tiny()
+    sample = tasks.prompts(1, 3, facts=12, lines=10, kinds=6)[0]
+
+    trace = capture(model, tokenizer, sample.prompt, max_new_tokens=5)
+
+    assert trace.meta["answer_check"]["right"] is False
+
+
+def test_a_prompt_of_tiny_without_an_answer():
+    """Words of the language that make no question have no answer to check."""
+    model, tokenizer = tiny()
+
+    trace = capture(model, tokenizer, "facts : kuga", max_new_tokens=2)
+
+    assert trace.meta["answer_check"]["right"] is None
+    assert "expected" in trace.meta["answer_check"]["reason"]
+
+
+# --- many prompts ---
+
+
+def test_capture_many(tmp_path):
+    """Each prompt gets a trace of its own, named by its id, with its answer checked."""
+    rows = [
+        {"id": "a/1", "prompt": "w1 w2 w3", "answer": "nothing of the sort"},
+        {"prompt": "w4 w5"},
+        {"id": "chat", "messages": [{"role": "user", "content": "w6"}]},
+    ]
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    template = "{% for m in messages %}{{ m['role'] }} w0 {{ m['content'] }}{% endfor %} w9"
+    tokenizer = words_tokenizer(template.replace("{{ m['role'] }}", "w7"))
+
+    traces = capture_many(
+        small("llama"), tokenizer, read_prompts(source), tmp_path / "out", max_new_tokens=3
+    )
+
+    assert [trace.path.name for trace in traces] == ["a-1.zarr", "prompt-0001.zarr", "chat.zarr"]
+    assert [trace.prompt_len for trace in traces] == [3, 2, 4]
+    assert [trace.name for trace in traces] == ["a/1", "prompt-0001", "chat"]
+    assert traces[0].meta["answer_check"]["right"] is False
+    assert traces[1].meta["answer_check"] is None
+    assert traces[2].meta["text"]["prompt"] == "w7 w0 w6 w9"
+    assert traces[2].meta["text"]["messages"] == [{"role": "user", "content": "w6"}]
+
+
+def test_labels_of_a_prompt_go_into_its_trace(tmp_path):
+    """Task, domain and level, as far as a line has them; other fields of the line do not."""
+    rows = [
+        {"prompt": "w1", "task": "walk", "domain": "ore", "level": 2, "tokens": 9},
+        {"prompt": "w2", "level": "hard", "task": None},
+        {"prompt": "w3"},
+    ]
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(json.dumps(row) for row in rows))
+    model = small("llama")
+
+    many = capture_many(
+        model, words_tokenizer(), read_prompts(source), tmp_path / "out", max_new_tokens=0
+    )
+    one = capture(model, None, [1, 2], max_new_tokens=0, labels={"domain": "fruit"})
+
+    expected = [{"task": "walk", "domain": "ore", "level": 2}, {"level": "hard"}, {}]
+    assert [trace.meta["labels"] for trace in many] == expected
+    assert [trace.labels for trace in many] == expected
+    assert [describe(trace.path)["labels"] for trace in many] == expected
+    assert one.labels == {"domain": "fruit"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"colour": "red"}, "label 'colour', expected one of task, domain, level, length"),
+        ({"level": 0.5}, "level is 0.5, expected text or a whole number"),
+        ({"level": True}, "level is True, expected text or a whole number"),
+        ({"length": "512"}, "length is '512', expected a whole number"),
+        ({"depth": 1.5}, "depth is 1.5, expected a number from 0 to 1"),
+        ({"depth": float("nan")}, "depth is nan, expected a number from 0 to 1"),
+    ],
+)
+def test_bad_labels(labels, message, tmp_path):
+    """A label that no table has a place for is refused before the model runs."""
+    with pytest.raises(CaptureError, match=f"^{message}"):
+        capture(small("llama"), None, [1, 2], labels=labels)
+    with pytest.raises(CaptureError, match=f"^prompt 'p': {message}"):
+        capture_many(small("llama"), None, [Prompt("p", [1, 2], labels=labels)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_expected_answer_is_found(tmp_path):
+    """An expected answer is right where it stands as whole words after the reasoning."""
+    model, tokenizer = small("llama"), words_tokenizer()
+    response = capture(model, tokenizer, "w1 w2", max_new_tokens=6).meta["text"]["response"]
+    last = response.split()[-1]
+
+    right, wrong = capture_many(
+        model,
+        tokenizer,
+        [Prompt("right", "w1 w2", last), Prompt("wrong", "w1 w2", last + "0")],
+        tmp_path,
+        max_new_tokens=6,
+    )
+
+    assert right.meta["answer_check"]["right"] is True
+    assert wrong.meta["answer_check"]["right"] is False
+
+
+def test_all_prompts_are_checked_before_the_first_runs(tmp_path):
+    """A bad prompt among many is named, and none is recorded."""
+    prompts = [Prompt("good", "w1"), Prompt("bad", "w1 hello")]
+
+    with pytest.raises(CaptureError, match="prompt 'bad': the tokenizer does not know 'hello'"):
+        capture_many(small("llama"), words_tokenizer(), prompts, tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no prompts"),
+        ("{", "line 1: .* expected one JSON object"),
+        ('{"prompt": "a"}\n{"text": "b"}', "line 2: no prompt, expected an object with 'prompt'"),
+        ('{"prompt": 3}', "line 1: no prompt"),
+        ('{"prompt": "a", "level": [1]}', r"line 1: level is \[1\], expected text or a whole"),
+        ("[1]", "line 1: a JSON array, expected one JSON object on each line"),
+        ('{"id": "a b", "prompt": "x"}\n{"id": "a-b", "prompt": "x"}', "expected distinct ids"),
+    ],
+)
+def test_bad_prompt_files(text, message, tmp_path):
+    """A line that is no prompt is named by its number."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(text)
+
+    with pytest.raises(CaptureError, match=message) as caught:
+        read_prompts(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_prompt_file(tmp_path):
+    """A file that is not there is one clear line."""
+    with pytest.raises(CaptureError, match="cannot be read"):
+        read_prompts(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_prompts_are_read_from_regular_files_alone(kind, tmp_path):
+    """A pipe that nobody writes to, or a device without end, is refused and not waited for."""
+    source = tmp_path / "prompts.jsonl" if kind == "fifo" else Path("/dev/zero")
+    if kind == "fifo":
+        os.mkfifo(source)
+
+    with pytest.raises(CaptureError, match="is not a regular file, expected a JSONL file"):
+        read_prompts(source)
+
+
+def test_the_coldest_temperature_takes_the_most_likely_token():
+    """Logits that overflow when they are divided by it have one outcome, and no error."""
+    tokens = [
+        capture(small("llama"), None, [1, 2], max_new_tokens=4, temperature=temperature).tokens
+        for temperature in (0.0, 1e-320)
+    ]
+
+    assert torch.equal(*tokens)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ("  \n", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        (torch.zeros(0, dtype=torch.long), "the prompt is empty"),
+        ("w1 hello w2 world hello", "does not know 'hello', 'world', expected words"),
+        ([1, 64], "token id 64 is not in the model's vocabulary, expected 0 to 63"),
+        ([-1], "token id -1"),
+        ([0.5], "expected text, a list of chat messages, or a list of token ids"),
+        ([[1, 2], [3]], "expected text, a list of chat messages"),
+        ([1] * 1025, "a prompt of 1025 tokens, expected at most the model's context of 1024"),
+        ([{"role": "user", "content": "w1"}], "no chat template"),
+    ],
+)
+def test_bad_prompts(prompt, message):
+    """A prompt that cannot be run is one line that says found and expected."""
+    with pytest.raises(CaptureError, match=message) as caught:
+        capture(small("llama"), words_tokenizer(), prompt)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_words_of_tiny_point_to_its_generator():
+    """For tiny, unknown words are listed with the command that writes prompts."""
+    model, tokenizer = tiny()
+
+    with pytest.raises(CaptureError, match=r"'hello', 'there', .*`kvsim prompts`"):
+        capture(model, tokenizer, "hello there")
+
+
+def test_text_needs_a_tokenizer():
+    """Text or a chat without a tokenizer is refused; token ids are not."""
+    for prompt in ("w1", [{"role": "user", "content": "w1"}]):
+        with pytest.raises(CaptureError, match="there is no tokenizer"):
+            capture(small("llama"), None, prompt)
+
+    trace = capture(small("llama"), None, [1, 2], max_new_tokens=1)
+    assert trace.token_text is None
+    assert trace.meta["text"]["response"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens is -1; expected an integer of at least 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf; expected a finite number"),
+        ({"temperature": "warm"}, "temperature is 'warm'; expected a finite number of at least 0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; expected an integer from"),
+        ({"chat": 1}, "chat is 1; expected True or False"),
+        ({"store_dtype": "int8"}, "store_dtype is 'int8'; expected 'float16' or None"),
+        ({"attention": True}, "out is None"),
+    ],
+)
+def test_bad_options(options, message):
+    """Options out of range are one clear line."""
+    with pytest.raises(CaptureError, match=message):
+        capture(small("llama"), None, [1], **options)

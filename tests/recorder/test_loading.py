@@ -1,0 +1,228 @@
+"""Models are loaded from folders and the hub, and nothing of theirs is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import socketserver
+import threading
+import time
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+from recorder_models import UNKNOWN, small, tiny, words_tokenizer
+from safetensors.torch import load_file, save_file
+
+from kvsim.errors import CaptureError
+from kvsim.recorder import capture, load_model
+from kvsim.recorder import models as loading
+from kvsim.recorder.models import read_ropes, unreachable
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a small model and its tokenizer."""
+    path = tmp_path_factory.mktemp("model") / "small-qwen2"
+    small("qwen2").save_pretrained(path)
+    words_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_local_folder_is_loaded(folder, tmp_path):
+    """A folder's weights and tokenizer are loaded, in float32 on the CPU unless asked otherwise."""
+    model, tokenizer = load_model(folder)
+    brain, _ = load_model(folder, dtype="bfloat16", attention="eager")
+
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert tokenizer.unk_token == UNKNOWN
+    assert brain.dtype == torch.bfloat16
+    assert brain.config._attn_implementation == "eager"
+    trace = capture(str(folder), None, "w1 w2", max_new_tokens=2)
+    assert trace.meta["model"]["name"] == "small-qwen2"
+    expected = capture(small("qwen2"), None, [1, 2], max_new_tokens=2)
+    assert torch.allclose(trace.q, expected.q, atol=1e-4)  # weights lie at other addresses
+
+
+def test_loading_shows_no_progress_bar(folder, capfd):
+    """Loading prints nothing, and transformers' progress bars are on again afterwards."""
+    transformers.utils.logging.enable_progress_bar()  # scripts of other tests turn it off
+
+    load_model(folder)
+
+    assert transformers.utils.logging.is_progress_bar_enabled()
+    assert capfd.readouterr().err == ""
+
+
+def test_pickled_weights_are_never_loaded(folder, tmp_path):
+    """A folder with pickled weights alone is refused and told how to be converted."""
+    path = tmp_path / "pickled"
+    path.mkdir()
+    (path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    torch.save({}, path / "pytorch_model.bin")
+
+    with pytest.raises(CaptureError, match=r"only pytorch_model.bin, expected \*.safetensors"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("change", ["gone", "other shape"])
+def test_weights_that_would_be_random_are_refused(folder, tmp_path, change):
+    """A folder without all weights, or with some in other shapes: one line names the first."""
+    path = shutil.copytree(folder, tmp_path / "part")
+    weights = load_file(path / "model.safetensors")
+    names = [name for name in sorted(weights) if "mlp" in name]
+    for name in names:
+        weights[name] = weights[name][:1].clone()
+        if change == "gone":
+            del weights[name]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CaptureError, match=f"part lacks {len(names)} of .*{names[0]}, ") as caught:
+        load_model(path)
+
+    assert "\n" not in str(caught.value)
+
+
+def test_remote_code_is_not_run(folder, tmp_path):
+    """A folder that brings its own code is refused unless it is trusted."""
+    path = tmp_path / "custom"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "custom",
+                "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "c.M"},
+            }
+        )
+    )
+    (path / "c.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+
+    with pytest.raises(CaptureError, match="cannot be loaded") as caught:
+        load_model(path)
+
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["./none", "/none/at/all", "~none/at", "a/b/c", r"a\b", r"C:\a", "", "./" + 300 * "n"]
+)
+def test_a_folder_that_is_not_there(name, monkeypatch):
+    """What can only be a path, and has no model, is one clear line; nobody asks the hub."""
+    monkeypatch.setattr(loading, "unreachable", pytest.fail)
+
+    with pytest.raises(CaptureError, match="no model folder at") as caught:
+        load_model(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelled_folder_is_told_apart(folder, monkeypatch):
+    """A model beside it, or one that ships, of a similar name is named."""
+    monkeypatch.chdir(folder.parent)
+
+    for name, close in {
+        "./smal-qwen2": "small-qwen2",
+        str(folder)[:-1]: "small-qwen2",
+        "small-qwen": "small-qwen2",
+        "tinny": "tiny",
+    }.items():
+        with pytest.raises(CaptureError, match=f"; did you mean '{close}'\\?$"):
+            load_model(name)
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """A hub that refuses connections, and an empty cache, whose path it gives."""
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setattr(time, "sleep", pytest.fail)  # between one try and the next
+        yield tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", ["none", "some/none"])
+def test_a_hub_that_cannot_be_reached(name, no_hub):
+    """A model that only the hub could have is refused at the first refusal, in one line."""
+    with pytest.raises(
+        CaptureError, match=r"http://127\.0\.0\.1:\d+ cannot be reached \("
+    ) as caught:
+        load_model(name)
+
+    assert f"model {name!r} cannot be loaded: it is not a folder" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_the_hub_gave_before(folder, no_hub):
+    """What is in the cache is loaded without the hub, under its own name."""
+    place = no_hub / "models--some--small"
+    shutil.copytree(folder, place / "snapshots" / "0abc")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0abc")
+
+    model, tokenizer = load_model("some/small")
+
+    assert tokenizer.unk_token == UNKNOWN
+    trace = capture(model, tokenizer, "w1 w2", max_new_tokens=0)
+    assert trace.meta["model"]["name"] == "some/small"
+
+
+def test_the_hub_is_there_whatever_it_says(no_hub, monkeypatch):
+    """Any answer is one; none at all within the time is a reason."""
+    with socketserver.TCPServer(("127.0.0.1", 0), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+        assert unreachable() is None
+        server.shutdown()
+        thread.join(10)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+        assert "cannot be reached (timed out)" in unreachable()
+    monkeypatch.setattr(constants, "ENDPOINT", "nonsense")
+    assert unreachable().startswith("nonsense cannot be reached (")
+
+
+class Answering(socketserver.StreamRequestHandler):
+    """Says of everything that it is not there."""
+
+    def handle(self):
+        """Read a request and answer it."""
+        while self.rfile.readline().strip():
+            pass
+        self.wfile.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n")
+
+
+def test_a_folder_without_weights(tmp_path):
+    """An empty folder is one clear line."""
+    with pytest.raises(CaptureError, match=r"has no weights, expected \*.safetensors"):
+        load_model(tmp_path)
+
+
+def test_an_unknown_dtype(folder):
+    """A dtype that does not exist lists those that do."""
+    with pytest.raises(CaptureError, match="dtype is 'int4', expected float32"):
+        load_model(folder, dtype="int4")
+
+
+def test_a_short_name_of_a_dtype(folder):
+    """As `bf16`, which papers and other tools write."""
+    model, _ = load_model(folder, dtype="bf16")
+
+    assert model.dtype == torch.bfloat16
+
+
+def test_read_ropes_of_tiny():
+    """The rotary embedding of tiny has its base and rotates whole heads."""
+    model, _ = tiny()
+
+    (rope,) = read_ropes(model)
+
+    assert rope.rotary_dim == 32
+    assert rope.layout == "half"
+    assert rope.inv_freq[1] == pytest.approx(1e6 ** (-2 / 32))
