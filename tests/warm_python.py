@@ -58,11 +58,12 @@ sys.exit(status)
 LATER = (
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
-    "pydantic",
+    "pydantic.type_adapter",
+    "pydantic.types",
     "scipy.ndimage",
     "scipy.optimize",
     "scipy.stats",
-    "transformers",
+    "transformers.models.qwen2.modeling_qwen2",
     "zarr",
 )
 
