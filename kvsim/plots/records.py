@@ -43,6 +43,9 @@ from kvsim.store.opening import TraceLike, as_trace
 #: Attention of a row on one entry from which losing the entry is drawn as a miss.
 NEEDED = 0.05
 
+# Ratio of the largest mean error to the smallest from which errors are drawn on a log axis.
+_WIDE = 10
+
 # Pixels per side of a map; longer traces are pooled.
 _PIXELS = 640
 
@@ -148,7 +151,7 @@ def error_over_rows(
     figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
     axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     names = list(dict.fromkeys(record.policy for record in records))
-    styles = series(names)
+    styles, sizes = series(names), []
     for record, result in zip(records, output_error(trace, records), strict=True):
         error = result.error.mean((0, 1), dtype=np.float64)[trace.prompt_len :]
         rows = np.arange(trace.prompt_len, trace.n_pos)
@@ -157,12 +160,16 @@ def error_over_rows(
         marked = (names.index(record.policy) * step // len(names), step)
         look: dict[str, Any] = {"lw": 1.2, "ms": 4, "markevery": marked, **styles[record.policy]}
         axis.plot(rows, _running_mean(error, smooth), label=record.policy, **look)
+        sizes.append(error.mean())
     labels = {
         fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
     }
     for axis, budget in zip(axes, budgets, strict=True):
         plain(axis, y="relative output error", title=f"budget {budget}")
-        axis.set_ylim(bottom=0)
+        if max(sizes) > _WIDE * min((size for size in sizes if size), default=1):
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
     name_axes(axes[-1], "row")
     what = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
     finish(figure, axes[0], f"{what}\nmean over layers and query heads", labels, columns=6)
