@@ -118,9 +118,10 @@ def _app(names: Iterable[str]) -> typer.Typer:
     for name in names:
         command = COMMANDS[name]
         if isinstance(command, typer.Typer):
-            out.add_typer(command, name=name)
+            out.add_typer(command, name=name, short_help=str(command.info.help))
         else:
-            out.command(name=name, epilog=EPILOGS.get(name))(command)
+            first = " ".join(str(command.__doc__).split("\n\n")[0].split())  # whole, not cut short
+            out.command(name=name, short_help=first, epilog=EPILOGS.get(name))(command)
     return out
 
 
