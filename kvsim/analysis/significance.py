@@ -88,9 +88,9 @@ def undecidable(prompts: int, comparisons: int) -> str:
     least = fewest(ALPHA / comparisons)
     if prompts == 1:
         return (
-            "one prompt decides nothing: it says nothing about other prompts. At least "
-            f"{least} can: kvsim capture --model MODEL --prompts FILE.jsonl --out traces/more, and "
-            "the same policies and budgets on traces/more/*.zarr"
+            f"one prompt decides nothing; at least {least} can. Record more (kvsim capture --model "
+            "MODEL --prompts FILE.jsonl --out traces/more), and replay the same policies and "
+            "budgets on traces/more"
         )
     if prompts < least:
         return (

@@ -342,8 +342,8 @@ def test_one_prompt_decides_nothing(real):
     assert set(comparison.table["verdict"].drop_nulls()) <= {"undecided", "equal"}
     assert comparison.table["needed"].count() == 0
     assert not comparison.table["smallest"].any()
-    assert comparison.remarks[0].startswith("one prompt decides nothing: it says nothing about")
-    assert "At least 8 can: kvsim capture --model" in comparison.remarks[0]
+    assert comparison.remarks[0].startswith("one prompt decides nothing; at least 8 can.")
+    assert "(kvsim capture --model MODEL" in comparison.remarks[0]
 
 
 def test_too_few_prompts_for_the_comparisons_are_named():

@@ -55,8 +55,7 @@ def test_a_verdict_says_what_is_lacking():
     second = sorted(one.keys() - {"full"}, key=lambda name: (one[name][0], [*one].index(name)))[1]
     assert f"on this prompt; the next is {second}. But its rows see more entries (90)" in single[0]
     assert single[0].endswith("than under other policies, so this is no fair comparison.")
-    assert single[1].startswith("One prompt decides nothing")
-    assert "At least 9 can: kvsim capture" in single[1]
+    assert single[1].startswith("One prompt decides nothing; at least 9 can. Record more")
     assert "that takes at least 9 prompts" in answer(table(few), ["output_error"])[1][1]
 
 
