@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
@@ -66,6 +66,33 @@ def visible(text: str) -> str:
         else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
         for line in text.split("\n")
     )
+
+
+def merged(remarks: Iterable[str]) -> list[str]:
+    """Return each remark once; of remarks that differ in a budget and what follows it, one.
+
+    Its numbers are ranges; a value to `--set` is the smallest, which fits all the budgets.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for remark in dict.fromkeys(filter(None, remarks)):
+        name, colon, text = remark.partition(": ")
+        budget = re.search(r"\bbudget \d|over half of \d", text)
+        groups.setdefault(
+            (name + colon, *(re.split(r"\d+", text) if budget else [text])), []
+        ).append(text)
+    out = []
+    for (name, *pieces), texts in groups.items():
+        if len(texts) == 1:
+            out.append(name + texts[0])
+            continue
+        columns = zip(*(map(int, re.findall(r"\d+", text)) for text in texts), strict=True)
+        line = name + pieces[0]
+        for numbers, piece in zip(columns, pieces[1:], strict=True):
+            low, high = min(numbers), max(numbers)
+            one = low == high or re.search(r"--set \S+=$", line)
+            line += (str(low) if one else f"{low} to {high}") + piece
+        out.append(line)
+    return out
 
 
 def plural(n: int, what: str) -> str:

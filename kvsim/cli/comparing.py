@@ -12,7 +12,7 @@ import typer
 from kvsim.cli import plotting, show, values
 from kvsim.cli.replaying import fidelity_line
 from kvsim.cli.values import OptionError
-from kvsim.schema import plural
+from kvsim.schema import merged, plural
 
 if TYPE_CHECKING:
     from kvsim.analysis.comparison import Comparison
@@ -86,7 +86,10 @@ def compare(
     elif form == "csv":
         show.echo_text(comparison.table.write_csv().rstrip())
     else:
-        notes = [fidelity_line(measured, [metric]), *(f"Note: {remark}." for remark in remarks)]
+        notes = [
+            fidelity_line(measured, [metric]),
+            *(f"Note: {remark}." for remark in merged(remarks)),
+        ]
         _print(comparison, [*_meaning(comparison), *notes], form)
     if figure is not None:
         show.echo_error(f"Written to {figure}.")

@@ -17,6 +17,7 @@ from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import PolicyError, suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, PLOTTED, Figure
+from kvsim.schema import merged
 
 if TYPE_CHECKING:
     import polars as pl
@@ -162,7 +163,7 @@ def plot(
     drawing = getattr(plots, name)(*inputs, **given_options)
     typer.echo(f"Written to {plots.save(drawing, out)}.")
     layers = data.layers if runs or layer is None else {}
-    for remark in dict.fromkeys(filter(None, (*data.remarks, uneven(layers)))):
+    for remark in merged((*data.remarks, uneven(layers))):
         echo_error(f"Note: {remark}.")
 
 

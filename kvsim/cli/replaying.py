@@ -173,6 +173,12 @@ def show_run(
     else:
         _print(opened, policies, protect, run, shown, out)
         echo_responses(run.responses.to_dicts(), whole=whole)
+        if shown and (missing := [name for name in metrics if name not in measured]):
+            where = "these traces" if len(opened) > 1 else "this trace"
+            show.echo_text(
+                f"Note: {', '.join(missing)} cannot be computed on {where}; `kvsim metrics "
+                f"{missing[0]}` says what it reads."
+            )
     finish(run, total, out)
 
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsim.schema import plural, schedule, visible
+from kvsim.schema import merged, plural, schedule, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -70,8 +70,8 @@ def echo_error(text: str) -> None:
 
 
 def echo_notes(remarks: Iterable[str]) -> None:
-    """Print each remark once, a line each."""
-    for remark in dict.fromkeys(filter(None, remarks)):
+    """Print each remark once, a line each; those that differ only in budgets as one."""
+    for remark in merged(remarks):
         echo_text(f"Note: {remark}.")
 
 

@@ -9,7 +9,7 @@ import typer
 from kvsim.cli import plotting, show, values
 from kvsim.cli.comparing import latex, markdown
 from kvsim.cli.values import OptionError
-from kvsim.schema import LABELS
+from kvsim.schema import LABELS, merged
 
 if TYPE_CHECKING:
     import polars as pl
@@ -67,7 +67,7 @@ def table(
             show.echo_table(headers, rows, right=2 + len(by))
         else:
             show.echo_text({"latex": latex, "markdown": markdown}[form](headers, rows))
-        notes = [_meaning(means), *(f"Note: {remark}." for remark in dict.fromkeys(data.remarks))]
+        notes = [_meaning(means), *(f"Note: {remark}." for remark in merged(data.remarks))]
         show.echo_text("\n".join("% " * (form == "latex") + note for note in ("", *notes)))
 
 

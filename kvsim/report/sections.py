@@ -21,7 +21,7 @@ from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
-from kvsim.schema import LABELS, plural, schedule
+from kvsim.schema import LABELS, merged, plural, schedule
 
 
 def sections(
@@ -63,8 +63,8 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
     ).format(plural(table["trace"].n_unique(), "prompt"))
-    remarks = dict.fromkeys(remark for run in runs for remark in run.parameters.get("remarks", ()))
-    remarks |= dict.fromkeys(filter(None, [uneven(layers_of(table))]))
+    remarks = [remark for run in runs for remark in run.parameters.get("remarks", ())]
+    remarks = merged([*remarks, uneven(layers_of(table))])
     means = averages(main_variants(table, _SHOWN))
     note += html.broken(remarks, "Note: ")
     return section("Results", note, _wide(means, "policy", with_chance=True))
