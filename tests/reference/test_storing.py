@@ -113,7 +113,9 @@ def test_storing_equals_the_naive_one(name):
     @settings(QUIET, max_examples=examples(200))
     @given(st.data())
     def check(data):
-        case = data.draw(strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2, groups=(1, 2)))
+        case = data.draw(
+            strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2, groups=(1, 2))
+        )
         codec, store = CODECS[name](data)
         context = data.draw(st.none() | st.integers(1, case.prompt_len))
         compress = data.draw(st.sampled_from(("context", "both"))) if context else "prompt"
@@ -144,7 +146,9 @@ def test_evictions_decide_on_what_is_stored(eviction):
     @given(st.data())
     def check(data):
         kinds = ("normal", "sharp", "sink")
-        case = data.draw(strategies.cases(kinds=kinds, min_n=10, max_n=20, max_heads=2, groups=(1, 2)))
+        case = data.draw(
+            strategies.cases(kinds=kinds, min_n=10, max_n=20, max_heads=2, groups=(1, 2))
+        )
         case = replace(case, prompt_len=min(case.prompt_len, case.n - 6))
         interval = data.draw(st.sampled_from((1, 3, 8)))
         setup = replace(data.draw(setups(case, [eviction])), interval=interval)
