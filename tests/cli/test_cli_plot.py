@@ -148,7 +148,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(run, paths, tmp_path, comm
 @pytest.mark.parametrize(
     ("command", "count"),
     [
-        ("over_budgets --policy ams+tova,tova --budget 16,24 --interval 8", 2),
+        ("over_budgets --policy ams+tova,tova --budget 16,24 --interval 8", 1),
         ("mass_curve --policy ams+tova --budget 16 --interval 8", 1),
         ("reconstruction_error --policy ams+tova,tova --ratio 80%", 1),
     ],
