@@ -154,11 +154,14 @@ def last_events(table: pl.DataFrame) -> pl.DataFrame:
 def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
-    Layers of a metric whose `Metric.layers` is "sum" are added up.
+    Layers of a metric whose `Metric.layers` is "sum" are added up. Of values at several levels of
+    fidelity the `strongest` count.
 
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
     table, by = split_by(table, by)
+    if table["fidelity"].n_unique() > 1:
+        table = strongest(table)
     keys = [*by, *KEYS, "trace"]
     return (
         over_layers(table.with_columns(asked=REQUESTED), keys)

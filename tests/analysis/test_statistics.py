@@ -319,6 +319,14 @@ def test_the_strongest_level_speaks_for_a_place(draws):
         assert one["fidelity"] == min(there, key=LEVELS.index)
 
 
+@given(DRAWS)
+def test_means_are_never_over_two_levels_of_one_value(draws):
+    """Means take the strongest level of each value, as they do without the others."""
+    values = levelled(draws)
+
+    assert averages(values).equals(averages(strongest(values)))
+
+
 def test_budgets_of_levels_meet_in_entries():
     """64 entries that were asked for as a share are 64 entries; another budget is no pair."""
     values = table(
