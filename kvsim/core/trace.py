@@ -88,7 +88,7 @@ class Trace(Displayed):
         self.source: Final = source
         self.header: Final = header
         self.dtype: Final = dtype
-        self.token_text: Final = None if token_text is None else list(token_text)
+        self.token_text: Final = None if token_text is None else [*map(str, token_text)]
         self.path: Final = path
         self._digest, self._base = digest, base
         layers, qheads, n_pos, dim = source.shapes["q"]

@@ -498,6 +498,15 @@ def test_text_that_utf8_cannot_hold_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_texts_of_numpy_are_saved_as_texts(tmp_path):
+    """Numpy's strings are strings, and read back as those."""
+    texts = [np.str_(f"t{i}") for i in range(make().n_pos)]
+
+    opened = open_trace(make(token_text=texts).save(tmp_path / "made.zarr"))
+
+    assert opened.token_text == texts
+
+
 def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path, warm_python):
     """After a kill the path is free and what remains is hidden, incomplete and refused."""
     program = """
