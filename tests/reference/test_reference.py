@@ -18,6 +18,7 @@ from kvsim.analysis.attention.windows import window_overlap
 from kvsim.analysis.kept.retention import retained_iou, wipeout
 from kvsim.analysis.output import seen as metrics_output
 from kvsim.analysis.output.error import output_error
+from kvsim.core.attention import Formula
 from kvsim.engine import check_cell
 from kvsim.engine import rows as engine_rows
 from kvsim.engine.replay import Options, run
@@ -265,6 +266,49 @@ def test_replay_of_a_longer_trace_equals_the_naive_replay(name, params, interval
     policy = kvsim.policy(name, **params)
     from_disk = kvsim.replay(stored, policy, 80, interval=interval)
     assert (from_disk.evicted_at == replay(case, setup).evicted_at).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("tova", {}),
+        ("h2o", {}),
+        ("snapkv", {"window": 3}),
+        ("gkv", {"window": 3}),
+        ("rkv@original", {"window": 3}),
+        ("cake", {"window": 3}),
+        ("morphkv@original", {"window": 3}),
+        ("dropkv", {"window": 3, "pool_kernel": 1}),
+        ("oracle", {}),
+        ("ams", {"window": 3, "sink": 1, "recent": 2, "min_segment": 2, "max_segment": 6}),
+        ("adakv+snapkv", {"window": 3}),
+        ("criticalkv+snapkv", {"window": 3}),
+    ],
+)
+def test_replay_under_a_softcap_equals_the_naive_replay(name, params, monkeypatch):
+    """Rules that read logits read them after the softcap, which changes what is kept."""
+    plain, cap, changes = loops_rows.logits_of, 1.0, False
+    monkeypatch.setattr(loops_rows, "logits_of", lambda *x: cap * np.tanh(plain(*x) / cap))
+    for seed in range(4):
+        case = strategies.make_case(
+            "sharp", layers=2, heads=2, group=2, n=26, prompt_len=15, seed=seed
+        )
+        formulas = [Formula(case.scale, softcap=cap)] * 2
+        trace = kvsim.Trace.from_arrays(
+            case.q,
+            case.k,
+            case.v,
+            prompt_len=15,
+            rope=case.rope,
+            formulas=formulas,
+            o_proj=case.o_proj,
+        )
+        setup = Setup(name, params, 9, 4, prefill=None)
+        outcome = naive(case, setup)
+        record = run(trace, setup.built, 9, setup.schedule, Options())
+        assert outcome.agrees(record.evicted_at, 1e-9, ties=False)
+        changes |= not outcome.agrees(replay(case, setup).evicted_at, 1e-9, ties=False)
+    assert changes
 
 
 def test_budget_below_what_is_protected_is_an_error_that_names_the_smallest():
