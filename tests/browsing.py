@@ -49,6 +49,9 @@ _STILL = """(quiet) => {
     && !document.querySelector("[data-testid=stPlotlyChart]:not(:has(.main-svg))");
 }"""
 
+# How many pixels the page is wider than the screen.
+_OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
+
 
 @contextmanager
 def serve(folder: str | Path, browser: str | None = None) -> Iterator[str]:
@@ -185,7 +188,10 @@ class Tab:
         return int(box.locator("input").input_value()), took
 
     def linked(self, text: str) -> None:
-        """Wait until the link has a text, which it has some time after the control."""
+        """Wait until the link has a text, which the run that answers a control gives it.
+
+        Once it has, that run has begun, however late, and the page stands still when it has ended.
+        """
         self.page.wait_for_url(lambda url: text in url)
         self.settle()
 
@@ -196,7 +202,11 @@ class Tab:
 
     def overflow(self) -> int:
         """How many pixels the page is wider than the screen."""
-        return self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        return self.page.evaluate(_OVERFLOW)
+
+    def fits(self) -> None:
+        """Wait until the page is no wider than the screen: charts follow their columns late."""
+        self.page.wait_for_function(f"() => {_OVERFLOW} <= 0", timeout=10_000)
 
     def check(self) -> None:
         """No traceback, no word to another host, and nothing that the page's policy refuses."""
