@@ -130,7 +130,9 @@ def over_budgets(means: pl.DataFrame, metric: str, by: str | None = None) -> str
 
 
 def _first(part: pl.DataFrame, better: str | None) -> str:
-    """The best policy and the next one, or the two ends, with their values."""
+    """The best policy and the next one, or the two ends, with their values; `full` is no rival."""
+    rivals = part.filter(pl.col("policy") != "full")
+    part = rivals if better and rivals.height else part
     ranked = part.sort("mean", descending=better == "higher").select("policy", "mean").rows()
     (name, mean), *others = ranked
     text = f"{name} ({mean:.3g})"
