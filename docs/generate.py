@@ -133,7 +133,9 @@ def policy_notes() -> str:
                 docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
         if elsewhere and docs:
             here = pieces[0].__module__.endswith(f".{name}")
-            what = "rule of a preset" if here else "rest of the rule"
+            own, other = pieces[0].__module__, [p for p in entry.presets if entry.preset(p).piece]
+            other = [f"`{name}@{p}`" for p in other if entry.preset(p).piece.__module__ != own]
+            what = f"rule of {' and '.join(other)}" if here and other else "rest of the rule"
             docs.append(f"The {what} is under {' and '.join(elsewhere)}.")
         elif elsewhere:
             docs.append(f"Keeps {entry.summary}. The rule is under {' and '.join(elsewhere)}.")

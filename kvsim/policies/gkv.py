@@ -18,13 +18,12 @@ arXiv 2503.00979).
 
 Deviations. As in the released code, the maxima are over the candidates (the entries before the
 window), and in each row of the similarity matrix the last value above `threshold` is set to 0, so
-that of keys that repeat each other the last one counts as less redundant
-(kvsim/policies/redundancy.py). The code has two versions of this: the kernel that it runs
-(`cosine="kernel"`), and one from R-KV (`cosine="raw"`), which sets the first value to 0 in a row
-where no value is above the threshold. Scores are divided by their maximum at the first event, too.
-`mix_lambda` is 0.7 by default and in `gkv@r1_qwen_7b`, the paper's best value for
-R1-Distill-Qwen-7B; 0.9 in `gkv@r1_llama_8b`, for R1-Distill-Llama-8B; and 0.5 in `gkv@release`, as
-in the released scripts.
+the last of several similar keys counts as less redundant (kvsim/policies/redundancy.py). The code
+has two versions of this: the kernel that it runs (`cosine="kernel"`), and one from R-KV
+(`cosine="raw"`), which sets the first value to 0 in a row where no value is above the threshold.
+Scores are divided by their maximum at the first event, too. `mix_lambda` is 0.7 by default and in
+`gkv@r1_qwen_7b`, the paper's best value for R1-Distill-Qwen-7B; 0.9 in `gkv@r1_llama_8b`, for
+R1-Distill-Llama-8B; and 0.5 in `gkv@release`, as in the released scripts.
 """
 
 from __future__ import annotations

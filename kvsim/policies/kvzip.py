@@ -1,8 +1,8 @@
 """KVzip: what the model attends to while it repeats the context.
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", NeurIPS 2025,
-arXiv 2505.23416, section 3. After the prefill the model reads, for each chunk C of the context, a
-request to repeat the context and the chunk itself, over the full cache: the probe, whose rows are
+arXiv 2505.23416, section 3. After the prefill the model reads the probe over the full cache: for
+each chunk C of the context, a request to repeat the context, then the chunk itself. These rows are
 not part of the sequence (`kvsim capture --probe repeat`). With queries q_i and keys k_p of its rows
 P, the score of an entry j of the chunk is the largest weight that any row and any query head of the
 group gives it in a softmax over the chunk and the rows up to its own,
@@ -16,13 +16,13 @@ scores best among all of their entries together; `kvzip@uniform` keeps the same 
 Deviations. The paper evicts before there is a question; what comes after the context has no score.
 Here it ranks above all of the context, the newest first, so that the budget binds it too. Scores of
 the context are computed once and stay with the entries. The whole context is repeated, chat
-template and system message included, in chunks of 2,048 tokens. Of a chat without a context the
-whole prompt is repeated, and the request for it follows the start of the assistant's turn; the
-setting of the paper needs a context (`context` of a prompt). The released code keeps what precedes
-the user's text, and adds it to the softmax of each chunk: `sink` says how many first entries are
-treated so, 4 in `kvzip@kvpress`. The release cuts at a threshold, so that one entry less may stay.
-Attention sinks that a model has learned are left out. In `adakv+kvzip` and other combinations, the
-outer part decides how many entries a head keeps.
+template and system message included, in chunks of 2,048 tokens. Without a `context`, which the
+setting of the paper needs, the whole prompt is repeated; in a chat the request then follows the
+start of the assistant's turn. The released code keeps what precedes the user's text, and adds it to
+the softmax of each chunk: `sink` says how many first entries are treated so, 4 in `kvzip@kvpress`.
+The release cuts at a threshold, so that one entry less may stay. Attention sinks that a model has
+learned are left out. In `adakv+kvzip` and other combinations, the outer part decides how many
+entries a head keeps.
 
 The probe costs a second prefill: as many rows as the context has, each of which attends to the
 whole context and to the rows of its chunk before it. `kvsim cost` says how many FLOPs that is.

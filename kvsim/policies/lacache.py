@@ -17,8 +17,8 @@ released code (GATECH-EIC/LaCache); its offset is l mod (B - A + 1), which `laca
 and which puts a token into layers that are not neighbours. The budget is exact: the last chunk may
 lose fewer than B - A entries, and no chunk is compacted ahead. The release lets the cache exceed
 its size by (B - A) // 2 and compacts a long prompt in several steps; here compaction is repeated
-until the entries fit. Where no chunk fits, or B = A, the oldest entries leave.
-The order of the keys stays that of the text, and RoPE positions too; the release rotates by slot.
+until the entries fit. Where no chunk fits, or B = A, the oldest entries are evicted.
+Keys keep their order and RoPE positions; the release rotates by slot.
 """
 
 from __future__ import annotations

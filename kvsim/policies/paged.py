@@ -1,12 +1,12 @@
-"""PagedEviction: the cache in pages of a fixed size, of which whole ones leave.
+"""PagedEviction: evicts whole pages of a fixed size.
 
 Chitty-Venkata et al., "PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large
 Language Model Inference", EACL 2026 (findings), arXiv 2509.04377. An engine with paged attention
 frees memory only in pages of `page` tokens. After the prompt the best entries stay, one by one, and
 are written into pages without gaps. In decoding, tokens are appended to the newest page, and each
-time it is full the page with the lowest score leaves. The score of a page is the mean of those of
-its tokens. The paper scores a token by s_j = ||v_j|| / ||k_j||, which needs no attention weights:
-`norm_ratio`, the scorer of bare `paged`. Any other scorer can take its place.
+time it is full the page with the lowest score is evicted. The score of a page is the mean of those
+of its tokens. The paper scores a token by s_j = ||v_j|| / ||k_j||, which needs no attention
+weights: `norm_ratio`, the scorer of bare `paged`. Any other scorer can take its place.
 
 Here a budget is a number of entries, and an event may fire after any row (the policy's own schedule
 fires every 16 rows, whenever a page of the default size is full). An event keeps whole pages as

@@ -1,10 +1,10 @@
-"""RaaS: the entry that was attended to least recently leaves.
+"""RaaS: evicts the entry that was attended to least recently.
 
 Hu et al., "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning", ACL 2025
 (findings), arXiv 2502.11147. In long reasoning, milestone tokens (like lemmas of a proof) receive
 attention for a while and then never again. Each entry has a timestamp: the latest row whose
 attention on it is at least `alpha`, at first its own row. The entry with the oldest timestamp
-leaves. All tokens of the prompt stay, because a few of them receive attention again much later.
+is evicted. All tokens of the prompt stay, because a few of them receive attention again much later.
 
     t_j = max(j, the latest row r with a_r(j) >= alpha)
 
@@ -15,8 +15,8 @@ Deviations. Only the abstract of the paper and summaries of it could be read; th
 and the share of 0.5 that a later version is said to use have not been checked. The weight of an
 entry is the mean over the query heads of the group, and each KV head has a set of its own. Of equal
 timestamps, for which these sources give no order, the entry with the smallest weight of the last
-row leaves first: s_j = t_j + a_e(j) / 2. At an event, every row since the last one stamps, the
-`query_buffer` most recent ones at most; they see the entries that are live now. With
+row is evicted first: s_j = t_j + a_e(j) / 2. At an event, every row since the last one stamps, the
+`query_buffer` most recent ones at most; they see the entries still in the cache. With
 `protect_prompt=False` the prompt competes, and the rows at its end stamp it. The paper stamps pages
 by an estimate from one key for each page; here weights are exact, and `paged+raas` with
 `reduction="max"` evicts the page that was attended to least recently.
