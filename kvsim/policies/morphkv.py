@@ -9,7 +9,8 @@ the candidates alone: the largest of the group, then the sum or the maximum over
 Deviations. The rule above is that of `morphkv@original`. Plain `morphkv` (= `morphkv@gkv`) is the
 baseline of the G-KV paper. kvsim evicts after a row has attended. The authors' code evicts before
 it and leaves the current row out of the window, a difference of one row. Their later variant, which
-merges dropped entries into one, is not an eviction policy and is left out.
+merges dropped entries into one, is not an eviction policy and is left out. The softmax of
+`morphkv@original` leaves out the attention sinks that a model has learned.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ the second event on, pooling there mixes entries of similar score instead of nei
 sequence. `slot_order="topk"` scores in that order; positions, windows and ties do not change. The
 original counts events from row 0 of the first sample; kvsim counts from the end of the prompt.
 AMS's code rotates the window's queries to slots of the compacted cache; here rows keep their own
-positions.
+positions. A softmax over the candidates leaves out the attention sinks that a model has learned.
 """
 
 from __future__ import annotations
