@@ -1,0 +1,322 @@
+"""`kvsim capture`, `info` and `verify`, and traces that are damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+
+import pytest
+import zarr
+from command_line import one_line
+
+import kvsim
+from kvsim.tiny.tasks import prompts
+from mutations import reseal_folder
+
+
+def test_capture_prints_what_was_recorded(run, tmp_path, prompt):
+    """A captured trace is described in one line, with the verdict on the answer."""
+    out = tmp_path / "new" / "t.zarr"
+
+    status, text, err = run("capture", "--model", "tiny", "--prompt", prompt, "--out", out)
+
+    assert (status, err) == (0, "")
+    assert one_line(text).startswith(f"{out}: ")
+    assert text.rstrip().endswith(" right")
+    assert kvsim.open_trace(out).meta["answer_check"]["right"]
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(4, True), (0, False), (200, False)])
+def test_capture_says_that_a_response_was_cut(run, tmp_path, prompt, limit, cut):
+    """One line with the option, and `info` says so; not of a response that ended, or of none."""
+    out = tmp_path / "t.zarr"
+
+    status, text, err = run(
+        "capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", limit, "--out", out
+    )
+
+    assert (status, err) == (0, "")
+    line = "The response reached 4 tokens without an end; a larger --max-new-tokens records more.\n"
+    assert text.endswith(line) == cut
+    assert text.count("\n") == 1 + cut
+    assert (", cut by --max-new-tokens)" in text) == cut
+    assert ("response 4, cut by --max-new-tokens)" in run("info", out)[1]) == cut
+
+
+def test_capture_counts_the_responses_that_were_cut(run, tmp_path):
+    """Of several prompts, in one line."""
+    samples = [*prompts(2, task="walk", facts=4, lines=1, kinds=2, report=1),
+               *prompts(1, task="walk", facts=4, lines=9, kinds=2, report=1)]  # fmt: skip
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(s.row(str(i))) + "\n" for i, s in enumerate(samples)))
+    limit = len(samples[0].response.split()) + 1
+
+    status, text, _ = run("capture", "--model", "tiny", "--prompts", file, "--max-new-tokens",
+                          limit, "--out", tmp_path / "many")  # fmt: skip
+
+    assert status == 0
+    assert text.splitlines()[3] == (
+        f"1 of 3 responses reached {limit} tokens without an end; a larger --max-new-tokens "
+        "records more."
+    )
+
+
+def test_capture_with_output_projections(run, tmp_path, prompt, trace):
+    """They lie next to the trace, `info` shows their size; with `--no-o-proj` there are none."""
+    out = tmp_path / "t.zarr"
+    arguments = ["--prompt", prompt, "--max-new-tokens", "2"]
+
+    status, _, err = run("capture", "--model", "tiny", *arguments, "--out", out)
+
+    assert (status, err) == (0, "")
+    own = kvsim.open_trace(out)
+    assert own.o_proj.shape[:3] == (own.n_layers, own.n_qheads, own.dim)
+    _, text, _ = run("info", out)
+    (line,) = (line for line in text.splitlines() if line.startswith("projections "))
+    assert " x ".join(map(str, own.o_proj.shape)) in line
+    assert run("verify", out, "--deep")[0] == 0
+    (folder,) = tmp_path.glob("projections-*")
+    assert f"{folder.name} next to the trace" in line
+    shutil.rmtree(folder)
+    assert "which is not next to the trace; copy it there too" in run("info", out)[1]
+    without = tmp_path / "without.zarr"
+    run("capture", "--model", "tiny", *arguments, "--no-o-proj", "--out", without)
+    assert not kvsim.open_trace(without).has("o_proj")
+    assert "projections" not in run("info", without)[1]
+
+
+def test_capture_of_a_file_of_prompts(run, tmp_path):
+    """Several prompts give a folder of traces; `--limit` takes the first; JSON describes them."""
+    file = tmp_path / "prompts.jsonl"
+    samples = prompts(3, task="walk", facts=4, lines=2, kinds=2)
+    file.write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "prompt": s.prompt}) + "\n" for i, s in enumerate(samples)
+        )
+    )
+    arguments = ["capture", "--model", "tiny", "--prompts", file, "--max-new-tokens", "4", "--json"]
+
+    status, out, err = run(*arguments, "--limit", "2", "--out", tmp_path / "many")
+
+    assert (status, err) == (0, "")
+    assert [t["name"] for t in json.loads(out)["traces"]] == ["p0", "p1"]
+    assert sorted(p.name for p in (tmp_path / "many").glob("*.zarr")) == ["p0.zarr", "p1.zarr"]
+    assert len(list((tmp_path / "many").iterdir())) == 3  # and the projections of both
+
+    status, out, _ = run(*arguments, "--limit", "1", "--out", tmp_path / "one.zarr")
+
+    assert status == 0
+    assert json.loads(out)["traces"][0]["path"] == str(tmp_path / "one.zarr")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "facts : hello world"], "'hello', 'world', expected words of its"),
+        (["--prompt", "walk " * 5000], "5001 tokens, expected at most the model's context of 4096"),
+        ([], "`kvsim prompts > prompts.jsonl`"),
+        (["--prompt", "walk", "--prompts", "p.jsonl"], "both --prompt and --prompts"),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--prompt", "walk", "--limit", "2"], "--limit is given without a file of prompts"),
+        (["--prompt", "walk", "--dtype", "int8"], "dtype is 'int8', expected float32"),
+        (["--prompt", "walk", "--device", "tpu"], "--device is 'tpu'; expected cpu, cuda"),
+        (["--prompt", "walk", "--max-new-tokens", "-1"], "--max-new-tokens"),
+        (["--prompt", "walk", "--seed", "x"], "see kvsim capture --help"),
+    ],
+)  # fmt: skip
+def test_capture_refuses(run, tmp_path, monkeypatch, arguments, expected):
+    """A prompt or an option that cannot be is one line, status 2, and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+
+    status, out, err = run("capture", "--model", "tiny", "--out", "t.zarr", *arguments)
+
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_capture_refuses_a_model_that_is_not_there(run, tmp_path):
+    """A folder that does not exist is not looked for on a hub."""
+    status, _, err = run(
+        "capture", "--model", "./no", "--prompt", "x", "--out", tmp_path / "t.zarr"
+    )
+
+    assert status == 2
+    assert "no model folder at './no'" in one_line(err)
+
+
+def test_capture_refuses_what_exists(run, tmp_path, trace, prompt):
+    """Something at the output path is kept, unless it is a trace and may be overwritten."""
+    target = tmp_path / "t.zarr"
+    shutil.copytree(trace, target)
+    before = kvsim.open_trace(target).digest
+    (tmp_path / "file").write_text("mine")
+    arguments = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", "2"]
+
+    status, _, err = run(*arguments, "--out", target)
+    assert status == 2
+    assert "exists, expected a free path" in one_line(err)
+    assert kvsim.open_trace(target).digest == before
+
+    status, _, err = run(*arguments, "--out", tmp_path / "file", "--overwrite")
+    assert status == 2
+    assert "is not a kvsim trace" in one_line(err)
+    assert (tmp_path / "file").read_text() == "mine"
+
+    status, _, err = run(*arguments, "--out", tmp_path / "file" / "t.zarr")
+    assert status == 2
+    assert "is a file; expected a folder" in one_line(err)
+
+    status, _, _ = run(*arguments, "--out", target, "--overwrite")
+    assert status == 0
+    assert kvsim.open_trace(target).digest != before
+
+
+def test_info_describes(run, trace):
+    """Text for people, the same facts as JSON for programs."""
+    status, text, err = run("info", trace)
+    assert (status, err) == (0, "")
+    assert kvsim.open_trace(trace).digest in text
+
+    status, out, err = run("info", trace, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["heads"] == kvsim.open_trace(trace).n_heads
+
+
+def test_info_shows_what_the_prompt_says_of_itself(run, trace, tmp_path):
+    """Labels stand in one line, escaped like all text; without any there is none."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(trace, path)
+    labels = {"task": "walk\x1b", "level": 2}
+    edit(path, lambda attributes: attributes["meta"].update(labels=labels))
+    reseal_folder(path)
+
+    _, text, _ = run("info", path)
+    _, bare, _ = run("info", trace)
+
+    (line,) = (line for line in text.splitlines() if line.startswith("labels "))
+    assert line.split(maxsplit=1)[1] == r'task "walk\u001b", level 2'
+    assert "\nlabels " not in bare
+
+
+def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
+    """Text of a trace is printed with its control characters escaped."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(trace, path)
+    edit(path, lambda attributes: attributes["meta"]["text"].update(prompt="a\x1b[2Jb"))
+    reseal_folder(path)
+
+    _, text, _ = run("info", path)
+
+    assert "\x1b" not in text
+    assert "a\\u001b[2Jb" in text
+
+
+def test_verify_says_complete(run, trace):
+    """A good trace is complete, in text and in JSON."""
+    status, text, err = run("verify", trace, "--deep")
+    assert (status, err) == (0, "")
+    assert "complete and undamaged" in text
+
+    status, out, _ = run("verify", trace, "--deep", "--json")
+    assert status == 0
+    assert json.loads(out)["ok"] is True
+
+
+def test_sample_is_a_trace(run):
+    """`sample` names the trace that ships."""
+    status, text, _ = run("info", "sample")
+
+    assert status == 0
+    assert str(kvsim.sample_trace()) in text
+
+
+def edit(trace, change):
+    """Change the attributes of a stored trace."""
+    file = trace / "zarr.json"
+    root = json.loads(file.read_text())
+    change(root["attributes"])
+    file.write_text(json.dumps(root))
+
+
+def chunk(trace, name):
+    """A chunk of an array of a stored trace."""
+    return min(p for p in (trace / name / "c").rglob("*") if p.is_file())
+
+
+def flip(file):
+    """Flip the bits of a byte in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(bytes(data))
+
+
+DAMAGE = {
+    "incomplete": (lambda t: edit(t, lambda a: a.pop("complete")), "complete"),
+    "newer": (lambda t: edit(t, lambda a: a.update(kvsim_format=99)), "99"),
+    "missing chunk": (lambda t: chunk(t, "k").unlink(), "chunk"),
+    "damaged chunk": (lambda t: flip(chunk(t, "k")), "k"),
+    "missing array": (lambda t: shutil.rmtree(t / "v"), "no array v"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_traces_are_refused(run, tmp_path, trace, kind):
+    """Verify reports what is wrong, replay refuses; both with status 2 and without a traceback."""
+    path = tmp_path / "t.zarr"
+    shutil.copytree(trace, path)
+    damage, expected = DAMAGE[kind]
+    damage(path)
+
+    status, out, err = run("verify", path)
+    assert status == 2
+    assert "damaged" in out
+    assert expected in out
+    assert one_line(err).startswith("error: ")
+
+    status, out, _ = run("verify", path, "--json")
+    assert status == 2
+    assert json.loads(out)["ok"] is False
+
+    arguments = ["--policy", "tova,h2o", "--budget", "16", "--out", tmp_path / "run"]
+    status, out, err = run("replay", path, *arguments)
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t.zarr"]
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "replay"])
+@pytest.mark.parametrize("kind", ["empty", "foreign", "file", "zip"])
+def test_what_is_no_trace(run, tmp_path, command, kind):
+    """A folder or a file that never was a trace is called none, in one line, and not damaged."""
+    given = tmp_path / "t.zarr"
+    if kind == "file":
+        given.write_text("no trace")
+    elif kind == "zip":
+        with zipfile.ZipFile(given, "w") as archive:
+            archive.writestr("notes.txt", "no trace")
+    else:
+        zarr.create_group(given) if kind == "foreign" else given.mkdir()
+    more = ["--policy", "tova", "--budget", "16"] if command == "replay" else []
+
+    status, out, err = run(command, given, *more)
+
+    assert (status, out) == (2, "")
+    assert re.match(r"error: \S+t\.zarr is not a kvsim trace: ", one_line(err))
+    assert "damaged" not in err
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "replay"])
+def test_missing_trace(run, tmp_path, command):
+    """A path where nothing is is named in one line."""
+    more = ["--policy", "tova", "--budget", "16"] if command == "replay" else []
+
+    status, out, err = run(command, tmp_path / "nowhere.zarr", *more)
+
+    assert (status, out) == (2, "")
+    assert "nowhere.zarr" in one_line(err)

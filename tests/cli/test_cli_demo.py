@@ -1,0 +1,122 @@
+"""`kvsim demo`."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from contextlib import chdir, redirect_stderr, redirect_stdout
+
+import pytest
+from command_line import one_line
+
+import kvsim
+from kvsim.cli import demo as demo_module
+from kvsim.cli import main
+from kvsim.store.records import read_records
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, no_layout):
+    """A folder with a demo, and what that printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    out, err = io.StringIO(), io.StringIO()
+    streams = redirect_stdout(out), redirect_stderr(err)
+    with chdir(folder), streams[0], streams[1], pytest.raises(SystemExit) as end:
+        main(["demo", "--out", "results/demo"])
+    assert (end.value.code, err.getvalue()) == (0, "")
+    return folder / "results" / "demo", out.getvalue()
+
+
+def test_demo_answers_the_question(demo):
+    """The demo prints one table of all policies at both budgets, how to read it, and its times.
+
+    Then the same of the real trace, whose times of recording are not known.
+    """
+    folder, out = demo
+    lines = out.splitlines()
+
+    shown = 0
+    for name in demo_module.POLICIES:
+        rows = [line for line in lines if line.split()[:1] == [name] and line[-1] == "x"]
+        assert len(rows) == (1 if name == "full" else 2)
+        shown += len(rows)
+    assert shown == 11
+    real = lines[next(i for i, line in enumerate(lines) if line.startswith("Now a real model")) :]
+    assert "layers 7, 17, 28 of SmolLM2-135M-Instruct" in real[0]
+    for name in demo_module.POLICIES:
+        rows = [line for line in real if line.split()[:1] == [name]]
+        assert len(rows) == (1 if name == "full" else 2)
+    assert "of the sentence with the code (the needle) rows see at most" in out
+    document = json.loads((folder / "demo.json").read_text())
+    recall = {(c["policy"], c["budget"]): c["needle_recall"] for c in document["smollm2"]["cells"]}
+    assert recall["full", 64] == 1
+    assert recall["streaming_llm", 64] == 0
+    assert "needle_recall" not in document["cells"][0]
+    assert "Measuring all 12 cells, 2 of them in the line of full, took" in out
+    assert "is right." in lines[0]
+    assert any(line.startswith("Fidelity of the values: ") for line in lines)
+    assert any(line.startswith("Seconds: ") for line in lines)
+    assert [line for line in lines if line.startswith("Budget ")] == [
+        line for each in (document, document["smollm2"]) for line in each["verdict_text"][:2]
+    ]
+    assert {p.name for p in folder.iterdir()} == demo_module._FILES
+    assert kvsim.open_trace(folder / "trace.zarr").meta["answer_check"]["right"]
+    for prefix in ("", "smollm2-"):
+        for figure in ("retention.png", "error.png"):
+            assert (folder / f"{prefix}{figure}").read_bytes().startswith(b"\x89PNG")
+        assert len(read_records(folder / f"{prefix}run" / "records.zarr")) == 12
+
+
+def test_demo_replaces_an_earlier_one(run, demo, small_demo, tmp_path):
+    """Run again, the demo takes the place of the folder that it made before."""
+    out = tmp_path / "demo"
+    shutil.copytree(demo[0], out)
+    before = json.loads((out / "demo.json").read_text())
+
+    status, text, err = run("demo", "--out", out, "--json")
+
+    assert (status, err) == (0, "")
+    assert json.loads(text)["trace"]["tokens"] != before["trace"]["tokens"]
+    assert not (out / "error.png").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "more"])
+def test_demo_refuses_what_it_did_not_make(run, demo, small_demo, tmp_path, kind):
+    """A folder without the demo's mark, or with anything besides, is left alone."""
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "link":
+        out.symlink_to(demo[0])
+    elif kind == "folder":
+        (out / "mine").mkdir(parents=True)
+    else:
+        out.mkdir()
+        (out / "demo.json").write_text("{}")
+        (out / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+
+    status, text, err = run("demo", "--out", out)
+
+    assert (status, text) == (2, "")
+    assert "nothing was changed" in one_line(err)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_interrupted_demo_keeps_the_earlier_one(run, demo, small_demo, tmp_path, monkeypatch):
+    """Ctrl-C in a second demo: status 130, and the folder of the first is unchanged."""
+    out = tmp_path / "demo"
+    shutil.copytree(demo[0], out)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module._Demo, "_draw", stop)
+    status, _, err = run("demo", "--out", out)
+
+    assert status == 130
+    assert one_line(err) == f"interrupted, {out} is unchanged"
+    assert {p.name for p in out.iterdir()} == demo_module._FILES
+    assert [p.name for p in tmp_path.iterdir()] == ["demo"]

@@ -1,0 +1,179 @@
+"""`kvsim`, `help`, `policies` and `metrics`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command_line import one_line
+
+import kvsim
+from kvsim.cli import COMMANDS, app
+
+
+def test_version(run):
+    """The version is printed and nothing else."""
+    assert run("--version") == (0, f"kvsim {kvsim.__version__}\n", "")
+
+
+def test_no_command_shows_help(run):
+    """Without arguments there is help, and that is no error."""
+    status, out, err = run()
+
+    assert (status, err) == (0, "")
+    assert "Commands:" in out
+
+
+def test_help_lists_each_command_once(run):
+    """The commands of `--help` are those of `COMMANDS`, each once and in that order."""
+    _, out, _ = run("--help")
+    lines = out.partition("Commands:\n")[2].splitlines()
+    listed = [line.split()[0] for line in lines if line[2] != " "]
+
+    assert listed == list(COMMANDS)
+    assert not any("..." in line for line in lines)  # each description is whole
+    assert len(app.registered_groups) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(run, command):
+    """`--help` names the command and describes its options."""
+    status, out, err = run(command, "--help")
+
+    assert (status, err) == (0, "")
+    assert out.startswith(f"Usage: kvsim {command}")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("policies", "snapkv@kvpress"), ("metrics", "wipeout")]
+)
+def test_listings(run, command, name):
+    """Policies and metrics are listed as text, and as one JSON document."""
+    _, text, _ = run(command)
+    _, document, err = run(command, "--json")
+
+    assert name in text
+    assert name in [row["name"] for row in json.loads(document)]
+    assert err == ""
+
+
+def test_help_is_a_command_too(run):
+    """`help COMMAND` is `COMMAND --help`, alone that of kvsim; an unknown name is one line."""
+    assert run("help", "replay") == run("replay", "--help")
+    assert run("help") == run("--help")
+    assert "No such command 'nonsense'" in run("help", "nonsense")[2]
+
+
+def test_a_command_is_built_alone(run, monkeypatch):
+    """At the start signatures of no other command are read, and completion has all."""
+    built = []
+    monkeypatch.setattr(kvsim.cli, "_app", lambda names: built.append([*names]) or app)
+
+    run("metrics", "--help")
+    run("--help")
+
+    assert built == [["metrics"]]
+    assert "--install-completion" in run("--help")[1]
+    monkeypatch.setenv("_KVSIM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kvsim re")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert run()[1].split() == ["replay", "report", "recompute"]
+
+
+def test_a_metric_in_full_says_what_stands_for_it(run):
+    """Names given to `metrics`, with what the list has no room for; unknown ones are refused."""
+    _, out, _ = run("metrics", "wipeout", "expectation")
+    (wipeout,) = json.loads(run("metrics", "wipeout", "--json")[1])
+
+    assert "main variant: length=32,threshold=0\n" in out
+    assert "measured:     on request, with --metric expectation\n" in out
+    assert wipeout["name"] == "wipeout"
+    assert "did you mean 'wipeout'" in run("metrics", "wipout")[2]
+
+
+def test_names_of_policies_are_taken_in_any_case(run, trace):
+    """With presets and settings; results have the name of the catalogue."""
+    asked = ["--policy", "TOVA,AMS@Release+Knorm", "--set", "AMS.window=4", "--budget", "8"]
+    cells = json.loads(run("replay", trace, *asked, "--json")[1])["cells"]
+
+    assert [cell["policy"] for cell in cells] == ["tova", "ams@release+knorm"]
+    assert cells[1]["params"]["window"] == 4
+    assert run("policies", "TOVA") == run("policies", "tova")
+
+
+def test_a_policy_in_full_shows_parameters_and_rule(run):
+    """Names given to `policies` are told with what the list has no room for."""
+    _, out, _ = run("policies", "snapkv@kvpress", "asl")
+    _, document, _ = run("policies", "asl", "--json")
+    first, second = out.split("asl[+SCORER]: ")
+
+    assert "  window=64      an integer of at least 1\n  pool=avg       'max', 'avg' or" in first
+    assert "listing 1" in first
+    assert "tau=0.3" in second
+    assert "SCORER:       snapkv, if none is named" in second
+    assert "V_l = mean over U" in second
+    (asl,) = json.loads(document)
+    assert (asl["name"], asl["params"]["tau"]) == ("asl", 0.3)
+    assert asl["accepts"]["tau"] == "a number of at least 0"
+
+
+def test_readers_and_codecs_are_listed_and_shown_in_full(run):
+    """They have a table of their own; in full, with the rule of their own class."""
+    _, listed, _ = run("policies")
+    _, out, _ = run("policies", "rocketkv", "quest@release")
+    first, second = out.split("[EVICTION+]quest@release: ")
+
+    evictions, behind = listed.split("alone or behind a policy: snapkv+quest+kivi")
+    assert "\nquest " not in evictions
+    assert "\nquest@release " in behind
+    assert "\nkivi " in behind
+    assert first.startswith("[EVICTION+]rocketkv: reads pages by a few channels")
+    assert "EVICTION:     snapkv, if none is named" in first
+    assert "hybrid sparse attention" in first
+    assert "evicts after" not in out
+    assert "upper bound of q . k" in second
+
+
+def test_presets_stand_beside_the_policy(run):
+    """What else there is of a name."""
+    _, out, _ = run("policies", "snapkv")
+
+    assert "presets:      snapkv@kvpress, snapkv@gkv, snapkv@original" in out
+
+
+@pytest.mark.parametrize("name", ["snapvk", "ams+tova"])
+def test_a_policy_that_is_not_listed_is_refused(run, name):
+    """One line with the closest name, or what is expected."""
+    status, out, err = run("policies", name)
+
+    assert (status, out) == (2, "")
+    assert ("did you mean 'snapkv'" if name == "snapvk" else "has several parts") in one_line(err)
+
+
+def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, own):
+    """Their schedule and parameters, the docstring of one's own, and lengths as shares."""
+    status, out, err = run("policies", "mine:odd", "snapkv@scaled")
+    _, document, _ = run("policies", "mine:odd", "--json")
+    (odd,) = json.loads(document)
+
+    assert (status, err) == (0, "")
+    assert out.startswith("mine:odd: a policy of your own\nevicts after: the prompt, every 8 rows")
+    assert "  fails_at=0" in out
+    assert "  window=32 * budget / 1024 if 32 > budget / 2  an integer of at least 1" in out
+    assert (odd["name"], odd["interval"], odd["params"]["fails_at"]) == ("mine:odd", 8, 0)
+
+
+def test_policies_in_json_have_every_field(run):
+    """Names with kind, schedule, parameters, needs and paper, for scripts."""
+    status, out, _ = run("policies", "--json")
+    found = {one["name"]: one for one in json.loads(out)}
+
+    assert status == 0
+    assert found["adakv"]["kind"] == "allocator"
+    assert not found["adakv"]["own_schedule"]
+    assert found["criticalkv"]["needs"] == ["o_proj"]
+    assert found["qfilter"]["required"] == {"calibration": "prefix:64"}
+    assert found["ams@release"]["params"]["segment_mass"] == 0.02
+    assert not found["rpc"]["bounded"]
+    assert found["oracle"]["clairvoyant"]
+    assert found["gkv"]["paper"] == "arXiv 2512.00504"

@@ -1,0 +1,172 @@
+"""`kvsim prompts`: tasks, domains, levels and sizes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import product
+
+import pytest
+from command_line import one_line
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsim.cli import prompting
+from kvsim.tiny import ledger
+from kvsim.tiny.tasks import TASKS
+from kvsim.tiny.vocabulary import DOMAINS
+
+
+def rows_of(text):
+    """The objects of JSON lines."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_prompts_of_every_task_and_domain(run):
+    """Without options all tasks and domains take turns; each row has its right response."""
+    status, out, err = run("prompts", "--n", "28")
+    rows = rows_of(out)
+
+    assert (status, err) == (0, "")
+    assert [row["task"] for row in rows[:7]] == list(TASKS)
+    assert {(row["task"], row["domain"]) for row in rows} == {
+        (task, domain) for task in TASKS for domain in DOMAINS
+    }
+    assert len({row["id"] for row in rows}) == 28
+    for row in rows:
+        assert row["reference"] == ledger.solve(row["prompt"]).response
+        assert row["answer"] == ledger.check(row["prompt"], row["reference"]).answer
+
+
+def test_prompts_of_one_level(run):
+    """The id says task, level, domain and seed; the same command gives the same prompts."""
+    command = ["prompts", "--task", "walk", "--level", "2", "--domain", "paint", "--n", "4"]
+    _, out, _ = run(*command)
+    _, again, _ = run(*command)
+    _, other, _ = run(*command, "--seed", "1")
+    rows = rows_of(out)
+
+    assert [row["id"] for row in rows] == [f"walk-2-paint-s0-{i:03d}" for i in range(4)]
+    assert {(row["task"], row["domain"], row["level"]) for row in rows} == {("walk", "paint", 2)}
+    assert again == out
+    assert rows_of(other)[0]["id"] == "walk-2-paint-s1-000"
+    assert rows_of(other)[0]["prompt"] != rows[0]["prompt"]
+
+
+def test_prompts_of_given_sizes(run):
+    """Every size reaches the page; without a level the id has none."""
+    sizes = ["--facts", "9", "--lines", "7", "--filler", "2", "--kinds", "3", "--report", "2"]
+    _, out, _ = run("prompts", "--task", "walk", "--n", "1", *sizes, "--cycle", "3")
+    (row,) = rows_of(out)
+    facts, _, rest = row["prompt"].partition(" key : ")
+    key, _, question = rest.partition(" question : ")
+
+    assert row["id"] == "walk-paint-s0-000"
+    assert row["level"] is None
+    assert facts.split().count(".") == 9 + 2 * 9
+    assert key.count(",") == 3
+    assert question.split()[1] == "#6"
+    assert question.split("report ")[1].count("#") == 2
+    assert len({line.split()[0] for line in row["reference"].split(" ; ")[:7]}) == 3
+
+
+def test_prompts_of_several_tasks_levels_and_domains(run):
+    """Spread evenly over their combinations, with ids of their own; the same command, the same."""
+    command = ["prompts", "--task", "walk,get", "--task", "needle", "--level", "1,2",
+               "--domain", "paint,ore", "--n", "26", "--seed", "3"]  # fmt: skip
+
+    status, out, err = run(*command)
+    again = run(*command)[1]
+    other = run(*command[:-1], "4")[1]
+
+    assert (status, err) == (0, "")
+    assert again == out
+    rows = rows_of(out)
+    assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == 26
+    assert {row["prompt"] for row in rows_of(other)}.isdisjoint(row["prompt"] for row in rows)
+    labels = [(row["task"], row["level"], row["domain"]) for row in rows]
+    counts = Counter(labels)
+    assert sorted(counts) == sorted(product(("get", "needle", "walk"), (1, 2), ("ore", "paint")))
+    assert sorted(counts.values()) == [2] * 10 + [3] * 2
+    assert set(labels[:12]) == set(counts)
+    for place in range(3):  # early on too, each value has its share
+        assert max(Counter(label[place] for label in labels[:6]).values()) <= 3
+    for row in rows:
+        assert row["id"].startswith(f"{row['task']}-{row['level']}-{row['domain']}-s3-")
+        assert row["reference"] == ledger.solve(row["prompt"]).response
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_every_combination_has_one_turn(sizes):
+    """All of them once, and in as many turns as there are values of the first each has one."""
+    turns = prompting._turns(*map(range, sizes))
+
+    assert sorted(turns) == sorted(product(*map(range, sizes)))
+    assert sorted(turn[0] for turn in turns[: sizes[0]]) == list(range(sizes[0]))
+
+
+def test_what_is_not_given_is_all_there_is(run):
+    """Several levels, and every task and domain in turn."""
+    _, out, err = run("prompts", "--level", "1,2", "--n", "56")
+    assert err == ""
+    _, _, err = run("prompts", "--level", "1,2", "--n", "28")
+    assert "28 prompts for 56 combinations (7 tasks x 2 levels x 4 domains)" in one_line(err)
+
+    counts = Counter((row["task"], row["level"], row["domain"]) for row in rows_of(out))
+    assert len(counts) == 7 * 2 * 4
+    assert set(counts.values()) == {1}
+
+
+def test_prompts_in_a_file(run, tmp_path):
+    """`--out` writes what would be printed; what is there is kept unless it may be replaced."""
+    out = tmp_path / "new" / "prompts.jsonl"
+    command = ["prompts", "--task", "get", "--level", "1", "--n", "3"]
+    _, printed, _ = run(*command)
+
+    status, text, err = run(*command, "--out", out)
+    assert (status, err) == (0, "")
+    assert one_line(text).startswith(f"{out}: 3 prompts, with their responses ")
+    assert out.read_text() == printed
+
+    status, _, err = run("prompts", "--out", out)
+    assert status == 2
+    assert "exists; give another --out, or --overwrite" in one_line(err)
+    assert out.read_text() == printed
+
+    status, _, _ = run("prompts", "--n", "1", "--out", out, "--overwrite")
+    assert status == 0
+    assert len(rows_of(out.read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--task", "run"], "task is 'run', expected one of walk, get, join"),
+        (["--domain", "sea"], "domain is 'sea', expected one of paint, ore"),
+        (["--task", "walk,run", "--n", "1"], "task is 'run', expected one of walk, get, join"),
+        (["--task", "walk,"], "--task is 'walk,'; expected names"),
+        (["--level", "two"], "--level is 'two'; expected numbers from 1 to 5"),
+        (["--level", "1,7", "--n", "1"], "level is 7, expected 1 to 5"),
+        (["--level", "1,2", "--facts", "9"], "level 1 sets all sizes itself, but facts is given"),
+        (["--level", "6"], "level is 6, expected 1 to 5"),
+        (["--level", "2", "--facts", "9"], "level 2 sets all sizes itself, but facts is given too"),
+        (["--level", "2", "--filler", "0", "--report", "1"], "but filler, report are given too"),
+        (["--facts", "500"], "facts is 500, expected 2 to 160"),
+        (["--n", "0"], "see kvsim prompts --help"),
+        (["--overwrite"], "give --out FILE.jsonl too"),
+        (["--out", "folder", "--overwrite"], "folder exists and is not a file"),
+        (["--out", "file/prompts.jsonl"], "file is a file; expected a folder"),
+    ],
+)  # fmt: skip
+def test_prompts_refuses(run, tmp_path, monkeypatch, arguments, expected):
+    """What cannot be is one line, status 2, and leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+
+    status, out, err = run("prompts", *arguments)
+
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert expected in err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]

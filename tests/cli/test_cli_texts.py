@@ -1,0 +1,82 @@
+"""Texts of a trace are text, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import kvsim
+from mutations import reseal_folder
+
+#: What a terminal would act upon, what a reader would be misled by, and what UTF-8 cannot hold.
+HOSTILE = "\x1b[31m\x9b2J\x07\u202e\u2066\u2028<i>[b]x[/b] $x^$\r\nsecond line\x7f\ud800 漢"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A trace whose names and texts are not to be trusted."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 90, 8) for heads in (4, 2, 2))
+    words = [HOSTILE.replace("\ud800", ""), "y" * 5000, "<b>", "[/]"]
+    made = kvsim.Trace.from_arrays(
+        q, k, v, prompt_len=30, rope=kvsim.Rope.default(8),
+        token_text=[words[i % 4] for i in range(90)],
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("hostile") / "t.zarr"
+    made.save(path)
+    stored = json.loads((path / "zarr.json").read_text())
+    stored["attributes"]["name"] = f"evil {HOSTILE}"
+    stored["attributes"]["meta"] = {
+        "text": {"prompt": HOSTILE * 50, "response": HOSTILE},
+        "labels": {"task": HOSTILE, "domain": "d"},
+        "answer_check": {"answer": HOSTILE, "right": False, "expected": HOSTILE},
+        "model": {"name": HOSTILE, "type": HOSTILE},
+        "versions": {"kvsim": HOSTILE},
+        "notes": [HOSTILE],
+    }
+    (path / "zarr.json").write_text(json.dumps(stored))
+    reseal_folder(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "info {0}",
+        "info {0} --json",
+        "verify {0}",
+        "replay {0} --policy tova,h2o --budget 16",
+        "replay {0} --policy tova --budget 16 --metric repetition,output_error --json",
+        "replay {0} --policy tova --budget 16 --memory 1",
+        "replay {0} {0} --policy tova --budget 16",
+        "layers {0} --budget 16 --window 4",
+        "layers {0} sample --budget 16 --window 4",
+        "layers {0} --budget 16 --window 4 --gold 3 --figures figures",
+        "layers {0} --budget 16 --gold-text nothing",
+        "plot token_text {0} --policy tova --budget 16 --out x.png",
+        "plot token_text {0} --policy tova --budget 16 --layer 9 --out x.png",
+        "plot lift_bars {0} --policy tova --budget 40 --out x.svg",
+        "plot bursts {0} --policy tova,h2o --budget 16 --zoom 5-40 --out x.pdf",
+        "plot iou_by {0} --policy tova --budget 16 --by task --out x.png",
+        "plot over_budgets {0} --policy tova --budget 16 --out x.png",
+    ],
+)
+def test_texts_of_a_trace_are_text(run, hostile, tmp_path, monkeypatch, command):
+    """No control character and no mark of direction reaches the terminal, no name makes a line."""
+    monkeypatch.chdir(tmp_path)
+
+    status, out, err = run(*command.format(hostile).split())
+
+    assert status in (0, 2)
+    for said in (out, err):
+        assert all(c == "\n" or c.isprintable() for c in said)
+        assert not any(line.startswith("second line") for line in said.splitlines())
+        said.encode("utf-8")
+    if status == 2:
+        assert err.startswith("error: ")
+        assert out == ""
+    if "info" in command:
+        assert "\\u001b[31m" in out
+        assert "\\u202e" in out
