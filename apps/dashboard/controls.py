@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,6 +95,8 @@ def sidebar(shown: Sequence[str]) -> None:
 
     They stay because the frame of the pages shows them, and not a page.
     """
+    _restore("run", [*runs(), HERE])
+    _restore("trace", traces())
     with st.sidebar:
         if "run" in shown:
             listed = runs()
@@ -119,6 +121,15 @@ def sidebar(shown: Sequence[str]) -> None:
             choose("Layer", "layer", range(opened.n_layers), layer, left)
             if "head" in shown:
                 choose("KV head", "head", range(opened.n_heads), head, right)
+
+
+def _restore(key: str, options: Collection[str]) -> None:
+    """Choose again what a link or the user chose before pages that do not show the widget."""
+    chosen = st.session_state.get(key) or st.query_params.get(key)
+    if chosen is not None:
+        st.session_state[f"last_{key}"] = chosen
+    elif st.session_state.get(f"last_{key}") in options:
+        st.session_state[key] = st.session_state[f"last_{key}"]
 
 
 def trace() -> Trace:

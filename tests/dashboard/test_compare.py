@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import polars as pl
 import pytest
@@ -234,6 +235,22 @@ def test_a_link_chooses_from_what_there_is(opened, ran):
     assert not app.exception
     assert app.selectbox(key="run").value == "one"
     assert "os:system" not in app.multiselect(key="policies").value
+
+
+def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ran, tmp_path):
+    """The page of a run does not show it; the next page has it, and its link."""
+    shutil.copytree(ran / "one", tmp_path / "one")
+    for name in ("a", "b"):
+        shutil.copytree(ran / "trace.zarr", tmp_path / f"{name}.zarr")
+    app = opened(tmp_path, "compare", trace="b.zarr")
+    assert "trace" not in [box.key for box in app.selectbox]
+
+    for page in ("trace", "compare", "trace"):
+        switch(app, page)
+        app.query_params = {}  # as a browser goes on to another page
+        app.run()
+    assert app.selectbox(key="trace").value == "b.zarr"
+    assert app.query_params["trace"] == "b.zarr"
 
 
 @pytest.mark.parametrize("control", ["metric", "variant", "by", "base"])
