@@ -374,6 +374,6 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
         wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
     measured = [name for name in metrics if name in wide.columns]
     if "retained_iou" in measured:
-        measured.append("iou_chance")
+        measured.insert(measured.index("retained_iou") + 1, "iou_chance")
     cell = ("policy", "params", "budget", "share", "interval", "prefill")
     return wide.select(*cell, *measured, "exact")

@@ -154,7 +154,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(run, paths, tmp_path, comm
     ],
 )
 def test_remarks_of_records_go_to_standard_error(run, paths, tmp_path, command, count):
-    """Each once, whatever the number of traces; standard output has the file alone."""
+    """Each once, whatever the number of traces and budgets; standard output has the file alone."""
     name, *options = command.split()
     # the ratio of a trace of another length is another budget
     traces = paths[:1] if FIGURES[name].single or "--ratio" in options else paths

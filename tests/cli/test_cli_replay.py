@@ -448,3 +448,13 @@ def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace)
     (remark,) = found["remarks"]
     assert remark.startswith("ams+snapkv: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries")
     assert "Note: ams+snapkv: budget 20 holds 4 of 4 sinks" in text
+
+
+def test_a_metric_that_a_trace_cannot_have_is_named(run):
+    """It is no column of the table, and a note says why."""
+    given = ["--policy", "tova", "--budget", "48", "--interval", "64"]
+
+    _, out, _ = run("replay", "sample", *given, "--metric", "output_error,needle_recall")
+
+    assert "needle_recall cannot be computed on this trace" in out
+    assert "cannot be computed" not in run("replay", "sample", *given)[1]
