@@ -72,7 +72,10 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
             part = of_metric.filter(policy=policy)
             at = np.array([budgets.index(budget) for budget in part["asked"]])
             low, mean, high = (part[end].to_numpy() for end in ("low", "mean", "high"))
-            axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
+            if len(at) > 1:
+                axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
+            else:  # a band of no width
+                axis.vlines(at, low, high, color=style["color"], lw=1.3)
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
         rows = of_metric.select("policy", "asked", "mean").rows()
