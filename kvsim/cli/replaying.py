@@ -126,7 +126,7 @@ def replay(
                 progress=report,
             )
         shown = metric or available(SUMMARY, opened)
-        show_run(run, opened, policies, protect, shown, out, as_json=as_json)
+        show_run(run, opened, policies, protect, shown, out, as_json=as_json, required=metric or ())
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {left(out)}", 130) from None
 
@@ -152,10 +152,12 @@ def show_run(
     *,
     as_json: bool,
     whole: bool = False,
+    required: Sequence[str] = (),
 ) -> None:
     """Print those metrics of the outcome of a sweep that it has, and end with the right status.
 
-    whole: print all of what the model of a live run wrote.
+    whole: print all of what the model of a live run wrote. required: metrics that a note names if
+    they are not among them.
     """
     from kvsim.analysis.table import REGRET
 
@@ -173,7 +175,7 @@ def show_run(
     else:
         _print(opened, policies, protect, run, shown, out)
         echo_responses(run.responses.to_dicts(), whole=whole)
-        if shown and (missing := [name for name in metrics if name not in measured]):
+        if shown and (missing := [name for name in required if name not in measured]):
             where = "these traces" if len(opened) > 1 else "this trace"
             show.echo_text(
                 f"Note: {', '.join(missing)} cannot be computed on {where}; `kvsim metrics "
