@@ -132,6 +132,16 @@ def test_over_budgets_names_the_best_at_both_ends(metric, said):
     assert readings.over_budgets(means(*rows, ("b", "128", 0.2)), metric) == said
 
 
+def test_the_full_cache_is_no_rival():
+    """It loses nothing; alone it is named, and an end where neither direction is better."""
+    rows = (("full", "64", 0.0), ("a", "64", 0.5), ("b", "64", 0.3))
+
+    best = readings.over_budgets(means(*rows), "output_error")
+    assert "at budget 64 b (0.3), then a (0.5)" in best
+    assert "full (0)" in readings.over_budgets(means(*rows), "unheard_of")
+    assert "full (0)" in readings.over_budgets(means(rows[0]), "output_error")
+
+
 def test_over_budgets_of_a_split_names_the_best_of_each_part():
     """At the largest budget."""
     rows = [("a", "64", 0.5), ("a", "128", 0.1), ("b", "128", 0.2), ("a", "128", 0.4)]

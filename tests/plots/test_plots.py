@@ -113,6 +113,18 @@ def test_the_error_figure_has_a_line_per_policy_and_its_fidelity(trace, records)
     assert "exact, open" in figure.get_suptitle()
 
 
+def test_errors_far_apart_are_drawn_on_a_logarithmic_axis(trace, records):
+    """Where one is more than ten times another, which would lie flat on the axis."""
+    loses_next_to_nothing = kvsim.replay(trace, kvsim.policy("tova"), trace.n_pos - 3, interval=1)
+
+    scales = [
+        plots.error_over_rows(trace, [records[0], record]).axes[0].get_yscale()
+        for record in (records[0], loses_next_to_nothing)
+    ]
+
+    assert scales == ["linear", "log"]
+
+
 def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
     """A block of cells shows the worst of them."""
     monkeypatch.setattr(plots.records, "_PIXELS", 10)

@@ -54,6 +54,15 @@ def test_lines_are_means_over_prompts(table):
     assert figure.get_suptitle() == "Mean over 3 prompts, with 95 % interval (fidelity: open)"
 
 
+def test_a_single_budget_has_its_interval_as_a_line(table):
+    """A band between one budget and itself would not be seen."""
+    error = over_budgets(table.filter(budget=32)).axes[0]
+
+    ((bottom, top),) = error.collections[0].get_segments()[0][:, 1].reshape(1, 2)
+    mean = error.lines[0].get_ydata()[0]
+    assert bottom < mean < top
+
+
 def test_bytes_are_axes_of_the_front(table):
     """A panel for each metric and each cost that is named, in bytes on a logarithmic axis."""
     sizes = table.filter(metric="entries_seen")
