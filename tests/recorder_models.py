@@ -1,4 +1,4 @@
-"""Models and a tokenizer that tests record."""
+"""Models that tests record."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import functools
 from dataclasses import replace
 
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from families import FAMILIES
 from kvsim.recorder import load_model
 
 NAMES = ("llama", "qwen2", "qwen3")
-UNKNOWN = "<unk>"
 
 
 def build(family, attention="sdpa", **changes):
@@ -31,18 +28,6 @@ def small(family, attention="sdpa"):
 def tiny():
     """The shipped model and its tokenizer."""
     return load_model("tiny")
-
-
-def words_tokenizer(template=None):
-    """A tokenizer of the words w0 to w62 for the random models."""
-    vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
-    inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def exact_attention(trace, layer):

@@ -28,11 +28,15 @@ def small(vocab_size=64):
     return LlamaForCausalLM(config).eval()
 
 
+@functools.cache
 def words_tokenizer(template=None):
     """A tokenizer of the words w0 to w62."""
     vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
     inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token=UNKNOWN, chat_template=template
+        tokenizer_object=inner,
+        unk_token=UNKNOWN,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
     )

@@ -13,10 +13,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
@@ -31,12 +29,12 @@ from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from mutations import reseal_folder
+from small_model import words_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "
     "{% else %}{{ raise_exception('no such role') }}{% endif %}{{ m['content'] }} {% endfor %}w9"
 )
-UNKNOWN = "<unk>"
 ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")
 
 
@@ -49,19 +47,6 @@ def build(layers=4):
 def small():
     """The model, made once."""
     return build()
-
-
-@functools.cache
-def words(template=None):
-    """A tokenizer of the words w0 to w62."""
-    vocab = {UNKNOWN: 63, **{f"w{i}": i for i in range(63)}}
-    inner = Tokenizer(models.WordLevel(vocab=vocab, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.fixture
@@ -313,12 +298,10 @@ def test_a_window_of_attention_is_its_last_rows(rows, n, tmp_path):
 
 def test_a_window_of_a_response_that_ends_early(tmp_path):
     """The last rows are those of the tokens that came, not of those that there could have been."""
-    free = capture(small(), words(), ids(30), max_new_tokens=9).token_text[30:]
+    free = capture(small(), words_tokenizer(), ids(30), max_new_tokens=9).token_text[30:]
 
-    trace = capture(
-        small(), words(), ids(30), max_new_tokens=600, stop=free[4], attention="window:12",
-        out=tmp_path / "a.zarr",
-    )  # fmt: skip
+    options = {"stop": free[4], "attention": "window:12", "out": tmp_path / "a.zarr"}
+    trace = capture(small(), words_tokenizer(), ids(30), max_new_tokens=600, **options)
 
     assert trace.n_pos <= 35
     expected = trace.attention(2, range(trace.n_pos - 12, trace.n_pos))
@@ -475,7 +458,7 @@ def test_system_messages(tmp_path):
     ]
 
     traces = capture_many(
-        small(), words(TEMPLATE), prompts, tmp_path, system="w5", max_new_tokens=0
+        small(), words_tokenizer(TEMPLATE), prompts, tmp_path, system="w5", max_new_tokens=0
     )
 
     texts = [trace.meta["text"] for trace in traces]
@@ -494,8 +477,8 @@ def test_text_as_a_chat():
     """With `chat`, text is a user's message; token ids are taken as they are."""
     options = {"max_new_tokens": 0, "chat": True}
 
-    text = capture(small(), words(TEMPLATE), "w1 w2", **options)
-    tokens = capture(small(), words(TEMPLATE), [1, 2], **options)
+    text = capture(small(), words_tokenizer(TEMPLATE), "w1 w2", **options)
+    tokens = capture(small(), words_tokenizer(TEMPLATE), [1, 2], **options)
 
     assert text.meta["text"]["prompt"] == "w7 w1 w2 w9"
     assert text.meta["text"]["messages"] == [{"role": "user", "content": "w1 w2"}]
@@ -513,7 +496,7 @@ def test_text_parts_are_one_text(tmp_path):
     chat = [*parts("w1 ", "w2"), {"role": "user", "content": "w3"}]
     (line,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": chat}))
 
-    trace = capture(small(), words(TEMPLATE), chat, max_new_tokens=0)
+    trace = capture(small(), words_tokenizer(TEMPLATE), chat, max_new_tokens=0)
 
     plain = [{"role": "user", "content": "w1 w2"}, *chat[1:]]
     assert line.content == plain
@@ -568,7 +551,7 @@ def test_text_without_a_tokenizer(prompt, options, message, runs):
 def test_chats_that_are_refused(prompt, template, options, message, runs):
     """What no template can render is one line."""
     with pytest.raises(CaptureError, match=message) as caught:
-        capture(small(), words(template), prompt, **options)
+        capture(small(), words_tokenizer(template), prompt, **options)
 
     one_line(caught)
     assert runs == []
@@ -579,14 +562,14 @@ def test_chats_that_are_refused(prompt, template, options, message, runs):
 
 def test_the_response_ends_with_the_token_that_completes_a_string():
     """It is the shortest response that holds one of the strings, which may span tokens."""
-    free = capture(small(), words(), ids(20), max_new_tokens=30)
+    free = capture(small(), words_tokenizer(), ids(20), max_new_tokens=30)
     after = free.token_text[20:]
     pair = f"{after[7]} {after[8]}"
     texts = [" ".join(after[:n]) for n in range(1, 31)]
     length = next(n for n, text in enumerate(texts, start=1) if pair in text)
 
-    stopped = capture(small(), words(), ids(20), max_new_tokens=30, stop=("never", pair))
-    alone = capture(small(), words(), ids(20), max_new_tokens=30, stop=pair)
+    stopped = capture(small(), words_tokenizer(), ids(20), max_new_tokens=30, stop=("never", pair))
+    alone = capture(small(), words_tokenizer(), ids(20), max_new_tokens=30, stop=pair)
 
     assert stopped.tokens.tolist() == free.tokens.tolist()[: 20 + length]
     assert stopped.meta["generation"]["stopped"] == "stop"
@@ -600,10 +583,10 @@ def test_the_response_ends_with_the_token_that_completes_a_string():
 def test_the_prompt_does_not_stop_the_response():
     """A stop string in the prompt is none in the response."""
     prompt = [60, 61, *ids(10)]
-    free = capture(small(), words(), prompt, max_new_tokens=5)
+    free = capture(small(), words_tokenizer(), prompt, max_new_tokens=5)
     assert "w60 w61" not in free.meta["text"]["response"]
 
-    trace = capture(small(), words(), prompt, max_new_tokens=5, stop="w60 w61")
+    trace = capture(small(), words_tokenizer(), prompt, max_new_tokens=5, stop="w60 w61")
 
     assert trace.n_pos == free.n_pos
 
@@ -656,7 +639,7 @@ SAME = {
 def recorded(tmp_path_factory):
     """Traces of `MANY`, not to be changed."""
     folder = tmp_path_factory.mktemp("recorded")
-    capture_many(small(), words(), MANY, folder, **SAME)
+    capture_many(small(), words_tokenizer(), MANY, folder, **SAME)
     return folder
 
 
@@ -677,7 +660,7 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
     (folder / ".b.zarr.tmp-1-abcd").mkdir()  # what a killed capture leaves
     before = state(folder)
 
-    traces = capture_many(small(), words(), MANY, folder, resume=True, **SAME)
+    traces = capture_many(small(), words_tokenizer(), MANY, folder, resume=True, **SAME)
 
     assert [trace.path.name for trace in traces] == ["a.zarr", "b.zarr", "c.zarr"]
     assert [trace.digest for trace in traces] == [
@@ -686,7 +669,7 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
     assert {**state(folder), "b.zarr": 0} == {**before, "b.zarr": 0}
     assert len(runs) == traces[1].n_pos - traces[1].prompt_len + 1
     runs.clear()
-    capture_many(small(), words(), MANY, folder, resume=True, **SAME)
+    capture_many(small(), words_tokenizer(), MANY, folder, resume=True, **SAME)
     assert runs == []
 
 
@@ -716,7 +699,7 @@ def test_a_trace_of_another_capture_is_refused(prompts, changed, message, folder
     wanted = [prompts.get(one.id, one) for one in MANY]
 
     with pytest.raises(CaptureError, match=message) as caught:
-        capture_many(small(), words(), wanted, folder, **{**SAME, **changed}, resume=True)
+        capture_many(small(), words_tokenizer(), wanted, folder, **{**SAME, **changed}, resume=True)
 
     assert "is of another capture" in one_line(caught)
     assert (runs, state(folder)) == ([], before)
@@ -734,7 +717,7 @@ def test_a_trace_of_another_model_is_refused(folder):
         (eager, "its attention kernel is sdpa, expected eager"),
     ):
         with pytest.raises(CaptureError, match=message):
-            capture_many(model, words(), MANY, folder, **SAME, resume=True)
+            capture_many(model, words_tokenizer(), MANY, folder, **SAME, resume=True)
 
 
 def test_a_damaged_trace_is_not_kept(folder, runs):
@@ -743,7 +726,7 @@ def test_a_damaged_trace_is_not_kept(folder, runs):
     shutil.rmtree(folder / "a.zarr")
 
     with pytest.raises(TraceError, match=r"c\.zarr: k has 1 of 2 chunks"):
-        capture_many(small(), words(), MANY, folder, **SAME, resume=True)
+        capture_many(small(), words_tokenizer(), MANY, folder, **SAME, resume=True)
 
     assert runs == []
 
@@ -797,11 +780,11 @@ def test_a_full_disk_among_many_prompts(chunks, expected, tmp_path, full):
     full[0] = chunks  # a trace has one for each of two layers
 
     with pytest.raises(TraceError, match=expected) as caught:
-        capture_many(small(), words(), MANY, tmp_path, **SAME)
+        capture_many(small(), words_tokenizer(), MANY, tmp_path, **SAME)
     one_line(caught)
     left = sorted(path.name for path in tmp_path.glob("*.zarr"))
     full[0] = 10**6
-    traces = capture_many(small(), words(), MANY, tmp_path, resume=True, **SAME)
+    traces = capture_many(small(), words_tokenizer(), MANY, tmp_path, resume=True, **SAME)
 
     assert left == ["a.zarr", "b.zarr", "c.zarr"][: chunks // 2]
     assert ("--resume" in str(caught.value)) == bool(left)
@@ -819,20 +802,20 @@ def test_a_model_that_is_refused_among_many_prompts(tmp_path):
 
     model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(off)
     with pytest.raises(CaptureError, match=r"^prompt 'b' \(2 of 3, .*o_proj of layer 1 differs"):
-        capture_many(model, words(), MANY, tmp_path, max_new_tokens=6, o_proj=True)
+        capture_many(model, words_tokenizer(), MANY, tmp_path, max_new_tokens=6, o_proj=True)
 
 
 def test_a_trace_that_is_in_the_way_of_many(folder, runs):
     """The refusal names `resume`, unless all are to be replaced or there is one trace alone."""
     message = r"a\.zarr exists, expected .*, or resume=True \(--resume\), which keeps traces"
     with pytest.raises(TraceExistsError, match=message) as caught:
-        capture_many(small(), words(), MANY, folder, **SAME)
+        capture_many(small(), words_tokenizer(), MANY, folder, **SAME)
     one_line(caught)
     with pytest.raises(TraceExistsError, match=r"\(--overwrite\)$"):
-        capture(small(), words(), "w1 w2", out=folder / "a.zarr")
+        capture(small(), words_tokenizer(), "w1 w2", out=folder / "a.zarr")
     (folder / "b.zarr" / "zarr.json").unlink()
     with pytest.raises(TraceExistsError, match=r"b\.zarr exists and is not .* what is there$"):
-        capture_many(small(), words(), MANY, folder, **SAME, overwrite=True)
+        capture_many(small(), words_tokenizer(), MANY, folder, **SAME, overwrite=True)
 
     assert runs == []
 
@@ -845,7 +828,7 @@ def saved(tmp_path_factory):
     """A folder with the small model and its tokenizer."""
     path = tmp_path_factory.mktemp("model") / "small"
     small().save_pretrained(path)
-    words(TEMPLATE).save_pretrained(path)
+    words_tokenizer(TEMPLATE).save_pretrained(path)
     return path
 
 
@@ -954,7 +937,9 @@ def test_a_device_map_is_passed_on(device_map, saved):
 
     trace = capture(model, tokenizer, ids(40), max_new_tokens=3, residual=True, o_proj=True)
 
-    expected = capture(small(), words(), ids(40), max_new_tokens=3, residual=True, o_proj=True)
+    expected = capture(
+        small(), words_tokenizer(), ids(40), max_new_tokens=3, residual=True, o_proj=True
+    )
     for name in ARRAYS:  # weights lie at other addresses
         assert torch.allclose(trace.read(name), expected.read(name), atol=1e-4)
 
@@ -1043,7 +1028,7 @@ def test_a_recovered_trace_is_no_whole_one(folder, runs):
     reseal_folder(root.parent)
 
     with pytest.raises(CaptureError, match=r"b.zarr .*recovered from an interrupted capture"):
-        capture_many(small(), words(), MANY, folder, resume=True, **SAME)
+        capture_many(small(), words_tokenizer(), MANY, folder, resume=True, **SAME)
     assert runs == []
 
 

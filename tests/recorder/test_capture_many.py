@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorder_models import exact_attention, small, tiny, words_tokenizer
+from recorder_models import exact_attention, small, tiny
 
 import kvsim.tiny
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.store import describe, verify
 from kvsim.tiny import tasks
+from small_model import words_tokenizer
 
 # --- the shipped model ---
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import constants
-from recorder_models import UNKNOWN, small, tiny, words_tokenizer
+from recorder_models import small, tiny
 from safetensors.torch import load_file, save_file
 
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, load_model
 from kvsim.recorder import models as loading
 from kvsim.recorder.models import read_ropes, unreachable
+from small_model import UNKNOWN, words_tokenizer
 
 
 @pytest.fixture(scope="module")
