@@ -93,7 +93,7 @@ def numbers(courses: Mapping[str, pl.DataFrame]) -> None:
                 format="percent",
                 help=f"regions of {REGION} positions of which nothing is left",
             ),
-            "longest": form("longest gap", help="longest run of positions that are dropped"),
+            "longest": form("longest gap", help="longest run of positions that are evicted"),
             "middle": form("middle kept", format="percent", help="of the text's middle third"),
         },
     )

@@ -37,7 +37,7 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
 # Colour of each of tiles.STATES: they differ in lightness too.
 _STATES = ("rgba(0,0,0,0)", KEPT, PALE, MISSED)
 #: The colours of `retention` in words.
-LEGEND = _legend([*STATES[1:], "the longest dropped run"], [*_STATES[1:], QUOTA])
+LEGEND = _legend([*STATES[1:], "the longest evicted run"], [*_STATES[1:], QUOTA])
 # Colour of each of tiles.READ_STATES; a lighter blue on white, and a darker one on black.
 _READ_STATES = ("rgba(0,0,0,0)", PALE, f"rgba{(*hex_to_rgb(KEPT), 0.4)}", KEPT)
 #: The colours of `reading` in words.
@@ -58,12 +58,12 @@ def retention(
     figure = _map(tile, positions, events, _STATES, STATES, "after %{y}")
     figure.update_traces(ygap=1 if len(events) <= 100 else 0)
     # the first and the last cell of each gap, and nothing between two gaps
-    dropped = gaps[:, 1] > gaps[:, 0]
-    cells = np.searchsorted(tile.positions, gaps[dropped] - [0, 1], side="right") - 1
+    evicted = gaps[:, 1] > gaps[:, 0]
+    cells = np.searchsorted(tile.positions, gaps[evicted] - [0, 1], side="right") - 1
     ends: list[str | None] = []
     for first, last in cells.tolist():
         ends += [positions[first], positions[last], None]
-    lines = [name for name, has in zip(events, dropped, strict=True) if has for _ in range(3)]
+    lines = [name for name, has in zip(events, evicted, strict=True) if has for _ in range(3)]
     figure.add_scatter(
         x=ends,
         y=lines,

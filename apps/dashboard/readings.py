@@ -74,7 +74,7 @@ def retention(course: pl.DataFrame) -> str:
     regions = "" if wiped is None else f"{wiped:.0%} of its regions are wiped out, and "
     return (
         f"After row {event['event']} this head has {event['kept']} of {event['event'] + 1:,} "
-        f"positions ({event['share']:.0%}); {regions}the longest dropped run has "
+        f"positions ({event['share']:.0%}); {regions}the longest evicted run has "
         f"{event['longest']:.0f}."
     )
 

@@ -26,8 +26,8 @@ WINDOW = 4096
 
 _LEGEND = (
     f'<span style="background:{KEPT}66;font-weight:bold">kept</span> &ensp; '
-    '<span style="color:#767676">dropped</span> &ensp; '
-    f'<span style="background:{MISSED}80;font-weight:bold">dropped, though a later row would give '
+    '<span style="color:#767676">evicted</span> &ensp; '
+    f'<span style="background:{MISSED}80;font-weight:bold">evicted, though a later row would give '
     f"it at least {NEEDED:.0%} of its attention</span> &ensp; "
     '<span style="color:#767676;font-style:italic">came later</span>'
 )
@@ -166,7 +166,7 @@ def text(replay: Replayed, row: int, start: int = 0) -> None:
     """Show the text by the state of its tokens, with the colours of `token_html`."""
     place = replay.place(row)
     if place is None:
-        st.caption("Nothing has been dropped by then.")
+        st.caption("Nothing has been evicted by then.")
         return
     trace, stop = replay.settings.trace, start + WINDOW
     st.html(token_html(trace, replay.record, **place, start=start, stop=stop))

@@ -83,10 +83,10 @@ def attention_tile(
 
 
 #: States of an entry in a tile of retention; the order of the codes.
-STATES = ("not yet there", "kept", "dropped", "in a region of which nothing is left")
-_FUTURE, _RETAINED, _DROPPED, _WIPED = range(4)
-# Which code stands for several, ascending: an entry that stays must not vanish among dropped ones.
-_STRENGTH = np.array([_FUTURE, _WIPED, _DROPPED, _RETAINED], dtype=np.uint8)
+STATES = ("not yet there", "kept", "evicted", "in a region of which nothing is left")
+_FUTURE, _RETAINED, _EVICTED, _WIPED = range(4)
+# Which code stands for several, ascending: an entry that stays must not vanish among evicted ones.
+_STRENGTH = np.array([_FUTURE, _WIPED, _EVICTED, _RETAINED], dtype=np.uint8)
 
 
 def retention_tile(
@@ -107,7 +107,7 @@ def retention_tile(
     first = -(-SINK // region) * region
     for place, row in enumerate(shown):
         kept = gone[head] > row
-        codes[place, : row + 1] = np.where(kept[: row + 1], _RETAINED, _DROPPED)
+        codes[place, : row + 1] = np.where(kept[: row + 1], _RETAINED, _EVICTED)
         stop = max(first, (row + 1 - RECENT) // region * region)
         empty = ~kept[first:stop].reshape(-1, region).any(1)
         codes[place, first:stop][np.repeat(empty, region)] = _WIPED

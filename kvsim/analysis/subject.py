@@ -285,7 +285,7 @@ class Subject:
 
     @cached_property
     def bursts(self) -> list[tuple[Layers, Bursts]]:
-        """(layers, runs of all that is dropped) of the record."""
+        """(layers, runs of all that is evicted) of the record."""
         return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in self.layer_groups]
 
 

@@ -33,7 +33,7 @@ def ams(e: Evidence) -> Iterator[Claim]:
         says = f"AMS keeps more of the middle of the text than {base}"
         yield e.compared("Q3", says, with_ams, base, "middle_coverage")
     for base, with_ams in couples:
-        says = f"The longest run of tokens that AMS drops is shorter than that of {base}"
+        says = f"The longest run of tokens that AMS evicts is shorter than that of {base}"
         yield e.compared("Q4", says, base, with_ams, "burst_length", "longest")
     yield from _ablations(e)
     for base, with_ams in couples:

@@ -342,7 +342,7 @@ _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 _CALLED = {
     ("retained_iou", ""): "IoU of consecutive kept sets",
     ("middle_coverage", ""): "share kept of the middle third",
-    ("burst_length", "longest"): "longest run of dropped tokens",
+    ("burst_length", "longest"): "longest run of evicted tokens",
     ("boundary_shift", ""): "tokens from a boundary to the nearest one of the event before",
     ("retained_position", ""): "mean place of what is kept, 0 to 1",
     ("retained_position", "distance"): "largest distance of the places kept from even ones",

@@ -4,7 +4,7 @@
     registry     every figure by name: summary, source, inputs, options
     summary      policies against each other over budgets, and where entries are kept
     records      positions retained and missed, output error by row, text by state
-    events       positions that an event keeps, dropped bursts, segments and their quotas
+    events       positions that an event keeps, evicted bursts, segments and their quotas
     attention    overlap of top keys, sparsity, expected against observed attention
     normality    queries next to the normal distributions that fit them
     layers       selection layers of ASL, curves by layer, how layers rank the tokens of a prompt

@@ -1,4 +1,4 @@
-"""Figures of events: positions that policies keep and drop in bursts, segments and their quotas."""
+"""Figures of events: positions that policies keep, bursts of evicted ones, segments and quotas."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def bursts(
     zoom: tuple[int, int] | None = None,
     least: int = 32,
 ) -> Figure:
-    """Positions that each policy keeps after an event, as a strip each, and its dropped bursts.
+    """Positions that each policy keeps after an event, as a strip each, and its evicted bursts.
 
     AMS (arXiv 2605.23200), Fig. 2. Above, all positions so far; below, a part of them. A bracket
-    over a strip marks a burst, a maximal run of dropped positions that is long enough, and its
-    length. Positions that the event itself dropped have their own colour. Where there are more
+    over a strip marks a burst, a maximal run of evicted positions that is long enough, and its
+    length. Positions that the event itself evicted have their own colour. Where there are more
     positions than pixels, neighbours are averaged.
 
     records: a strip each; policies, budgets or both. row: of the event; see
     `kvsim.analysis.kept.states.strips_after`. zoom: first and last position of the part below; by
-    default the longest run of dropped positions of any record and what is around it, or of a run of
+    default the longest run of evicted positions of any record and what is around it, or of a run of
     more than 64 positions those 64 of which the other records keep most. least: positions from
     which a run is a burst.
     """
@@ -83,7 +83,7 @@ def bursts(
     for at, strip in enumerate(strips):
         longest = strip.lengths.max(initial=0)
         bursts = plural(int((strip.lengths >= least).sum()), "burst")
-        text = f"{strip.kept} kept, {bursts}\nlongest run dropped: {longest}"
+        text = f"{strip.kept} kept, {bursts}\nlongest run evicted: {longest}"
         whole.text(1.01, at, text, transform=whole.get_yaxis_transform(), **look)
     _name_positions(part, trace, first, last)
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
@@ -94,7 +94,7 @@ def bursts(
         state: Patch(color=colour) for state, colour in zip(STRIP_STATES, _COLOURS, strict=True)
     }
     bracket = Line2D([], [], color="black", marker="|", ms=5, lw=1.2)
-    handles[f"a burst: {least} or more dropped in a row"] = bracket
+    handles[f"a burst: {least} or more evicted in a row"] = bracket
     legend_of(figure, handles, columns=4)
     return figure
 
@@ -103,7 +103,7 @@ def _stretch(strips: Sequence[Strip]) -> tuple[int, int]:
     """First and last position of the closer look; see `bursts`."""
     runs = np.concatenate([strip.runs for strip in strips])
     if not len(runs):
-        raise PolicyError("nothing is dropped after this row; take a later one")
+        raise PolicyError("nothing is evicted after this row; take a later one")
     first, last = runs[(runs[:, 1] - runs[:, 0]).argmax()].tolist()
     length = last - first + 1
     if length <= _WORDS:

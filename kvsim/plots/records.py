@@ -223,7 +223,7 @@ def token_text(
     row: int | None = None,
     start: int = 0,
 ) -> Figure:
-    """The text of a trace, with a style each for retained, dropped and not yet scored tokens.
+    """The text of a trace, with a style each for retained, evicted and not yet scored tokens.
 
     Under a reader, tokens that stay and that the next row does not read have one too.
 
@@ -282,7 +282,7 @@ def token_html(
 
     The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
     Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
-    which distinguishes dropped tokens that a later row would attend to (`token_states`).
+    which distinguishes evicted tokens that a later row would attend to (`token_states`).
     """
     trace = as_trace(trace)
     states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)

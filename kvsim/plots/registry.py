@@ -106,7 +106,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         "Positions that each row sees, and the evicted ones that it would attend to.",
         ("trace", "records"), _PLACE),
     "bursts": _events(
-        "Positions that each policy keeps after an event, and the long runs that it dropped.",
+        "Positions that each policy keeps after an event, and the long runs that it evicted.",
         ("trace", "records"), (*_PLACE, "zoom"), "AMS, Fig. 2"),
     "error_over_rows": _records(
         "Output error of every row after the prompt.",
@@ -134,7 +134,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
         "Cumulative attention mass, the segments that it is cut into, and their quotas.",
         ("trace", "plans"), _PLACE, "AMS, Fig. 3", requires="`ams` around any scorer"),
     "token_text": _records(
-        "The text, each token retained, dropped or not yet scored by one head.",
+        "The text, each token retained, evicted or not yet scored by one head.",
         ("trace", "record"), _PLACE, "G-KV, App. J", requires="text of tokens"),
     "lift_bars": _records(
         "Tokens that are kept more or less often than all tokens.",

@@ -1,4 +1,4 @@
-"""Bursts of dropped entries against plain loops, every arrangement, and cases done by hand."""
+"""Bursts of evicted entries against plain loops, every arrangement, and cases done by hand."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ def runs_of(flags):
 
 
 def expected_runs(last, row, kind):
-    """(entries looked at, runs of dropped ones) of one head after `row`, from the definition."""
+    """(entries looked at, runs of evicted ones) of one head after `row`, from the definition."""
     if kind == "cumulative":
         return row + 1, runs_of([last[p] <= row for p in range(row + 1)])
     live = [p for p in range(row + 1) if last[p] >= row]
@@ -44,7 +44,7 @@ def test_bursts_equal_a_loop_over_positions(last, kind):
             total, runs = expected_runs(last[head], row, kind)
             at = head, j
             assert found.total[at] == total
-            assert found.dropped[at] == sum(runs)
+            assert found.evicted[at] == sum(runs)
             assert found.runs[at] == len(runs)
             assert found.longest[at] == max(runs, default=0)
             percentile = np.percentile(runs, 95, method="inverted_cdf") if runs else 0
@@ -61,16 +61,16 @@ def test_bursts_equal_a_loop_over_positions(last, kind):
 @settings(deadline=None)
 @given(evictions(), st.integers(1, 9), st.sampled_from([0.3, 0.5, 0.95, 1.0]))
 def test_dense_windows_equal_a_loop_over_windows(last, window, density):
-    """Positions in any window of which enough is dropped, whatever its length in binary."""
+    """Positions in any window of which enough is evicted, whatever its length in binary."""
     found = dense_share(last, window, density)
 
     for j, row in enumerate(event_rows(last).tolist()):
         for head in range(len(last)):
-            dropped = last[head, : row + 1] <= row
+            evicted = last[head, : row + 1] <= row
             covered = np.zeros(row + 1, bool)
             for start in range(row + 2 - window):
                 here = slice(start, start + window)
-                if dropped[here].sum() >= density * window - 1e-9:
+                if evicted[here].sum() >= density * window - 1e-9:
                     covered[here] = True
             assert found[head, j] == pytest.approx(covered.mean())
 

@@ -218,7 +218,7 @@ def test_one_segment_has_no_boundary():
 def by_hand(*lengths):
     """A record, and lengths of segments, [S] or [H, S], as its events after rows 29, 39, ... noted.
 
-    Each event drops the two entries in front of the last one: earlier ones stay at their slots.
+    Each event evicts the two entries in front of the last one: earlier ones stay at their slots.
     """
     rows = [29 + 10 * i for i in range(len(lengths))]
     noted = [np.atleast_2d(one)[None] for one in lengths]

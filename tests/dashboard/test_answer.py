@@ -85,11 +85,11 @@ def test_an_empty_folder_shows_two_texts_and_what_they_miss(opened, tmp_path):
     for name, text in zip(("snapkv@scaled", "streaming_llm"), texts, strict=True):
         record = kvsim.replay(trace, kvsim.policy(name), 128, interval=32, prefill=True, layers=[0])
         gone, last = record.evicted_at[0, 2].tolist(), max(record.events)
-        dropped = [p for p in range(last + 1) if gone[p] <= last]
-        missed = {p for p in dropped if (weights[gone[p] + 1 :, p] >= 0.05).any()}
+        evicted = [p for p in range(last + 1) if gone[p] <= last]
+        missed = {p for p in evicted if (weights[gone[p] + 1 :, p] >= 0.05).any()}
         needle = set(range(first, stop))
         assert f"{name} keeps 128 of {last + 1} tokens and misses {len(missed)}" in said(app)
-        kept = len(needle - set(dropped))
+        kept = len(needle - set(evicted))
         assert f"{name} keeps {kept} and misses {len(needle & missed)}" in said(app)
         assert ('title="missed"' in text) == bool(missed)
     before = said(app)

@@ -76,10 +76,10 @@ def test_retention_says_what_an_event_leaves():
 
     assert readings.retention(pl.DataFrame([row])) == (
         "After row 99 this head has 25 of 100 positions (25%); 50% of its regions are wiped out, "
-        "and the longest dropped run has 40."
+        "and the longest evicted run has 40."
     )
     other = pl.DataFrame([{**row, "wipeout": None, "longest": 7.0}])
-    assert readings.retention(other).endswith("(25%); the longest dropped run has 7.")
+    assert readings.retention(other).endswith("(25%); the longest evicted run has 7.")
 
 
 def test_segments_name_where_ams_and_its_scorer_differ_most():

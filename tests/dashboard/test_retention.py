@@ -87,7 +87,7 @@ def test_text_has_the_states_of_the_event(page):
         "later" if p > 353
         else "retained" if gone[p] > 353
         else "missed" if any(weights[row][p] >= 0.05 for row in range(gone[p] + 1, 472))
-        else "dropped"
+        else "evicted"
         for p in range(472)
     ]  # fmt: skip
     changes = 1 + sum(a != b for a, b in pairwise(states))
@@ -274,7 +274,7 @@ def test_nothing_dropped_is_an_empty_state(page):
     app = page(policy="full", beside="none")
 
     assert not app.exception
-    assert any("Nothing is dropped" in one.value for one in app.info)
+    assert any("Nothing is evicted" in one.value for one in app.info)
 
 
 def test_tokens_are_text(page):

@@ -225,7 +225,7 @@ def test_nothing_dropped_is_an_empty_state(page):
     app = page(interval="0")
 
     assert not app.exception
-    assert any("Nothing is dropped" in one.value for one in app.info)
+    assert any("Nothing is evicted" in one.value for one in app.info)
     assert "give an interval that fits the trace" in app.text[0].value
 
 

@@ -51,11 +51,11 @@ def by_hand(gone, row):
     events = [g for g in gone if g <= row]
     states, runs, start = [], [], None
     for p in range(row + 1):
-        dropped = gone[p] <= row
-        states.append(STATES[(2 if gone[p] == max(events) else 1) if dropped else 0])
-        if dropped and start is None:
+        evicted = gone[p] <= row
+        states.append(STATES[(2 if gone[p] == max(events) else 1) if evicted else 0])
+        if evicted and start is None:
             start = p
-        if start is not None and not dropped:
+        if start is not None and not evicted:
             runs.append([start, p - 1])
             start = None
     return states, runs if start is None else [*runs, [start, row]]
@@ -81,7 +81,7 @@ def test_states_and_runs_equal_loops(gone, row):
 
 
 def test_runs_are_those_of_the_metric(trace, records):
-    """The same longest run and the same number of dropped positions in bursts."""
+    """The same longest run and the same number of evicted positions in bursts."""
     row, found = strips_after(trace, records, layer=1, head=1)
 
     assert row == 99
@@ -123,7 +123,7 @@ def test_every_position_has_the_colour_of_its_state(trace, records):
             assert image.get_extent()[:2] == [start - 0.5, stop + 0.5]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         *STATES,
-        "a burst: 32 or more dropped in a row",
+        "a burst: 32 or more evicted in a row",
     ]
 
 
@@ -150,7 +150,7 @@ def test_brackets_are_the_bursts(trace, records):
                      and last >= 5 and first <= 60]  # fmt: skip
     said = [text.get_text() for text in whole.texts if "kept" in text.get_text()]
     assert said[0] == (
-        f"30 kept, {sum(found[0].lengths >= 8)} burst\nlongest run dropped: "
+        f"30 kept, {sum(found[0].lengths >= 8)} burst\nlongest run evicted: "
         f"{found[0].lengths.max()}"
     )
 
@@ -247,12 +247,12 @@ def test_more_positions_than_pixels_are_averaged(monkeypatch):
 
 
 def test_what_cannot_be_shown_is_an_error(trace, records):
-    """Nothing dropped, a record of another trace, positions and rows that are not there."""
+    """Nothing evicted, a record of another trace, positions and rows that are not there."""
     full = kvsim.replay(trace, kvsim.policy("full"), 10)
 
     with pytest.raises(PolicyError, match="nothing left the cache"):
         bursts(trace, [full])
-    with pytest.raises(PolicyError, match="nothing is dropped after this row"):
+    with pytest.raises(PolicyError, match="nothing is evicted after this row"):
         bursts(trace, records, row=20)
     with pytest.raises(TraceError):
         bursts(trace, [replace(records[0], prompt_len=41)])

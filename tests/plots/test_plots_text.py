@@ -103,7 +103,7 @@ def states(record, layer, head, row):
     """The state of each position: a loop over them."""
     gone = record.evicted_at[layer, head].tolist()
     return [
-        "not yet scored" if p > row else "retained" if gone[p] > row else "dropped"
+        "not yet scored" if p > row else "retained" if gone[p] > row else "evicted"
         for p in range(record.n_pos)
     ]
 
@@ -161,7 +161,7 @@ def test_dropped_tokens_that_a_later_row_needs_are_missed(trace, record):
     gone, row = record.evicted_at[1, 0].astype(int), max(record.events)
     later = np.where(np.arange(90) % 2, gone + 1, gone)
     expected = [
-        "missed" if state == "dropped" and p % 2 else state
+        "missed" if state == "evicted" and p % 2 else state
         for p, state in enumerate(states(record, 1, 0, row))
     ]
 
@@ -218,7 +218,7 @@ def test_the_figure_places_every_token_in_the_style_of_its_state(trace, record):
     words = [one.get_text() for one in tokens[: len(HOSTILE)]]
     assert words[:10] == HOSTILE[:10]
     assert words[11:16] == ["\\n", "\\x00", "\\u202e", "\\ud800", "\\u6f22"]
-    colours = {"dropped": "#8a8a8a", "retained": "#0072b2", "not yet scored": "#009e73"}
+    colours = {"evicted": "#8a8a8a", "retained": "#0072b2", "not yet scored": "#009e73"}
     expected = [colours[state] for state in states(record, 1, 0, max(record.events))]
     assert [to_hex(one.get_color()) for one in tokens] == expected
     places = [(one.get_position()[1], one.get_position()[0]) for one in tokens]

@@ -89,7 +89,7 @@ def _map(number: int, replay: Replayed, row: int, height: int) -> None:
         _events(number, replay, row, height)
     elif not replay.reads:
         st.info(
-            "Nothing is dropped in this layer. A smaller budget, or an interval that fits the "
+            "Nothing is evicted in this layer. A smaller budget, or an interval that fits the "
             "trace, makes events act.",
             icon=":material/info:",
         )
@@ -115,7 +115,7 @@ def _events(number: int, replay: Replayed, row: int, height: int) -> None:
     if event.height:
         elements.reading(readings.retention(event))
     else:
-        st.caption(f"Nothing has been dropped after row {row}.")
+        st.caption(f"Nothing has been evicted after row {row}.")
 
 
 def _texts(settings: Settings, shown: Sequence[Replayed], row: int) -> None:

@@ -69,7 +69,7 @@ def page() -> None:
         elements.reading(replays.ams.remark)
     if not replays.events:
         st.info(
-            "Nothing is dropped in this layer. A smaller budget, or an interval that fits the "
+            "Nothing is evicted in this layer. A smaller budget, or an interval that fits the "
             "trace, makes events act.",
             icon=":material/info:",
         )
@@ -139,7 +139,7 @@ def _cut(replays: Replays, row: int) -> None:
     cells = (
         ("Segments", f"{cut['segments']}", f"{cut['length']:.1f} entries each"),
         ("Boundaries moved", moved, again),
-        ("Credit held", f"{cut['credit']:.3f}", "of 1; what was dropped is lost"),
+        ("Credit held", f"{cut['credit']:.3f}", "of 1; what was evicted is lost"),
         ("Mass of recent rows", f"{cut['suffix']:.1%}", counted),
     )
     helps = (

@@ -1,6 +1,6 @@
-"""Bursts: runs of positions that are dropped together (AMS, Fig. 2).
+"""Bursts: runs of positions that are evicted together (AMS, Fig. 2).
 
-One layer's `evicted_at` [H, T] answers for all heads and events at once. What is dropped stays so,
+One layer's `evicted_at` [H, T] answers for all heads and events at once. What is evicted stays so,
 and runs only grow together: a maximal run is a node of the Cartesian tree of eviction times, so
 there are no more of them than entries, whatever the number of events. Time T log(T)^2.
 """
@@ -21,18 +21,18 @@ from kvsim.analysis.kept.retention import LENGTHS, event_rows
 
 @dataclass(frozen=True)
 class Bursts:
-    """Runs of dropped entries of one layer at each event. rows [E]; int [H, E] unless said.
+    """Runs of evicted entries of one layer at each event. rows [E]; int [H, E] unless said.
 
-    total: the entries among which runs are looked for; dropped: how many of them are dropped; runs:
+    total: the entries among which runs are looked for; evicted: how many of them are evicted; runs:
     maximal runs of them. longest, p95: the longest run, and the least length that 95% of the runs
-    do not exceed, 0 without a run. inside [lengths, H, E]: dropped entries in runs of at least
+    do not exceed, 0 without a run. inside [lengths, H, E]: evicted entries in runs of at least
     `lengths`.
     """
 
     rows: Ints
     lengths: tuple[int, ...]
     total: Ints
-    dropped: Ints
+    evicted: Ints
     runs: Ints
     longest: Ints
     p95: Ints
@@ -41,7 +41,7 @@ class Bursts:
     @property
     def mean(self) -> Floats:
         """Mean length of a run, NaN without one; [H, E]."""
-        return share(self.dropped, self.runs)
+        return share(self.evicted, self.runs)
 
     @property
     def per_1000(self) -> Floats:
@@ -50,23 +50,23 @@ class Bursts:
 
     @property
     def shares(self) -> Floats:
-        """Share of the dropped entries in runs of at least `lengths`; [lengths, H, E]."""
-        return share(self.inside, self.dropped)
+        """Share of the evicted entries in runs of at least `lengths`; [lengths, H, E]."""
+        return share(self.inside, self.evicted)
 
     @property
     def mean_chance(self) -> Floats:
         """Expected `mean` of random sets of the same size; [H, E]."""
-        return chance.mean_run(self.total, self.total - self.dropped)
+        return chance.mean_run(self.total, self.total - self.evicted)
 
     @property
     def per_1000_chance(self) -> Floats:
         """Expected `per_1000` of random sets of the same size; [H, E]."""
-        return 1000.0 * chance.n_runs(self.total, self.total - self.dropped) / self.total
+        return 1000.0 * chance.n_runs(self.total, self.total - self.evicted) / self.total
 
     @property
     def shares_chance(self) -> Floats:
         """Expected `shares` of random sets of the same size; [lengths, H, E]."""
-        kept = self.total - self.dropped
+        kept = self.total - self.evicted
         return np.stack([chance.share_in_runs(x, self.total, kept) for x in self.lengths])
 
 
@@ -85,10 +85,10 @@ def dropped_bursts(
     kind: Literal["cumulative", "round"] = "cumulative",
     lengths: Sequence[int] = LENGTHS,
 ) -> Bursts:
-    """Runs of dropped entries: how many, how long, and how much of what is dropped is in long ones.
+    """Runs of evicted entries: how many, how long, and how much of what is evicted is in long ones.
 
     kind: "cumulative" takes all positions that are gone after an event, in the order of the text;
-    "round" what the event itself drops, in the order of the entries live before it: entries that
+    "round" what the event itself evicts, in the order of the entries live before it: entries that
     left earlier lie between nothing.
     """
     rows = event_rows(evicted_at)
@@ -98,9 +98,9 @@ def dropped_bursts(
     gone = now.cumsum(-1)
     everything = np.broadcast_to(rows + 1, gone.shape)
     if kind == "cumulative":
-        total, dropped = everything, gone
+        total, evicted = everything, gone
     else:
-        total, dropped = everything - gone + now, now
+        total, evicted = everything - gone + now, now
     runs = _maximal_runs(died, len(rows), by_round=kind == "round")
     inside = [_alive(runs, shape, runs.length * (runs.length >= least)) for least in lengths]
     count = _alive(runs, shape, np.ones_like(runs.length))
@@ -108,7 +108,7 @@ def dropped_bursts(
         rows,
         tuple(lengths),
         total,
-        dropped,
+        evicted,
         count,
         _ranked(runs, count),
         _ranked(runs, -(-19 * count // 20)),
@@ -176,7 +176,7 @@ def dense_share(evicted_at: EvictedAt, window: int = 64, density: float = 0.95) 
     """Share of the positions that lie in a dense window, at each event; [H, E].
 
     Windows are all `window` consecutive positions of the N there at the event; one is dense from
-    the event on that leaves at least `density` of it dropped.
+    the event on that leaves at least `density` of it evicted.
     """
     heads, total = evicted_at.shape
     rows = event_rows(evicted_at)
@@ -185,7 +185,7 @@ def dense_share(evicted_at: EvictedAt, window: int = 64, density: float = 0.95) 
         return np.zeros((heads, n_events))
     died = np.searchsorted(rows, evicted_at)
     there = np.searchsorted(rows, np.arange(window - 1, total))
-    # the event that drops the window's last entry but spare - 1: the spare-th latest of its events
+    # the event that evicts the window's last entry but spare - 1: the spare-th latest of its events
     spare = window - int(np.ceil(density * window - 1e-9)) + 1
     since = np.maximum(_latest(died, window, spare), there)
     around = np.pad(since, ((0, 0), (window - 1, window - 1)), constant_values=n_events)

@@ -39,18 +39,18 @@ def _at_most(most: int, marked: int, total: int, kept: int) -> float:
 
 
 def n_runs(total: Any, kept: Any) -> Floats:
-    """Expected number of runs of dropped entries: a run begins at 0 or after a kept entry."""
+    """Expected number of runs of evicted entries: a run begins at 0 or after a kept entry."""
     total, kept = (np.asarray(x, np.float64) for x in (total, kept))
     out: Floats = (total - kept) * (kept + 1) / total
     return out
 
 
 def mean_run(total: Any, kept: Any) -> Floats:
-    """Expected mean run of dropped entries, (total + 1) / (kept + 1) - 1 / C(total, kept).
+    """Expected mean run of evicted entries, (total + 1) / (kept + 1) - 1 / C(total, kept).
 
     The number of runs is hypergeometric, and d E[1 / runs] = sum over r > 0 of
     C(d, r) C(kept + 1, r) / C(total, kept) with d = total - kept, which Vandermonde's identity
-    sums. NaN where nothing is dropped.
+    sums. NaN where nothing is evicted.
     """
     total, kept = (np.asarray(x, np.float64) for x in (total, kept))
     mean: Floats = (total + 1) / (kept + 1) - 1 / scipy.special.binom(total, kept)
@@ -58,18 +58,18 @@ def mean_run(total: Any, kept: Any) -> Floats:
 
 
 def share_in_runs(length: int, total: Any, kept: Any) -> Floats:
-    """Expected share of the dropped entries that lie in runs of at least `length`.
+    """Expected share of the evicted entries that lie in runs of at least `length`.
 
     The gap before a kept entry is at least l long with probability P(l) = C(total - l, kept) /
-    C(total, kept), and the sum of l over l >= length is P(length) (1 + kept length / dropped) of
-    the dropped entries. NaN where nothing is dropped.
+    C(total, kept), and the sum of l over l >= length is P(length) (1 + kept length / evicted) of
+    the evicted entries. NaN where nothing is evicted.
     """
     total, kept = (np.asarray(x, np.int64) for x in (total, kept))
-    dropped = total - kept
-    possible = dropped >= length
+    evicted = total - kept
+    possible = evicted >= length
     long = np.where(
         possible, scipy.stats.hypergeom.pmf(0, total, np.where(possible, length, 0), kept), 0.0
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        long = long * (1.0 + kept * length / dropped)
-    return np.where(dropped > 0, long, np.nan)
+        long = long * (1.0 + kept * length / evicted)
+    return np.where(evicted > 0, long, np.nan)

@@ -1,4 +1,4 @@
-"""Metrics of kept sets: where kept and dropped entries lie, and what the kept ones hold."""
+"""Metrics of kept sets: where kept and evicted entries lie, and what the kept ones hold."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[
     return cells
 
 
-#: Where kept and dropped entries lie.
+#: Where kept and evicted entries lie.
 PLACES: Mapping[str, Metric] = {
     "wipeout": Metric(
         "share of text regions of which (almost) nothing is left, per event",
@@ -209,16 +209,16 @@ PLACES: Mapping[str, Metric] = {
         "share kept of the middle third of the text, next to that of the whole",
         "sets", "share", None, "AMS, Fig. 4", _coverage),
     "burst_length": Metric(
-        "mean length of a run of dropped positions, next to chance",
+        "mean length of a run of evicted positions, next to chance",
         "sets", "entries", None, "AMS, Fig. 2", _burst_length),
     "burst_share": Metric(
-        "share of the dropped positions that lie in long runs, next to chance",
+        "share of the evicted positions that lie in long runs, next to chance",
         "sets", "share", None, "as burst_length", _burst_share, main="length=32"),
     "burst_count": Metric(
-        "runs of dropped positions per 1,000 positions, next to chance",
+        "runs of evicted positions per 1,000 positions, next to chance",
         "sets", "per 1,000", None, "as burst_length", _burst_count),
     "dense_drops": Metric(
-        "share of the text in windows of 64 positions of which at least 95% are dropped",
+        "share of the text in windows of 64 positions of which at least 95% are evicted",
         "sets", "share", None, "as burst_length", _dense),
     "segment_count": Metric(
         "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",

@@ -54,26 +54,26 @@ class Leaving:
     """The entries that leave one layer, by position.
 
     rows [E]; died int [H, T], the event at which each entry leaves, E for those that stay; live,
-    dropped int [H, E]: entries before each event, and those of them that it drops.
+    evicted int [H, E]: entries before each event, and those of them that it evicts.
     """
 
     rows: Ints
     died: Ints
     live: Ints
-    dropped: Ints
+    evicted: Ints
 
     @classmethod
     def of(cls, evicted_at: EvictedAt) -> Leaving:
         """Return those of `evicted_at` [H, T]."""
         rows = event_rows(evicted_at)
         died = np.searchsorted(rows, evicted_at)
-        dropped = histogram(died, (len(died), len(rows) + 1))[:, :-1]
-        return cls(rows, died, rows + 1 - dropped.cumsum(-1) + dropped, dropped)
+        evicted = histogram(died, (len(died), len(rows) + 1))[:, :-1]
+        return cls(rows, died, rows + 1 - evicted.cumsum(-1) + evicted, evicted)
 
     @cached_property
     def first(self) -> Bools:
         """Whether nothing had left the head before the event; [H, E]."""
-        first: Bools = self.dropped.cumsum(-1) == self.dropped
+        first: Bools = self.evicted.cumsum(-1) == self.evicted
         return first
 
     def wipeout(
@@ -142,7 +142,7 @@ class Leaving:
         for most in np.unique(left):
             group = np.flatnonzero(left == most)
             sizes = np.arange(most + 1, size[group].max() + 1)
-            at, event = np.nonzero(self.dropped.max(0) >= (sizes - most)[:, None])
+            at, event = np.nonzero(self.evicted.max(0) >= (sizes - most)[:, None])
             if not len(at):
                 continue
             pair = at * n_events + event  # ascending
@@ -160,7 +160,7 @@ class Leaving:
             head, column = np.nonzero(count)
             here = head, event[column]
             live = self.live[here]
-            likely = chance.at_most(most, sizes[at[column]], live, live - self.dropped[here])
+            likely = chance.at_most(most, sizes[at[column]], live, live - self.evicted[here])
             np.add.at(out, here, count[head, column] * likely)
         return out
 

@@ -62,7 +62,7 @@ class LeavingSlots:
         self, length: int = 32, threshold: float = 0.0, sink: int = SINK, recent: int = RECENT
     ) -> SlotWipeout:
         """Regions [k length, (k + 1) length) of slots; see `kvsim.analysis.wipeout`."""
-        live, dropped, first = self.leaving.live, self.leaving.dropped, -(-sink // length)
+        live, evicted, first = self.leaving.live, self.leaving.evicted, -(-sink // length)
         stop = np.maximum((live - recent) // length, first)
         region = self.slot // length
         widest = int(stop.max(initial=0)) + 1
@@ -73,7 +73,7 @@ class LeavingSlots:
         remaining = int(np.floor(threshold * length + 1e-9))
         gone = touched[lost >= length - remaining] // widest
         wiped = np.bincount(gone, minlength=stop.size).reshape(stop.shape)
-        likely = chance.at_most(remaining, length, live, live - dropped)
+        likely = chance.at_most(remaining, length, live, live - evicted)
         return SlotWipeout(self.leaving.rows, stop - first, wiped, likely)
 
 

@@ -21,9 +21,9 @@ from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError
 
 #: States of tokens; the order of the codes of `token_states`.
-TOKEN_STATES: Final = ("dropped", "retained", "not yet scored", "missed", "held, not read")
+TOKEN_STATES: Final = ("evicted", "retained", "not yet scored", "missed", "held, not read")
 #: States of positions; the order of the codes of `Strip.codes`.
-STRIP_STATES: Final = ("kept", "dropped before", "dropped at the event")
+STRIP_STATES: Final = ("kept", "evicted before", "evicted at the event")
 #: Positions of a region, of those that `wipeout` and a tile of retention count.
 REGION = 32
 #: Rows of an account that are unpacked at once.
@@ -61,7 +61,7 @@ def token_states(
 
     layer: index in the trace, -1 for the last. head: KV head; of a record per query head, the first
     query head of its group. row: the layer's last event by default; without an event, the last row.
-    needed: the last row that would attend to each position, of `last_needed`; a dropped token that
+    needed: the last row that would attend to each position, of `last_needed`; an evicted token that
     is needed after its eviction is then missed. Under a reader, a token that stays and that the
     next row (the last row after the last one) does not read is held, not read.
 
@@ -95,8 +95,8 @@ class Strip:
     """One head of a record after an event.
 
     name: of the policy, with the budget where budgets differ. codes [N]: places in `STRIP_STATES`
-    of the positions so far, the event being the last that dropped anything. runs [n, 2]: first and
-    last position of every maximal run of dropped positions, ascending.
+    of the positions so far, the event being the last that evicted anything. runs [n, 2]: first and
+    last position of every maximal run of evicted positions, ascending.
     """
 
     name: str
@@ -148,10 +148,10 @@ def strips_after(
 
 def strip(name: str, gone: EvictedAt, row: int) -> Strip:
     """Return the strip of a head after a row; gone [N]: the rows after which positions left."""
-    dropped = gone <= row
-    last = gone[dropped].max(initial=-1)
-    codes = np.where(dropped, np.where(gone == last, 2, 1), 0)
-    edges = np.flatnonzero(np.diff(dropped.astype(np.int8), prepend=0, append=0))
+    evicted = gone <= row
+    last = gone[evicted].max(initial=-1)
+    codes = np.where(evicted, np.where(gone == last, 2, 1), 0)
+    edges = np.flatnonzero(np.diff(evicted.astype(np.int8), prepend=0, append=0))
     return Strip(name, codes, np.stack([edges[::2], edges[1::2] - 1], axis=1))
 
 
@@ -170,7 +170,7 @@ def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
 
     event: its row; kept: entries; share: of all positions there; wipeout: share of the regions of
     `REGION` positions of which nothing is left (`wipeout`, length=32, threshold=0); longest: the
-    longest run of dropped positions (`burst_length`, longest); middle: the share kept of the
+    longest run of evicted positions (`burst_length`, longest); middle: the share kept of the
     middle third of the text (`middle_coverage`). Null where a metric has no value. layer: index in
     the trace; head: on the record's head axis.
     """
@@ -196,9 +196,9 @@ def kept_positions(record: Record, layer: int, head: int, row: int) -> Ints:
 
 
 def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
-    """Return the longest run of dropped positions after each event, the first of several; [E, 2].
+    """Return the longest run of evicted positions after each event, the first of several; [E, 2].
 
-    First position, and the one behind the last; both are 0 where nothing is dropped.
+    First position, and the one behind the last; both are 0 where nothing is evicted.
     """
     gone = record.gone_after[record.layers.index(layer), head]
     out = np.zeros((len(rows), 2), np.int64)
