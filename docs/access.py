@@ -26,7 +26,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethod
 import kvsim
 from apps.tiny.card import table as markdown
 from drawing import small
-from kvsim.analysis.summaries import COSTS, averages, front
+from kvsim.analysis.fronts import COSTS, front
+from kvsim.analysis.summaries import averages
 from kvsim.core.policy import Policy
 from kvsim.plots.style import COLOURS
 

@@ -209,7 +209,7 @@ def against_entries(
 ) -> go.Figure:
     """Return a panel per metric: its mean against a cost; filled: on the front.
 
-    panels: by label, of `summaries.against_entries`. cost: its label. logarithmic: labels of the
+    panels: by label, of `fronts.against_entries`. cost: its label. logarithmic: labels of the
     panels with a logarithmic scale.
     """
     figure = make_subplots(1, len(panels), horizontal_spacing=0.14)

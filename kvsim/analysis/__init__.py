@@ -11,7 +11,8 @@ registry    all metrics by name; each room has its entries in `metrics`
 table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
 results     the results of a Table, and their labels
-summaries   means over prompts, their intervals, paired differences, Pareto fronts
+summaries   means over prompts, their intervals, paired differences
+fronts      which results no other one beats at what its cache costs
 significance  whether differences are beyond chance, and how many prompts tell
 comparison  which policy is best at a budget, how sure that is, and what a budget buys
 verdict     the answer of a comparison in a sentence per budget

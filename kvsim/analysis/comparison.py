@@ -23,6 +23,7 @@ import scipy
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
+from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.results import REQUESTED, extent, labelled
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
@@ -31,7 +32,6 @@ from kvsim.analysis.summaries import (
     WEAKEST,
     Interval,
     first_of,
-    front,
     last_events,
     layers_of,
     main_variants,

@@ -1,14 +1,15 @@
-"""Summaries of a Table: means over prompts, intervals, paired differences, Pareto fronts.
+"""Summaries of a Table: means over prompts, intervals, paired differences.
 
 Prompts are the unit. Values are averaged over layers, heads and events within a trace first (of
 some metrics layers are added up: `Metric.layers`), so that a long trace counts as much as a short
-one (macro average), and intervals say how far the mean
-would move with other prompts. They say nothing about other models or another seed of training.
-A trace that a metric cannot be computed on is counted as asked and not measured, never as zero.
+one (macro average), and intervals say how far the mean would move with other prompts. They say
+nothing about other models or another seed of training. A trace that a metric cannot be computed on
+is counted as asked and not measured, never as zero.
 
 Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
-apart, such as `layer`, `stage` or `domain`; PolicyError where the Table lacks one. Intervals are
-95 % bootstrap intervals over traces, null for a single one.
+apart, such as `layer`, `stage` or `domain`; those that do so anyway may be named too. PolicyError
+where the Table lacks one, and for columns of values. Intervals are 95 % bootstrap intervals over
+traces, null for a single one.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
 
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
-    table, by = split_by(table, by)
+    table, by = _split_beside(table, by, (*KEYS, "trace"))
     if table.select((pl.col("fidelity").n_unique().over(*_PLACE) > 1).any()).item():
         table = strongest(table)
     keys = [*by, *KEYS, "trace"]
@@ -218,7 +219,7 @@ def averages(
     `by`, `KEYS`, then `mean`, `low`, `high`, `n` traces measured of the `of` that were asked,
     `chance` (mean), `fidelity`.
     """
-    table, by = split_by(as_table(table), by)
+    table, by = _split_beside(as_table(table), by, KEYS)
     if metrics is not None:
         table = main_variants(last_events(table), listed(metrics))
     values = per_prompt(table, by)
@@ -250,7 +251,8 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
     difference, `n` traces with both values of `of` with one, `above`: the share of traces where the
     policy has more, ties half. PolicyError where the Table has no policy `base`, or several.
     """
-    table, by = split_by(as_table(table), by)
+    of_result = ("policy", "params", "asked", "metric", "variant", "unit")
+    table, by = _split_beside(as_table(table), by, of_result)
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
     policies = values["policy"].unique(maintain_order=True).to_list()
     if base not in policies:
@@ -272,7 +274,7 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
     paired = paired.with_columns(gap=gap, base=pl.lit(base))
     above = ((gap.sign() + 1).mean() / 2).alias("above")
     of = pl.len().cast(pl.Int64).alias("of")
-    keys = [*by, "policy", "params", "asked", "metric", "variant", "unit", "base"]
+    keys = [*by, *of_result, "base"]
     return _with_intervals(paired, keys, "gap", [of, above])
 
 
@@ -316,22 +318,22 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
     PolicyError for two different values of one level next to another level.
     """
-    table, by = split_by(table, by)
+    table, by = _split_beside(table, by, KEYS)
     columns = [*_PLACE, *(name for name in by if name not in _PLACE), "share", "value"]
     values = (
         table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
-        .select(*columns, level=pl.col("fidelity").cast(pl.String))
-        .unique(subset=[*_PLACE, "level", "value"], maintain_order=True)
-        .filter(pl.col("level").n_unique().over(*_PLACE) > 1)
+        .select(*columns, _level=pl.col("fidelity").cast(pl.String))
+        .unique(subset=[*_PLACE, "_level", "value"], maintain_order=True)
+        .filter(pl.col("_level").n_unique().over(*_PLACE) > 1)
     )
-    if values.select(*_PLACE, "level").is_duplicated().any():
+    if values.select(*_PLACE, "_level").is_duplicated().any():
         raise PolicyError(
             "two values of one policy, metric and place have the same level of fidelity and "
             "differ; expected runs of the same traces: compare others one by one"
         )
     frames = [
-        values.filter(level=stronger).join(
-            values.filter(level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
+        values.filter(_level=stronger).join(
+            values.filter(_level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
         )
         for stronger, weaker in combinations(_STRENGTH.categories, 2)
     ]
@@ -341,8 +343,8 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         .rename({"value": "at_stronger", "value_right": "at_weaker"})
         .with_columns(
             asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
-            stronger=pl.col("level").cast(_LABEL),
-            weaker=pl.col("level_right").cast(_LABEL),
+            stronger=pl.col("_level").cast(_LABEL),
+            weaker=pl.col("_level_right").cast(_LABEL),
         )
     )
     within = (
@@ -360,9 +362,10 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
 def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame, list[str]]:
     """Return the Table with the columns `by`, and their names; values without a stage are left out.
 
-    Raises PolicyError where the Table lacks a column.
+    Raises PolicyError where the Table lacks a column, and for a column of values.
     """
-    by = listed(by)
+    names: list[str] = listed(by)
+    by = list(dict.fromkeys(names))
     if "stage" in by and "stage" not in table:
         table = stages(table).drop_nulls("stage")
     missing = [name for name in by if name not in table.columns]
@@ -371,7 +374,22 @@ def split_by(table: pl.DataFrame, by: str | Sequence[str]) -> tuple[pl.DataFrame
         raise PolicyError(
             f"the table has no column {missing[0]!r}{close}; it has {', '.join(table.columns)}"
         )
+    values = [name for name in ("value", "chance", "fidelity") if name in by]
+    if values:
+        raise PolicyError(
+            f"{values[0]!r} is what a row measured; expected a column that results can be split by"
+        )
     return table, by
+
+
+def _split_beside(
+    table: pl.DataFrame, by: str | Sequence[str], keys: Sequence[str]
+) -> tuple[pl.DataFrame, list[str]]:
+    """`split_by`, without the names of `keys`, which tell results apart anyway."""
+    table, by = split_by(table, by)
+    if "trace" in by and "trace" not in keys:
+        raise PolicyError("means are over traces; `per_prompt` has a row for each 'trace'")
+    return table, [name for name in by if name not in keys]
 
 
 def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
@@ -399,46 +417,6 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-#: Metrics that say what a cache costs, and the words of an axis.
-COSTS = {
-    "entries_seen": "entries that a row sees, mean",
-    "bytes_held": "bytes of the cache, mean over rows",
-    "bytes_read": "bytes of it that a row reads, mean",
-}
-
-
-def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") -> pl.DataFrame:
-    """Return the means of one metric with what their cache costs, and their front.
-
-    Args:
-        means: of `averages`, with the metric and with the cost.
-        name: of the metric.
-        cost: one of `COSTS`; by default the entries that rows see.
-
-    Returns:
-        The rows of the metric that have the cost, with `seen`, its mean, and `best`, whether the
-        result is on the front; never of a metric without a better direction.
-    """
-    keys = [key for key in KEYS[:5] if key in means.columns]  # those of the result
-    sizes = means.filter(metric=cost).select(*keys, seen="mean")
-    points = means.filter(metric=name).join(sizes, on=keys, nulls_equal=True, maintain_order="left")
-    better = METRICS[name].better
-    best = front(points, higher=better == "higher") & (better is not None)
-    return points.with_columns(best=best)
-
-
-def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
-    """Return which points (`seen`, `mean`) no other point beats in one and matches in the other.
-
-    higher: a larger mean is better.
-    """
-    seen = points["seen"].to_numpy()
-    loss = points["mean"].to_numpy() * (-1 if higher else 1)
-    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
-    better = (seen[:, None] < seen) | (loss[:, None] < loss)
-    return pl.Series(~(as_good & better).any(0))
 
 
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}

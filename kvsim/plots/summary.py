@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.comparison import compare
 from kvsim.analysis.folder import Tabular, as_table
+from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import COSTS, against_entries, averages, main_variants, split_by
+from kvsim.analysis.summaries import averages, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
 from kvsim.core.record import Record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from kvsim.analysis.summaries import against_entries
+from kvsim.analysis.fronts import against_entries
 
 KEYS = {"params": "{}", "asked": "8", "interval": 4, "prefill": None}
 

@@ -169,6 +169,31 @@ def test_a_column_that_is_not_there_is_an_error():
         averages(table(row("a", "tova", 0.2)), by=["domian"])
 
 
+@pytest.mark.parametrize("name", ["value", "chance", "fidelity"])
+@pytest.mark.parametrize(
+    "summary",
+    [averages, per_prompt, level_shares, between_levels, lambda x, by: compare(x, "tova", by)],
+)
+def test_results_cannot_be_split_by_what_was_measured(summary, name):
+    """The error names the column."""
+    values = table(row("a", "tova", 0.2), row("a", "ams", 0.1))
+    with pytest.raises(PolicyError, match=f"'{name}' is what a row measured"):
+        summary(values, by=[name])
+
+
+def test_a_column_that_tells_results_apart_may_be_named():
+    """Once or twice, it changes nothing; means over traces have no row for each trace."""
+    values = table(
+        *(row(x, name, 0.2, layer=n) for x in "ab" for name in ("tova", "ams") for n in (0, 1))
+    )
+
+    assert averages(values, by=["metric", "layer", "layer"]).equals(averages(values, by="layer"))
+    assert compare(values, "tova", by=["unit"]).equals(compare(values, "tova"))
+    assert per_prompt(values, by=["trace"]).equals(per_prompt(values))
+    with pytest.raises(PolicyError, match="means are over traces"):
+        averages(values, by=["trace"])
+
+
 def test_a_base_at_two_schedules_is_an_error():
     """What the others are compared with has to be one thing."""
     rows = [row("a", "tova", 0.2, interval=n) for n in (8, 16)]

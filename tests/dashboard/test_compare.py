@@ -12,9 +12,10 @@ import torch
 
 import kvsim
 from apps.dashboard import line_charts, runs
+from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import averages, compare, front, stages
+from kvsim.analysis.summaries import averages, compare, stages
 from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all

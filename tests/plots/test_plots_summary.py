@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import front
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.plots.style import asked_order, series

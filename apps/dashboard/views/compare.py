@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import polars as pl
 import streamlit as st
 
+from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import COSTS, against_entries
 from kvsim.errors import PolicyError
 from kvsim.schema import LABELS, visible
 

@@ -1,0 +1,47 @@
+"""Pareto fronts: which results no other one beats at what its cache costs."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import KEYS
+
+#: Metrics that say what a cache costs, and the words of an axis.
+COSTS = {
+    "entries_seen": "entries that a row sees, mean",
+    "bytes_held": "bytes of the cache, mean over rows",
+    "bytes_read": "bytes of it that a row reads, mean",
+}
+
+
+def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") -> pl.DataFrame:
+    """Return the means of one metric with what their cache costs, and their front.
+
+    Args:
+        means: of `averages`, with the metric and with the cost.
+        name: of the metric.
+        cost: one of `COSTS`; by default the entries that rows see.
+
+    Returns:
+        The rows of the metric that have the cost, with `seen`, its mean, and `best`, whether the
+        result is on the front; never of a metric without a better direction.
+    """
+    keys = [key for key in KEYS[:5] if key in means.columns]  # those of the result
+    sizes = means.filter(metric=cost).select(*keys, seen="mean")
+    points = means.filter(metric=name).join(sizes, on=keys, nulls_equal=True, maintain_order="left")
+    better = METRICS[name].better
+    best = front(points, higher=better == "higher") & (better is not None)
+    return points.with_columns(best=best)
+
+
+def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
+    """Return which points (`seen`, `mean`) no other point beats in one and matches in the other.
+
+    higher: a larger mean is better.
+    """
+    seen = points["seen"].to_numpy()
+    loss = points["mean"].to_numpy() * (-1 if higher else 1)
+    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
+    better = (seen[:, None] < seen) | (loss[:, None] < loss)
+    return pl.Series(~(as_good & better).any(0))
