@@ -350,6 +350,9 @@ class Allocator(Sizing, ABC):
         """False where protection only shows in the plan and is not enforced."""
         return True
 
+    def check(self, trace: Trace) -> None:
+        """Raise PolicyError for a trace that the allocator has no rule for."""
+
     def protection(self, budget: int) -> Protection:
         """Protection of the allocator itself."""
         return _NOTHING

@@ -58,6 +58,7 @@ def check_cell(
             policy.check_budget(budget, prompt_len=end, n_layers=sharing(trace), schedule=schedule)
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
+    policy.allocator.check(trace)
     if policy.reader is not None:
         policy.reader.check(trace)
     if policy.codec is not None:

@@ -9,6 +9,7 @@ from kvsim.analysis.output.error import output_error
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
 from kvsim.policies.duo import HeadPlan
+from kvsim.policies.model import described, differ, model_of
 from kvsim.policies.naming import policy
 from kvsim.store.opening import Traces, as_traces
 
@@ -20,13 +21,23 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     sinks included. The score of a head is the error of its attention output if it alone streams
     (`kvsim.policies.duo`); a layer whose sliding window bounds its cache scores 0.
 
-    Raises PolicyError where traces have no rows after the prompt or are of different shapes, and
+    Raises PolicyError where traces have no rows after the prompt or are of different models, and
     BudgetError for a budget that holds no more than the sinks.
     """
     streaming = policy("streaming_llm", sink=sink)
     tables: list[Floats] = []
     digests: dict[str, str] = {}
-    for trace in as_traces(traces):
+    traces = as_traces(traces)
+    if not traces:
+        raise PolicyError("there are no traces; expected traces of one model, with a response each")
+    models = [model_of(trace) for trace in traces]
+    for trace, model in zip(traces, models, strict=True):
+        if differ(model, models[0]):
+            raise PolicyError(
+                f"{trace.name} is of {described(model)} and {traces[0].name} of "
+                f"{described(models[0])}; expected traces of one model"
+            )
+    for trace in traces:
         if trace.prompt_len == trace.n_pos:
             raise PolicyError(
                 f"{trace.name} has no rows after its prompt, over which errors are averaged; "
@@ -37,13 +48,7 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
         table = np.zeros((trace.n_layers, trace.n_heads))
         of_rows = error.error[..., trace.prompt_len :].astype(np.float64).mean(-1)
         table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
-        if tables and table.shape != tables[0].shape:
-            raise PolicyError(
-                f"{trace.name} has {table.shape[0]} layers of {table.shape[1]} KV heads, traces "
-                f"before it {tables[0].shape[0]} of {tables[0].shape[1]}; expected traces of one "
-                "model"
-            )
         tables.append(table)
         digests[trace.name] = trace.digest if trace.path is not None else ""
-    training = {"traces": digests, "budget": budget, "sink": sink}
+    training = {"traces": digests, "model": models[0], "budget": budget, "sink": sink}
     return HeadPlan(np.mean(tables, axis=0).tolist(), training)

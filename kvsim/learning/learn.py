@@ -21,7 +21,8 @@ from kvsim.files import check_output, write_file
 from kvsim.learning.lessons import Lesson, Pairs
 from kvsim.learning.training import Projecting, fit
 from kvsim.policies.features import SIZES
-from kvsim.policies.learned import Network, model_of
+from kvsim.policies.learned import Network
+from kvsim.policies.model import model_of
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.run import INTERVAL, SUMMARY, measurable, replay_all

@@ -26,6 +26,7 @@ from kvsim.core.policy import Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.errors import PolicyError, TraceError
+from kvsim.policies.model import described, differ, model_of
 from kvsim.store import open_trace
 
 _WAYS = (
@@ -120,6 +121,12 @@ class Calibration(str):
                     f"{policy}: calibration {self} has {size} {name} and the trace that is "
                     f"replayed has {_sizes(replayed)[name]}; expected a trace of the same model"
                 )
+        models = model_of(self.trace), model_of(replayed)
+        if differ(*models):
+            raise PolicyError(
+                f"{policy}: calibration {self} is of {described(models[0])} and {replayed.name} of "
+                f"{described(models[1])}; expected a trace of the same model"
+            )
 
 
 def _sizes(trace: Trace) -> dict[str, int | str]:

@@ -38,8 +38,10 @@ from torch import Tensor
 from kvsim.core.parameters import AtLeast, Between, Parameter, parameters
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule
 from kvsim.core.select import apportion, select
+from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, suggest
+from kvsim.policies.model import described, differ, is_model, model_of
 from kvsim.policies.tova import TOVA
 from kvsim.schema import plural
 
@@ -79,8 +81,10 @@ class HeadPlan:
             raise _refused(path, "its scores are not a list of lists of one length")
         if not all(type(x) in (int, float) and isfinite(x) for row in rows for x in row):
             raise _refused(path, "its scores are not all finite numbers")
-        if not isinstance(training, dict):
-            raise _refused(path, "what it was measured on is no object")
+        if not isinstance(training, dict) or not is_model(training.get("model", {})):
+            raise _refused(
+                path, "what it was measured on is no object, or its model is none"
+            )
         return cls([[float(x) for x in row] for row in rows], training)
 
     def text(self) -> str:
@@ -151,6 +155,16 @@ class Duo(Allocator):
                 f"{n_layers}; give a plan of the same model"
             )
         return [float(x) for x in 1 - self._retrieval.double().mean(1)]
+
+    def check(self, trace: Trace) -> None:
+        """The plan was measured on the same model, as far as it says on which."""
+        plan: HeadPlan = vars(self)["_plan"]
+        model, other = plan.training.get("model"), model_of(trace)
+        if model and differ(model, other):
+            raise PolicyError(
+                f"duo: {self.file} is a plan of {described(model)}, and {trace.name} is of "
+                f"{described(other)}; give a plan of the same model"
+            )
 
     def protection(self, budget: int) -> Protection:
         """The sinks, of every head."""

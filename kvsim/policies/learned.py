@@ -34,6 +34,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.features import SIZES, WINDOW, features
+from kvsim.policies.model import described, differ, model_of
 
 #: Of the file; another one is refused.
 VERSION = 1
@@ -213,13 +214,11 @@ class Learned(Scorer):
         model = self._network.model
         if not model:
             return
-        other = model_of(trace)
-        digests = {other["digest"], model["digest"]} - {""}
-        if other["shape"] != model["shape"] or len(digests) > 1:
+        if differ(model, model_of(trace)):
             raise PolicyError(
-                f"learned: {self.file} has projections of {_described(model)}, and {trace.name} is "
-                f"of {_described(other)}; expected a trace of the same model, or a scorer learned "
-                "without projections"
+                f"learned: {self.file} has projections of {described(model)}, and {trace.name} is "
+                f"of {described(model_of(trace))}; expected a trace of the same model, or a scorer "
+                "learned without projections"
             )
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
@@ -237,35 +236,6 @@ class Learned(Scorer):
         total = columns.get("total", view.keys.new_zeros(()))
         x = features(view, network.groups, total, network.ahead, network.vectors)
         return Scores(network(x), columns)
-
-
-def model_of(trace: Trace) -> dict[str, Any]:
-    """The model of a trace: name, shape (layers, KV heads, dimensions), digest.
-
-    digest: of what the trace says of it, name, type and checksum of its file; empty for nothing.
-    """
-    recorded = trace.meta.get("model")
-    model = recorded if isinstance(recorded, dict) else {}
-    file = model.get("source")
-    facts = [
-        model.get("name"),
-        model.get("type"),
-        file.get("sha256") if isinstance(file, dict) else None,
-    ]
-    if trace.layer_ids != tuple(range(trace.n_layers)):  # vectors belong to these layers
-        facts.append(list(trace.layer_ids))
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest() if model else ""
-    return {
-        "name": str(model.get("name", "")),
-        "shape": [trace.n_layers, trace.n_heads, trace.dim],
-        "digest": digest,
-    }
-
-
-def _described(model: Mapping[str, Any]) -> str:
-    layers, heads, dim = model["shape"]
-    name = model["name"] or "a model"
-    return f"{name} ({layers} layers, {heads} KV heads, {dim} dimensions)"
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:

@@ -179,8 +179,29 @@ def test_traces_without_a_response_or_of_two_models_have_no_plan():
     other = make_case("normal", layers=1, heads=2, n=20, prompt_len=10).trace()
     with pytest.raises(PolicyError, match="no rows after its prompt"):
         head_plan(make_case("normal", n=20, prompt_len=20).trace(), 8)
-    with pytest.raises(PolicyError, match=r"has 1 layers of 2 KV heads.*expected traces of one"):
+    with pytest.raises(PolicyError, match=r"of a model \(1 layers, .*expected traces of one model"):
         head_plan([trace, other], 8)
+    with pytest.raises(PolicyError, match="there are no traces"):
+        head_plan([], 8)
+
+
+def test_a_plan_belongs_to_its_model(folder):
+    """Traces of two models of one shape make no plan, and a plan of one refuses the other."""
+    trace, same, other = (
+        make_case("normal", layers=2, heads=2, n=20, prompt_len=10, seed=seed).trace()
+        for seed in range(3)
+    )
+    trace.meta.update(model={"name": "hub/m", "type": "llama"})
+    same.meta.update(model={"name": "m", "type": "llama"})  # a folder of the same name
+    other.meta.update(model={"name": "base", "type": "llama"})
+    with pytest.raises(PolicyError, match=r"of base \(2 layers.*of hub/m .*traces of one model"):
+        head_plan([trace, other], 8)
+    path = folder / "belongs.json"
+    path.write_text(head_plan([trace, same], 8).text(), "utf-8")
+
+    assert kvsim.replay(same, f"duo:{path}", 6).evicted_at.shape == (2, 2, 20)
+    with pytest.raises(PolicyError, match=r"plan of hub/m .*give a plan of the same model"):
+        kvsim.replay(other, f"duo:{path}", 6)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +216,7 @@ def test_traces_without_a_response_or_of_two_models_have_no_plan():
         ({"version": 1, "scores": [[0.1, "x"]]}, "not all finite numbers"),
         ({"version": 1, "scores": [[float("nan")]]}, "not all finite numbers"),
         ({"version": 1, "scores": [[1.0]], "training": 3}, "is no object"),
+        ({"version": 1, "scores": [[1.0]], "training": {"model": {"name": "m"}}}, "its model is"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(folder, content, message):

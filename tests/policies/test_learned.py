@@ -20,7 +20,8 @@ import kvsim
 from kvsim.core.policy import Policy, Schedule, Scorer, Scores
 from kvsim.errors import PolicyError
 from kvsim.policies.features import PARTS, SIZES, features
-from kvsim.policies.learned import Learned, Network, model_of
+from kvsim.policies.learned import Learned, Network
+from kvsim.policies.model import model_of
 from kvsim.testing import check_policy
 from kvsim.testing.strategies import make_case
 

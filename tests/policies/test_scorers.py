@@ -365,6 +365,16 @@ def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     torch.testing.assert_close(scores(QFilter(other), view), expected)
 
 
+def test_another_trace_is_of_the_same_model():
+    """A model of the same shape and another name is refused, in one line."""
+    trace, other = make_trace(), make_trace(1)
+    other.meta.update(model={"name": "base", "type": "llama"})
+    kvsim.replay(trace, kvsim.policy("qfilter", calibration=other), 5)  # does not say of which
+    trace.meta.update(model={"name": "chat", "type": "llama"})
+    with pytest.raises(PolicyError, match=r"^qfilter: [^\n]* is of base [^\n]*of chat[^\n]*model$"):
+        kvsim.replay(trace, kvsim.policy("qfilter", calibration=other), 5)
+
+
 def test_another_trace_is_measured_once(monkeypatch):
     """Not again at the next event, nor for another part of the layers."""
     scorer = QFilter(make_trace(1))
