@@ -259,6 +259,13 @@ def test_no_circle_of_files():
     graphlib.TopologicalSorter(imports).prepare()
 
 
+def test_no_file_outgrows_its_purpose():
+    """A file of more than 450 lines serves two."""
+    sizes = {path.name: len(path.read_text("utf-8").splitlines()) for path in SOURCES}
+
+    assert {name: size for name, size in sizes.items() if size > 450} == {}
+
+
 def test_constraints_cover_the_declared_dependencies():
     """Every declared dependency has an exact version in constraints.txt, without a location."""
     lines = [
