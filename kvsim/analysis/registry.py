@@ -24,6 +24,6 @@ METRICS: Mapping[str, Metric] = {
 def metric(name: str) -> Metric:
     """The metric called `name`; PolicyError with a suggestion otherwise."""
     if name not in METRICS:
-        names = ", ".join(METRICS)
-        raise PolicyError(f"unknown metric {name!r}{suggest(name, METRICS)}; known: {names}")
+        close = suggest(name, METRICS)
+        raise PolicyError(f"unknown metric {name!r}{close}; `kvsim metrics` lists all")
     return METRICS[name]

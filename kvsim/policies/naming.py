@@ -252,9 +252,11 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
             continue
         base, at, preset = part.partition("@")
         if base not in _ALL:
-            names, (module, _, last) = ", ".join(_ALL), base.rpartition(".")
+            module, _, last = base.rpartition(".")
             hint = f"; a policy of your own is {module}:{last}" if module else ""
-            raise PolicyError(f"unknown policy {base!r}{suggest(base, _ALL)}{hint}; known: {names}")
+            raise PolicyError(
+                f"unknown policy {base!r}{suggest(base, _ALL)}{hint}; `kvsim policies` lists all"
+            )
         entry = _ALL[base]
         if at and not entry.has_preset(preset):
             available = [*entry.presets, *["scaled"] * entry.has_preset("scaled")]

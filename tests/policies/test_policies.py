@@ -122,7 +122,7 @@ def test_parameters_replace_defaults_and_presets():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("snapkw", {}, r"unknown policy 'snapkw'; did you mean 'snapkv'\?"),
+        ("snapkw", {}, "policy 'snapkw'; did you mean 'snapkv'[?]; `kvsim policies` lists all$"),
         ("tova@origin", {}, "tova has no preset 'origin'.*tova@kvpress"),
         ("snapkv", {"windw": 8}, r"no parameter 'windw'; did you mean 'window'\?"),
         ("tova", {"window": 8}, "parameters: protect_last, heads, log"),
