@@ -116,7 +116,7 @@ def _policy(policy: Policy) -> Iterable[Markup]:
         }
     )
     if policy.bounded:
-        protection = policy.protection(_BUDGET)
+        protection = policy.at(_BUDGET).protection(_BUDGET)
         first, last = min(protection.sink, _BUDGET), min(protection.recent, _BUDGET)
         yield _strip(
             [

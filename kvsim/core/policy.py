@@ -217,11 +217,14 @@ class Policy(Displayed):
         return self.bounded and all_rows and self.allocator.exact and self.layer_budgets.exact
 
     def requested(self, budget: int) -> Protection:
-        """The union of what the policy, its scorer and its allocator ask to protect."""
+        """The union of what the policy, its scorer and its allocator ask to protect.
+
+        budget: of a layer. Scaled lengths are those of the whole budget, so take `at` that first.
+        """
         union = self._requests.get(budget)
         if union is None:
-            fit = self.at(budget)
-            union = fit.protect | fit.scorer.protection(budget) | fit.allocator.protection(budget)
+            union = self.protect | self.scorer.protection(budget)
+            union |= self.allocator.protection(budget)
             self._requests[budget] = union
         return union
 
@@ -260,8 +263,7 @@ class Policy(Displayed):
         def exceeded(total: int) -> tuple[int, int] | None:
             """The first budget of a layer below the size of its protection, and that size."""
             longest = events.longest(prompt_len, total)
-            # lengths are those of the whole budget
-            fit = replace(self.at(total), scaled=()) if self.scaled else self
+            fit = self.at(total)
             planned = fit.layer_budgets.planned(total, n_layers, longest)
             sizes = ((b, fit.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
             return next(((b, size) for b, size in sizes if size > b), None)

@@ -255,7 +255,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
     try:
         policy.check_budget(budget, prompt_len=prompt, n_layers=model.n_layers)
     except BudgetError as error:
-        if not policy.requested(budget).prompt:
+        if not policy.at(budget).requested(budget).prompt:
             raise
         raise BudgetError(
             f"{error}; the prompt counts as {prompt} of {context} tokens, say if it is shorter "

@@ -74,7 +74,7 @@ def _shifted(by: int, case: Case) -> Case | None:
 
 
 def _budget(by: Callable[[Protection, int], int], case: Case) -> Case | None:
-    more = by(case.policy.requested(case.budget), case.budget)
+    more = by(case.policy.at(case.budget).requested(case.budget), case.budget)
     return replace(case, budget=case.budget + more) if more else None
 
 
@@ -84,7 +84,7 @@ def _budget(by: Callable[[Protection, int], int], case: Case) -> Case | None:
 def _without(name: Literal["sink", "recent"], case: Case) -> Case | None:
     """The policy without sinks, or without the protection of its window or last entries."""
     policy = case.policy
-    if not getattr(policy.requested(case.budget), name):
+    if not getattr(policy.at(case.budget).requested(case.budget), name):
         return None
     pieces: Any = (policy.scorer, policy.allocator)
     inner, allocator = (

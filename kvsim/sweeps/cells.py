@@ -396,7 +396,7 @@ def _oracle(policy: Policy, record: Record) -> Policy:
         "oracle",
         Oracle(by="mass"),
         schedule=Schedule(record.interval, record.prefill, record.compress),
-        protect=policy.protection(record.budget),
+        protect=policy.at(record.budget).protection(record.budget),
         per_query_head=policy.per_query_head,
     )
 

@@ -139,10 +139,20 @@ def test_protection_is_that_of_the_scaled_lengths(name):
     policy = kvsim.policy(name)
     explicit = {one.name: one.at(24) for one in policy.lengths if one.name != "rows"}
 
-    assert policy.protection(24) == kvsim.policy(name.partition("@")[0], **explicit).protection(24)
+    paper = kvsim.policy(name.partition("@")[0], **explicit)
+    assert policy.at(24).protection(24) == paper.protection(24)
     assert "cut to the budget" not in policy.remark(24)
     record = kvsim.replay(make_trace(), policy, 24, interval=8)
     assert (record.evicted_at[..., -1] > 70).all()
+
+
+def test_lengths_fit_the_whole_budget_and_not_that_of_a_layer():
+    """A layer with a small budget protects the window by which its scorer scores."""
+    trace = make_case("normal", layers=8, heads=2, n=200, dim=8, prompt_len=150).trace()
+    record = kvsim.replay(trace, "pyramidkv@scaled", 48)
+
+    assert kvsim.policy("pyramidkv@scaled").at(48).scorer.window == 8
+    assert record.retained(149)[..., 142:150].all()
 
 
 def test_layers_whose_budget_is_full_of_what_is_protected_are_remarked():

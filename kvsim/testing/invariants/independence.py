@@ -235,7 +235,8 @@ def ragged(trial: Trial) -> None:
     quotas = [budget] * heads
     quotas[trial.salt % heads] += spread
     quotas[(trial.salt + 1) % heads] -= spread
-    always = trial.policy.protection(budget)
+    fit = trial.policy.at(budget)
+    always = fit.protection(budget)
     if budget + spread >= n or min(quotas) < always.size(n):
         return
     # the prompt is longer than every quota, so that all heads act at the same events
@@ -250,7 +251,7 @@ def ragged(trial: Trial) -> None:
         prefill=True,
     ).replay()
     for head, quota in enumerate(quotas):
-        if trial.policy.protection(quota) != always:
+        if trial.policy.at(quota) != fit or fit.protection(quota) != always:
             continue
         alone = replace(trial, case=case, budget=quota, prefill=True)
         evicted_at = alone.record.evicted_at.copy()

@@ -90,7 +90,7 @@ class Trial:
 
     def protected(self, row: int, budget: int, layer: int) -> npt.NDArray[np.bool_]:
         """Positions that are protected right after `row`; bool [pos]. budget: of the layer."""
-        protection = self.policy.protection(budget)
+        protection = self.policy.at(self.budget).protection(budget)
         present = self.present[layer]
         place = present.cumsum() - 1  # among the rows that the layer has
         prompt_len = self.case.prompt_len
