@@ -35,9 +35,6 @@ _WAYS = (
     "included)"
 )
 
-#: What a scorer takes from blocks of queries [L, H, G, w, d]: tensors [L, H, G, ...].
-Learn = Callable[[Iterator[Tensor], Rope], tuple[Tensor, ...]]
-
 
 class Calibration(str):
     """A source of calibration queries; its text is what is shown, compared and recorded.
@@ -49,7 +46,7 @@ class Calibration(str):
 
     rows: int | None
     trace: Trace | None
-    _learned: dict[str, tuple[Tensor, ...]]
+    _learned: dict[Calibrated, tuple[Tensor, ...]]
 
     def __new__(cls, text: str, rows: int | None = None, trace: Trace | None = None) -> Self:
         """A source that `text` stands for."""
@@ -88,25 +85,24 @@ class Calibration(str):
             ) from error
         return cls(f"{trace.name}@{trace.digest.removeprefix('sha256:')[:12]}", trace=trace)
 
-    def learned(
-        self, policy: str, learn: Learn, view: View, *, rotated: bool
-    ) -> tuple[Tensor, ...]:
-        """Statistics that `learn` takes from the queries of the view's layers, [L, H, G, ...] each.
+    def learned(self, scorer: Calibrated, view: View) -> tuple[Tensor, ...]:
+        """Statistics that a scorer learns from the queries of the view's layers, [L, H, G, ...].
 
-        From another trace it is taken once.
+        From another trace they are taken once.
         """
+        learn, rotated = scorer.learn, scorer.rotated
         if self.trace is None:
             stop = view.n_rows if self.rows is None else self.rows
             read = view.span if rotated else view.unrotated_span
             return view.once((learn, stop), lambda: learn(row_blocks(read, 0, stop), view.rope))
         heads = view.pos.shape[1]
-        if policy not in self._learned:
+        if scorer not in self._learned:
             layers = (
                 learn(_of_layer(self.trace, layer, rotated), self.trace.ropes[layer])
                 for layer in range(self.trace.n_layers)
             )
-            self._learned[policy] = tuple(map(torch.cat, zip(*layers, strict=True)))
-        of_view = (x[view.layers.to(x.device)] for x in self._learned[policy])
+            self._learned[scorer] = tuple(map(torch.cat, zip(*layers, strict=True)))
+        of_view = (x[view.layers.to(x.device)] for x in self._learned[scorer])
         return tuple(
             x.flatten(1, 2).unflatten(1, (heads, -1)).to(view.keys.device) for x in of_view
         )
@@ -191,7 +187,7 @@ class Calibrated(Sourced, Scorer):
 
     def learned(self, view: View) -> tuple[Tensor, ...]:
         """Statistics of the calibration queries, for the view's layers and heads."""
-        return self.source.learned(self.label, self.learn, view, rotated=self.rotated)
+        return self.source.learned(self, view)
 
 
 def row_blocks(read: Callable[[int, int], Tensor], start: int, stop: int) -> Iterator[Tensor]:

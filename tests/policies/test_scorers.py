@@ -1,6 +1,7 @@
 """Scorers of one formula each, against loops over heads and entries, and cases made by hand."""
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.policies import criticalkv as criticalkv_module
-from kvsim.policies.calibration import Calibration, row_blocks
+from kvsim.policies.calibration import Calibrated, Calibration, row_blocks
 from kvsim.policies.criticalkv import CriticalKV, projected_size
 from kvsim.policies.dropkv import DropKV
 from kvsim.policies.expected_attention import ExpectedAttention
@@ -363,6 +364,30 @@ def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     view = View(source, entries, setting, row=9, since=torch.tensor([-1]), layers=torch.tensor([1]))
     expected = scores(QFilter(other), view_of(trace, row=9))[1:]
     torch.testing.assert_close(scores(QFilter(other), view), expected)
+
+
+@dataclass(frozen=True)
+class _Quantile(Calibrated):
+    """A scorer of the user's own, whose parameter decides about what it learns."""
+
+    quantile: float = 0.5
+    rotated = True
+
+    def learn(self, blocks, rope):
+        return (torch.cat(list(blocks), dim=-2).quantile(self.quantile, dim=-2),)
+
+    def score(self, view):
+        return (view.keys * self.learned(view)[0].mean(2).unsqueeze(-2)).sum(-1)
+
+
+def test_scorers_that_share_a_calibration_learn_what_is_their_own():
+    """One with another parameter does not take what the first has learned."""
+    low = _Quantile(calibration=make_trace(1), quantile=0.1)
+    scores(low, view_of(make_trace()))
+    high = replace(low, quantile=0.9)
+    alone = _Quantile(calibration=make_trace(1), quantile=0.9)
+
+    assert torch.equal(scores(high, view_of(make_trace())), scores(alone, view_of(make_trace())))
 
 
 def test_another_trace_is_of_the_same_model():
