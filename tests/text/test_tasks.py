@@ -173,8 +173,16 @@ def test_a_haystack_loses_its_first_words():
         ("then the\n  mirror falls", "Then the mirror falls", True),
         ("<think>48213</think> no idea", "48213", False),
         ("anything", " ", False),
+        ("The answer is 12.5", "12", False),
+        ("It is 12.", "12", True),
+        ("It is 1,234", "234", False),
+        ("It is 1,234", "1", False),
+        ("7,8 and 9", "8", True),
+        ("x = -7", "7", False),
+        ("x = -7", "-7", True),
+        ("from 3-7", "7", True),
     ],
 )
-def test_answers_are_whole_words(response, answer, right):
+def test_answers_are_whole_words_and_numbers(response, answer, right):
     """Case, spaces and line ends make no difference; thoughts do not count."""
     assert is_right(response, answer) is right
