@@ -88,8 +88,17 @@ def in_memory(given: ArrayLike, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(mode=False):
         tensor = tensor.to(dtype).contiguous()
         tensor = torch.from_numpy(tensor.numpy()) if tensor.is_inference() else tensor
-        writable = isinstance(given, np.ndarray) and given.flags.writeable
-        return tensor.clone() if writable and np.may_share_memory(given, tensor.numpy()) else tensor
+        shared = isinstance(given, np.ndarray) and np.may_share_memory(given, tensor.numpy())
+        return tensor.clone() if shared and _writable(given) else tensor
+
+
+def _writable(array: object) -> bool:
+    """Whether an array, or one that it is a view of, can be written to."""
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return True
+        array = array.base
+    return False
 
 
 def as_tokens(tokens: ArrayLike | Sequence[int], n_pos: int, where: str) -> Tensor:
@@ -288,18 +297,22 @@ def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
 def as_positions(at: Positions, n_pos: int) -> Tensor:
     """Return positions as int64; negative ones count from the end.
 
-    Raises PositionError for no integers, and for positions that are not there.
+    Raises PositionError for anything but a list of integers, and for positions that are not there.
     """
     if isinstance(at, slice):
         return torch.arange(n_pos)[at]
     try:
-        index = torch.as_tensor(at)
+        given = torch.as_tensor(at)
     except (TypeError, ValueError, RuntimeError):
-        index = torch.zeros(1)  # no integer either
-    if index.numel() and index.is_floating_point():
-        raise PositionError(f"positions are {reprlib.repr(at)}; expected integers or a slice")
-    index = index.to(torch.int64)
-    index = torch.where(index < 0, index + n_pos, index)
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n_pos:
-        raise PositionError(f"position out of range; expected 0..{n_pos - 1}")
+        given = torch.zeros(1)  # no integer either
+    integers = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+    if given.ndim != 1 or (given.numel() and not integers):
+        raise PositionError(
+            f"positions are {reprlib.repr(at)}; expected a list of integers or a slice"
+        )
+    given = given.to(torch.int64)
+    index = torch.where(given < 0, given + n_pos, given)
+    outside = given[(index < 0) | (index >= n_pos)]
+    if len(outside):
+        raise PositionError(f"position {int(outside[0])} is not there; expected 0..{n_pos - 1}")
     return index

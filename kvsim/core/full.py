@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from kvsim.core.attention import Formula, attention_weights, causal_attention
 from kvsim.core.checks import DTYPES, relative_error
 from kvsim.core.sources import Source
 from kvsim.errors import TraceError
+
+# Of threads that share a trace, one computes and the others take what it kept.
+_COMPUTING = threading.Lock()
 
 # Difference of recorded attention from the recomputed one that no rounding explains.
 _MISFIT = 0.5
@@ -55,7 +60,8 @@ class FullAttention:
         }
         if len(recorded) == 2:
             return recorded["attn_out"], recorded["lse"]
-        out, lse = self._compute(range(*layers.indices(len(self._formulas))))
+        with _COMPUTING if self._cache else nullcontext():
+            out, lse = self._compute(range(*layers.indices(len(self._formulas))))
         return recorded.get("attn_out", out), recorded.get("lse", lse)
 
     def _compute(self, layers: range) -> tuple[Tensor, Tensor]:

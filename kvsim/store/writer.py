@@ -282,8 +282,9 @@ class TraceWriter:
 def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Path | str:
     """Write a trace to `path` in the format of `docs/trace-format.md` and return the path.
 
-    Stores the arrays that the trace has, including attention output and log-sum-exp. Output
-    projections next to it are stored next to `path`.
+    Stores the arrays that the trace has, including attention output and log-sum-exp; dense
+    attention, which follows from them, is left out. Output projections next to it are stored next
+    to `path`.
 
     Args:
         trace: in memory or stored.
@@ -291,8 +292,15 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         overwrite: replace a trace at `path`; not for a URL.
 
     Raises:
+        TraceError: the trace has some rows of a sequence alone (`Trace.only`); the format has no
+            place for their positions.
         TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
     """
+    if not torch.equal(trace.positions, torch.arange(trace.n_pos)):
+        raise TraceError(
+            f"{trace.name} has {trace.n_pos} rows of a longer sequence; expected all of them, save "
+            "the trace that it was taken from"
+        )
     if is_url(path):
         check_free(str(path), overwrite=overwrite)
         with TemporaryDirectory(prefix="kvsim-") as staging:

@@ -35,6 +35,21 @@ def test_results_of_one_kind_stay_and_other_kinds_make_room():
     assert computed == [*of_moments, ("received", 0), ("moments", 0)]
 
 
+def test_two_threads_that_compute_one_result_count_it_once():
+    """The second one returns its own, and the bytes are those of the one that is kept."""
+    kept, inner = Memo(), torch.ones(10)
+
+    def slow():
+        kept(("a", 0), lambda: inner, 80)  # another thread, meanwhile
+        return torch.zeros(10)
+
+    kept(("a", 0), slow, 80)
+    kept(("a", 1), lambda: inner, 80)
+
+    assert kept(("a", 0), lambda: None, 80) is inner
+    assert kept(("a", 1), lambda: None, 80) is inner
+
+
 def test_replays_share_what_does_not_depend_on_the_budget(monkeypatch):
     """Moments are computed once for all budgets, and records are those of a trace of their own."""
     calls, moments = [], expected_attention.moments

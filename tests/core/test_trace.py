@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvsim.core.attention import Rope, causal_attention
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError, TraceError
+from kvsim.errors import NeedsError, PositionError, TraceError
 
 
 def arrays(layers=2, heads=2, group=2, n=40, dim=8, seed=0, dtype=torch.float32):
@@ -152,6 +154,57 @@ def test_attention_takes_slices_and_nothing():
         trace.attention(0, [40])
     with pytest.raises(IndexError):
         trace.attention(2, [0])
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (np.arange(16) < 3, "expected a list of integers"),
+        (torch.ones(2, 2, dtype=torch.int64), "expected a list of integers"),
+        (3, "expected a list of integers"),
+        ([1j], "expected a list of integers"),
+        ([0, -99], r"position -99 is not there; expected 0\.\."),
+    ],
+)
+def test_positions_are_a_list_of_integers(at, message):
+    """A mask, a number and a table are refused, and a position that is not there is named."""
+    with pytest.raises(PositionError, match=message):
+        make().attention(0, at)
+
+
+def test_threads_that_share_a_trace_share_its_full_attention(monkeypatch):
+    """What another thread computed meanwhile is no change of the trace."""
+    trace, expected = make(layers=6), make(layers=6).full()[0]
+
+    def slow(*arguments):
+        time.sleep(0.005)
+        return causal_attention(*arguments)
+
+    monkeypatch.setattr("kvsim.core.full.causal_attention", slow)
+    with ThreadPoolExecutor(4) as pool:
+        outputs = [each.result()[0] for each in [pool.submit(trace.full) for _ in range(8)]]
+
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_a_view_that_cannot_be_written_to_follows_no_writes_to_its_array():
+    """Its memory is copied, because the array below it can be written to."""
+    data = {name: array.numpy() for name, array in arrays().items()}
+    views = {name: array.view() for name, array in data.items()}
+    for view in views.values():
+        view.flags.writeable = False
+    trace = Trace.from_arrays(**views, prompt_len=10, rope=Rope.default(8))
+    data["k"][:] = 0
+
+    assert trace.k.abs().sum() > 0
+
+
+def test_some_rows_of_a_sequence_are_no_trace_to_save(tmp_path):
+    """The format has no place for their positions."""
+    some = make().only(torch.tensor([0, 2, 4]))
+    with pytest.raises(TraceError, match="rows of a longer sequence"):
+        some.save(tmp_path / "some.zarr")
+    assert not (tmp_path / "some.zarr").exists()
 
 
 def test_per_query_head():
