@@ -35,14 +35,16 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
         return chosen
     if not isinstance(layers, Iterable):
         raise PolicyError(f"layers are {layers!r}; expected a list of layers, such as [0, 1]")
-    chosen = tuple(layers)
-    for layer in chosen:
-        if integer(layer) is None or not 0 <= layer < trace.n_layers:
+    numbers: list[int] = []
+    for layer in layers:
+        number = integer(layer)
+        if number is None or not 0 <= number < trace.n_layers:
             raise PolicyError(f"layer is {layer!r}; expected 0..{trace.n_layers - 1}")
-        check_unwindowed(trace, layer)
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise PolicyError(f"layers are {list(chosen)}; expected some layers, each of them once")
-    return chosen
+        check_unwindowed(trace, number)
+        numbers.append(number)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise PolicyError(f"layers are {numbers}; expected some layers, each of them once")
+    return tuple(numbers)
 
 
 def sharing(trace: Trace) -> int:

@@ -69,7 +69,7 @@ class HeadPlan:
                 facts["scores"] = [[float(x) for x in line.split()] for line in text.splitlines()]
             else:
                 facts = json.loads(text)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _refused(path, str(error)) from error
         if not isinstance(facts, dict) or facts.get("version") != VERSION:
             version = facts.get("version") if isinstance(facts, dict) else None
@@ -82,9 +82,7 @@ class HeadPlan:
         if not all(type(x) in (int, float) and isfinite(x) for row in rows for x in row):
             raise _refused(path, "its scores are not all finite numbers")
         if not isinstance(training, dict) or not is_model(training.get("model", {})):
-            raise _refused(
-                path, "what it was measured on is no object, or its model is none"
-            )
+            raise _refused(path, "what it was measured on is no object, or its model is none")
         return cls([[float(x) for x in row] for row in rows], training)
 
     def text(self) -> str:

@@ -110,7 +110,7 @@ class Entry:
     def has_preset(self, name: str) -> bool:
         """Whether there is such a preset; `scaled` of what has lengths."""
         rest, scaled = self.split(name)
-        there = not rest or rest in self.presets
+        there = rest in self.presets or (scaled and name == "scaled")
         return there and (not scaled or bool(self.preset(rest).meant_for))
 
     @property

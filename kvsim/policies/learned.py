@@ -116,7 +116,7 @@ class Network:
             with safe_open(path, framework="pt") as file:
                 facts = json.loads((file.metadata() or {})["kvsim"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
             reason = "no learned scorer" if isinstance(error, KeyError) else error
             raise _refused(path, str(reason)) from error
         if not isinstance(facts, dict) or facts.get("version") != VERSION:
@@ -153,6 +153,10 @@ class Network:
             raise ValueError(f"expected {expected}, and one output")
         if any(x.dtype != torch.float32 or not bool(x.isfinite().all()) for x in tensors.values()):
             raise ValueError("expected finite numbers in float32")
+        if not bool((tensors["spread"] > 0).all()):
+            raise ValueError("spread is not above 0 throughout")
+        if not isinstance(facts["training"], dict):
+            raise TypeError("training is no object")
         return cls(
             groups,
             tensors["mean"],

@@ -152,7 +152,9 @@ class Options:
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
         ):
             raise CaptureError(f"progress is {self.progress!r}, expected a function, True or None")
-        if not all(self.stops):
+        stop: Any = self.stop
+        stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
+        if not all(isinstance(text, str) and text for text in stops):
             raise CaptureError(f"stop is {self.stop!r}, expected text that is not empty")
         if self.system is not None and not self.system.strip():
             raise CaptureError("system is empty, expected the text of a system message")

@@ -53,6 +53,8 @@ def read_prompts(
     Raises:
         CaptureError: no such file, or a line that is no such object; the error gives its number.
     """
+    if limit is not None and limit < 1:
+        raise CaptureError(f"limit is {limit}, expected at least 1 prompt")
     source = Path(path)
     seen: set[str] = set()
     prompts: list[Prompt] = []

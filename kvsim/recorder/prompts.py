@@ -367,6 +367,8 @@ def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float
 
     where: the beginning of an error message.
     """
+    if not isinstance(labels, Mapping):
+        raise CaptureError(f"{where}labels are {labels!r}, expected names with values")
     for name, value in labels.items():
         if name not in LABELS:
             raise CaptureError(f"{where}label {name!r}, expected one of {', '.join(LABELS)}")

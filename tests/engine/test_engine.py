@@ -16,6 +16,7 @@ from kvsim.engine import layers_per_block, rows
 from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
+from kvsim.store.records import write_records
 
 
 def make_trace(layers=2, heads=2, group=2, tokens=40, dim=8, prompt=10, seed=0, **given):
@@ -156,6 +157,14 @@ def test_layers_replay_alone_as_they_do_together():
 
         assert some.layers == (2, 0)
         assert (some.evicted_at == whole[[2, 0]]).all()
+
+
+def test_layers_of_numpy_are_layers(tmp_path):
+    """The Record has them as plain numbers, and can be written."""
+    record = kvsim.replay(make_trace(layers=3), "tova", budget=7, layers=np.array([0, 2]))
+    write_records(tmp_path / "records.zarr", [record])
+
+    assert [(type(layer), layer) for layer in record.layers] == [(int, 0), (int, 2)]
 
 
 def test_a_layer_that_the_trace_lacks_is_refused():

@@ -301,6 +301,12 @@ REFUSED = {
         rewritten({"groups": ["position", "projections"]}),
         "its tensors are",
     ),
+    "training of a number": (rewritten({"training": 5}), "training is no object"),
+    "no spread": (rewritten(tensors={"spread": torch.zeros(15)}), "spread is not above 0"),
+    "brackets": (
+        save({"a": torch.ones(2)}, {"kvsim": "[" * 100_000}),
+        "recursion",
+    ),
     "groups of a number": (rewritten({"groups": 3}), "its tensors are"),
 }
 

@@ -124,6 +124,8 @@ def test_parameters_replace_defaults_and_presets():
     [
         ("snapkw", {}, "policy 'snapkw'; did you mean 'snapkv'[?]; `kvsim policies` lists all$"),
         ("tova@origin", {}, "tova has no preset 'origin'.*tova@kvpress"),
+        ("snapkv@", {}, "snapkv has no preset ''"),
+        ("snapkv@@scaled", {}, "snapkv has no preset '@scaled'"),
         ("snapkv", {"windw": 8}, r"no parameter 'windw'; did you mean 'window'\?"),
         ("tova", {"window": 8}, "parameters: protect_last, heads, log"),
         ("tova", {"heads": "some"}, "tova: heads is 'some'; expected 'all' or 'group'"),

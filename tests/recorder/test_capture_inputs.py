@@ -130,6 +130,9 @@ def test_an_unknown_keyword_is_named():
         ({"attention": None}, "attention is None"),
         ({"stop": ("a", "")}, "expected text that is not empty"),
         ({"stop": ""}, "expected text that is not empty"),
+        ({"stop": 5}, "stop is 5, expected text that is not empty"),
+        ({"stop": None}, "stop is None, expected text that is not empty"),
+        ({"labels": ["a"]}, "labels are ..a.., expected names with values"),
         ({"stop": "w1"}, "stop is text, and there is no tokenizer"),
         ({"system": " "}, "system is empty"),
         ({"system": "w1"}, "token ids, expected text or messages; leave the system message out"),
@@ -391,6 +394,8 @@ def test_a_file_is_read_no_further_than_asked(tmp_path):
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\nnonsense\n')
 
     assert [one.content for one in read_prompts(source, limit=2)] == ["a", "b"]
+    with pytest.raises(CaptureError, match="limit is -1, expected at least 1 prompt"):
+        read_prompts(source, limit=-1)
     with pytest.raises(CaptureError, match="line 3"):
         read_prompts(source)
 
