@@ -45,7 +45,7 @@ class Web:
         parts = _split(self.path)
         path = f"{parts.path.rstrip('/')}/{key}"
         url = parts._replace(path=path).geturl()
-        watch, data = _Watch(), b""
+        watch, data = _Watch(), bytearray()
         try:
             opener = urllib.request.build_opener(watch)
             with watch, opener.open(url, timeout=_TIMEOUT) as response:
@@ -53,7 +53,7 @@ class Web:
                     data += part
                     watch.received = len(data)
                 if len(data) <= limit and response.length:
-                    raise http.client.IncompleteRead(data, response.length)
+                    raise http.client.IncompleteRead(bytes(data), response.length)
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (404, 410):
@@ -66,7 +66,7 @@ class Web:
                 "trace; check the URL and the network"
             ) from error
         check_limit(self.path, key, len(data), limit)
-        return data
+        return bytes(data)
 
     def sizes(self) -> None:
         """Return None: HTTP has no lists of files."""
