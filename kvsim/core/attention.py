@@ -219,7 +219,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 def _attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, formula: Formula, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain operations, a block of rows at a time."""
+    """`attend` in plain operations, a block of rows at a time."""
     n = k.shape[-2]
     step = max(1, _BLOCK_LOGITS // max(1, q.shape[0] * q.shape[1] * n))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
@@ -289,7 +289,7 @@ def recent_attention(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
 ) -> tuple[Tensor, Tensor]:
-    """The same without sinks, a block of rows at a time over what its rows see."""
+    """Causal attention without sinks, a block of rows at a time over what its rows see."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     for a in range(0, q.shape[2], _WINDOW_ROWS):
         b = min(a + _WINDOW_ROWS, q.shape[2])

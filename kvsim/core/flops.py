@@ -27,7 +27,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Products and other operations together."""
         return self.products + self.pointwise
 
     def __add__(self, other: Flops) -> Flops:
@@ -42,19 +42,19 @@ class Shape(Protocol):
 
     @property
     def n_qheads(self) -> int:
-        """H."""
+        """Number of query heads, H."""
 
     @property
     def n_heads(self) -> int:
-        """G."""
+        """Number of KV heads, G."""
 
     @property
     def dim(self) -> int:
-        """d."""
+        """Dimensions of a head, d."""
 
     @property
     def hidden(self) -> int:
-        """D."""
+        """Hidden size of the model, D."""
 
     def per_query_head(self) -> Shape:
         """As a model in which every query head has keys and values of its own."""

@@ -236,7 +236,7 @@ class Scorer(Piece, ABC):
         return ""
 
     def logarithm(self) -> Scorer:
-        """The same ranking by logarithms if the scores could underflow to 0, else the scorer."""
+        """Return the ranking by logarithms if scores could underflow to 0, else the scorer."""
         return self
 
     @abstractmethod
@@ -373,7 +373,7 @@ class Uniform(Allocator):
     flops = Allocator.no_flops
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
-        """The same quota for every head."""
+        """Return the same quota for every head."""
         return Plan(view.budget.expand_as(view.count))
 
 
@@ -430,5 +430,5 @@ class Even(LayerBudgets):
     flops = LayerBudgets.no_flops
 
     def budgets(self, view: View, budget: int) -> Tensor:
-        """The same for all."""
+        """Return the same budget for all layers."""
         return torch.full_like(view.layers, budget)

@@ -230,7 +230,7 @@ class Policy(Displayed):
 
     @cached_property
     def _requests(self) -> dict[int, Protection]:
-        """What is requested by budget: it is read at every event, and the policy is frozen."""
+        """Requested protection by budget: read at every event, and the policy is frozen."""
         return {}
 
     def protection(self, budget: int) -> Protection:

@@ -103,8 +103,8 @@ def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int
     # after the row of the entry that completes its batch
     due = rank - rank % clock.step + clock.step - 1 + clock.exact
     pos = torch.arange(stop, device=out.device).expand_as(rank)
-    arrival = torch.full((*rank.shape[:-1], stop + clock.step + clock.exact), NEVER)
-    arrival = arrival.to(rank).scatter_(-1, rank.where(exact, arrival.shape[-1] - 1), pos)
+    arrival = rank.new_full((*rank.shape[:-1], stop + clock.step + clock.exact), NEVER)
+    arrival.scatter_(-1, rank.where(exact, arrival.shape[-1] - 1), pos)
     arrival[..., -1] = NEVER  # where entries that are not exact went
     row = arrival.gather(-1, due.clamp(min=0)).clamp_(min=start)
     now = exact & (row < stop)

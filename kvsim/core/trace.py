@@ -237,8 +237,8 @@ class Trace(Displayed):
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.
 
-        For whoever reads them many times: what is stored is read and converted once, and what is
-        computed of full attention is kept.
+        For callers that read them many times: what is stored is read and converted once, and full
+        attention, once computed, is kept.
         """
         source = Loaded(self.source, layers, self.dtype)
         facts: Any = {"token_text": self.token_text, "digest": self.digest, "path": self.path}

@@ -77,7 +77,7 @@ class View:
 
     @property
     def scorer_protected(self) -> Tensor:
-        """What the scorer itself protects, bool [L, H, n]; for an allocator, which plans later."""
+        """Entries that the scorer itself protects, for the allocator; bool [L, H, n]."""
         return self._scorer_protects(self)
 
     def _share(self, name: str, tensor: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class View:
         return self._share("queries", self._source.queries(self.first(last), self.row + 1))
 
     def unrotated(self, last: int) -> Tensor:
-        """The same queries before RoPE."""
+        """Return the most recent queries before RoPE."""
         return self.unrotated_span(self.first(last), self.row + 1)
 
     def span(self, start: int, stop: int) -> Tensor:
@@ -249,7 +249,7 @@ class View:
         return self._share("queries", self._source.queries(start, stop))
 
     def unrotated_span(self, start: int, stop: int) -> Tensor:
-        """The same before RoPE."""
+        """Return queries of a span before RoPE."""
         return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -332,7 +332,7 @@ class View:
         return self._received(first)
 
     def _received(self, first: int) -> Tensor:
-        """The same from row `first` on."""
+        """Attention received from row `first` on."""
         example = self.keys
         layers, heads, n = example.shape[:3]
         per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n

@@ -109,7 +109,7 @@ class RowView(View):
 
     @property
     def _padded(self) -> bool:
-        """That a slot may hold no live entry."""
+        """Whether a slot may hold no live entry."""
         return True
 
     @property

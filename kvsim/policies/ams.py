@@ -71,7 +71,7 @@ _BUFFER = 257
 
 @dataclass(frozen=True)
 class AMS(Allocator):
-    """Quotas by segment.
+    """Allocator that gives each segment of the cache a quota.
 
     In the paper's letters: segment_mass Delta, min_segment L_min, max_segment L_max, min_quota
     q_min, credit_decay lambda, credit_mix beta; credit_of says what is remembered, the mass or the
@@ -113,7 +113,7 @@ class AMS(Allocator):
 
     @property
     def rows(self) -> int:
-        """The window."""
+        """Rows of the window."""
         return self.window
 
     def protection(self, budget: int) -> Protection:
@@ -125,7 +125,7 @@ class AMS(Allocator):
         return Protection(min(self.sink, budget - recent), recent)
 
     def remark(self, budget: int) -> str:
-        """Where the budget shortened what is always kept, or the window."""
+        """Say where the budget shortened what is protected, or the window."""
         remarks = []
         kept = self.protection(budget)
         if (kept.sink, kept.recent) != (self.sink, self.recent):

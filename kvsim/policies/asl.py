@@ -99,11 +99,11 @@ class AtLayer(Propagation):
         return self.published.get(n_layers, max(0, round(self.depth * n_layers) - 1))
 
     def facts(self, n_layers: int) -> dict[str, Any]:
-        """The layer."""
+        """Return the selection layer by its name."""
         return {"layer": self.at(n_layers)}
 
     def expected_layer(self, n_layers: int) -> tuple[float, str]:
-        """The layer."""
+        """Return the selection layer, which is known, so without a remark."""
         return self.at(n_layers), ""
 
 
@@ -128,7 +128,7 @@ class Selecting(Propagation):
 
     @property
     def window_rows(self) -> int:
-        """The window."""
+        """Rows of the window."""
         return self.window
 
     @property
@@ -146,7 +146,7 @@ class Selecting(Propagation):
         return first, min(self.look_back, first + 1)
 
     def facts(self, n_layers: int) -> Mapping[str, Any]:
-        """The rule."""
+        """Return the parameters of the rule."""
         return dict(zip(("first_layer", "look_back"), self.rule(n_layers), strict=True))
 
     def remark(self, n_layers: int, prompt_len: int, budget: int) -> str:

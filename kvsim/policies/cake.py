@@ -90,7 +90,7 @@ class CakeBudgets(LayerBudgets):
 
     @property
     def rows(self) -> int:
-        """The window."""
+        """Rows of the window."""
         return self.window
 
     def budgets(self, view: View, budget: int) -> Tensor:

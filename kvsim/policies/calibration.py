@@ -148,7 +148,7 @@ class Sourced(Piece):
 
     @property
     def source(self) -> Calibration:
-        """Where the calibration rows come from."""
+        """The source of the calibration rows."""
         return cast("Calibration", self.calibration)
 
     @property
@@ -169,7 +169,7 @@ class Calibrated(Sourced, Scorer):
 
     @property
     def query_rows(self) -> tuple[int, int]:
-        """The prefix."""
+        """Rows of the prefix, and those of the scorer."""
         return self.source.rows or 0, self.rows
 
     @property

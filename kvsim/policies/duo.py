@@ -86,7 +86,7 @@ class HeadPlan:
         return cls([[float(x) for x in row] for row in rows], training)
 
     def text(self) -> str:
-        """The file."""
+        """Return the content of the file."""
         facts = {"version": VERSION, "scores": self.scores, "training": dict(self.training)}
         return json.dumps(facts, indent=1, sort_keys=True) + "\n"
 
@@ -134,12 +134,12 @@ class Duo(Allocator):
 
     @property
     def bounded(self) -> bool:
-        """Where streaming heads have a size of their own; else retrieval heads grow."""
+        """Whether streaming heads have a size of their own; else retrieval heads grow."""
         return self.stream is not None
 
     @property
     def exact(self) -> bool:
-        """As `bounded`."""
+        """Whether exactly the budget stays: as `bounded`."""
         return self.bounded
 
     def bound_shares(self, n_layers: int) -> list[float] | None:

@@ -98,7 +98,7 @@ class ExpectedAttention(Scorer):
 
     @property
     def logarithmic(self) -> bool:
-        """Where log is set."""
+        """Whether log is set."""
         return self.log
 
     def logarithm(self) -> ExpectedAttention:
@@ -179,7 +179,7 @@ class ExpectedAttention(Scorer):
         return quadratic(view.values, gram).clamp_(min=0).sqrt_().mean(2)
 
     def protection(self, budget: int) -> Protection:
-        """The sinks."""
+        """Protect the sinks."""
         return Protection(sink=self.sink)
 
 

@@ -48,7 +48,7 @@ class FastKV(AtLayer):
 
     @property
     def window_rows(self) -> int:
-        """The window."""
+        """Rows of the window."""
         return self.window
 
     @property
@@ -105,7 +105,7 @@ class FastKV(AtLayer):
         return prompt_len < budget
 
     def flops(self, event: Event) -> Flops:
-        """Pooled scores."""
+        """Cost of the pooled scores."""
         return pooled_flops(event, self.window, self.pool, self.pool_kernel)
 
     def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:

@@ -18,5 +18,5 @@ class Full(Scorer):
     flops = Scorer.no_flops
 
     def score(self, view: View) -> Tensor:
-        """All alike, [L, H, n]."""
+        """Return equal scores, [L, H, n]."""
         return torch.zeros(view.pos.shape, device=view.pos.device)

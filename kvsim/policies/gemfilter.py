@@ -60,5 +60,5 @@ class GemFilter(AtLayer):
         return Flops(2 * h * n * d, n * (h + self.pool_kernel))
 
     def scored_layers(self, rows: Sequence[int], layer: int) -> Sequence[int]:
-        """The selection layer."""
+        """Return the selection layer."""
         return [layer]

@@ -134,7 +134,7 @@ class GKV(Windowed):
 
     @property
     def signed(self) -> bool:
-        """Where redundancy is subtracted."""
+        """Whether redundancy is subtracted."""
         return self.redundancy and self.mix_lambda < 1
 
     def score(self, view: View) -> Scores:

@@ -44,7 +44,7 @@ class H2O(Scorer):
         return Scores(acc, {"acc": acc})
 
     def protection(self, budget: int) -> Protection:
-        """The recent entries."""
+        """Protect the recent entries."""
         return Protection(recent=budget // 2 if self.recent is None else self.recent)
 
     def flops(self, event: Event) -> Flops:
@@ -64,7 +64,7 @@ class ObservedAttention(Scorer):
         return got / group / (n - torch.arange(n, device=got.device))
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
-        """That later events have little to go by."""
+        """Say that later events have little to go by."""
         if schedule.interval is None:
             return ""
         return (

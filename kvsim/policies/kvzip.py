@@ -67,7 +67,7 @@ class KVzip(Scorer):
     needs = frozenset({"probe_q", "probe_k"})
 
     def protection(self, budget: int) -> Protection:
-        """The sinks."""
+        """Protect the sinks."""
         return Protection(sink=self.sink)
 
     def score(self, view: View) -> Scores:

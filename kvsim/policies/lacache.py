@@ -94,5 +94,5 @@ class LaCache(Scorer):
         return Scores(places.clamp(min=0).double(), {"behind": (view.pos <= cursor).double()})
 
     def protection(self, budget: int) -> Protection:
-        """The sinks."""
+        """Protect the sinks."""
         return Protection(sink=self.sink)

@@ -75,7 +75,7 @@ class LagKV(Scorer):
         return torch.softmax(variance.sqrt_(), -1)
 
     def protection(self, budget: int) -> Protection:
-        """The sinks."""
+        """Protect the sinks."""
         return Protection(sink=self.sink)
 
     def flops(self, event: Event) -> Flops:

@@ -100,7 +100,7 @@ class Network:
         return {"mean": self.mean, "spread": self.spread, **of_layers, **of_heads}
 
     def to_bytes(self) -> bytes:
-        """The file."""
+        """Return the content of the file."""
         from safetensors.torch import save  # noqa: PLC0415  not needed to list policies
 
         text = json.dumps({**self._facts(), "sha256": self.digest}, sort_keys=True)

@@ -51,7 +51,7 @@ class Pyramid(LayerBudgets):
         return _planned(self, budget, n_layers, longest) if self.rule == "fixed" else (budget,)
 
     def budgets(self, view: View, budget: int) -> Tensor:
-        """n_l, int [L]."""
+        """Return the budget n_l of each layer, int [L]."""
         if self.rule == "fixed":
             windowed = torch.tensor(view.setting.windowed, device=view.layers.device)
             place = view.layers - (windowed < view.layers.unsqueeze(-1)).sum(-1)

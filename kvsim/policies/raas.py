@@ -51,7 +51,7 @@ class RaaS(Scorer):
 
     @property
     def rows(self) -> int:
-        """The buffer."""
+        """Rows of the buffer."""
         return self.query_buffer
 
     def score(self, view: View) -> Scores:

@@ -68,7 +68,7 @@ class RKV(Windowed):
 
     @property
     def signed(self) -> bool:
-        """Where redundancy is subtracted."""
+        """Whether redundancy is subtracted."""
         return self.mix_lambda < 1
 
     def score(self, view: View) -> Tensor | Scores:

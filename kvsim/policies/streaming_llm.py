@@ -36,5 +36,5 @@ class StreamingLLM(Scorer):
         return view.pos.double()
 
     def protection(self, budget: int) -> Protection:
-        """The sinks."""
+        """Protect the sinks."""
         return Protection(sink=self.sink)

@@ -41,7 +41,7 @@ class TOVA(Scorer):
 
     @property
     def logarithmic(self) -> bool:
-        """Where log is set."""
+        """Whether log is set."""
         return self.log
 
     def logarithm(self) -> TOVA:

@@ -49,7 +49,7 @@ class Union(Wrapper):
 
     @property
     def signed(self) -> bool:
-        """As the scorer; ranks are 0 or more."""
+        """Whether the scorer is signed; ranks are 0 or more."""
         return self.reduction != "rank" and self.scorer.signed
 
     def score(self, view: View) -> Scores:
@@ -73,7 +73,7 @@ class Union(Wrapper):
         return Scores(shared.expand_as(scores), inner.columns)
 
     def flops(self, event: Event) -> Flops:
-        """Each score once."""
+        """Cost of reading each score once."""
         return Flops(0, event.model.n_heads * event.entries)
 
 

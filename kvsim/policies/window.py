@@ -28,11 +28,11 @@ class Windowed(Scorer):
 
     @property
     def rows(self) -> int:
-        """The window."""
+        """Rows of the window."""
         return self.window
 
     def protection(self, budget: int) -> Protection:
-        """The window."""
+        """Protect the window."""
         return Protection(recent=self.window)
 
 

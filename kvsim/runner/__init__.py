@@ -1,8 +1,13 @@
 """A model's computation under a policy.
 
+closed    a recorded prompt under a policy, teacher-forced and free
 decoding  a policy on a running model
 checks    the policies that a running model can follow
+recorded  the rows of a recorded prompt, and their full attention
 cache     the cache of that model, from which entries are gathered
+reading   which of the held entries new rows read
+paged     the cache in blocks, with block tables
+blocks    attention over blocks, and moves of entries between them
 model     that model: what its attention computes, and a shared prefill
 descent   its prefill in depth order, for a policy that drops rows on the way down
 masked    the logits of a model whose rows see only the entries that a Record retains

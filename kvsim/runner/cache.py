@@ -367,5 +367,5 @@ class LiveLayer(CacheLayerMixin):
         return self.get_seq_length() + len(cache_position), 0
 
     def get_max_cache_shape(self) -> int:
-        """No limit."""
+        """Return -1, for no limit."""
         return -1

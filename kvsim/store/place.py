@@ -17,7 +17,9 @@ from typing import Protocol
 
 from kvsim.errors import TraceError, TraceNotFoundError, error_line
 
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FLAGS = os.O_RDONLY
+for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # those of this system
+    _FLAGS |= getattr(os, _name, 0)
 
 #: How the name of a packed trace ends.
 SUFFIX = ".zip"

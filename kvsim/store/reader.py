@@ -129,7 +129,7 @@ class StoredTrace:
 
     @property
     def positions(self) -> Tensor:
-        """0, 1, 2, ..."""
+        """Positions 0, 1, 2, ... of the rows."""
         return torch.arange(self.shapes["q"][2])
 
     @property

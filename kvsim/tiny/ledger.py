@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from kvsim.errors import KvsimError
@@ -326,6 +327,7 @@ def _interlude(out: _Response, counter: int, total: int) -> None:
     out.say(f"#{counter}", str(total), ";")
 
 
+@lru_cache(maxsize=64)
 def solve(prompt: str) -> Solution:
     """Compute the right response to ``prompt`` from its text alone.
 
