@@ -74,7 +74,7 @@ class Source(Protocol):
 class Setting:
     """Constants over the events of a replay.
 
-    interval and prefill are those of the schedule, budget is the policy's, n_layers the trace's.
+    interval is that of the schedule, budget the policy's, n_layers the trace's.
     policy: its name, for errors. windowed: layers whose sliding window is shorter than the text;
     they are not replayed.
     protected: protected entries of a head, once they exist. longest: the most entries that a head
@@ -86,7 +86,6 @@ class Setting:
     budget: int
     prompt_len: int
     interval: int | None
-    prefill: bool
     n_layers: int
     clairvoyant: bool = False
     protected: int = 0

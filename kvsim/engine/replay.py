@@ -238,7 +238,6 @@ def setting_of(
         budget=budget,
         prompt_len=prompt_len,
         interval=schedule.interval,
-        prefill=schedule.prefill,
         n_layers=trace.n_layers,
         clairvoyant=policy.scorer.clairvoyant,
         protected=policy.protection(budget).size(prompt_len),

@@ -123,14 +123,13 @@ class Duo(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plan = HeadPlan.open(Path(self.file))
-        if self.digest not in ("", plan.digest):
+        digest = self._plan.digest
+        if self.digest not in ("", digest):
             raise PolicyError(
-                f"duo: {self.file} has the digest {plan.digest}; expected {self.digest}, give the "
-                "plan that the result names"
+                f"duo: {self.file} has the digest {digest}; expected {self.digest}, give the plan "
+                "that the result names"
             )
-        object.__setattr__(self, "digest", plan.digest)
-        object.__setattr__(self, "_plan", plan)
+        object.__setattr__(self, "digest", digest)
 
     @property
     def bounded(self) -> bool:
@@ -156,8 +155,7 @@ class Duo(Allocator):
 
     def check(self, trace: Trace) -> None:
         """The plan was measured on the same model, as far as it says on which."""
-        plan: HeadPlan = vars(self)["_plan"]
-        model, other = plan.training.get("model"), model_of(trace)
+        model, other = self._plan.training.get("model"), model_of(trace)
         if model and differ(model, other):
             raise PolicyError(
                 f"duo: {self.file} is a plan of {described(model)}, and {trace.name} is of "
@@ -169,9 +167,12 @@ class Duo(Allocator):
         return Protection(sink=self.sink)
 
     @cached_property
+    def _plan(self) -> HeadPlan:
+        return HeadPlan.open(Path(self.file))
+
+    @cached_property
     def _retrieval(self) -> Tensor:
-        plan: HeadPlan = vars(self)["_plan"]
-        return plan.retrieval(self.share)
+        return self._plan.retrieval(self.share)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""

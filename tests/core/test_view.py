@@ -36,7 +36,7 @@ def make_view(trace, *, row=14, since=-1, keep=None):
     return View(
         source,
         entries,
-        Setting(budget=4, prompt_len=5, interval=1, prefill=True, n_layers=1),
+        Setting(budget=4, prompt_len=5, interval=1, n_layers=1),
         row=row,
         since=torch.tensor([since]),
         layers=torch.tensor([0]),

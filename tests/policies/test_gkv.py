@@ -53,9 +53,7 @@ def view_of(trace, row=N - 5, *, keep=None, columns=(), budget=20):
     entries.append(0, row + 1)
     if keep is not None:
         entries.compress(keep)
-    setting = Setting(
-        budget=budget, prompt_len=trace.prompt_len, interval=8, prefill=True, n_layers=LAYERS
-    )
+    setting = Setting(budget=budget, prompt_len=trace.prompt_len, interval=8, n_layers=LAYERS)
     return View(
         source,
         entries,

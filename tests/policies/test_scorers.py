@@ -68,7 +68,6 @@ def view_of(trace, row=N - 5, *, keep=None, budget=6, interval=8, clairvoyant=Fa
             budget=budget,
             prompt_len=trace.prompt_len,
             interval=interval,
-            prefill=True,
             n_layers=trace.n_layers,
             clairvoyant=clairvoyant,
         ),
@@ -360,7 +359,7 @@ def test_another_trace_serves_one_set_per_query_head_and_a_part_of_the_layers():
     source = TraceSource(trace, [1], torch.device("cpu"))
     entries = Entries(1, HEADS, {}, like=source.keys)
     entries.append(0, 10)
-    setting = Setting(budget=5, prompt_len=5, interval=1, prefill=True, n_layers=LAYERS)
+    setting = Setting(budget=5, prompt_len=5, interval=1, n_layers=LAYERS)
     view = View(source, entries, setting, row=9, since=torch.tensor([-1]), layers=torch.tensor([1]))
     expected = scores(QFilter(other), view_of(trace, row=9))[1:]
     torch.testing.assert_close(scores(QFilter(other), view), expected)

@@ -322,5 +322,5 @@ def _look(trace: Trace, device: str) -> Look:
             "the model's last, because ranks are compared from layer to layer"
         )
     n = trace.prompt_len
-    setting = Setting(budget=n, prompt_len=n, interval=None, prefill=True, n_layers=trace.n_layers)
+    setting = Setting(budget=n, prompt_len=n, interval=None, n_layers=trace.n_layers)
     return recorded(trace, setting, torch.device(device))
