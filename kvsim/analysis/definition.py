@@ -39,7 +39,8 @@ class Metric:
     if it is named. beside: the record with which it compares, that of the optimum or of the mass
     oracle on the same terms, which are computed on request. notes: what it reads of the notes of
     allocators at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what
-    stands for all layers in a summary, the mean of their values or the sum. arrays: what a trace
+    stands for all layers in a summary, the mean of their values or the sum. together: some values
+    are of all layers together, so that those of a block of layers say nothing. arrays: what a trace
     must have recorded; by default, metrics of traces without them are left out.
     """
 
@@ -55,4 +56,5 @@ class Metric:
     beside: Literal["", "optimum", "unprotected", "oracle"] = ""
     notes: frozenset[str] = frozenset()
     layers: Literal["mean", "sum"] = "mean"
+    together: bool = False
     arrays: tuple[str, ...] = ()

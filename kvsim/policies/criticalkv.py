@@ -44,7 +44,7 @@ class CriticalKV(Wrapper):
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # those of a part, and its
-        """The scorer's, and the projected size of the value, which does not change."""
+        """The scorer's, and the projected size of the value as it is stored."""
         return {**self.scorer.columns, "projected": nan}
 
     def score(self, view: View) -> Scores:
@@ -72,10 +72,13 @@ class CriticalKV(Wrapper):
 
 
 def _projected(view: View) -> Tensor:
-    """`projected_size` of the entries; computed for those that are new since it was last kept."""
+    """`projected_size` of the entries; computed for those that are new since it was last kept.
+
+    Of all where a codec may have rounded values since then.
+    """
     norms = view["projected"]
     new = int((norms.isnan() & view.live).sum(-1).max())  # the last ones of each head
-    old = norms.shape[-1] - new
+    old = 0 if view.rounded else norms.shape[-1] - new
     return torch.cat([norms[..., :old], projected_size(view.values[:, :, old:], view.o_proj)], -1)
 
 

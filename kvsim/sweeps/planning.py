@@ -154,8 +154,9 @@ def _joined(records: Sequence[Record]) -> Record:
         return first
     evicted_at = np.concatenate([record.evicted_at for record in records])
     layers = tuple(layer for record in records for layer in record.layers)
+    layer_ids = tuple(number for record in records for number in record.layer_ids or ())
     reads = None
     if first.reads is not None:
         bits = np.concatenate([record.reads.bits for record in records if record.reads])
         reads = replace(first.reads, bits=bits)
-    return replace(first, evicted_at=evicted_at, layers=layers, reads=reads)
+    return replace(first, evicted_at=evicted_at, layers=layers, layer_ids=layer_ids, reads=reads)

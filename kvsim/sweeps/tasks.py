@@ -137,7 +137,9 @@ def _of_one(
         yield task([], layers, of_trace)
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
-    for part, blocks in ((single, _blocks(trace, layers)), (whole, [layers])):
+    together = any(METRICS[name].together for name in of_records)
+    of_single = [layers] if together else _blocks(trace, layers)
+    for part, blocks in ((single, of_single), (whole, [layers])):
         for block in blocks:
             for start in range(0, len(part), _TOGETHER):
                 yield task(part[start : start + _TOGETHER], block, of_records)

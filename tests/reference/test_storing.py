@@ -178,16 +178,18 @@ def test_evictions_decide_on_what_is_stored(eviction):
 
 
 @pytest.mark.parametrize(
-    ("eviction", "interval"), [("h2o", 1), ("h2o", 8), ("tova", 1), ("snapkv", 8), ("gkv", 8)]
+    ("eviction", "interval"),
+    [("h2o", 1), ("h2o", 8), ("tova", 1), ("snapkv", 8), ("gkv", 8)] + [("criticalkv+knorm", 5)],
 )
 def test_rounded_keys_move_decisions(eviction, interval):
     """What leaves is another set than without a codec, and that of the naive loop.
 
-    H2O adds up what rows computed with keys of their time; windows look at keys as they are now.
+    H2O adds up what rows computed with keys of their time; windows look at keys as they are now,
+    and CriticalKV at values.
     """
     case = strategies.make_case("sharp", layers=2, heads=3, group=2, n=40, prompt_len=16)
     stored = storing.Stored(storing.integers(2, 0), case.k, case.v, case.prompt_len - 1)
-    params = {} if eviction in ("h2o", "tova") else {"window": 4}
+    params = {"window": 4} if eviction in ("snapkv", "gkv") else {}
     outcome = reference.replay(
         *(case.q, case.k, case.v),
         prompt_len=16,
@@ -196,6 +198,7 @@ def test_rounded_keys_move_decisions(eviction, interval):
         budget=14,
         interval=interval,
         scale=case.scale,
+        o_proj=case.o_proj,
         store=stored.event,
     )
     exact = kvsim.policy(eviction, **params)

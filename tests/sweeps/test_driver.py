@@ -70,6 +70,20 @@ def test_a_sweep_is_one_replay_after_another(grid, small_blocks):
         assert same.equals(expected)
 
 
+def test_values_of_all_layers_together_are_not_those_of_a_block(grid, small_blocks):
+    """They need all layers at once; a joined record names each of its layers."""
+    names = ["tova", "knorm"]
+    of_all = {"policies": names, "metrics": ["pages_freed", "fragmentation"]}
+    policies = [policy(name) for name in names]
+    expected = in_turn(
+        grid["traces"], policies, grid["budgets"], interval=8, metrics=of_all["metrics"]
+    )
+    record = kvsim.sweep(**grid | {"policies": names}, records=True).records[0]
+
+    assert kvsim.sweep(**grid | of_all).table.equals(expected.table)
+    assert record.layers == record.layer_ids == (0, 1, 2, 3)
+
+
 def test_a_folder_holds_the_same_and_nothing_is_computed_twice(grid, small_blocks, tmp_path):
     """Shards, a resumed sweep and one in memory agree bit for bit; more budgets only add."""
     expected = kvsim.sweep(**grid, records=True)

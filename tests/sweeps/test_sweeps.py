@@ -352,6 +352,22 @@ def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     assert torch.allclose(mass + regret, best, atol=1e-6)
 
 
+def test_regret_does_not_depend_on_what_else_is_replayed():
+    """The optimum reads all that it holds, whichever policy asked for it first."""
+    trace = make_trace()
+    names = ["snapkv+quest", "snapkv", "snapkv+int4"]
+    policies = [kvsim.policy(name, window=2) for name in names]
+    options = {"interval": 8, "regret": True, "metrics": ["regret"]}
+    alone = [replay_all([trace], [each], [16], **options).table for each in policies]
+
+    for order in (policies, policies[::-1]):
+        table = replay_all([trace], order, [16], **options).table
+        for name, expected in zip(names, alone, strict=True):
+            assert table.filter(policy=name)["value"].equals(expected["value"])
+    mean = [float(table["value"].mean()) for table in alone]
+    assert mean[0] >= mean[1] >= -1e-6
+
+
 def test_references_are_computed_once_for_equal_terms(monkeypatch):
     """Budget, events and protected entries decide; the policy does not matter."""
     calls, solved, solve = [], [], Terms.optimum

@@ -254,11 +254,11 @@ PLACES: Mapping[str, Metric] = {
     "pages_freed": Metric(
         "share of a full cache's pages that are not allocated, over rows after the prompt",
         "sets", "share", "higher", "after PagedEviction", _pages("freed"),
-        main=f"page={PAGE},table=layer", default=False),
+        main=f"page={PAGE},table=layer", default=False, together=True),
     "fragmentation": Metric(
         "share of the slots of allocated pages that hold no entry, over rows after the prompt",
         "sets", "share", "lower", "as pages_freed", _pages("fragmentation"),
-        main=f"page={PAGE},table=layer", default=False),
+        main=f"page={PAGE},table=layer", default=False, together=True),
     "needle_recall": Metric(
         "share of the needle's entries that a row sees, mean over rows after the prompt, next to "
         "that of all entries of the prompt",
@@ -269,7 +269,7 @@ PLACES: Mapping[str, Metric] = {
     "global_eviction": Metric(
         "share of the needle's tokens that have left every head of every layer, mean over rows "
         "after the prompt",
-        "sets", "share", "lower", "kvsim", _global_eviction),
+        "sets", "share", "lower", "kvsim", _global_eviction, together=True),
 }  # fmt: skip
 
 

@@ -122,6 +122,8 @@ class Terms:
             positions="absolute",
             remark="",
             selection=None,
+            reads=None,
+            codec=None,
             internals=(certificate,),
         )
 
