@@ -368,7 +368,8 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     a layer replayed alone, which stands for a teacher-forced run in which only that layer evicts;
     and kept sets decided once, at the end of the prefill or of its context, which attention had
     finished by then. Everything else is open loop: recorded q, k, v carry no error from the layers
-    below, of what left, of what was not read and of what was rounded.
+    below, of what left, of what was not read and of what was rounded. A value of all layers
+    (`layer` is None) has the weakest label of the record's layers.
 
     What a running model did is closed loop.
 
@@ -381,10 +382,13 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
         return "closed"
     across = record.selection is not None and record.selection.layer is not None
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
-    if kind == "trace" or layer is None or alone or trace.layer_ids[layer] == 0:
+    if kind == "trace" or alone:
         return "exact"
+    if layer is None:
+        each = (fidelity(trace, record, kind, index) for index in record.layers)
+        return max(each, key=("exact", "semi", "open").index)
     whole = record.reads is None and record.codec is None
-    if not record.events and (whole or kind == "sets"):
+    if trace.layer_ids[layer] == 0 or (not record.events and (whole or kind == "sets")):
         return "exact"
     if kind != "sets" or len(record.events) > 1 or record.events[0] >= record.prompt_len:
         return "open"

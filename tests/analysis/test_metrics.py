@@ -571,7 +571,21 @@ def test_fidelity_says_what_a_live_run_would_give_too():
     assert fidelity(trace, running, "rows", 1) == "open"
     assert fidelity(trace, running, "sets", 1) == "open"
     assert fidelity(trace, running, "trace", 1) == "exact"
+    assert fidelity(trace, running, "trace", None) == "exact"
     assert fidelity(trace, once, "sets", 1) == "exact"
     assert fidelity(trace, once, "rows", 1) == "open"
     assert fidelity(trace, alone, "rows", 1) == "exact"
     assert fidelity(trace, full, "rows", 1) == "exact"
+
+
+def test_a_value_of_all_layers_has_the_weakest_label_of_theirs():
+    """Pages of one table for the whole model are open loop where a layer is."""
+    trace = make_trace()
+    running = kvsim.replay(trace, kvsim.policy("tova"), budget=8)
+    once = kvsim.replay(trace, kvsim.policy("snapkv", window=4), budget=8)
+    alone = kvsim.replay(trace, kvsim.policy("tova"), budget=8, layers=[1])
+
+    tables = [kvsim.measure(trace, each, "pages_freed") for each in (running, once, alone)]
+
+    whole = [table.filter(variant="page=16,table=model")["fidelity"].item() for table in tables]
+    assert whole == ["open", "exact", "exact"]
