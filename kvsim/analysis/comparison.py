@@ -32,7 +32,6 @@ from kvsim.analysis.summaries import (
     WEAKEST,
     Interval,
     first_of,
-    last_events,
     layers_of,
     main_variants,
     per_prompt,
@@ -140,7 +139,7 @@ def compare(
             "`kvsim metrics`"
         )
     higher = entry.better == "higher"
-    table = last_events(labelled(as_table(table)))
+    table = labelled(as_table(table))
     rows, values, traces, remarks = _values(table, metric)
     names = rows["policy"].unique(maintain_order=True).to_list()
     if against is not None and against not in names:

@@ -1,9 +1,10 @@
 """Summaries of a Table: means over prompts, intervals, paired differences.
 
 Prompts are the unit. Values are averaged over layers, heads and events within a trace first (of
-some metrics layers are added up: `Metric.layers`), so that a long trace counts as much as a short
-one (macro average), and intervals say how far the mean would move with other prompts. They say
-nothing about other models or another seed of training. A trace that a metric cannot be computed on
+some metrics layers are added up, `Metric.layers`, or the last event stands for all,
+`Metric.over_events`), so that a long trace counts as much as a short one (macro average), and
+intervals say how far the mean would move with other prompts. They say nothing about other models or
+another seed of training. A trace that a metric cannot be computed on
 is counted as asked and not measured, never as zero.
 
 Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
@@ -145,24 +146,28 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
 
 def last_events(table: pl.DataFrame) -> pl.DataFrame:
     """The Table without rows of earlier events where the last one stands for all."""
-    last = [name for name, entry in METRICS.items() if entry.over_events == "last"]
+    if not table["metric"].is_in(_LAST).any():
+        return table
     of_cell = ("trace", "policy", "params", "interval", "prefill")
     latest = pl.col("event").max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
-    older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
+    older = pl.col("metric").is_in(_LAST) & (pl.col("event") < latest)
     return table.filter(~older.fill_null(value=False))
 
 
 def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFrame:
     """One row per trace and result: the mean over layers, heads and events, and that of chance.
 
-    Layers of a metric whose `Metric.layers` is "sum" are added up. Of values at several levels of
-    fidelity the `strongest` count.
+    Layers of a metric whose `Metric.layers` is "sum" are added up, and of one whose
+    `Metric.over_events` is "last" the last event counts, unless `by` names the event. Of values at
+    several levels of fidelity the `strongest` count.
 
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
     """
     table, by = _split_beside(table, by, (*KEYS, "trace"))
     if table.select((pl.col("fidelity").n_unique().over(*_PLACE) > 1).any()).item():
         table = strongest(table)
+    if "event" not in by:
+        table = last_events(table)
     keys = [*by, *KEYS, "trace"]
     return (
         over_layers(table.with_columns(asked=REQUESTED), keys)
@@ -171,8 +176,9 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     )
 
 
-#: Metrics whose layers add up.
+#: Metrics whose layers add up, and those whose last event stands for all.
 _SUMMED = [name for name, entry in METRICS.items() if entry.layers == "sum"]
+_LAST = [name for name, entry in METRICS.items() if entry.over_events == "last"]
 
 
 def over_layers(
@@ -213,15 +219,14 @@ def averages(
 
     table: of `kvsim.measure`, or a run or its folder. by: what results are split by, a column of
     the Table or `stage` (early, middle and late layers). metrics: those to average, their main
-    variants, of metrics that one event stands for after the last one; by default every value of
-    the Table.
+    variants; by default every value of the Table.
 
     `by`, `KEYS`, then `mean`, `low`, `high`, `n` traces measured of the `of` that were asked,
     `chance` (mean), `fidelity`.
     """
     table, by = _split_beside(as_table(table), by, KEYS)
     if metrics is not None:
-        table = main_variants(last_events(table), listed(metrics))
+        table = main_variants(table, listed(metrics))
     values = per_prompt(table, by)
     # what belongs to no policy was asked of every trace
     traces = pl.col("trace").n_unique()
@@ -338,8 +343,9 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         for stronger, weaker in combinations(_STRENGTH.categories, 2)
     ]
     keys = [*by, *KEYS, "stronger", "weaker"]
+    pairs = pl.concat(frames)
     paired = (
-        pl.concat(frames)
+        (pairs if "event" in by else last_events(pairs))
         .rename({"value": "at_stronger", "value_right": "at_weaker"})
         .with_columns(
             asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),

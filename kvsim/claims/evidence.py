@@ -24,7 +24,7 @@ from kvsim.analysis.results import (
     main,
     results,
 )
-from kvsim.analysis.summaries import last_events, per_prompt
+from kvsim.analysis.summaries import per_prompt
 from kvsim.claims.claim import Claim, Floats
 from kvsim.schema import schedule
 
@@ -99,7 +99,7 @@ class Evidence:
 
     def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
         named = pl.col("policy").replace(_SAME)
-        table = last_events(table).with_columns(asked=REQUESTED, policy=named)
+        table = table.with_columns(asked=REQUESTED, policy=named)
         sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()

@@ -82,7 +82,7 @@ def _means(
 
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
-    from kvsim.analysis.summaries import averages, last_events, main_variants, split_by
+    from kvsim.analysis.summaries import averages, main_variants, split_by
     from kvsim.analysis.verdict import RANKING
     from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
 
@@ -98,7 +98,7 @@ def _means(
                 f"--metric {name}: the runs have no value of it; they have "
                 f"{', '.join(sorted(measured)) or 'none'}"
             )
-    chosen = main_variants(last_events(table), metrics)
+    chosen = main_variants(table, metrics)
     if "stage" in by:
         chosen, _ = split_by(chosen, "stage")
     missing = [name for name in by if name not in chosen or not chosen[name].count()]

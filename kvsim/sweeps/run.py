@@ -16,7 +16,7 @@ from kvsim.analysis.definition import Metric
 from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED, check_distinct
-from kvsim.analysis.summaries import over_layers
+from kvsim.analysis.summaries import last_events, over_layers
 from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.arguments import listed, resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
@@ -348,11 +348,10 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
     """
     main = pl.col("metric").replace_strict({name: metric.main for name, metric in METRICS.items()})
     keys = ["policy", "params", "asked", "interval", "prefill"]
-    last = pl.col("event") == pl.col("event").max().over(*keys, "trace", "metric", "layer")
-    chosen = (
-        table.with_columns(asked=REQUESTED, main=pl.col("variant") == main)
-        .filter(pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics))
-        .filter((pl.col("metric") != "wipeout") | last)
+    chosen = last_events(
+        table.with_columns(asked=REQUESTED, main=pl.col("variant") == main).filter(
+            pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics)
+        )
     )
     whole = over_layers(chosen, [*keys, "trace", "metric", "variant"])
     within = whole.group_by(*keys, "trace", "metric", maintain_order=True).agg(

@@ -22,6 +22,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
+from kvsim.sweeps.run import replay_all, summarise
 
 
 def row(trace, policy, value, **more):
@@ -233,8 +234,6 @@ def test_stages_and_labels_split_the_averages():
 
 def test_a_sweep_can_be_averaged_and_compared():
     """The Table of real results has what these functions read."""
-    from kvsim.sweeps.run import replay_all
-
     trace = kvsim.open_trace(kvsim.sample_trace())
     policies = [kvsim.policy("tova"), kvsim.policy("snapkv")]
     found = replay_all([trace], policies, ["25%"], interval=64, metrics=["output_error", "wipeout"])
@@ -244,6 +243,37 @@ def test_a_sweep_can_be_averaged_and_compared():
         found.table.filter(policy="tova", metric="output_error")["value"].mean()
     )
     assert compare(found.table, "tova")["policy"].unique().to_list() == ["snapkv"]
+
+
+def test_listed_events_leave_every_summary_as_it_is():
+    """Of wipe-out the last event counts; means split by event have each of them."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    policies = [kvsim.policy("tova"), kvsim.policy("streaming_llm")]
+    plain, each = (
+        replay_all([trace], policies, [64], interval=64, metrics=["wipeout"], events=events).table
+        for events in (False, True)
+    )
+
+    assert each.height > plain.height
+    assert per_prompt(each).equals(per_prompt(plain))
+    assert averages(each).equals(averages(plain))
+    assert averages(each, metrics="wipeout").equals(averages(plain, metrics="wipeout"))
+    assert compare(each, "tova").equals(compare(plain, "tova"))
+    assert summarise(each, ["wipeout"]).equals(summarise(plain, ["wipeout"]))
+    by_event = averages(each, "event", metrics="wipeout").filter(policy="tova")
+    assert by_event.height == each["event"].n_unique() > 1
+
+
+def test_levels_of_listed_events_are_compared_after_the_last():
+    """A mean over events would be neither level's wipe-out."""
+    events = {"metric": "wipeout", "variant": "length=32,threshold=0"}
+    values = table(
+        *(row("a", "tova", at / 100, event=at, **events) for at in (10, 20)),
+        *(row("a", "tova", at / 50, event=at, fidelity="closed", **events) for at in (10, 20)),
+    )
+    (found,) = between_levels(values).to_dicts()
+
+    assert (found["at_stronger"], found["at_weaker"], found["values"]) == (0.4, 0.2, 1)
 
 
 def test_stages_without_a_number_are_those_of_each_trace():
