@@ -129,9 +129,10 @@ def answer(table: pl.DataFrame, metrics: Sequence[str]) -> tuple[list[Verdict], 
     """The verdicts of a Table by the first of `RANKING`, or else of `metrics`, that it has.
 
     And the lines in which to say them, with what is lacking for a decision. Both are empty where
-    there is nothing to compare: one policy, or no prompt with values of all.
+    there is nothing to compare: one policy, or no prompt with values of all. Metrics that this
+    version does not know are left out.
     """
-    measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*metrics}
+    measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*metrics} & {*METRICS}
     ranking = (name for name in (*RANKING, *metrics) if name in measured and METRICS[name].better)
     metric = next(ranking, None)
     if metric is None:

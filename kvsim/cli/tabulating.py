@@ -91,6 +91,11 @@ def _means(
         main = dict.fromkeys((*(RANKING if most else ()), *SUMMARY, *LIVE_SUMMARY))
         metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
         metrics = metrics[:most]
+    if not metrics:
+        raise OptionError(
+            "the runs have no value of a policy by a metric that this version knows; they have "
+            f"{', '.join(sorted(measured)) or 'none'}"
+        )
     for name in metrics:
         metric_named(name)
         if name not in measured:

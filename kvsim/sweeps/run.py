@@ -345,8 +345,12 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
     `iou_chance` stands beside `retained_iou`; `exact` is the share of the values behind the row
     whose fidelity is exact. Null where a policy has no value of the main variant, whatever others
     it has: the segments of a policy that makes none are not counted by those of its proxy.
+    Metrics that this version does not know have no column.
     """
-    main = pl.col("metric").replace_strict({name: metric.main for name, metric in METRICS.items()})
+    metrics = [name for name in metrics if name in METRICS]
+    main = pl.col("metric").replace_strict(
+        {name: METRICS[name].main for name in metrics}, default=None, return_dtype=pl.String
+    )
     keys = ["policy", "params", "asked", "interval", "prefill"]
     chosen = last_events(
         table.with_columns(asked=REQUESTED, main=pl.col("variant") == main).filter(

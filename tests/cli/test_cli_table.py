@@ -6,12 +6,15 @@ import csv
 import dataclasses
 import io
 import json
+import shutil
 
 import polars as pl
 import pytest
 import torch
+from command_line import one_line
 
 import kvsim
+from kvsim.analysis.folder import bind
 from kvsim.sweeps import replay_all
 
 TASKS = {"a": "walk", "b": "get", "c": "walk"}
@@ -114,3 +117,17 @@ def test_a_report_is_no_csv(run, folder, tmp_path):
     assert status == 2
     assert "expected FILE.html, or `kvsim table RUN --format csv`" in err
     assert not (tmp_path / "x.csv").exists()
+
+
+def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
+    """`kvsim info` prints what it knows, `kvsim table` names what the run has instead."""
+    later = shutil.copytree(folder, tmp_path / "later")
+    table = pl.read_parquet(later / "results.parquet").with_columns(metric=pl.lit("later"))
+    table.unique(["trace", "policy", "budget"]).write_parquet(later / "results.parquet")
+    bind(later, json.loads((later / "run.json").read_text()))
+
+    shown, (status, _, error) = run("info", later), run("table", later)
+
+    assert shown[0] == 0
+    assert status == 2
+    assert "a metric that this version knows; they have later" in one_line(error)

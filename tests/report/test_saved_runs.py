@@ -16,12 +16,13 @@ import torch
 
 import kvsim
 from kvsim.analysis.folder import bind
+from kvsim.analysis.verdict import answer
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
 from kvsim.report import read_run, write_report
 from kvsim.store import inputs
 from kvsim.store.records import read_records
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.run import replay_all, summarise
 
 
 @pytest.fixture(scope="module")
@@ -305,3 +306,17 @@ def test_a_description_of_another_type_is_refused(run, tmp_path, name, value, sa
 
     with pytest.raises(OutputError, match=said):
         read_run(path)
+
+
+@pytest.mark.parametrize("later", [("wipeout",), ("wipeout", "entries_seen")])
+def test_metrics_of_a_later_version_are_ignored(run, later):
+    """A summary and a verdict are of the metrics that this version knows."""
+    names = {name: f"later_{name}" for name in later}
+    table = run.table.with_columns(pl.col("metric").replace(names))
+    measured = table["metric"].unique(maintain_order=True).to_list()
+
+    summary = summarise(table, measured)
+
+    known = [name for name in run.table["metric"].unique(maintain_order=True) if name not in later]
+    assert [name for name in summary.columns if name in (*known, *names.values())] == known
+    assert answer(table, measured) == ([], [])
