@@ -142,6 +142,8 @@ def tune(
     report = progress or (lambda *_: None)
     report(0, trials, "the default setting")
     default = objective.values({}, searched).mean()
+    if kept_back:  # an error here would lose the trials if it came after them
+        objective.values({}, kept_back)
     study, fail = _study(space, seed)
     rows: list[dict[str, Any]] = []
     best, parameters, interrupted = default, dict[str, Any](), False

@@ -11,11 +11,12 @@ import numpy as np
 import optuna
 import polars as pl
 import pytest
+import torch
 
 import kvsim
 from kvsim.analysis.summaries import Interval
 from kvsim.core.parameters import Above, AtLeast, Below, Between, Odd, Parameter
-from kvsim.errors import KvsimError, PolicyError
+from kvsim.errors import BudgetError, KvsimError, PolicyError
 from kvsim.policies import declared, names
 from kvsim.sweeps.space import dimension
 from kvsim.sweeps.tuning import _Objective, split, tune
@@ -193,6 +194,34 @@ def test_few_prompts_are_not_split(traces):
     assert tuned.gains["prompts"].to_list() == ["searched"]
     assert tuned.held_out == ()
     assert tuned.remarks[0].startswith("with 3 prompts over-fitting cannot be seen")
+
+
+def test_a_default_that_held_out_prompts_refuse_costs_no_trial(tmp_path):
+    """The default setting runs on the held-out prompts before the first trial."""
+    torch.manual_seed(0)
+    names = "abcd"
+    _, (held_out,) = split(list(names), 0.25, 0)
+    traces = [
+        kvsim.Trace.from_arrays(
+            *(torch.randn(2, heads, 20 if name == held_out else 80, 4) for heads in (2, 1, 1)),
+            prompt_len=10,
+            rope=kvsim.Rope.default(4),
+            name=name,
+        )
+        for name in names
+    ]
+    said = []
+
+    with pytest.raises(BudgetError):
+        tune(
+            *(traces, "snapkv", "50%"),
+            fixed={"window": 16},
+            held_out=0.25,
+            progress=lambda *args: said.append(args),
+            **TERMS,
+        )
+
+    assert [what for *_, what in said] == ["the default setting"]
 
 
 def test_over_fitting_shows(traces, monkeypatch):
