@@ -328,7 +328,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "policies": lambda given: tuple(_policies(given)),
     "budgets": lambda given: tuple(map(_budget, _listed(given))),
     "intervals": lambda given: tuple(map(_interval, _listed(given))),
-    "layers": lambda given: tuple(_whole("layers", each) for each in _listed(given)),
+    "layers": lambda given: tuple(sorted(_whole("layers", each) for each in _listed(given))),
     "metrics": lambda given: tuple(map(str, _listed(given))),
     "protect": _protection,
     "memory": _size,

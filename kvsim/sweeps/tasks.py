@@ -243,6 +243,7 @@ def _loaded(task: Task) -> Trace:
     given = task.trace
     trace = given if isinstance(given, Trace) else reopened(given, task.digest)
     limit = (task.options["memory"] or DEFAULT_MEMORY) // 4
-    if len(task.layers) * _layer_bytes(trace) > limit:
+    span = slice(min(task.layers), max(task.layers) + 1)
+    if (span.stop - span.start) * _layer_bytes(trace) > limit:
         return trace  # read as it is needed
-    return trace.loaded(slice(task.layers[0], task.layers[-1] + 1))
+    return trace.loaded(span)

@@ -1,5 +1,6 @@
 """Grids: configurations, lists of parameters, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 import kvsim
 from kvsim.analysis.subject import Analysis
 from kvsim.cli import values
+from kvsim.core.sources import Loaded
 from kvsim.errors import ConfigError, PolicyError
 from kvsim.sweeps import replay_all as cell_by_cell
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.planning import Plan
+from kvsim.sweeps.tasks import _layer_bytes, _loaded
 
 LEAST = {"traces": "sample", "policies": "tova", "budgets": 64}
 
@@ -127,3 +130,18 @@ def test_objects_are_taken_and_not_written():
     assert [cell.budget for cell in grid.cells(grid.opened())] == [64]
     with pytest.raises(ConfigError, match="expected a path or a name"):
         grid.document()
+
+
+def test_layers_apart_are_held_in_memory_with_those_between(paths):
+    """Their order does not matter, and the memory limit counts all of them."""
+    document = {"traces": paths[:1], "policies": "tova", "budgets": 16, "layers": [3, 0]}
+    (task,) = Plan.of(grid_of(document, Path(), where="x")).tasks
+    size = _layer_bytes(kvsim.open_trace(paths[0]))
+
+    assert task.layers == (0, 3)
+    assert isinstance(_loaded(_with_memory(task, 4 * 4 * size)).source, Loaded)
+    assert not isinstance(_loaded(_with_memory(task, 4 * 4 * size - 1)).source, Loaded)
+
+
+def _with_memory(task, limit):
+    return replace(task, options={**task.options, "memory": limit})
