@@ -228,7 +228,8 @@ def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     from kvsim.sweeps.driver import estimate
     from kvsim.sweeps.workers import processes
 
-    rest = [task for task in plan.tasks if task.without(kept.done) is not None]
+    done = kept.done
+    rest = [task for task in plan.tasks if task.without(done) is not None]
     size, seconds = sum(map(plan.bytes_of, rest)), estimate(plan, kept)
     jobs = processes(None, plan.flops, len(plan.tasks), plan.traces)
     counts = {

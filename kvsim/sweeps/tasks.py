@@ -11,6 +11,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -57,15 +58,12 @@ class Task:
     metrics: tuple[str, ...]
     options: Mapping[str, Any]
 
-    def without(self, done: Iterable[str]) -> Task | None:
+    def without(self, done: AbstractSet[str]) -> Task | None:
         """The task of the cells that are not done yet; None if there are none."""
-        finished = set(done)
-        if finished.isdisjoint(self.keys):
+        if done.isdisjoint(self.keys):
             return self
         pairs = [
-            (cell, key)
-            for cell, key in zip(self.cells, self.keys, strict=False)
-            if key not in finished
+            (cell, key) for cell, key in zip(self.cells, self.keys, strict=False) if key not in done
         ]
         if not pairs:
             return None

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
+from kvsim.sweeps.shards import Shards
+
 LIST = ("sweep", "sample", "--policy", "tova,snapkv", "--budget", "48", "--interval", "64")
 ONLY = ("--metric", "output_error,wipeout")
 
@@ -73,6 +75,25 @@ def test_a_dry_run_counts_and_writes_nothing(command, tmp_path):
     assert told["bytes_to_read"] > 1_000_000
     assert told["cpu_seconds"] > 0
     assert not out.exists()
+
+
+def test_a_dry_run_gathers_finished_cells_once(command, tmp_path, monkeypatch):
+    """As often for many tasks as for one."""
+    gathered = []
+
+    def done(self):
+        gathered.append(self)
+        return set()
+
+    monkeypatch.setattr(Shards, "done", property(done))
+    counts = []
+    for traces in (["sample"], ["sample", "sample-smollm2"]):
+        gathered.clear()
+        shown = command("sweep", *traces, *LIST[2:], *ONLY, "--dry-run", "--out", tmp_path / "x")
+        assert shown.status == 0, shown.err
+        counts.append(len(gathered))
+
+    assert counts[0] == counts[1]
 
 
 def test_cells_that_fail_are_named_and_the_others_shown(command):

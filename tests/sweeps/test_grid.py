@@ -1,5 +1,6 @@
 """Grids: configurations, lists of parameters, and what is refused."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +142,32 @@ def test_layers_apart_are_held_in_memory_with_those_between(paths):
     assert task.layers == (0, 3)
     assert isinstance(_loaded(_with_memory(task, 4 * 4 * size)).source, Loaded)
     assert not isinstance(_loaded(_with_memory(task, 4 * 4 * size - 1)).source, Loaded)
+
+
+class _Finished(AbstractSet):
+    """Finished keys that are looked up and never gone through."""
+
+    def __init__(self, keys):
+        self.keys = frozenset(keys)
+
+    def __contains__(self, key):
+        return key in self.keys
+
+    def __len__(self):
+        return len(self.keys)
+
+    def __iter__(self):
+        raise AssertionError("a sweep has many finished keys")
+
+
+def test_finished_cells_are_looked_up(paths):
+    """What is left of a task costs no walk over the finished cells of the whole sweep."""
+    document = {"traces": paths[:1], "policies": ["tova", "knorm"], "budgets": 16}
+    (task,) = Plan.of(grid_of(document, Path(), where="x")).tasks
+
+    assert task.without(_Finished(["other"])) is task
+    assert task.without(_Finished(task.keys[:1])).cells == task.cells[1:]
+    assert task.without(_Finished(task.keys)) is None
 
 
 def _with_memory(task, limit):
