@@ -13,9 +13,10 @@
 Every figure is a function that returns a matplotlib Figure and touches no global state; `save`
 writes it. The functions are imported on first use: `kvsim plot --help` does not load matplotlib.
 
-Everywhere `layer`, `layers` and `head` are indices in the trace, of KV heads, -1 the last, and
-records are of the traces given with them. A record of another trace is a TraceError; a layer or
-head that is not there, or nothing to draw, is a PolicyError.
+Everywhere `layer`, `layers` and `head` are indices in the trace, of KV heads, and records are of
+the traces given with them. -1 is the last layer or head of a trace; a Table is searched for its own
+numbers. A record of another trace is a TraceError; a layer or head that is not there or was not
+replayed, or nothing to draw, is a PolicyError.
 """
 
 from importlib import import_module

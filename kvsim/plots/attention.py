@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
 from kvsim.analysis.attention.windows import TOPS, default_window, overlap_table
+from kvsim.analysis.axes import checked_index
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
@@ -193,13 +194,12 @@ def expected_observed(
     correlation of the last step, the lower one of two.
     """
     count, heads, keys = expectation.observed.shape
-    shown = range(count) if layers is None else layers
-    wrong = [layer for layer in shown if not 0 <= layer < count]
-    if wrong or (qhead is not None and not 0 <= qhead < heads):
-        raise PolicyError(
-            f"layers {wrong} and query head {qhead} were requested; {expectation.trace} has layers "
-            f"0 to {count - 1} and query heads 0 to {heads - 1}"
-        )
+    every, owner = range(count), expectation.trace
+    shown = [
+        checked_index("layer", at, count, owner) for at in (every if layers is None else layers)
+    ]
+    if qhead is not None:
+        qhead = checked_index("query head", qhead, heads, owner)
     grid = Panels(len(shown) * len(STEPS), columns=len(STEPS), size=(2.1, 2.0), share="row")
     at = np.arange(expectation.sink, expectation.cut)
     scale = Normalize(expectation.sink, expectation.cut - 1)

@@ -15,15 +15,24 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Ints
+from kvsim.analysis.axes import trace_head, trace_layer
 from kvsim.analysis.kept.segmentation import Segmented, segmented
 from kvsim.analysis.kept.states import STRIP_STATES, Strip, strips_after
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
-from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.plots.style import CELLS, COLOURS, caption, legend_of, name_axes, plain, short_text
+from kvsim.plots.style import (
+    CELLS,
+    COLOURS,
+    caption,
+    drawn_records,
+    legend_of,
+    name_axes,
+    plain,
+    short_text,
+)
 from kvsim.schema import plural
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -62,8 +71,8 @@ def bursts(
     more than 64 positions those 64 of which the other records keep most. least: positions from
     which a run is a burst.
     """
-    trace = as_trace(trace)
-    records = listed(records)
+    trace, records = as_trace(trace), drawn_records(records)
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
     row, strips = strips_after(trace, records, layer=layer, head=head, row=row)
     first, last = _stretch(strips) if zoom is None else zoom
     if not 0 <= first < last <= row:
@@ -179,6 +188,7 @@ def mass_curve(
     """
     trace = as_trace(trace)
     check_record(trace, record)
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
     by_row = {event.row: event for event in segmented(record, layer, head)}
     rows = list(by_row)
     wanted = sorted({rows[0], rows[-1]}) if events is None else list(events)

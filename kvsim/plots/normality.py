@@ -17,8 +17,8 @@ from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.attention.expectation import Projections, check_rows
 from kvsim.analysis.attention.fit import LEAST_SAMPLES, fit_normal, normal_ks
 from kvsim.analysis.attention.normality import Normality, States, histogram, quantiles, states
+from kvsim.analysis.axes import trace_layer
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
     COLOURS,
@@ -210,8 +210,6 @@ def _drawn(
 ) -> tuple[list[str], Tensor]:
     """Names and samples [dimension, row] of random dimensions of a layer, in their order."""
     check_rows(trace, skip, trace.n_pos, LEAST_SAMPLES)
-    if not 0 <= layer < trace.n_layers:
-        raise PolicyError(f"layer is {layer}; {trace.name} has layers 0 to {trace.n_layers - 1}")
     samples = states(trace, layer, of, skip=skip)
     flat = samples.flatten(0, 1)
     count = min(dimensions, len(flat))
@@ -224,6 +222,6 @@ def _drawn(
 def _title(trace: Trace, layer: int, of: States, count: int, samples: Tensor) -> str:
     names = "dimension" if of == "residual" else "query head.dimension"
     return (
-        f"{trace.name}, layer {layer}: {_OF[of]}, {samples.shape[-1]} rows\n"
+        f"{trace.name}, layer {trace_layer(trace, layer)}: {_OF[of]}, {samples.shape[-1]} rows\n"
         f"{count} random dimensions ({names})"
     )

@@ -14,12 +14,12 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.axes import record_layer, trace_head, trace_layer
 from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, has_reads, read_entries, token_states
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
-from kvsim.core.arguments import listed
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.style import (
@@ -30,6 +30,7 @@ from kvsim.plots.style import (
     MISSED,
     UNREAD,
     caption,
+    drawn_records,
     escaped,
     finish,
     legend_of,
@@ -83,8 +84,8 @@ def retention_map(
     The number is the mean retained mass of rows after the prompt. A
     bar marks the needle of the prompt, if it has one.
     """
-    trace = as_trace(trace)
-    records = listed(records)
+    trace, records = as_trace(trace), drawn_records(records)
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
     heads = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
     needed = (attention >= NEEDED).cpu().numpy()
@@ -99,7 +100,7 @@ def retention_map(
     for record, result in zip(records, output_error(trace, records), strict=True):
         axis = axes[budgets.index(record.budget)][names.index(record.policy)]
         axis.set_axis_on()
-        at = record.layers.index(layer)
+        at = record_layer(record, layer)
         last = record.evicted_at[at, heads.start if record.per_query_head else head]
         extent = (0, record.n_pos, record.n_pos, 0)
         image: dict[str, Any] = {"vmin": 0, "vmax": 4, "interpolation": "nearest"}
@@ -145,8 +146,7 @@ def error_over_rows(
 
     smooth: rows of the running mean.
     """
-    trace = as_trace(trace)
-    records = listed(records)
+    trace, records = as_trace(trace), drawn_records(records)
     budgets = sorted({record.budget for record in records})
     figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
     axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
@@ -234,18 +234,18 @@ def token_text(
     row: of the event; the layer's last by default. Errors are those of `token_states`.
     """
     trace = as_trace(trace)
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
     states = token_states(trace, record, layer=layer, head=head, row=row)
     placed = _placed(states.text[start:])
     height = 1 + max((line for line, _, _ in placed), default=0)
     figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
-    index = layer % trace.n_layers
     last = start + len(placed)
     part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
     what = (
-        f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[index]}, "
+        f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[layer]}, "
         f"KV head {head}\nafter row {states.row}{part}"
     )
-    caption(figure, what, {fidelity(trace, record, "sets", index)})
+    caption(figure, what, {fidelity(trace, record, "sets", layer)})
     across, high = COLUMNS * _WIDTH, 0.155 * height
     above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
     total = high + above + 0.45
@@ -317,8 +317,8 @@ def lift_bars(
     """
     trace = as_trace(trace)
     check_record(trace, record)
-    index = layer % trace.n_layers
-    table = retention_lift(trace, record, index, heads=heads, sink=SINK, recent=RECENT)
+    layer = trace_layer(trace, layer)
+    table = retention_lift(trace, record, layer, heads=heads, sink=SINK, recent=RECENT)
     table = table.filter((table["count"] >= least) & table["lift"].is_not_null())
     if not table.height:
         raise PolicyError(
@@ -348,9 +348,9 @@ def lift_bars(
     heads_text = "all heads" if heads is None else f"heads {', '.join(map(str, heads))}"
     what = (
         f"{trace.name}: {record.policy}, budget {record.budget}\n"
-        f"layer {trace.layer_ids[index]}, {heads_text}, with 95 % interval"
+        f"layer {trace.layer_ids[layer]}, {heads_text}, with 95 % interval"
     )
-    caption(figure, what, {fidelity(trace, record, "sets", index)})
+    caption(figure, what, {fidelity(trace, record, "sets", layer)})
     figure.tight_layout()
     return figure
 

@@ -21,8 +21,10 @@ from matplotlib.ticker import MaxNLocator
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.summaries import Interval
+from kvsim.core.arguments import listed
 from kvsim.core.display import notebook_shell
-from kvsim.errors import OutputError, local_path
+from kvsim.core.record import Record
+from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import write_file
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
@@ -57,6 +59,14 @@ def save(figure: Figure, path: str | Path) -> Path:
         raise OutputError(f"{out} ends in {out.suffix!r}; expected .png, .svg or .pdf")
     write_file(out, picture(figure, form), overwrite=True)
     return out
+
+
+def drawn_records(given: Record | Sequence[Record]) -> list[Record]:
+    """Return one record or several as a list; raise PolicyError where there is none to draw."""
+    records = listed(given)
+    if not records:
+        raise PolicyError("no records were given, so there is nothing to draw; give one or more")
+    return records
 
 
 def picture(figure: Figure, form: str) -> bytes:

@@ -13,6 +13,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, mean_known
+from kvsim.analysis.axes import trace_head, trace_layer
 from kvsim.analysis.comparison import compare
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import COSTS, against_entries
@@ -36,6 +37,7 @@ from kvsim.plots.style import (
     caption,
     clip_far,
     counted,
+    drawn_records,
     finish,
     mean_line,
     name_axes,
@@ -214,7 +216,7 @@ def middle_coverage(
     layer, head: all by default. bins: parts of equal width.
     """
     traces = as_traces(traces)
-    records = listed(records)
+    records = drawn_records(records)
 
     def curves(gone: list[_Ints]) -> Floats | None:
         every = (kept_coverage(of_layer, bins) for of_layer in gone)
@@ -303,7 +305,7 @@ def position_density(
     layer, head: all by default. bins: of equal width.
     """
     traces = as_traces(traces)
-    records = listed(records)
+    records = drawn_records(records)
 
     def density(gone: list[_Ints]) -> Floats | None:
         layers = filter(None, map(retained_positions, gone))
@@ -355,7 +357,7 @@ def _per_budget(
             )
         trace = by_name[record.trace]
         check_record(trace, record)
-        layers = [at for at in record.layers if layer in (None, at)]
+        layers = record.layers if layer is None else [trace_layer(trace, layer)]
         gone = {at: gone_of(trace, record, at, head) for at in layers}
         array = value(list(gone.values()))
         if array is not None:
@@ -376,7 +378,7 @@ def _per_budget(
     name_axes(axes[0], y=label)
     axes[0].set_ylim(bottom=0)  # of all panels, once the highest is drawn
     where = "all layers" if layer is None else f"layer {traces[0].layer_ids[layer]}"
-    where += ", all KV heads" if head is None else f", KV head {head}"
+    where += ", all KV heads" if head is None else f", KV head {trace_head(traces[0], head)}"
     prompts = counted(len(arrays) for arrays in values.values())
     text = f"{what}: {where}, mean over {prompts}\n{note}"
     finish(figure, axes[0], text, fidelities, columns=5)

@@ -134,9 +134,9 @@ def test_what_is_below_the_floor_lies_on_the_edge():
 
 def test_a_head_that_is_not_there_is_an_error(found):
     """It says which there are."""
-    with pytest.raises(PolicyError, match="layers 0 to 1 and query heads 0 to 3"):
+    with pytest.raises(PolicyError, match="query head is 4; a has query heads 0 to 3"):
         expected_observed(found[0], qhead=4)
-    with pytest.raises(PolicyError, match=r"layers \[2\] and query head None"):
+    with pytest.raises(PolicyError, match="layer is 2; a has layers 0 to 1"):
         expected_observed(found[0], layers=[0, 2])
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.expectation import check_rows
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
+from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.trace import Trace
@@ -64,8 +65,10 @@ def states(
 ) -> Tensor:
     """Samples of one layer, rows skip..stop-1, all by default; float64 [qhead, dim, row].
 
-    [1, hidden, row] of the residual stream, NeedsError where it is not recorded.
+    [1, hidden, row] of the residual stream, NeedsError where it is not recorded. PolicyError for a
+    layer that the trace does not have.
     """
+    layer = trace_layer(trace, layer)
     rows, of_layer = slice(skip, trace.n_pos if stop is None else stop), slice(layer, layer + 1)
     samples = trace.read("residual" if of == "residual" else "q", of_layer, rows)
     if of == "query":

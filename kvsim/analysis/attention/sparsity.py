@@ -28,6 +28,7 @@ from kvsim.analysis.attention.windows import (
     row_blocks,
     window_scores,
 )
+from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.walk import by_layer
 from kvsim.analysis.wide import wide
@@ -72,8 +73,10 @@ def attention_sparsity(
 ) -> Sparsity:
     """Sparsity of full attention: the last `window` rows and at most `domain` keys before them.
 
-    NaN where the trace is not longer than the window.
+    NaN where the trace is not longer than the window. Raises PolicyError for a layer that it does
+    not have.
     """
+    layer = trace_layer(trace, layer)
     start = trace.n_pos - window
     if start < 1:
         return _nothing(shares, trace.n_heads)

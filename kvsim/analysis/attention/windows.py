@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.attention.agreement import places
+from kvsim.analysis.axes import trace_head, trace_layer
 from kvsim.analysis.kept.retention import SINK
 from kvsim.core.attention import sees
 from kvsim.core.trace import Trace
@@ -63,6 +64,7 @@ def log_attention(
     """
     if not blocks:
         return
+    layer = trace_layer(trace, layer)
     part, formula = slice(layer, layer + 1), trace.formulas[layer]
     first, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
     q = trace.read("q", part, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
@@ -113,6 +115,7 @@ def head_table(
     less than `least` of the row's largest weight. First and recent positions overlap in short rows,
     so that shares can add up to more than 1.
     """
+    layer = trace_layer(trace, layer)
     start = trace.prompt_len if trace.prompt_len < trace.n_pos else 0
     sums = np.zeros((4, trace.n_qheads))
     for rows in row_blocks(start, trace.n_pos, _BLOCK):
@@ -140,6 +143,7 @@ def last_needed(trace: Trace, layer: int, head: int, *, least: float) -> Ints:
     For some query head of the KV head's group; -1 where there is no such row. An entry that a
     policy evicted after an earlier row than this is missed.
     """
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
     heads = slice(head * trace.group, (head + 1) * trace.group)
     last = np.full(trace.n_pos, -1, dtype=np.int64)
     for rows in row_blocks(0, trace.n_pos, _BLOCK):
@@ -192,8 +196,9 @@ def window_overlap(
     """Overlap of the top ceil(share x keys) keys, among keys before the first of the four blocks.
 
     Keys later than that are left out, so that all blocks rank the same set. Raises TraceError where
-    four windows leave no key.
+    four windows leave no key, PolicyError for a layer that the trace does not have.
     """
+    layer = trace_layer(trace, layer)
     width = default_window(trace.n_pos) if window is None else window
     domain = trace.n_pos - 4 * width
     if width < 1 or domain < 1:
@@ -201,7 +206,7 @@ def window_overlap(
             f"{trace.name} has {trace.n_pos} rows: four windows of {width} leave no keys before "
             "them; give a smaller window or a longer trace"
         )
-    if layer % trace.n_layers in trace.windowed:
+    if layer in trace.windowed:
         raise TraceError(
             f"layer {layer} of {trace.name} has a sliding window, so later rows cannot attend to "
             "most keys; expected a layer that sees the whole text"
@@ -300,8 +305,10 @@ def attention_gaps(
 ) -> GapsAndChance:
     """Gaps of the keys before row `start` over whole windows from there on.
 
-    Raises TraceError where there are no keys or not two windows.
+    Raises TraceError where there are no keys or not two windows, PolicyError for a layer that the
+    trace does not have.
     """
+    layer = trace_layer(trace, layer)
     keys, width = gap_windows(trace)
     keys, width = keys if start is None else start, width if window is None else window
     count = (trace.n_pos - keys) // width if width > 0 else 0

@@ -11,6 +11,7 @@ import polars as pl
 import torch
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
+from kvsim.analysis.axes import record_head, record_layer, trace_layer
 from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
@@ -188,7 +189,8 @@ def retention_lift(
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises NeedsError for a trace without text of tokens, PositionError for a row that it lacks.
+    Raises NeedsError for a trace without text of tokens, PolicyError for a layer or a head that is
+    not there, PositionError for such a row.
     """
     text = trace.token_text
     if text is None:
@@ -196,9 +198,10 @@ def retention_lift(
             f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
             "with a tokenizer (kvsim capture)"
         )
-    gone = record.gone_after[record.layers.index(layer)]
+    gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
+    chosen = None if heads is None else [record_head(record, head) for head in heads]
     row = event_row(gone, row)
-    at_row = (gone if heads is None else gone[list(heads)])[:, : row + 1] > row
+    at_row = (gone if chosen is None else gone[chosen])[:, : row + 1] > row
     last = max(sink, row + 1 - recent)
     names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
     kept = at_row[:, sink:last].sum(0)  # heads that keep the position

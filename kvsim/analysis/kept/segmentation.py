@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Bools, Floats, Ints
+from kvsim.analysis.axes import record_head, record_layer
 from kvsim.analysis.kept.segments import ams_segments, noted
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
@@ -109,6 +110,7 @@ def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
     `boundary_f1`), null at the first event; credit: the sum of the credit that entries carry;
     suffix: the share of the mass on the window's own rows.
     """
+    head = record_head(record, head)
     events = segmented(record, layer, head)
     segments, suffix = ams_segments(record, layer), noted(record, layer, "suffix_mass")
     if segments is None or suffix is None:
@@ -138,9 +140,11 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
 
     record: of `ams`, replayed with `internals=True`. layer: index in the trace. head: KV head.
     Raises PolicyError where the record has no masses of the layer, because it is not of `ams`,
-    because `replay` was not asked for internals, or because no event acted there.
+    because `replay` was not asked for internals, or because no event acted there, and for a layer
+    or a head that is not there.
     """
-    gone = record.evicted_at[record.layers.index(layer), head]
+    head = record_head(record, head)
+    gone = record.evicted_at[record_layer(record, layer), head]
     events = []
     for plans in sorted(record.internals, key=lambda plans: plans.row):
         if layer not in plans.layers or "mass" not in plans.notes or plans.row not in gone:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, present, share
+from kvsim.analysis.axes import record_layer
 from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
@@ -126,7 +127,7 @@ def noted(record: Record, layer: int, name: str) -> Noted | None:
     None where nothing is: the policy notes no such thing, nothing left the layer, or the record
     has no internals (`replay(..., internals=True)`).
     """
-    rows = event_rows(record.evicted_at[record.layers.index(layer)])
+    rows = event_rows(record.evicted_at[record_layer(record, layer)])
     values = {
         plans.row: plans.notes[name][plans.layers.index(layer)]
         for plans in sorted(record.internals, key=lambda plans: plans.row)
@@ -140,7 +141,7 @@ def ams_segments(record: Record, layer: int) -> Segments | None:
     notes = noted(record, layer, "segment_length")
     if notes is None:
         return None
-    evicted_at = record.evicted_at[record.layers.index(layer)]
+    evicted_at = record.evicted_at[record_layer(record, layer)]
     lengths = [np.asarray(x, np.int64) for x in notes.values]  # [H, S] of each event
     count = np.stack([(x > 0).sum(-1) for x in lengths], axis=-1)
     entries = np.stack([x.sum(-1) for x in lengths], axis=-1)

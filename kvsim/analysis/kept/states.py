@@ -11,6 +11,7 @@ import polars as pl
 import torch
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Ints
+from kvsim.analysis.axes import record_head, record_layer, trace_head, trace_layer
 from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
 from kvsim.analysis.kept.retention import event_row, last_event, wipeout
@@ -66,7 +67,7 @@ def token_states(
     next row (the last row after the last one) does not read is held, not read.
 
     Raises TraceError where the record is of another trace, NeedsError where the trace has no text
-    of tokens, and PositionError for a row that it does not have.
+    of tokens, PolicyError for a layer or head that is not there, and PositionError for such a row.
     """
     check_record(trace, record)
     if trace.token_text is None:
@@ -74,12 +75,13 @@ def token_states(
             f"{trace.name}: the trace has no text of its tokens to show; record it with a "
             "tokenizer (kvsim capture)"
         )
-    gone = gone_of(trace, record, layer % trace.n_layers, head)
+    layer, head = trace_layer(trace, layer), trace_head(trace, head)
+    gone = gone_of(trace, record, layer, head)
     row = event_row(gone, row)
     codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
     if needed is not None:
         codes[(codes == 0) & (needed > gone[0])] = 3
-    at = record.layers.index(layer % trace.n_layers)
+    at = record_layer(record, layer)
     if has_reads(record, at):
         following = min(row + 1, record.n_pos - 1)
         read = read_entries(record, at, slice(following, following + 1))[head * len(gone), 0]
@@ -128,7 +130,8 @@ def strips_after(
     evicted by then. Of a record per query head, the first query head of the group.
 
     Raises TraceError where a record is of another trace, PolicyError where nothing left the layer
-    in any record, and PositionError for a row that the trace does not have.
+    in any record or there is no such layer or head, and PositionError for a row that the trace does
+    not have.
     """
     for record in records:
         check_record(trace, record)
@@ -156,13 +159,16 @@ def strip(name: str, gone: EvictedAt, row: int) -> Strip:
 
 
 def gone_of(trace: Trace, record: Record, layer: int, head: int | None) -> EvictedAt:
-    """The rows after which entries of a KV head of a layer are gone, of all if None; [H, T].
+    """Return the rows after which entries of a KV head of a layer are gone, of all if None; [H, T].
 
-    H is 1, or in a record per query head the query heads of its group.
+    H is 1, or in a record per query head the query heads of its group. Raises PolicyError for a
+    layer that the record lacks, or a head that the trace does not have.
     """
-    gone: EvictedAt = record.gone_after[record.layers.index(layer)]
-    size = trace.group if record.per_query_head else 1
-    return gone if head is None else gone[head * size : (head + 1) * size]
+    gone: EvictedAt = record.gone_after[record_layer(record, trace_layer(trace, layer))]
+    if head is None:
+        return gone
+    size, head = trace.group if record.per_query_head else 1, trace_head(trace, head)
+    return gone[head * size : (head + 1) * size]
 
 
 def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
@@ -174,7 +180,7 @@ def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
     middle third of the text (`middle_coverage`). Null where a metric has no value. layer: index in
     the trace; head: on the record's head axis.
     """
-    gone = record.gone_after[record.layers.index(layer)]
+    gone, head = record.gone_after[record_layer(record, layer)], record_head(record, head)
     coverage = kept_coverage(gone)
     numbers = {
         "kept": coverage.kept.sum(1),
@@ -191,7 +197,7 @@ def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
 
 def kept_positions(record: Record, layer: int, head: int, row: int) -> Ints:
     """Return the positions that a head has after the event that follows a row, ascending."""
-    gone = record.gone_after[record.layers.index(layer), head]
+    gone = record.gone_after[record_layer(record, layer), record_head(record, head)]
     return np.flatnonzero(gone[: row + 1] > row)
 
 
@@ -200,7 +206,7 @@ def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
 
     First position, and the one behind the last; both are 0 where nothing is evicted.
     """
-    gone = record.gone_after[record.layers.index(layer), head]
+    gone = record.gone_after[record_layer(record, layer), record_head(record, head)]
     out = np.zeros((len(rows), 2), np.int64)
     for place, row in enumerate(rows.tolist()):
         after = strip("", gone[: row + 1], row)

@@ -1,0 +1,55 @@
+"""Checked indices of layers and heads, on the axes of a trace and of a record of it."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.errors import PolicyError
+
+
+def checked_index(what: str, index: int, count: int, owner: str) -> int:
+    """Return an index of `count` things from 0; negative ones count from the end, -1 is the last.
+
+    Raises PolicyError where `owner` has no such thing.
+    """
+    try:
+        number = operator.index(index)
+    except TypeError:
+        number = count
+    if not -count <= number < count:
+        last = f"{what}s 0 to {count - 1}, -1 is the last" if count else f"no {what}s"
+        raise PolicyError(f"{what} is {reprlib.repr(index)}; {owner} has {last}")
+    return number % count
+
+
+def trace_layer(trace: Trace, layer: int) -> int:
+    """Return the index of a layer in a trace, from 0 (see `checked_index`)."""
+    return checked_index("layer", layer, trace.n_layers, trace.name)
+
+
+def trace_head(trace: Trace, head: int) -> int:
+    """Return the index of a KV head of a trace, from 0 (see `checked_index`)."""
+    return checked_index("head", head, trace.n_heads, trace.name)
+
+
+def record_layer(record: Record, layer: int) -> int:
+    """Return the place of a layer of the trace on the layer axis of a record.
+
+    layer: from 0. Raises PolicyError for a layer that was not replayed.
+    """
+    if layer not in record.layers:
+        replayed = ", ".join(map(str, record.layers)) or "none"
+        raise PolicyError(
+            f"layer is {reprlib.repr(layer)}; the record of {record.policy} on {record.trace} has "
+            f"layers {replayed}; give one of them, or replay more layers"
+        )
+    return record.layers.index(layer)
+
+
+def record_head(record: Record, head: int) -> int:
+    """Return an index on the head axis of a record, from 0 (see `checked_index`)."""
+    owner = f"the record of {record.policy} on {record.trace}"
+    return checked_index("head", head, record.evicted_at.shape[1], owner)

@@ -1,0 +1,167 @@
+"""Layers and heads that are counted from the end, are not there, or were not replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+from kvsim import analysis, plots
+from kvsim.analysis import axes
+from kvsim.analysis.attention.normality import states
+from kvsim.analysis.attention.windows import head_table, last_needed
+from kvsim.analysis.kept.segmentation import cut_table, segmented
+from kvsim.analysis.kept.states import (
+    head_course,
+    kept_positions,
+    longest_gaps,
+    strips_after,
+    token_states,
+)
+from kvsim.errors import PolicyError
+
+#: What draws or computes of a layer of a trace and a record, by name.
+OF_LAYER = {
+    "retention_map": plots.retention_map,
+    "bursts": plots.bursts,
+    "mass_curve": plots.mass_curve,
+    "middle_coverage": plots.middle_coverage,
+    "position_density": plots.position_density,
+    "token_text": plots.token_text,
+    "token_html": plots.token_html,
+    "lift_bars": plots.lift_bars,
+    "token_states": token_states,
+    "strips_after": lambda trace, record, layer, head=0: strips_after(
+        trace, [record], layer=layer, head=head
+    ),
+    "retention_lift": analysis.retention_lift,
+}
+OF_HEAD = [name for name in OF_LAYER if name not in ("lift_bars", "retention_lift")]
+#: What computes of a layer of a trace alone.
+OF_TRACE = {
+    "window_overlap": lambda trace, layer: analysis.window_overlap(trace, layer, window=8),
+    "attention_gaps": analysis.attention_gaps,
+    "attention_sparsity": analysis.attention_sparsity,
+    "states": states,
+    "head_table": head_table,
+    "last_needed": lambda trace, layer: last_needed(trace, layer, 0, least=0.1),
+    "overlap_curves": lambda trace, layer: plots.overlap_curves(trace, layers=[layer], window=8),
+    "state_ridges": plots.state_ridges,
+}
+#: What computes of a record alone.
+OF_RECORD = {
+    "head_course": head_course,
+    "kept_positions": lambda record, layer, head: kept_positions(record, layer, head, 40),
+    "longest_gaps": lambda record, layer, head: longest_gaps(record, layer, head, np.array([40])),
+    "segmented": segmented,
+    "cut_table": cut_table,
+}
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Two layers of two KV heads, with text."""
+    torch.manual_seed(0)
+    return kvsim.Trace.from_arrays(
+        torch.randn(2, 4, 90, 8) * 2,
+        torch.randn(2, 2, 90, 8),
+        torch.randn(2, 2, 90, 8),
+        prompt_len=30,
+        rope=kvsim.Rope.default(8),
+        name="small",
+        token_text=[f"t{i % 9}" for i in range(90)],
+    )
+
+
+@pytest.fixture(scope="module")
+def record(trace):
+    """A replay that every figure can draw."""
+    return kvsim.replay(trace, kvsim.policy("ams+tova"), 48, interval=12, internals=True)
+
+
+@pytest.mark.parametrize("name", OF_LAYER)
+@pytest.mark.parametrize("layer", [2, 99, -3, 0.5])
+def test_a_layer_that_the_trace_lacks_is_an_error(trace, record, name, layer):
+    """It says what was given and which layers there are, instead of drawing another layer."""
+    with pytest.raises(PolicyError, match=f"layer is {layer}; small has layers 0 to 1, -1 is the"):
+        OF_LAYER[name](trace, record, layer=layer)
+
+
+@pytest.mark.parametrize("name", OF_HEAD)
+@pytest.mark.parametrize("head", [2, 99])
+def test_a_head_that_the_trace_lacks_is_an_error(trace, record, name, head):
+    """It says which heads there are."""
+    with pytest.raises(PolicyError, match=f"head is {head}; small has heads 0 to 1"):
+        OF_LAYER[name](trace, record, layer=0, head=head)
+
+
+@pytest.mark.parametrize("name", OF_LAYER)
+def test_a_layer_that_was_not_replayed_is_an_error(trace, record, name):
+    """It says which layers the record has."""
+    first = replace(record, evicted_at=record.evicted_at[:1], layers=(0,))
+
+    with pytest.raises(PolicyError, match=r"layer is 1; the record of .* on small has layers 0;"):
+        OF_LAYER[name](trace, first, layer=-1)
+
+
+@pytest.mark.parametrize("name", OF_LAYER)
+def test_minus_one_is_the_last_layer_and_head(trace, record, name):
+    """Titles name the index from 0, and results are those of the last layer."""
+    place = {"head": -1} if name in OF_HEAD else {}
+    last = {"head": 1} if name in OF_HEAD else {}
+
+    found = OF_LAYER[name](trace, record, layer=-1, **place)
+    expected = OF_LAYER[name](trace, record, layer=1, **last)
+
+    if hasattr(found, "get_suptitle"):
+        assert found.get_suptitle() == expected.get_suptitle()
+        assert "layer 1" in found.get_suptitle()
+    else:
+        assert repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize("name", OF_TRACE)
+def test_attention_of_a_layer_checks_it(trace, name):
+    """A missing layer is an error, and -1 is the last one."""
+    with pytest.raises(PolicyError, match="layer is 99; small has layers 0 to 1"):
+        OF_TRACE[name](trace, 99)
+
+    found, expected = OF_TRACE[name](trace, -1), OF_TRACE[name](trace, 1)
+    if hasattr(found, "get_suptitle"):
+        assert found.get_suptitle() == expected.get_suptitle()
+    else:
+        assert repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize("name", OF_RECORD)
+def test_records_alone_check_layer_and_head(record, name):
+    """Both errors name the record."""
+    with pytest.raises(PolicyError, match=r"layer is 2; the record of .* has layers 0, 1;"):
+        OF_RECORD[name](record, 2, 0)
+    with pytest.raises(PolicyError, match=r"head is 2; the record of .* has heads 0 to 1"):
+        OF_RECORD[name](record, 0, 2)
+
+
+def test_lift_checks_heads_of_the_record(trace, record):
+    """A head that is not there is no IndexError."""
+    with pytest.raises(PolicyError, match="head is 7; the record of"):
+        plots.lift_bars(trace, record, heads=[0, 7])
+
+
+@pytest.mark.parametrize(
+    "name", ["retention_map", "bursts", "error_over_rows", "middle_coverage", "position_density"]
+)
+def test_figures_without_a_record_are_an_error(trace, name):
+    """No record leaves nothing to draw."""
+    with pytest.raises(PolicyError, match="no records were given"):
+        getattr(plots, name)(trace, [])
+
+
+def test_nothing_has_no_index():
+    """Neither the first nor the last of no things exists."""
+    for index in (0, -1):
+        with pytest.raises(PolicyError, match="x has no heads"):
+            axes.checked_index("head", index, 0, "x")
