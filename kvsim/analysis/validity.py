@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import scipy
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.summaries import KEYS, RESAMPLES, Interval, per_prompt
@@ -219,20 +219,11 @@ def _spearman(x: Floats, y: Floats) -> Floats:
     missing = np.isnan(x) | np.isnan(y)
     whole = ~missing.any(1)
     if whole.any() and x.shape[1] >= _LEAST:
-        out[whole] = _of_ranks(x[whole], y[whole])
+        out[whole] = spearman(x[whole], y[whole])
     for row in np.flatnonzero(~whole):
         there = ~missing[row]
         if there.sum() >= _LEAST:
-            out[row] = _of_ranks(x[row : row + 1, there], y[row : row + 1, there])[0]
-    return out
-
-
-def _of_ranks(x: Floats, y: Floats) -> Floats:
-    """Pearson correlation of the ranks of each row; ties share their mean rank."""
-    a, b = (scipy.stats.rankdata(values, axis=1) for values in (x, y))
-    a, b = (ranks - ranks.mean(1, keepdims=True) for ranks in (a, b))
-    with np.errstate(invalid="ignore"):
-        out: Floats = (a * b).sum(1) / np.sqrt((a**2).sum(1) * (b**2).sum(1))
+            out[row] = spearman(x[row, there], y[row, there])
     return out
 
 
