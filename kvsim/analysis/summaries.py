@@ -33,8 +33,8 @@ from kvsim.schema import FIDELITY, numbered
 
 RESAMPLES = 4000
 
-# Results that are resampled at once: 4,000 means of each are in memory.
-_TOGETHER = 64
+# Results that are resampled at once, and values of all their resamples that are in memory at once.
+_TOGETHER, _DRAWN = 64, 1 << 22
 
 #: What tells one result from another, beside the trace; `asked` is the budget as it was asked for.
 KEYS = ("policy", "params", "asked", "interval", "prefill", "metric", "variant", "unit")
@@ -105,8 +105,9 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
         nan = np.full(len(values), np.nan)
         return nan, nan
     rng = np.random.default_rng(0)
+    options = {"n_resamples": RESAMPLES, "batch": max(1, _DRAWN // values.size)}
     resampled = scipy.stats.bootstrap(
-        (values,), np.mean, n_resamples=RESAMPLES, axis=1, method="percentile", rng=rng
+        (values,), np.mean, axis=1, method="percentile", rng=rng, **options
     )
     low, high = resampled.confidence_interval
     return np.asarray(low), np.asarray(high)

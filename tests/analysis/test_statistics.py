@@ -56,6 +56,23 @@ def test_an_interval_is_that_of_resampled_means():
     assert found.high == pytest.approx(np.percentile(means, 97.5))
 
 
+def test_intervals_of_many_prompts_take_little_memory(monkeypatch):
+    """Resamples are drawn in parts, and the interval is that of all of them at once."""
+    values = np.random.default_rng(2).normal(size=(3, 50))
+    whole = Interval.of_each(values)
+    sizes = []
+
+    def mean(resamples, axis):
+        sizes.append(resamples.size)
+        return resamples.mean(axis)
+
+    monkeypatch.setattr("kvsim.analysis.summaries._DRAWN", 1000)
+    monkeypatch.setattr("kvsim.analysis.summaries.np.mean", mean)
+
+    assert Interval.of_each(values) == whole
+    assert max(sizes) <= 1000
+
+
 def test_intervals_cover_the_mean_about_as_often_as_they_say():
     """Of 400 samples of 24 normal values, 95 % intervals hold the true mean in 88 to 98 %."""
     rng = np.random.default_rng(1)
