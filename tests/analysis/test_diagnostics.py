@@ -298,6 +298,20 @@ def test_the_trace_is_read_once():
     assert one.curve(64).selected(tau=2.0) == 4
 
 
+def test_a_grid_compares_layers_once_per_look_back(monkeypatch):
+    """Curves that differ in the first layer alone share what their look-back compares."""
+    one = ranking(settling(12))
+    counted = []
+    members = type(one).members
+    monkeypatch.setattr(
+        type(one), "members", lambda *place: counted.append(place[1:]) or members(*place)
+    )
+
+    one.grid(64, look_backs=(2, 3))
+
+    assert len(counted) == len(set(counted)) == 11 + 10
+
+
 def test_layers_of_a_stored_trace(tmp_path):
     """A trace on disk has the same ranking as in memory."""
     trace = settling(5)

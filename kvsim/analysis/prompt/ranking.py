@@ -127,6 +127,7 @@ class Ranking:
     scores: Tensor = field(repr=False)
     ranks: Tensor = field(repr=False)
     _curves: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
+    _unions: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def n_layers(self) -> int:
@@ -193,10 +194,13 @@ class Ranking:
 
     def union(self, look_back: int, k: int) -> Ints:
         """Tokens among the first k in one of the `look_back` layers up to each layer; [L]."""
-        of_layer = np.zeros(self.n_layers, np.int64)
-        for layer in range(look_back - 1, self.n_layers):
-            of_layer[layer] = len(self.members(layer, look_back, k))
-        return of_layer
+        if (look_back, k) not in self._unions:
+            of_layer = np.zeros(self.n_layers, np.int64)
+            for layer in range(look_back - 1, self.n_layers):
+                of_layer[layer] = len(self.members(layer, look_back, k))
+            of_layer.flags.writeable = False
+            self._unions[look_back, k] = of_layer
+        return self._unions[look_back, k]
 
     def members(self, layer: int, look_back: int, k: int) -> Ints:
         """Positions of these tokens at one layer, ascending."""
