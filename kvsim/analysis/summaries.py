@@ -4,8 +4,8 @@ Prompts are the unit. Values are averaged over layers, heads and events within a
 some metrics layers are added up, `Metric.layers`, or the last event stands for all,
 `Metric.over_events`), so that a long trace counts as much as a short one (macro average), and
 intervals say how far the mean would move with other prompts. They say nothing about other models or
-another seed of training. A trace that a metric cannot be computed on
-is counted as asked and not measured, never as zero.
+another seed of training. A trace that a metric cannot be computed on is counted as asked and not
+measured, never as zero.
 
 Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
 apart, such as `layer`, `stage` or `domain`; those that do so anyway may be named too. PolicyError
@@ -105,9 +105,13 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
         nan = np.full(len(values), np.nan)
         return nan, nan
     rng = np.random.default_rng(0)
-    options = {"n_resamples": RESAMPLES, "batch": max(1, _DRAWN // values.size)}
     resampled = scipy.stats.bootstrap(
-        (values,), np.mean, axis=1, method="percentile", rng=rng, **options
+        *((values,), np.mean),
+        n_resamples=RESAMPLES,
+        batch=max(1, _DRAWN // values.size),
+        axis=1,
+        method="percentile",
+        rng=rng,
     )
     low, high = resampled.confidence_interval
     return np.asarray(low), np.asarray(high)

@@ -179,7 +179,7 @@ def test_evictions_decide_on_what_is_stored(eviction):
 
 @pytest.mark.parametrize(
     ("eviction", "interval"),
-    [("h2o", 1), ("h2o", 8), ("tova", 1), ("snapkv", 8), ("gkv", 8)] + [("criticalkv+knorm", 5)],
+    [("h2o", 1), ("h2o", 8), ("tova", 1), ("snapkv", 8), ("gkv", 8), ("criticalkv+knorm", 5)],
 )
 def test_rounded_keys_move_decisions(eviction, interval):
     """What leaves is another set than without a codec, and that of the naive loop.
