@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
+from kvsim.schema import is_url
+
 
 class KvsimError(Exception):
     """Base of every error that kvsim raises on purpose."""
@@ -106,7 +108,9 @@ def missing_extra(error: ModuleNotFoundError) -> ExtraError | None:
 
 
 def local_path(path: object, error: type[KvsimError]) -> Path:
-    """Return a path as a Path; raise `error` for what no path can be."""
+    """Return a path on this machine as a Path; raise `error` for a URL and what no path can be."""
+    if is_url(path):
+        raise error(f"the path is {path!r}, a URL; expected a path on this machine")
     if isinstance(path, str | PathLike) and "\0" not in str(path):
         return Path(path)
     raise error(f"the path is {path!r}; expected text or a Path without NUL characters")

@@ -19,8 +19,10 @@ import pytest
 
 import kvsim
 from kvsim import renamed
+from kvsim.analysis.prediction import write_calibrations
 from kvsim.cli import main
 from kvsim.errors import EXTRAS
+from kvsim.sweeps import replay_all
 from kvsim.tiny.sample import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -312,6 +314,8 @@ MEANINGLESS = {
     "progress of metrics": lambda: kvsim.measure(_trace(), progress=5),
     "progress of a capture": lambda: kvsim.capture("tiny", None, "the", progress=5),
     "output of a capture": lambda: kvsim.capture("tiny", None, "the", out="\0"),
+    "replays to a URL": lambda: replay_all([_trace()], "tova", 64, out="s3://bucket/run"),
+    "calibrations to a URL": lambda: write_calibrations("s3://bucket/c.json", []),
 }
 
 

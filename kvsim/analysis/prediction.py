@@ -31,7 +31,7 @@ from kvsim.analysis.arrays import Bools, Floats
 from kvsim.analysis.validity import CELL, cell_values, evicting
 from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError, PolicyError
+from kvsim.errors import NeedsError, OutputError, PolicyError, local_path
 from kvsim.files import write_file
 
 #: Nats; what is below is counted as this much.
@@ -316,10 +316,10 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
         ) from error
 
 
-def write_calibrations(path: Path, calibrations: Sequence[Calibration]) -> None:
-    """Write calibrations of several models as one JSON file."""
+def write_calibrations(path: str | Path, calibrations: Sequence[Calibration]) -> None:
+    """Write calibrations of several models as one JSON file. Raises OutputError if it cannot."""
     text = json.dumps([asdict(each) for each in calibrations], indent=1, allow_nan=False)
-    write_file(path, f"{text}\n", overwrite=True)
+    write_file(local_path(path, OutputError), f"{text}\n", overwrite=True)
 
 
 def _tuples(x: Any) -> Any:

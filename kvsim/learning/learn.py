@@ -16,7 +16,7 @@ from kvsim.core.arguments import listed, resolve_budget
 from kvsim.core.policy import PolicyLike, Schedule, as_policies
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.errors import PolicyError, suggest
+from kvsim.errors import OutputError, PolicyError, local_path, suggest
 from kvsim.files import check_output, write_file
 from kvsim.learning.lessons import Lesson, Pairs
 from kvsim.learning.training import Projecting, fit
@@ -117,7 +117,7 @@ def learn(
     given = as_traces(traces)
     sizes: list[int | str] = listed(budgets)
     _check(given, sizes, (hidden, interval - 1, rounds - 1, pairs - 1, steps - 1), held_out)
-    file = Path(out)
+    file = local_path(out, OutputError)
     if "+" in str(file):
         raise PolicyError(
             f"out is {file}; expected a path without +, which stands between the parts of a policy"
