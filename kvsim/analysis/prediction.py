@@ -306,7 +306,7 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     """
     try:
         documents = [_tuples(each) for each in json.loads(path.read_text("utf-8"))]
-        return {x["config"]: Calibration(**{**x, "curve": Curve(**x["curve"])}) for x in documents}
+        return {x["config"]: Calibration(**{**x, "curve": _curve(x["curve"])}) for x in documents}
     except FileNotFoundError:
         raise NeedsError(f"there is no file {path}; expected what kvsim fidelity wrote") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -320,6 +320,17 @@ def write_calibrations(path: str | Path, calibrations: Sequence[Calibration]) ->
     """Write calibrations of several models as one JSON file. Raises OutputError if it cannot."""
     text = json.dumps([asdict(each) for each in calibrations], indent=1, allow_nan=False)
     write_file(local_path(path, OutputError), f"{text}\n", overwrite=True)
+
+
+def _curve(document: Mapping[str, Any]) -> Curve:
+    """Return a stored curve. Raises ValueError unless its knots and values are those of a fit."""
+    curve = Curve(**document)
+    knots, kl = (np.array(x, np.float64) for x in (curve.errors, curve.kl))
+    ascending = all((np.diff(x) >= 0).all() for x in (knots, kl))
+    positive = all(np.isfinite(x).all() and (x > 0).all() for x in (knots, kl))
+    if not len(knots) or knots.shape != kl.shape or not ascending or not positive:
+        raise ValueError("the knots of a curve are positive and ascend")
+    return curve
 
 
 def _tuples(x: Any) -> Any:

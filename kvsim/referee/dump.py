@@ -6,6 +6,7 @@ An `.npz` file also holds the queries, keys and values that the implementation c
 
 from __future__ import annotations
 
+import reprlib
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,14 +18,19 @@ import polars as pl
 from numpy.typing import NDArray
 
 from kvsim.core.attention import Rope
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import DumpError, KvsimError, error_line, local_path
 from kvsim.files import published
+from kvsim.schema import NEVER
 
 #: Columns of the table: one line for each entry that stays after the event after a row.
 COLUMNS = ("layer", "head", "row", "pos")
+
+#: Most bytes of the sets of a dump, one for each entry after each event.
+_LARGEST = 8 << 30
 
 _ROPE = ("inv_freq", "attention_scaling", "rotary_dim", "layout")
 
@@ -70,6 +76,7 @@ class Dump:
             )
         n_heads = int(head.max()) + 1
         numbers = tuple(int(number) for number in np.unique(layer))
+        _check_size(name, np.unique(head), np.unique(row), len(numbers))
         kept: dict[int, NDArray[np.bool_]] = {}
         before = np.ones((len(numbers), n_heads, 0), bool)
         for event in np.unique(row).tolist():
@@ -195,9 +202,9 @@ def read_dump(path: str | Path) -> Dump:
     try:
         more: dict[str, Any] = {"trace": _trace(arrays, target.name)}
         if "budget" in arrays:
-            more["budget"] = int(arrays["budget"])
+            more["budget"] = _whole(arrays, "budget")
         if "interval" in arrays:
-            interval = int(arrays["interval"]) or None
+            interval = _whole(arrays, "interval") or None
             more["schedule"] = Schedule(interval, bool(arrays.get("prefill", interval is None)))
     except (KvsimError, TypeError, ValueError) as error:
         raise DumpError(f"{target.name}: {error_line(error)}") from error
@@ -214,7 +221,7 @@ def _trace(arrays: Mapping[str, NDArray[Any]], name: str) -> Trace | None:
     rope = {each: kind(arrays[each]) for each, kind in kinds.items() if each in arrays}
     return Trace.from_arrays(
         *(arrays[each] for each in "qkv"),
-        prompt_len=int(arrays["prompt_len"]),
+        prompt_len=_whole(arrays, "prompt_len"),
         rope=Rope(arrays["inv_freq"].tolist(), **rope),
         scale=float(arrays["scale"]) if "scale" in arrays else None,
         layer_ids=arrays["layer_ids"].tolist() if "layer_ids" in arrays else None,
@@ -222,14 +229,40 @@ def _trace(arrays: Mapping[str, NDArray[Any]], name: str) -> Trace | None:
     )
 
 
+def _check_size(name: str, heads: NDArray[np.int64], rows: NDArray[np.int64], layers: int) -> None:
+    """Raise DumpError unless every head has lines, and the sets of all events fit into memory."""
+    missing = np.flatnonzero(heads != np.arange(len(heads)))
+    if missing.size:
+        raise DumpError(
+            f"{name}: head {heads[-1]} has entries and head {missing[0]} none; expected all heads, "
+            "counted from 0"
+        )
+    size = layers * len(heads) * sum(row + 1 for row in rows.tolist())
+    if size > _LARGEST:
+        raise DumpError(
+            f"{name}: {len(rows)} events up to row {rows[-1]} of {layers} layers and {len(heads)} "
+            f"heads take {size:,} bytes; expected at most {_LARGEST:,}; dump fewer events or layers"
+        )
+
+
+def _whole(arrays: Mapping[str, NDArray[Any]], name: str) -> int:
+    """Return a whole number of a file. Raises DumpError for another value."""
+    value = arrays[name]
+    number = integer(value[()]) if value.ndim == 0 else None
+    if number is None:
+        raise DumpError(f"{name} is {reprlib.repr(value.tolist())}; expected a whole number")
+    return number
+
+
 def _whole_numbers(table: Mapping[str, Any], column: str, name: str) -> NDArray[np.int64]:
     if column not in table:
         have = ", ".join(sorted(table)) or "nothing"
         raise DumpError(f"{name}: has {have}; expected {column!r} too, see docs/conform.md")
     values = np.asarray(table[column])
-    if values.ndim != 1 or values.dtype.kind not in "iu" or (values.size and values.min() < 0):
+    whole = values.ndim == 1 and values.dtype.kind in "iu"
+    if not whole or (values.size and not 0 <= values.min() <= values.max() < NEVER):
         raise DumpError(
-            f"{name}: {column} is {values.dtype} {list(values.shape)}; expected one whole number, "
-            "0 or more, for each entry"
+            f"{name}: {column} is {values.dtype} {list(values.shape)}; expected one whole number "
+            f"for each entry, from 0 to below {NEVER}"
         )
     return values.astype(np.int64)

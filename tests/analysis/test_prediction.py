@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import polars as pl
@@ -229,6 +230,11 @@ def test_other_models_and_files_are_refused(tmp_path):
         calibration_of([Traced(), Traced("2")], path)
     with pytest.raises(PolicyError, match="traces of 2 models"):
         calibrate(replayed, live, [Traced(), Traced("2")])
-    for name in ("bad.json", "none.json"):
+    (document,) = json.loads(path.read_text())
+    curve = document["curve"]
+    for name, knots in {"empty.json": [], "falling.json": curve["errors"][::-1]}.items():
+        spoiled = {**document, "curve": {**curve, "errors": knots}}
+        (tmp_path / name).write_text(json.dumps([spoiled]))
+    for name in ("bad.json", "none.json", "empty.json", "falling.json"):
         with pytest.raises(NeedsError, match="expected what kvsim fidelity"):
             read_calibrations(tmp_path / name)

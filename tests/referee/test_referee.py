@@ -286,10 +286,16 @@ BAD = {
     "lengths": (lambda x: x.update(pos=x["pos"][:-1]), "equally many"),
     "empty": (lambda x: x.update({c: x[c][:0] for c in list(x)}), "at least one"),
     "fractions": (lambda x: x.update(pos=x["pos"] + 0.5), "pos is float64"),
-    "negative": (lambda x: x.update(pos=x["pos"] - 1), "0 or more"),
+    "negative": (lambda x: x.update(pos=x["pos"] - 1), "from 0 to below"),
     "future": (lambda x: x.update(pos=x["pos"] + 70), "expected positions up to the row"),
     "twice": (lambda x: x.update({c: np.r_[x[c], x[c][:1]] for c in list(x)}), "listed twice"),
     "head": (lambda x: x.update({c: x[c][25:] for c in list(x)}), "expected all 2 heads"),
+    "far row": (lambda x: x["row"].__setitem__(-1, 10**13), "from 0 to below"),
+    "large row": (lambda x: x["row"].__setitem__(-1, 2**31 - 2), "bytes; expected at most"),
+    "far head": (lambda x: x["head"].__setitem__(-1, 10**12), "from 0 to below"),
+    "large head": (lambda x: x["head"].__setitem__(-1, 2**31 - 2), "expected all heads"),
+    "budget": (lambda x: x.update(budget=1.7), "budget is 1.7; expected a whole number"),
+    "interval": (lambda x: x.update(interval=2.9), "interval is 2.9; expected a whole number"),
     "layers": (lambda x: x.update(layer=x["layer"] + 7), "expected layers of [0, 1]"),
 }
 
@@ -302,7 +308,7 @@ def test_a_damaged_dump_is_one_line(trace, tmp_path, run, name):
     spoil(lines)
     arrays = {n: getattr(trace, n).numpy() for n in "qkv"}
     arrays |= {"prompt_len": PROMPT, "inv_freq": np.array(trace.rope.inv_freq), "budget": BUDGET}
-    np.savez(tmp_path / "d.npz", **lines, **arrays)
+    np.savez(tmp_path / "d.npz", **arrays | lines)
     status, out, err = run("conform", tmp_path / "d.npz", "--policy", "snapkv")
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
