@@ -19,8 +19,11 @@ import pytest
 
 import kvsim
 from kvsim import renamed
+from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.prediction import write_calibrations
 from kvsim.cli import main
+from kvsim.cost.accounting import estimate
+from kvsim.cost.model import Model
 from kvsim.errors import EXTRAS
 from kvsim.sweeps import replay_all
 from kvsim.tiny.sample import SAMPLES
@@ -299,6 +302,19 @@ def _trace():
     return kvsim.open_trace(kvsim.sample_trace())
 
 
+def _record():
+    return kvsim.replay(_trace(), "tova", 64, interval=64)
+
+
+def _table():
+    policies = ["tova", "knorm"]
+    return replay_all([_trace()], policies, 64, interval=64, metrics="output_error").table
+
+
+def _model():
+    return Model.from_trace(_trace())
+
+
 MEANINGLESS = {
     "policy name": lambda: kvsim.policy(None),
     "open None": lambda: kvsim.open_trace(None),
@@ -314,6 +330,14 @@ MEANINGLESS = {
     "progress of metrics": lambda: kvsim.measure(_trace(), progress=5),
     "progress of a capture": lambda: kvsim.capture("tiny", None, "the", progress=5),
     "output of a capture": lambda: kvsim.capture("tiny", None, "the", out="\0"),
+    "no traces": lambda: replay_all([], "tova", 64),
+    "no policies": lambda: replay_all([_trace()], [], 64),
+    "no budgets": lambda: replay_all([_trace()], "tova", []),
+    "target": lambda: kvsim.compare(_table(), target=float("nan")),
+    "part of a token": lambda: estimate(_model(), kvsim.policy("tova"), 64, 1000.5),
+    "part of a prompt": lambda: estimate(_model(), kvsim.policy("tova"), 64, 1000, prompt=500.5),
+    "part of an entry": lambda: estimate(_model(), kvsim.policy("tova"), 2.5, 1000),
+    "no heads": lambda: retention_lift(_trace(), _record(), 0, heads=[]),
     "replays to a URL": lambda: replay_all([_trace()], "tova", 64, out="s3://bucket/run"),
     "calibrations to a URL": lambda: write_calibrations("s3://bucket/c.json", []),
 }

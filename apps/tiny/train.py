@@ -24,7 +24,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -407,9 +407,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m apps.tiny.train", description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and model")
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--shape", choices=SHAPES, default=defaults.shape)
+    for name in ("steps", "seed"):
+        parser.add_argument(f"--{name}", type=int, help=f"{getattr(defaults, name)} by default")
+    parser.add_argument("--shape", choices=SHAPES, help=f"{defaults.shape} by default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time")
     parser.add_argument(
@@ -420,8 +420,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = options.out / "state.pt"
     if options.resume and not state.exists():
         parser.error(f"no checkpoint {state}, expected one; start without --resume")
-    rate = SHAPES[options.shape].learning_rate
-    settings = Settings(options.steps, options.seed, options.shape, learning_rate=rate)
+    names = ("steps", "seed", "shape")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.resume and given:
+        parser.error(
+            f"--{next(iter(given))} was given with --resume, which has the settings of the "
+            "checkpoint; leave it out"
+        )
+    settings = replace(defaults, **given)
+    settings = replace(settings, learning_rate=SHAPES[settings.shape].learning_rate)
     run = load(state) if options.resume else start(settings)
     train(run, options.out, minutes=options.minutes)
 

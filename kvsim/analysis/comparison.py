@@ -12,9 +12,11 @@ chance.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -130,7 +132,7 @@ def compare(
 
     Raises:
         PolicyError: the metric has no better direction or the Table no values of it, no prompt has
-            values of all policies, or `against` is none of them.
+            values of all policies, `against` is none of them, or `target` is no finite number.
     """
     entry = metric_named(metric)
     if entry.better is None:
@@ -138,6 +140,8 @@ def compare(
             f"{metric} has no better direction, so it ranks nothing; expected another metric, see "
             "`kvsim metrics`"
         )
+    if target is not None and not (isinstance(target, Real) and math.isfinite(target)):
+        raise PolicyError(f"target is {target!r}; expected a value of {metric}, a finite number")
     higher = entry.better == "higher"
     table = labelled(as_table(table))
     rows, values, traces, remarks = _values(table, metric)

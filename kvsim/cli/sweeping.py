@@ -127,7 +127,8 @@ def sweep(
     }
     if own_schedule and interval:
         raise OptionError("--interval and --own-schedule were both given; expected one of them")
-    _check(out, shard=shard, slurm=slurm, scheduler=scheduler, folder_only=status or collect)
+    folder_only = status or collect
+    _check(out, slurm_set, shard=shard, slurm=slurm, scheduler=scheduler, folder_only=folder_only)
     part = None if shard is None else _shard(shard)
     kept = kept_in(out)
     grid = _grid(source or [], given, kept)
@@ -154,6 +155,7 @@ def sweep(
 
 def _check(
     out: str | None,
+    slurm_set: Sequence[str] | None,
     *,
     shard: str | None,
     slurm: int | None,
@@ -163,6 +165,8 @@ def _check(
     if out is None and (shard or slurm or folder_only):
         option = "--shard" if shard else "--slurm" if slurm else "--status and --collect"
         raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
+    if slurm_set and not slurm:
+        raise OptionError("--slurm-set is about jobs of Slurm; give --slurm N too")
     if slurm and is_url(out):
         raise OptionError("--slurm needs a folder that its jobs share; submit --shard I/N yourself")
     ways = {"--shard": shard, "--slurm": slurm, "--scheduler": scheduler}

@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvsim.core.flops import Event, Flops
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.cost.cases import Case, find_selection, unknown
 from kvsim.cost.model import Model
+from kvsim.engine.checks import whole
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies.kvzip import chunk_lengths
 
@@ -148,6 +150,10 @@ def estimate(
     BudgetError and PolicyError as a replay would.
     """
     prompt = context if prompt is None else prompt
+    for name, tokens in {"context": context, "prompt": prompt}.items():
+        if integer(tokens) is None:
+            raise PolicyError(f"{name} is {tokens!r}; expected a whole number of tokens")
+    budget = whole(budget)
     policy = policy.at(budget)
     _check(policy, model, budget, context, prompt)
     selection = find_selection(policy, model, budget, prompt, selection_layer, trace)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from kvsim.core.arguments import resolve_budget
 from kvsim.core.display import Displayed
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.engine.checks import whole
-from kvsim.errors import DumpError
+from kvsim.errors import DumpError, PolicyError
 from kvsim.referee.deviations import Deviation, explains, hypotheses
 from kvsim.referee.dump import Dump, read_dump
 from kvsim.referee.judging import Case, Difference
@@ -116,8 +118,11 @@ def conform(
     does not bring about the next.
 
     Raises DumpError for a dump that is damaged or lacks a budget or arrays, PolicyError for a
-    policy that drops rows, keeps sets per query head or reads later rows, and as `kvsim.replay`.
+    policy that drops rows, keeps sets per query head or reads later rows and for a tolerance that
+    is no share, and as `kvsim.replay`.
     """
+    if not (isinstance(tolerance, Real) and 0 <= tolerance < inf):
+        raise PolicyError(f"tolerance is {tolerance!r}; expected a share, 0 or more")
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     rule = Policy.of(policy)
     source = dump.trace if trace is None else as_trace(trace)

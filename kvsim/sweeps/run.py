@@ -26,7 +26,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import ConfigError, OutputError, PolicyError, local_path
 from kvsim.recorder.progress import with_bar
-from kvsim.schema import schedule
+from kvsim.schema import plural, schedule
 from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
 from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of
@@ -205,6 +205,11 @@ def replay_all(
     """
     report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
+    if not (traces and policies and budgets):
+        raise PolicyError(
+            f"{plural(len(traces), 'trace')}, {len(policies)} policies and {len(budgets)} budgets; "
+            "expected at least one of each"
+        )
     policies = [each.fitted() for each in policies] if fit else policies
     check_names(policies)
     check_distinct(traces)

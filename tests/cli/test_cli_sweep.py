@@ -116,6 +116,7 @@ def test_cells_that_fail_are_named_and_the_others_shown(command):
         (("sweep", "--status"), "give --out DIR"),
         ((*LIST, "--out", "x", "--shard", "half"), "--shard is 'half'"),
         ((*LIST, "--out", "x", "--shard", "0/2", "--slurm", "2"), "exclude each other"),
+        ((*LIST, "--slurm-set", "slurm_partition=long"), "give --slurm N too"),
         ((*LIST, "--set", "ams.window=3"), "none of tova, snapkv has"),
         ((*LIST, "--set", "window"), "expected KEY=VALUE"),
         (("sweep", "grid.yaml", "--policy", "tova"), "has its own policies"),

@@ -271,3 +271,14 @@ def test_resuming_without_a_checkpoint_is_refused(
         train.main(["--out", str(tmp_path), "--resume"])
 
     assert "start without --resume" in capsys.readouterr().err
+
+
+def test_a_resumed_run_takes_no_other_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--resume with a setting that the checkpoint has is refused by its name."""
+    (tmp_path / "state.pt").touch()
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--out", str(tmp_path), "--resume", "--seed", "3"])
+
+    assert "--seed was given with --resume" in capsys.readouterr().err

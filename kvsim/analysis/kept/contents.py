@@ -16,7 +16,7 @@ from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.analysis.walk import by_layer
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError
+from kvsim.errors import NeedsError, PolicyError
 
 
 class WithChance(NamedTuple):
@@ -189,8 +189,8 @@ def retention_lift(
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises NeedsError for a trace without text of tokens, PolicyError for a layer or a head that is
-    not there, PositionError for such a row.
+    Raises NeedsError for a trace without text of tokens, PolicyError for no heads and for
+    a layer or a head that is not there, PositionError for such a row.
     """
     text = trace.token_text
     if text is None:
@@ -198,6 +198,8 @@ def retention_lift(
             f"{trace.name}: the trace has no text of its tokens, so none can be counted; record it "
             "with a tokenizer (kvsim capture)"
         )
+    if heads is not None and not len(heads):
+        raise PolicyError("heads are none; expected at least one head of the record")
     gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
     chosen = None if heads is None else [record_head(record, head) for head in heads]
     row = event_row(gone, row)
