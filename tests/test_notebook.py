@@ -162,3 +162,13 @@ def test_no_bar_outside_of_notebooks_and_terminals(capsys):
         show(1, 2, "half")
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_budget_of_rows_binds():
+    """A policy whose budget chooses rows and leaves whole caches has one that binds."""
+    chosen, whole = kvsim.policy("fastkv", kv_before="full"), kvsim.policy("full")
+
+    assert "does not bind" in whole._repr_html_()
+    assert "does not bind" not in chosen._repr_html_()
+    assert chosen.budgeted
+    assert not chosen.bounded

@@ -221,23 +221,12 @@ def _values(
 
 def _is_reference(label: str) -> bool:
     """Whether a policy is no candidate: no budget binds what it holds, or it looks ahead."""
-    built = _built(label)
-    return built is not None and (built.clairvoyant or holds_all(label))
+    built = policy_of(label)
+    return built is not None and (built.clairvoyant or not built.budgeted)
 
 
-def holds_all(label: str) -> bool:
-    """Whether no budget binds what the policy of a label holds, as behind a reader alone.
-
-    False for a policy of the user's own.
-    """
-    built = _built(label)
-    if built is None or built.bounded:
-        return False
-    return built.propagation is None or built.propagation.alone
-
-
-def _built(label: str) -> Policy | None:
-    """The policy of a label; None where the name is a user's own, or of another version."""
+def policy_of(label: str) -> Policy | None:
+    """Return the policy of a label; None where the name is a user's own, or of another version."""
     name = label.partition(" (")[0]
     if ":" in name:  # to build it would run the code that the name points at
         return None

@@ -82,7 +82,7 @@ def cost(
     contexts = [int(text) for text in context or ()]
 
     from kvsim.core.arguments import resolve_budget
-    from kvsim.cost import Model, bounded, estimate, no_selection
+    from kvsim.cost import Model, estimate, no_selection
     from kvsim.store import open_trace
 
     opened = None if trace is None else open_trace(trace)
@@ -103,7 +103,7 @@ def cost(
         (each, resolve_budget(size, n), n, traced.get(n, prompt))
         for n in contexts
         for each in policies
-        for size in (budget if bounded(each) else budget[:1])
+        for size in (budget if each.budgeted else budget[:1])
     ]
     if selection_layer is not None:
         why = [no_selection(each, size, rows or n) for each, size, n, rows in cases]

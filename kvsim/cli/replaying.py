@@ -262,11 +262,7 @@ def _print(
 
 def unbounded(policies: Sequence[Policy]) -> list[str]:
     """Return the names of the policies for which the budget means nothing."""
-    return [
-        policy.name
-        for policy in policies
-        if not policy.limited and (policy.propagation is None or policy.propagation.alone)
-    ]
+    return [policy.name for policy in policies if not policy.limited]
 
 
 def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:

@@ -229,13 +229,17 @@ def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
     """
     import polars as pl
 
-    from kvsim.analysis.comparison import holds_all
+    from kvsim.analysis.comparison import policy_of
     from kvsim.analysis.results import REQUESTED
     from kvsim.analysis.summaries import sees_more
 
     if "entries_seen" not in summary:
         return summary.with_columns(unfair=pl.lit(value=False))
-    free = {*unbounded, *filter(holds_all, summary["policy"].unique())}
+    free = {*unbounded}
+    for label in summary["policy"].unique():
+        policy = policy_of(label)
+        if policy is not None and not policy.budgeted:
+            free.add(label)
     seen = pl.when(~pl.col("policy").is_in(free)).then("entries_seen")
     more = summary.select(seen=seen, size=REQUESTED).select(sees_more("seen", ["size"]))
     return summary.with_columns(unfair=more.to_series())

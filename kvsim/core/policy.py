@@ -205,10 +205,15 @@ class Policy(Displayed):
         return shared or self.scorer.across_layers
 
     @property
+    def budgeted(self) -> bool:
+        """Whether the budget binds what is held: entries that stay, or rows that propagate."""
+        return self.bounded or (self.propagation is not None and not self.propagation.alone)
+
+    @property
     def limited(self) -> bool:
-        """Whether the budget binds what stays, in some heads at least, or what is read."""
+        """Whether the budget has an effect: on what is held, in some heads at least, or read."""
         of_reader = bool(self.reader and self.reader.bounded)
-        return self.bounded or self.allocator.binds_some or of_reader
+        return self.budgeted or self.allocator.binds_some or of_reader
 
     @property
     def exact(self) -> bool:

@@ -11,7 +11,7 @@ nothing runs a model; docs/cost.md says what the numbers can and cannot say.
 from __future__ import annotations
 
 from kvsim.core.flops import Event, Flops
-from kvsim.cost.accounting import Cost, bounded, decode_ratio, estimate
+from kvsim.cost.accounting import Cost, decode_ratio, estimate
 from kvsim.cost.cases import event_flops, no_selection
 from kvsim.cost.model import GIB, Model, ModelError
 
@@ -22,7 +22,6 @@ __all__ = [
     "Flops",
     "Model",
     "ModelError",
-    "bounded",
     "decode_ratio",
     "estimate",
     "event_flops",

@@ -181,7 +181,7 @@ def estimate(
         prompt=prompt,
         interval=policy.schedule.interval,
         prefill=policy.schedule.prefill,
-        bounded=bounded(policy),
+        bounded=policy.budgeted,
         selection_layer=selection.layer,
         selection=selection.source,
         rows=rows,
@@ -216,12 +216,6 @@ def estimate(
             ),
         ),
     )
-
-
-def bounded(policy: Policy) -> bool:
-    """Return whether the budget has an effect in any layer."""
-    piece = policy.propagation
-    return policy.bounded or (piece is not None and not piece.alone)
 
 
 def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> float:
@@ -276,7 +270,7 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield f"{name}: {remark}"
     if policy.layer_budgets.remark:
         yield f"{name}: {policy.layer_budgets.remark}"
-    elif not bounded(policy):
+    elif not policy.budgeted:
         yield f"{name}: no budget binds"
     elif not policy.bounded:
         yield f"{name}: the layers up to the selection hold the whole prompt"
