@@ -26,12 +26,20 @@ from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.display import Displayed
 from kvsim.core.record import Record
-from kvsim.errors import OutputError, PolicyError, local_path
+from kvsim.errors import OutputError, PolicyError, TraceError, local_path
 from kvsim.files import sync, sync_tree, unbroken
 from kvsim.schema import is_url
-from kvsim.store.inputs import damaged, digests, read_document, read_file, sealed, unsealed
+from kvsim.store.inputs import (
+    DOCUMENT,
+    damaged,
+    digests,
+    read_document,
+    read_file,
+    sealed,
+    unsealed,
+)
 from kvsim.store.records import write_records
-from kvsim.store.remote import filesystem, store_errors
+from kvsim.store.remote import find_remote
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 
@@ -152,15 +160,34 @@ def read_run(path: str | Path) -> Saved:
 
 def _fetched(url: str) -> Saved:
     """Return the run behind a URL, without its records."""
-    system, root = filesystem(url, OutputError)
     with TemporaryDirectory(prefix="kvsim-run-") as copy:
-        for name in (RUN, RESULTS):
-            with suppress(FileNotFoundError), store_errors(url, "read", OutputError):
-                system.get_file(f"{root}/{name}", f"{copy}/{name}")
+        for name, limit in ((RUN, DOCUMENT), (RESULTS, _RESULTS)):
+            with suppress(FileNotFoundError):
+                Path(copy, name).write_bytes(_downloaded(url, name, limit))
         try:
             return replace(read_run(copy), path=Path(url))
         except OutputError as error:
             raise OutputError(str(error).replace(copy, url)) from error
+
+
+def _downloaded(url: str, name: str, limit: int) -> bytes:
+    """Return a file of the folder behind a URL; FileNotFoundError where it is not there."""
+    try:
+        return find_remote(url).read(name, limit)
+    except TraceError as error:
+        raise OutputError(str(error).replace("the trace", "the run")) from error
+
+
+def holds_run(url: str) -> bool:
+    """Whether a run folder is behind a URL, which is asked for its `run.json`.
+
+    Raises OutputError where the store cannot be asked.
+    """
+    try:
+        _downloaded(url, RUN, DOCUMENT)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:

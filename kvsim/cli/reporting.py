@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +18,14 @@ def report(
         typer.Argument(
             metavar="RUN|TRACE",
             help="Folders that `kvsim replay --out` wrote, and recorded traces to analyse, or "
-            "the shipped 'sample' and 'sample-smollm2'.",
+            "the shipped 'sample' and 'sample-smollm2'; paths or URLs.",
         ),
     ],
     out: Annotated[Path, path_option("FILE", "The page to write.")] = Path("report.html"),
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The policy beside which the others stand; default: the first."
+            metavar="NAME", help="The policy that the others are compared with; default: the first."
         ),
     ] = None,
     overwrite: Overwrite = False,
@@ -32,21 +33,24 @@ def report(
     """Write results, figures and the papers' claims on them as one HTML page.
 
     Of runs: every policy with intervals over prompts. Of traces: what they say before any policy
-    evicts. Traces beside runs have to be those that the runs replayed.
+    evicts. Traces next to runs have to be those that the runs replayed.
     """
     from kvsim.report import write_report
     from kvsim.store import open_trace
 
     paths = paths_of(given)
-    traces = [open_trace(path) for path in paths if _is_trace(path)]
-    runs = [Path(path) for path in paths if not _is_trace(path)]
+    is_trace = [_is_trace(path) for path in paths]
+    traces = [open_trace(path) for path in compress(paths, is_trace)]
+    runs = list(compress(paths, (not each for each in is_trace)))
     with bar("steps") as progress:
         page = write_report(runs, out, base, traces=traces, overwrite=overwrite, progress=progress)
     typer.echo(f"Written to {page}.")
 
 
 def _is_trace(path: Path | str) -> bool:
-    """Whether a path is meant as a trace, by its name or by what lies in it; a URL always is."""
+    """Return whether a path or URL is meant as a trace, by its name or by what lies in it."""
     if isinstance(path, str):
-        return True
+        from kvsim.analysis.folder import holds_run
+
+        return path.rstrip("/").endswith((".zarr", ".zip")) or not holds_run(path)
     return path.suffix in (".zarr", ".zip") or (path / "zarr.json").is_file()
