@@ -11,7 +11,7 @@ from kvsim.analysis.summaries import KEYS
 COSTS = {
     "entries_seen": "entries that a row sees, mean",
     "bytes_held": "bytes of the cache, mean over rows",
-    "bytes_read": "bytes of it that a row reads, mean",
+    "bytes_read": "bytes of the cache that a row reads, mean",
 }
 
 

@@ -75,7 +75,7 @@ def test_bytes_are_axes_of_the_front(table):
     held, read = figure.axes
 
     assert held.get_xlabel() == "bytes of the cache, mean over rows"
-    assert read.get_xlabel() == "bytes of it that a row reads, mean"
+    assert read.get_xlabel() == "bytes of the cache that a row reads, mean"
     assert held.get_xscale() == read.get_xscale() == "log"
     lines = {line.get_label(): line.get_xdata() for line in read.lines}
     assert lines["tova"] == pytest.approx([16_000, 32_000])

@@ -147,8 +147,8 @@ METRICS: Mapping[str, Metric] = {
         "windows without a key between two that have it in their top tenth, next to chance",
         "trace", "windows", None, "G-KV; defined here", _gap),
     "attention_return": Metric(
-        "share of the returns to a top, and of the keys, that come after such a gap, next to "
-        "chance",
+        "share of the returns of keys to the top tenth of a window, and of these keys, that come "
+        "after a window without the key in its top, next to chance",
         "trace", "share", None, "as attention_gap", _return),
     "expectation": Metric(
         "rank correlation over the prompt's keys of expected attention with what the response "
@@ -156,7 +156,8 @@ METRICS: Mapping[str, Metric] = {
         "trace", "correlation", None, "Expected Attention, Fig. 10",
         _expected(lambda expectation: [("", expectation.spearman[-1], None)]), default=False),
     "expectation_steps": Metric(
-        "the same after each assumption on the way from observed to expected attention",
+        "rank correlation over the prompt's keys with what the response attends to, after each "
+        "assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
         _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False),
     "expectation_logs": Metric(

@@ -168,7 +168,8 @@ METRICS: Mapping[str, Metric] = {
         "needs --regret",
         "rows", "share", "lower", "kvsim", _regret("optimum"), beside="optimum"),
     "regret_gap": Metric(
-        "what its proof leaves open: mass by which kept sets could retain more than those",
+        "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
+        "leaves that open; needs --regret",
         "rows", "share", "lower", "kvsim", _means(_regret_gap), beside="optimum"),
     "possible_share": Metric(
         "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
@@ -183,8 +184,9 @@ METRICS: Mapping[str, Metric] = {
         "rows", "absolute", "lower", "kvsim", _means(_added, squared=True),
         layers="sum", arrays=("o_proj",)),
     "layer_error_relative": Metric(
-        "the same, each row over the length of the residual stream that enters the layer; "
-        "summaries have the mean over layers",
+        "|W_o (o_full - o_seen)|, all heads of a layer together, over the length of the residual "
+        "stream that enters the layer: RMS over rows after the prompt; summaries have the mean "
+        "over layers",
         "rows", "relative", "lower", "as layer_error",
         _means(_added_relative, squared=True),
         arrays=("o_proj", "residual_norm")),
@@ -195,8 +197,8 @@ METRICS: Mapping[str, Metric] = {
         _means(lambda subject: subject.walk(cache_bytes).resident.sum(-1, keepdims=True)),
         default=False, layers="sum"),
     "bytes_read": Metric(
-        "bytes of it that such a row reads: entries that any query head of a KV head reads, and "
-        "what choosing them reads; summaries add up the layers",
+        "bytes of the cache that a row after the prompt reads: entries that any query head of a KV "
+        "head reads, and what choosing them reads; summaries add up the layers",
         "rows", "bytes", "lower", "as bytes_held",
         _means(lambda subject: subject.walk(cache_bytes).read.sum(-1, keepdims=True)),
         default=False, layers="sum"),
@@ -206,7 +208,8 @@ METRICS: Mapping[str, Metric] = {
         "rows", "relative", "lower", "after Expected Attention, Fig. 6",
         _means(_concat_error), default=False),
     "concat_error_absolute": Metric(
-        "|o_full - o_seen| of such a vector; comparable within a layer",
+        "|o_full - o_seen| with all heads of a layer as one vector, mean over rows after the "
+        "prompt; comparable within a layer",
         "rows", "units of the trace", "lower", "as concat_error",
         _means(_moved), default=False),
 }  # fmt: skip
