@@ -47,6 +47,15 @@ LABELS = ("task", "domain", "level", "length", "depth")
 #: How far a result can be trusted (architecture section 5).
 FIDELITY = ("exact", "open", "semi", "closed")
 
+#: Meaning of each level of fidelity, for pages.
+FIDELITY_MEANING = {
+    "exact": "a live run that is fed the same tokens would show it",
+    "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
+    "also add up from layer to layer",
+    "semi": "layers behind a selection were computed again, tokens are the recorded ones",
+    "closed": "measured in a live run",
+}
+
 
 def projections_folder(digest: str) -> str:
     """The folder, next to its traces, of the output projections with a digest."""

@@ -16,18 +16,9 @@ from plotly.colors import hex_to_rgb
 
 from kvsim.analysis.kept.states import REGION
 from kvsim.plots.style import COLOURS
-from kvsim.schema import visible
+from kvsim.schema import FIDELITY_MEANING, visible
 
 from .tiles import Tile
-
-#: Each level of fidelity in one sentence.
-FIDELITY = {
-    "exact": "a live run that is fed the same tokens would show it",
-    "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
-    "also add up from layer to layer",
-    "semi": "layers behind a selection were computed again, tokens are the recorded ones",
-    "closed": "measured in a live run",
-}
 
 #: Cells up to which weights are sent in float32; beyond, in so many parts of 1.
 _FINE, _PARTS = 300 * 300, 10_000
@@ -72,7 +63,7 @@ def prompts(means: pl.DataFrame) -> None:
 def fidelity(levels: Iterable[str]) -> None:
     """Show how far the numbers above can be trusted."""
     for level in sorted(set(levels)):
-        st.caption(f":material/verified: fidelity **{level}**: {FIDELITY[level]}.")
+        st.caption(f":material/verified: fidelity **{level}**: {FIDELITY_MEANING[level]}.")
 
 
 def numbers(courses: Mapping[str, pl.DataFrame]) -> None:

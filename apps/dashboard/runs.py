@@ -197,7 +197,7 @@ def _replayed(trace: Trace) -> Run:
         bind="query-params",
         help="entries per KV head, or a share of the trace",
     )
-    about = "replays a mass oracle beside each policy, which takes twice as long"
+    about = "computes the best possible kept sets on the terms of each policy, which takes longer"
     regret = controls.switch("Regret", "regret", about)
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")

@@ -21,7 +21,7 @@ from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
-from kvsim.schema import LABELS, merged, plural, schedule
+from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
 
 
 def sections(
@@ -199,11 +199,12 @@ def _provenance(runs: Sequence[Saved]) -> str:
     shares = ", ".join(
         f"{levels.eq(name).mean():.0%} {name}" for name in sorted(levels.unique().drop_nulls())
     )
-    note = Markup(
-        "Fidelity of all values in the runs: {}. <i>exact</i>: a live run that is fed the same "
-        "tokens would show it. <i>open</i>: computed from the recorded queries, keys and values; "
-        "in a live run errors also add up from layer to layer."
-    ).format(shares)
+    meanings = Markup(" ").join(
+        Markup("<i>{}</i>: {}.").format(name, meaning)
+        for name, meaning in FIDELITY_MEANING.items()
+        if levels.eq(name).any()
+    )
+    note = Markup("Fidelity of all values in the runs: {}. {}").format(shares, meanings)
     parts = []
     for run in runs:
         failed = len(run.parameters.get("failures", ()))

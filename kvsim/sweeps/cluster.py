@@ -66,7 +66,10 @@ def _check_versions(client: Any, scheduler: str) -> None:
     # a worker that has just died is still listed, and does not answer
     versions |= {place: x for place, x in workers.items() if not isinstance(x, OSError)}
     if len(versions) == 1:
-        raise ClusterError(f"{scheduler} has no workers; start some with `dask worker {scheduler}`")
+        option = "--scheduler-file " if scheduler.endswith(".json") else ""
+        raise ClusterError(
+            f"{scheduler} has no workers; start some with `dask worker {option}{scheduler}`"
+        )
     for place, version in versions.items():
         if isinstance(version, BaseException):
             raise _not_importable(place, version)

@@ -17,6 +17,7 @@ from kvsim.cli import _status
 from kvsim.core.policy import Policy
 from kvsim.errors import OutputError, PolicyError
 from kvsim.report import read_run, write_report
+from kvsim.schema import FIDELITY, FIDELITY_MEANING
 from kvsim.sweeps.run import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
@@ -90,6 +91,17 @@ def test_a_page_has_results_figures_claims_and_provenance(run, tmp_path, capsys)
     assert '"budgets"' in page.text
     assert "sha256:" in page.text
     assert len([1 for tag, _ in page.tags if tag == "img"]) == 2
+
+
+@pytest.mark.parametrize("level", FIDELITY)
+def test_a_page_explains_the_levels_of_its_runs(tmp_path, level):
+    """Each level that a run has, and no other, in the words of the dashboard."""
+    folder = saved(tmp_path / "r", {"tova": [0.3, 0.5]}, fidelity=level)
+
+    text = read(write_report([folder], tmp_path / "r.html")).text
+
+    for name, meaning in FIDELITY_MEANING.items():
+        assert (f"{name}: {meaning}." in text) == (name == level)
 
 
 def test_a_page_needs_nothing_else(run, tmp_path):

@@ -1,6 +1,7 @@
 """Sweeps on a dask cluster over TCP and through submitit: the same Table, and what goes wrong."""
 
 import os
+import re
 import socket
 import subprocess
 import time
@@ -10,6 +11,7 @@ import pytest
 
 import kvsim
 from kvsim.errors import ClusterError, ConfigError
+from kvsim.sweeps.cluster import _check_versions
 from kvsim.sweeps.driver import publish
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.shards import Shards
@@ -112,6 +114,24 @@ def test_a_cluster_that_is_not_there_is_named(grid, run, monkeypatch):
     )
     assert status == 3
     assert err.startswith("error: the scheduler at tcp://127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "command"),
+    [("tcp://host:8786", "worker tcp://host:8786`"), ("s.json", "worker --scheduler-file s.json`")],
+)
+def test_a_cluster_without_workers_says_how_to_start_one(scheduler, command):
+    """An address is an argument of `dask worker`, a scheduler file an option."""
+
+    class Empty:
+        def run_on_scheduler(self, _):
+            return kvsim.__version__
+
+        def run(self, *_, **__):
+            return {}
+
+    with pytest.raises(ClusterError, match=re.escape(f"start some with `dask {command}")):
+        _check_versions(Empty(), scheduler)
 
 
 # submitit leaves its local jobs to themselves
