@@ -56,7 +56,8 @@ def _windows(e: Evidence) -> Iterator[Claim]:
     def before(layer: int, share: str) -> Floats:
         """Mean over the three windows before the last."""
         each = [value(layer, f"share={share},block={block}") for block in (1, 2, 3)]
-        return sum(each, start=0 * each[0]) / len(each)
+        mean: Floats = np.mean(each, axis=0)
+        return mean
 
     def lift(layer: int, share: str) -> Floats:
         random = value(layer, f"share={share},block=1", chance=True)

@@ -64,7 +64,7 @@ def live(
 
     The same policies decide through the same View as in a replay, on what their own evictions have
     made of the model: the cache is compressed, and memory freed. The recorded response is fed to
-    the model (teacher-forced), so that records and values stand beside those of `sweep`; with
+    the model (teacher-forced), so that records and values compare with those of `replay_all`; with
     max_new_tokens the model also writes a response of its own to each prompt, which is compared
     with the right answer. Values have fidelity `closed`.
 
@@ -77,7 +77,7 @@ def live(
 
     Raises, before the model runs: PolicyError for a policy that a running model cannot follow
     (`kvsim.runner.checks.check_live`); NeedsError for a trace without tokens; CaptureError for
-    another model than the recorded one; and what `sweep` raises.
+    another model than the recorded one; and what `replay_all` raises.
     """
     report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)

@@ -109,8 +109,8 @@ def tune(
         held_out: share of the prompts that the search does not see, from 0 to below 1. With fewer
             than 4 prompts none are held out.
         seed: of the split and of the search.
-        interval: rows between events, as for `sweep`.
-        prefill: whether the prefill event fires, as for `sweep`.
+        interval: rows between events, as for `replay_all`.
+        prefill: whether the prefill event fires, as for `replay_all`.
         device: cpu, cuda or auto.
         progress: called with (trials done, trials, what is being done).
 

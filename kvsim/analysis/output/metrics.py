@@ -54,9 +54,9 @@ def _recall(subject: Subject) -> Iterator[Cells]:
 
 
 def _more(subject: Subject, reference: str) -> Floats | None:
-    """Mass that the reference retains beyond the record [layer, qhead]; None where there is none.
+    """Return the mass that a reference retains beyond the record; [layer, qhead].
 
-    Nothing is comparable with a policy that no budget binds.
+    None without a reference, as of a policy that no budget binds: none is on the same terms.
     """
     if reference not in subject.beside:
         return None
