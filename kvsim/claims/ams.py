@@ -20,7 +20,7 @@ def around(name: str) -> str:
 
 
 def ams(e: Evidence) -> Iterator[Claim]:
-    """AMS, around every policy that was replayed with and without it, and TOVA in any case."""
+    """Claims on AMS, around TOVA and every other policy that was replayed with and without it."""
     policies = dict.fromkeys(result.policy for result in e.results)
     bases = dict.fromkeys([BASE, *(name for name in policies if around(name) in policies)])
     couples = [(of(name), of(around(name))) for name in bases]

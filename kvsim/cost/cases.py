@@ -187,7 +187,7 @@ class Case:
         ]
 
     def _sizes(self, rows: int, whole: bool, budget: int) -> tuple[float, ...]:
-        """The same of a layer of heads that are cut to a budget."""
+        """`entries`, `peak` and `mean` of a head in a layer whose heads are cut to a budget."""
         interval, later = self.policy.schedule.interval, self.context - self.prompt
         if whole or interval is None:
             after = rows if whole else min(budget, rows)

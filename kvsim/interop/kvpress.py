@@ -255,12 +255,12 @@ class PressScorer(Scorer):
 
     @property
     def query_rows(self) -> tuple[int, int]:
-        """Those of an event in decoding."""
+        """First and last rows whose queries the press reads at an event in decoding."""
         return 0, max(1, self.last or 0)
 
     @property
     def signed(self) -> bool:
-        """Unknown, and so taken for granted."""
+        """True: a press does not say whether its scores may be negative."""
         return True
 
     def check(self, trace: Trace, schedule: Schedule) -> None:

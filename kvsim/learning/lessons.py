@@ -47,7 +47,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Pairs]) -> Pairs:
-        """All of several."""
+        """Return the pairs of several parts together."""
         return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 

@@ -263,7 +263,7 @@ class _Scrambled(Wrapper):
         return Scores(-place, {"place": place})
 
     def protection(self, budget: int) -> Protection:
-        """None beside the window, whose entries are padded."""
+        """Protect no entries: the score itself protects the window, whose entries are padded."""
         return Protection()
 
 

@@ -175,7 +175,7 @@ def kernel_density(z: Tensor) -> Tensor:
 
 
 def _quantile(ascending: Tensor, share: float) -> Tensor:
-    """Between the two samples beside it in order."""
+    """Interpolate between the two ascending samples around a quantile."""
     at = share * (ascending.shape[-1] - 1)
     low = int(at)
     return ascending[..., low].lerp(ascending[..., low + 1], at - low)

@@ -64,7 +64,7 @@ class Leaving:
 
     @classmethod
     def of(cls, evicted_at: EvictedAt) -> Leaving:
-        """Return those of `evicted_at` [H, T]."""
+        """Return the entries that leave at each event of `evicted_at` [H, T]."""
         rows = event_rows(evicted_at)
         died = np.searchsorted(rows, evicted_at)
         evicted = histogram(died, (len(died), len(rows) + 1))[:, :-1]

@@ -80,7 +80,7 @@ class Terms:
         return self.events, *places, self.spared, record.per_query_head, record.layers
 
     def optimum(self, trace: Trace, *, device: str = "cpu", memory: int | None = None) -> Record:
-        """As the function of this name."""
+        """Return the optimum on these terms; see the function `optimum`."""
         events, record = self.events, self.record
         whole = trace.per_query_head() if record.per_query_head else trace
         parts: list[Optimum] = []
