@@ -12,11 +12,9 @@ chance.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -41,6 +39,7 @@ from kvsim.analysis.summaries import (
     uneven,
 )
 from kvsim.core.display import Displayed
+from kvsim.core.parameters import is_finite
 from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import policy
@@ -140,7 +139,7 @@ def compare(
             f"{metric} has no better direction, so it ranks nothing; expected another metric, see "
             "`kvsim metrics`"
         )
-    if target is not None and not (isinstance(target, Real) and math.isfinite(target)):
+    if target is not None and not is_finite(target):
         raise PolicyError(f"target is {target!r}; expected a value of {metric}, a finite number")
     higher = entry.better == "higher"
     table = labelled(as_table(table))

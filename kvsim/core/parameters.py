@@ -12,6 +12,7 @@ annotation says nothing that can be checked takes any value.
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import sys
@@ -184,6 +185,11 @@ def integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a real number, neither NaN nor infinite; False for True and False."""
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 _UNFIT = object()

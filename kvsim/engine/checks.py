@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import isfinite
-from numbers import Real
 
-from kvsim.core.parameters import integer
+from kvsim.core.parameters import integer, is_finite
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
@@ -28,9 +26,7 @@ def whole(budget: int) -> int:
 
 def check_options(memory: object, internals: object) -> None:
     """Raise a KvsimError where an option of `replay` is of another kind than it says."""
-    if memory is not None and (
-        isinstance(memory, bool) or not isinstance(memory, Real) or not isfinite(memory)
-    ):
+    if memory is not None and not is_finite(memory):
         raise MemoryLimitError(f"memory is {memory!r}; expected a number of bytes, or None")
     if not isinstance(internals, bool | Collection) or isinstance(internals, str):
         raise PolicyError(

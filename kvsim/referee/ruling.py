@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.display import Displayed
+from kvsim.core.parameters import is_finite
 from kvsim.core.policy import Policy, PolicyLike
 from kvsim.engine.checks import whole
 from kvsim.errors import DumpError, PolicyError
@@ -121,7 +120,7 @@ def conform(
     policy that drops rows, keeps sets per query head or reads later rows and for a tolerance that
     is no share, and as `kvsim.replay`.
     """
-    if not (isinstance(tolerance, Real) and 0 <= tolerance < inf):
+    if not is_finite(tolerance) or tolerance < 0:
         raise PolicyError(f"tolerance is {tolerance!r}; expected a share, 0 or more")
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
     rule = Policy.of(policy)
