@@ -159,7 +159,8 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
     """Return the label of each result: the policy, and where it has several how they differ.
 
     `ams` is the main one and `ams (credit=False)` one that differs from it; if that has no default
-    either, both name it: `ams (window=16)` and `ams (window=32)`. Where only schedules differ, they
+    either, both name it: `ams (window=16)` and `ams (window=32)`. Defaults of a user's own policy
+    are not known, so values of a single parameter are all named. Where only schedules differ, they
     are named too: `tova (after: every 16 rows)`. Raises PolicyError where two results would be
     called the same.
     """
@@ -171,9 +172,13 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
     for name, of_policy in by_policy.items():
         base = main(list({result.params: result for result in of_policy}.values()))
         varied = frozenset[str]().union(*(differing(result, base) for result in of_policy))
-        default = {**base.parameters, **_defaults(name)}  # those of a user's own are not known
+        default = _defaults(name)
+        if not default and len(varied) > 1:  # of a user's own: several vary around the main one
+            default = base.parameters
         changed = {
-            key for key in varied & base.parameters.keys() if base.parameters[key] != default[key]
+            key
+            for key in varied & base.parameters.keys()
+            if key not in default or base.parameters[key] != default[key]
         }
         for result in of_policy:
             differ = sorted(differing(result, base) | changed)

@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import MaxNLocator
 
 from kvsim.analysis.arrays import Floats
@@ -130,10 +132,16 @@ def asked_order(budgets: Sequence[str]) -> list[str]:
 
 
 def plain_text(text: str) -> str:
-    """Printable ASCII, line ends kept: fonts lack the rest, and what is not is escaped."""
+    """Printable characters that the font has, line ends kept; what is not is escaped."""
     return "".join(
-        c if c == "\n" or (c.isascii() and c.isprintable()) else escaped(c) for c in text
+        c if c == "\n" or (c.isprintable() and ord(c) in _drawable()) else escaped(c) for c in text
     )
+
+
+@cache
+def _drawable() -> frozenset[int]:
+    """Code points of the characters of the font that is drawn with."""
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())
 
 
 def short_text(text: str, most: int) -> str:

@@ -21,7 +21,7 @@ from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_p
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import labelled
+from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.summaries import averages, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
@@ -60,19 +60,22 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
     metrics: a panel each, their main variants; those that the table lacks are left out, PolicyError
-    if it has none.
+    if it has none. Budgets are in the order of their entries, of shares the mean over traces.
     """
     table = as_table(table)
     metrics = listed(metrics)
     means = _means(table, metrics)
     shown = [name for name in metrics if name in set(means["metric"])]
-    budgets = asked_order(means["asked"].to_list())
+    sizes = table.drop_nulls("budget").group_by(asked=REQUESTED).agg(pl.col("budget").mean())
+    entries = dict(sizes.iter_rows())
+    budgets = sorted(asked_order(means["asked"].to_list()), key=entries.__getitem__)
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = _panels(len(shown), (3.3, 2.9), (0.4, 0.7 + 0.05 * len(styles)), share=False)
     for axis, name in zip(axes, shown, strict=True):
         of_metric = means.filter(metric=name)
         for policy, style in styles.items():
-            part = of_metric.filter(policy=policy)
+            of_policy = of_metric.filter(policy=policy)
+            part = of_policy.sort(pl.col("asked").cast(pl.Enum(budgets)))
             at = np.array([budgets.index(budget) for budget in part["asked"]])
             low, mean, high = (part[end].to_numpy() for end in ("low", "mean", "high"))
             if len(at) > 1:

@@ -14,7 +14,7 @@ from kvsim.core.parameters import parameters
 from kvsim.core.policy import Policy, Scorer
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, error_line
 from kvsim.policies.duo import duo, duo_parameters
 from kvsim.policies.entry import Entry
 from kvsim.policies.learned import Learned
@@ -87,6 +87,11 @@ def _target(name: str) -> Any:
         raise PolicyError(_ends(f"importing {module_name!r} for policy {name!r}")) from error
     except AttributeError as error:
         raise PolicyError(f"{module_name!r} has no {attribute!r}; looked for a policy") from error
+    except Exception as error:  # a user's file is anybody's code
+        raise PolicyError(
+            f"importing {module_name!r} for policy {name!r} failed: {type(error).__name__}: "
+            f"{error_line(error)}"
+        ) from error
 
 
 def _ends(what: str) -> str:

@@ -200,10 +200,9 @@ class ClosedLoop:
         error = np.zeros(shape, np.float32)
         added = None if projections is None else np.zeros((shape[0], shape[2]), np.float32)
         after = slice(trace.prompt_len, None)
-        outputs = rows.outputs if trace.n_pos > trace.prompt_len else full
-        for at, layer in enumerate(layers):
-            moved = outputs[layer] - full[layer]  # [qhead, n, d]
-            error[at, :, after] = relative_change(outputs[layer], full[layer]).cpu().numpy()
+        for at, layer in enumerate(layers if trace.n_pos > trace.prompt_len else ()):
+            moved = rows.outputs[layer] - full[layer]  # [qhead, n, d]
+            error[at, :, after] = relative_change(rows.outputs[layer], full[layer]).cpu().numpy()
             if added is not None and projections is not None:
                 stream = torch.einsum("hnd,hdm->nm", moved, projections[layer].to(moved.dtype))
                 added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()

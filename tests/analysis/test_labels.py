@@ -66,6 +66,13 @@ def test_a_policy_without_its_default_is_called_by_what_it_has():
     assert labels(found)[found[2]] == "ams (credit=False, window=16)"
 
 
+def test_values_of_a_policy_of_your_own_are_all_named():
+    """Its defaults are not known, so none of them stands for the policy."""
+    found = [result(power=0), result(power=1)]
+
+    assert list(labels(found).values()) == ["mine (power=0)", "mine (power=1)"]
+
+
 def test_schedules_are_named_where_they_tell_results_apart():
     """And only there: what parameters tell apart needs no more."""
     found = [result(interval=16, prefill=False), result(), result(interval=32, a=1)]

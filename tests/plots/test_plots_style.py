@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from kvsim.plots.style import (
     Panels,
@@ -158,13 +159,16 @@ def test_lines_without_markers_differ_in_dashes():
 
 
 @given(st.text())
+@example("Straße ist “schön”, 你好")
 def test_plain_text_is_printable_and_says_what_it_was(text):
-    """ASCII and line ends as they are, everything else by its number."""
+    """Characters of the font and line ends as they are, everything else by its number."""
     shown = plain_text(text)
+    drawn = get_font(findfont(FontProperties())).get_charmap()
 
-    assert shown.isascii()
     assert shown.replace("\n", "").isprintable()
-    kept = "".join(c for c in text if c == "\n" or " " <= c <= "~")
+    assert all(c == "\n" or ord(c) in drawn for c in shown)
+    kept = "".join(c for c in text if c == "\n" or (c.isprintable() and ord(c) in drawn))
+    assert "Straße" not in text or ("Straße ist “schön”, " in shown and "你" not in shown)
     if kept == text:
         assert shown == text
     else:

@@ -54,6 +54,19 @@ def test_lines_are_means_over_prompts(table):
     assert figure.get_suptitle() == "Mean over 3 prompts, with 95 % interval (fidelity: open)"
 
 
+def test_entries_and_shares_are_in_the_order_of_entries(table):
+    """A share of 48 entries lies between 32 and 64, and no line folds back."""
+    share = table.filter(budget=32).with_columns(
+        budget=pl.lit(48, pl.Int64), share=pl.lit("25%"), value=pl.col("value") / 1.5
+    )
+    error = over_budgets(pl.concat([share, table])).axes[0]
+
+    assert [tick.get_text() for tick in error.get_xticklabels()] == ["32", "25%", "64"]
+    for line in error.lines:
+        assert line.get_xdata().tolist() == [0, 1, 2]
+        assert (np.diff(line.get_ydata()) < 0).all()
+
+
 def test_a_single_budget_has_its_interval_as_a_line(table):
     """A band between one budget and itself would not be seen."""
     error = over_budgets(table.filter(budget=32)).axes[0]

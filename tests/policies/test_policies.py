@@ -207,6 +207,18 @@ def test_what_cannot_be_a_policy_is_refused_with_a_way_out(name, params, message
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [("1 / 0", "ZeroDivisionError: division by zero"), ("def f(:", "SyntaxError: invalid syntax")],
+)
+def test_a_file_that_fails_to_import_is_an_error_of_one_line(text, message, tmp_path, monkeypatch):
+    """It names the file, the policy and what was raised."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "fails_here.py").write_text(text, "utf-8")
+    with pytest.raises(PolicyError, match=rf"^importing 'fails_here' for .* failed: {message}.*$"):
+        kvsim.policy("fails_here:blend")
+
+
+@pytest.mark.parametrize(
     ("name", "params", "budget", "smallest"),
     [
         ("streaming_llm", {}, 3, 4),

@@ -60,6 +60,18 @@ def test_the_full_cache_changes_nothing(model, trace):
     assert only(run.table, "peak_share") == [1.0]
 
 
+def test_a_prompt_without_a_response_runs(model, trace):
+    """There are no rows to compare, and the kept sets are those after the prompt."""
+    prompt = trace.tokens[: trace.prompt_len].tolist()
+    alone = capture(model, None, prompt, max_new_tokens=0)
+    record, outcome = ClosedLoop(kvsim_running(model), alone, None, None).run(
+        kvsim.policy("tova"), 16, kvsim.policy("snapkv").schedule
+    )
+
+    assert (record.retained(alone.prompt_len - 1).sum(-1) == 16).all()
+    assert len(outcome.forced.nll) == 0
+
+
 def test_teacher_forced_likelihoods_are_those_of_the_model(model, trace):
     """With nothing evicted, those of one plain forward over all tokens."""
     loop = ClosedLoop(kvsim_running(model), trace, None, None)
