@@ -145,7 +145,7 @@ class Batch:
         tokens: token ids.
         labels: the token itself in the response, else IGNORE.
         between: before two retrievals in a row, the token that the first one reads, else IGNORE.
-        found: for each of `GUIDED`, before such a retrieval the position that it reads, else
+        targets: for each of `GUIDED`, before such a retrieval the position that it reads, else
             IGNORE.
         idle: bool; the next word belongs to the response and needs no retrieval.
     """
@@ -153,7 +153,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     between: Tensor
-    found: dict[str, Tensor]
+    targets: dict[str, Tensor]
     idle: Tensor
 
 
@@ -162,7 +162,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
     longest = max(sample.tokens for sample in samples)
     tokens = torch.zeros(len(samples), longest, dtype=torch.long)
     labels, between = (torch.full_like(tokens, IGNORE) for _ in range(2))
-    found = {role: torch.full_like(tokens, IGNORE) for role in GUIDED}
+    targets = {role: torch.full_like(tokens, IGNORE) for role in GUIDED}
     idle = torch.zeros_like(tokens, dtype=torch.bool)
     for row, sample in enumerate(samples):
         words = [BOS, *sample.prompt.split(), *sample.response.split(), EOS]
@@ -175,10 +175,10 @@ def collate(samples: Sequence[Sample]) -> Batch:
             idle[row, at] = False
             role = guided(retrieval, words[at])
             if role is not None:
-                found[role][row, at] = 1 + retrieval.path[-1]
+                targets[role][row, at] = 1 + retrieval.path[-1]
             if role == "second":
                 between[row, at] = tokens[row, 1 + retrieval.path[0]]
-    return Batch(tokens, labels, between, found, idle)
+    return Batch(tokens, labels, between, targets, idle)
 
 
 def draw_batch(draw: Callable[[], Sample], tokens: int) -> Batch:

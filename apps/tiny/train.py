@@ -248,7 +248,7 @@ def _losses(run: Run, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         guided: dict[str, Tensor] = {}
         resting: list[Tensor] = []
         for role, (layer, head) in heads.items():
-            positions = batch.found[role].masked_fill(batch.idle, BOS_AT)
+            positions = batch.targets[role].masked_fill(batch.idle, BOS_AT)
             attention = _log_attention(run.model, layer, head, inputs[layer], positions)
             idle = batch.idle[positions != IGNORE]
             resting.append(attention[idle])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvsim.cli import show, values
-from kvsim.cli.replaying import left, show_run
+from kvsim.cli.replaying import folder_state, show_run
 from kvsim.cli.values import OptionError, Stop
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def live(
     record_to: Annotated[
         Path | None,
         values.path_option(
-            "DIR", "Where --prompts are recorded, and kept; default: beside --out, if there is one."
+            "DIR", "Where --prompts are recorded, and kept; default: next to --out, if given."
         ),
     ] = None,
     policy: values.PolicyNames,
@@ -162,7 +162,7 @@ def live(
             run, recorded, policies, Protection(), shown, out, as_json=as_json, whole=show_text
         )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise Stop(f"interrupted, {left(out)}", 130) from None
+        raise Stop(f"interrupted, {folder_state(out)}", 130) from None
 
 
 def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool) -> Any:

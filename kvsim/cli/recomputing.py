@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WHAT = (
     "\nrows behind: tokens of the last layer. residual: |h' - h| / |h| behind the last layer, mean "
-    "over\nits rows. KL, token: the first token beside that of the full prefill.\n"
+    "over\nits rows. KL, token: the first token, next to that of the full prefill.\n"
     "Fidelity semi: layers behind the selection are computed from the recorded residual stream "
     "with the model's weights, which is what a live prefill computes; decoding is not part of it."
 )

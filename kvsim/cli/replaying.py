@@ -128,10 +128,10 @@ def replay(
         shown = metric or available(SUMMARY, opened)
         show_run(run, opened, policies, protect, shown, out, as_json=as_json, required=metric or ())
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
-        raise Stop(f"interrupted, {left(out)}", 130) from None
+        raise Stop(f"interrupted, {folder_state(out)}", 130) from None
 
 
-def left(out: Path | None) -> str:
+def folder_state(out: Path | None) -> str:
     """Return what is in the folder of a sweep that is over."""
     from kvsim.sweeps.parts import is_complete
 

@@ -10,7 +10,7 @@ import typer
 
 from kvsim.cli import show, values
 from kvsim.cli.living import load
-from kvsim.cli.replaying import finish, left
+from kvsim.cli.replaying import finish, folder_state
 from kvsim.cli.values import Stop
 from kvsim.schema import plural, schedule
 
@@ -121,7 +121,7 @@ def fidelity(
             options = {"metrics": available(OFFLINE, recorded), "regret": True, **terms}
             replayed = _whole(replay_all(recorded, policies, budget, progress=report, **options))
     except KeyboardInterrupt:
-        raise Stop(f"interrupted, {left(out)}", 130) from None
+        raise Stop(f"interrupted, {folder_state(out)}", 130) from None
     if live.records and replayed.records:
         _report(replayed, live, out, as_json=as_json)
         if calibration is not None:

@@ -1,6 +1,6 @@
 """`report`: runs and traces to one HTML page that needs nothing else, no network and no scripts.
 
-What a page says of runs: means over prompts with intervals, every policy beside the first one on
+What a page says of runs: means over prompts with intervals, every policy compared with the first on
 the same prompts, figures, the split by domain, level and stage where there is one. Of traces: what
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
 Every text from a run or a trace is escaped (`html`).

@@ -110,7 +110,7 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
         "replayed: schedules may differ, and with them the entries that rows saw. An interval "
         "without 0 is a difference that other prompts would likely show too."
     ).format(base)
-    return section(f"Beside {base}", note, _wide(compare(shown, base), "policy"))
+    return section(f"Compared with {base}", note, _wide(compare(shown, base), "policy"))
 
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:

@@ -59,7 +59,7 @@ def _traces(study: Study) -> str:
 
 #: What a page calls the analyses that a trace may have none of.
 _ANALYSES = {
-    "expectation": "expected beside observed attention",
+    "expectation": "expected and observed attention",
     "ranking": "how layers rank the prompt",
     "normality": "how far queries are from normal",
     "projections": "the gap of log mean exponentials",
@@ -86,11 +86,11 @@ def _expectation(study: Study) -> str:
     if "expectation_steps" not in set(study.table["metric"]):
         return ""
     note = (
-        "Attention that the response pays to the prompt's keys behind the first four, beside what "
-        "Expected Attention expects of it: Spearman correlation over the keys, mean over query "
-        "heads. From left to right one assumption more: the mean of ratios becomes a ratio of "
-        "means, queries are normal, they turn by the mean rotation ahead, and they are those of "
-        "the prompt. Fidelity: exact."
+        "Attention that the response pays to the prompt's keys behind the first four, compared "
+        "with what Expected Attention expects of it: Spearman correlation over the keys, mean over "
+        "query heads. From left to right one assumption more: the mean of ratios becomes a ratio "
+        "of means, queries are normal, they are rotated by the mean rotation ahead, and they are "
+        "those of the prompt. Fidelity: exact."
     )
     head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
     first = study.first.expectation
@@ -103,7 +103,7 @@ def _expectation(study: Study) -> str:
     if first is not None:
         alt = f"Expected against observed attention, {first.trace}"
         pictures.append(image(alt, lambda: plots.expected_observed(first, layers=fewer), "png"))
-    title = "Expected beside observed attention"
+    title = "Expected and observed attention"
     return section(title, note, lines([_by_layer(study, head), *pictures]))
 
 
@@ -113,9 +113,9 @@ def _layers(study: Study) -> str:
     note = Markup(
         "The attention of the prompt's last {} rows ranks the tokens before them in every layer, "
         "as ASL does. V is the variance over neighbouring layers of a token's rank; "
-        "<i>relative</i> is V over that of the first layer that ASL tests, where k tokens go on "
-        "beside these rows, a share of those ranked; <i>union</i> is how many tokens are among the "
-        "first k in one of the layers compared, over k. Fidelity: exact."
+        "<i>relative</i> is V over that of the first layer that ASL tests, where k tokens "
+        "propagate with these rows, a share of those ranked; <i>union</i> is how many tokens are "
+        "among the first k in one of the layers compared, over k. Fidelity: exact."
     ).format(study.first.rule.window)
     head: list[Column] = [("entropy, nats", "layer_entropy", "", False)]
     head += [(f"relative, k={k}", "rank_relative", f"k={k}", False) for k in SHARES]
@@ -190,7 +190,7 @@ def _queries(study: Study) -> str:
     note = Markup(
         "Expected Attention takes queries before RoPE to be normal. "
         "<i>Distance</i> is the Kolmogorov-Smirnov distance of a dimension from the normal that "
-        "fits it, beside that of as many independent normal samples; the <i>gap</i> is what the "
+        "fits it, next to that of as many independent normal samples; the <i>gap</i> is what the "
         "method needs: by how many nats log mean exp(logit) of a key is off, less what normal "
         "samples lack, without the queries of the first four tokens and with them. Fidelity: exact."
     )
@@ -202,7 +202,7 @@ def _queries(study: Study) -> str:
     reading, trace = study.first, study.first.trace
     middle = trace.n_layers // 2
     pictures = [
-        image(f"Queries beside normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
+        image(f"Queries next to normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
         image(f"Quantiles, {trace.name}", lambda: plots.state_quantiles(trace, middle), "png"),
     ]
     if reading.normality is not None:

@@ -84,7 +84,7 @@ def test_a_page_has_results_figures_claims_and_provenance(run, tmp_path, capsys)
 
     assert (status, capsys.readouterr().out) == (0, f"Written to {out}.\n")
     assert f"{error:.3f}" in page.text
-    for part in ("Results", "Figures", "Beside tova", "The traces", "What the papers say"):
+    for part in ("Results", "Figures", "Compared with tova", "The traces", "What the papers say"):
         assert part in page.text
     assert "AMS around tova wipes out fewer regions" in page.text
     assert "cannot be decided" in page.text
@@ -170,8 +170,8 @@ def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
     page = read(write_report([folder], tmp_path / "r.html"))
     asked = read(write_report([folder], tmp_path / "b.html", "h2o"))
 
-    assert "Beside tova" in page.text
-    assert "Beside h2o" in asked.text
+    assert "Compared with tova" in page.text
+    assert "Compared with h2o" in asked.text
     with pytest.raises(PolicyError, match="no policy 'rkv'"):
         write_report([folder], tmp_path / "c.html", "rkv")
 
@@ -222,7 +222,7 @@ def test_results_of_one_policy_are_told_apart_by_what_differs(tmp_path):
     assert "tova (after: every 64 rows)" in page.text
     assert "tova (after: every 16 rows)" in page.text
     asked = read(write_report([one, other], tmp_path / "b.html", "tova (heads=group)"))
-    assert "Beside tova (heads=group)" in asked.text
+    assert "Compared with tova (heads=group)" in asked.text
 
 
 def test_what_cannot_be_told_apart_is_refused(tmp_path):

@@ -114,7 +114,7 @@ def alone(several):
     return page([], traces=several)
 
 
-EXPECTED, LAYERS = "Expected beside observed attention", "How layers rank the prompt"
+EXPECTED, LAYERS = "Expected and observed attention", "How layers rank the prompt"
 EVICTION, QUERIES = "What one eviction does to the output", "How queries are distributed"
 
 

@@ -169,7 +169,7 @@ def test_batches_mark_the_response_and_what_heads_are_guided_to() -> None:
         words = [VOCAB[token] for token in batch.tokens[row]]
         labels = [VOCAB[label] for label in batch.labels[row] if label != IGNORE]
         assert labels == [*sample.response.split(), "<eos>"]
-        for role, found in batch.found.items():
+        for role, found in batch.targets.items():
             for at in (found[row] != IGNORE).nonzero()[:, 0].tolist():
                 count[role] += 1
                 assert words[found[row, at]] == words[at + 1]

@@ -36,8 +36,8 @@ from kvsim.sweeps import Run
 trace = kvsim.open_trace("traces/walk.zarr")
 model, _ = load_model("tiny")
 policy = kvsim.policy("fastkv", layer=0, rows=100)
-found = kvsim.recompute(trace, policy, 64, model)
-Run((found.record,), kvsim.measure(trace, found.record), (), {}).save("runs/semi")
+prefill = kvsim.recompute(trace, policy, 64, model)
+Run((prefill.record,), kvsim.measure(trace, prefill.record), (), {}).save("runs/semi")
 """
 #: The option for no other run.
 NOTHING = "no other run"

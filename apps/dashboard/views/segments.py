@@ -154,13 +154,13 @@ def _cut(replays: Replays, row: int) -> None:
 
 def _downloads(replays: Replays, event: Segmented, before: Segmented | None) -> None:
     def figure() -> bytes:
-        rows = [one.row for one in (before, event) if one is not None]
+        rows = [cut.row for cut in (before, event) if cut is not None]
         place = {"layer": replays.layer, "head": replays.head}
         drawing = mass_curve(replays.trace, replays.ams, **place, events=rows)
         with tempfile.TemporaryDirectory() as folder:
             return save(drawing, Path(folder) / "segments.png").read_bytes()
 
-    table = pl.concat([one.table() for one in replays.events])
+    table = pl.concat([cut.table() for cut in replays.events])
     name = f"{replays.trace.name}-{replays.name}-layer-{replays.layer}-head-{replays.head}"
     left, right, _ = st.columns([3, 2, 3])
     left.download_button(

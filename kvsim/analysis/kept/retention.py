@@ -99,8 +99,8 @@ class Leaving:
         start, stop = spans.T
         rows, n_events = self.rows, len(self.rows)
         # the small term keeps 0.1 * 30 = 3.0000000000000004 and its like on the right side
-        left = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
-        death = self._ordered(spans)[:, stop - left - 1]  # [H, R]
+        max_survivors = np.floor(threshold * (stop - start) + 1e-9).astype(np.int64)
+        death = self._ordered(spans)[:, stop - max_survivors - 1]  # [H, R]
         # event at which the region first counts
         seen_from = np.searchsorted(rows + 1 - recent, stop)
         shape = len(self.died), n_events + 1
@@ -112,7 +112,7 @@ class Leaving:
         late = histogram(np.where(death < seen_at, seen_at, n_events), shape)[:, :-1]
         alive = counted - before[:, :n_events] - late
         now = histogram(np.where(death >= seen_at, death, n_events), shape)[:, :-1]
-        return Wipeout(rows, counted, wiped, alive, now, self, spans, left, seen_from)
+        return Wipeout(rows, counted, wiped, alive, now, self, spans, max_survivors, seen_from)
 
     def _ordered(self, spans: Ints) -> Ints:
         """Events at which entries leave, ascending within regions and between them; [H, T]."""
@@ -128,19 +128,19 @@ class Leaving:
     def _orders(self) -> dict[bytes, Ints]:
         return {}
 
-    def expected(self, spans: Ints, left: Ints, seen_from: Ints) -> Floats:
+    def expected(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
         """Regions that each event wipes out on average if it keeps as many at random; [H, E].
 
-        left, seen_from [R]: entries of a region that is wiped out, and the event from which it
-        counts. Regions alive are counted by how many entries they hold before an event, for the
-        pairs of that number and an event that can wipe them out: no more pairs than entries that
-        leave.
+        max_survivors, seen_from [R]: most entries of a region that is wiped out, and the event from
+        which it counts. Regions alive are counted by how many entries they hold before an event,
+        for the pairs of that number and an event that can wipe them out: no more pairs than entries
+        that leave.
         """
         ordered, n_events, heads = self._ordered(spans), len(self.rows), len(self.died)
         out = np.zeros((heads, n_events))
         size = spans[:, 1] - spans[:, 0]
-        for most in np.unique(left):
-            group = np.flatnonzero(left == most)
+        for most in np.unique(max_survivors):
+            group = np.flatnonzero(max_survivors == most)
             sizes = np.arange(most + 1, size[group].max() + 1)
             at, event = np.nonzero(self.evicted.max(0) >= (sizes - most)[:, None])
             if not len(at):
@@ -171,8 +171,8 @@ class Wipeout:
 
     regions: complete regions inside [sink, N - recent), N = row + 1. wiped: those of which no more
     than `threshold` is left. alive: those above it just before the event; now: those it wiped out.
-    leaving: the entries that leave; spans [R, 2], left [R]: all regions, and the entries of a
-    region that is wiped out; seen_from [R]: the event from which it counts.
+    leaving: the entries that leave; spans [R, 2], max_survivors [R]: all regions, and the most
+    entries of a region that is wiped out; seen_from [R]: the event from which it counts.
     """
 
     rows: Ints
@@ -182,13 +182,13 @@ class Wipeout:
     now: Ints
     leaving: Leaving
     spans: Ints
-    left: Ints
+    max_survivors: Ints
     seen_from: Ints
 
     @cached_property
     def expected(self) -> Floats:
         """Mean of `now` had the event kept as many entries at random; [H, E]."""
-        return self.leaving.expected(self.spans, self.left, self.seen_from)
+        return self.leaving.expected(self.spans, self.max_survivors, self.seen_from)
 
     @property
     def cumulative(self) -> Floats:
