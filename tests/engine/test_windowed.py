@@ -236,7 +236,7 @@ def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):
     traces += [make(n=40, name="short"), make((PLAIN,) * 5, n=120, name="plain")]
     text = html.unescape(page([], traces=traces))
     window = "a sliding window in layers 0, 2 (50 tokens)"
-    parts = "expected beside observed attention, how layers rank the prompt, the gap of log mean"
+    parts = "expected and observed attention, how layers rank the prompt, the gap of log mean"
     rows = "a prompt of 30 tokens, no more than ASL's 32 rows"
 
     assert f"Left out, because of {window}: {parts} exponentials (of long, longer)." in text

@@ -29,6 +29,8 @@ def peak():
 
 
 class Made:
+    positions = torch.arange(tokens)
+
     # attention of the last layer is random, of the others uniform, because their keys are 0
     @property
     def shapes(self):
