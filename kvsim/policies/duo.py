@@ -82,7 +82,7 @@ class HeadPlan:
         if not all(type(x) in (int, float) and isfinite(x) for row in rows for x in row):
             raise _refused(path, "its scores are not all finite numbers")
         if not isinstance(training, dict) or not is_model(training.get("model", {})):
-            raise _refused(path, "what it was measured on is no object, or its model is none")
+            raise _refused(path, "its training is no object, or its model is not valid")
         return cls([[float(x) for x in row] for row in rows], training)
 
     def text(self) -> str:

@@ -3,7 +3,7 @@
 closed    a recorded prompt under a policy, teacher-forced and free
 decoding  a policy on a running model
 checks    the policies that a running model can follow
-recorded  the rows of a recorded prompt, and their full attention
+recorded  whether a model is the one that a trace was recorded from, and how far states moved
 cache     the cache of that model, from which entries are gathered
 reading   which of the held entries new rows read
 paged     the cache in blocks, with block tables

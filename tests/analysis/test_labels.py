@@ -68,9 +68,9 @@ def test_a_policy_without_its_default_is_called_by_what_it_has():
 
 def test_values_of_a_policy_of_your_own_are_all_named():
     """Its defaults are not known, so none of them stands for the policy."""
-    found = [result(power=0), result(power=1)]
+    results = [result(power=0), result(power=1)]
 
-    assert list(labels(found).values()) == ["mine (power=0)", "mine (power=1)"]
+    assert list(labels(results).values()) == ["mine (power=0)", "mine (power=1)"]
 
 
 def test_schedules_are_named_where_they_tell_results_apart():

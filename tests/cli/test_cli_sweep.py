@@ -78,7 +78,7 @@ def test_a_dry_run_counts_and_writes_nothing(command, tmp_path):
 
 
 def test_a_dry_run_gathers_finished_cells_once(command, tmp_path, monkeypatch):
-    """As often for many tasks as for one."""
+    """A dry run reads the finished cells as often for many tasks as for one."""
     gathered = []
 
     def done(self):

@@ -173,7 +173,7 @@ def test_positions_are_a_list_of_integers(at, message):
 
 
 def test_threads_that_share_a_trace_share_its_full_attention(monkeypatch):
-    """What another thread computed meanwhile is no change of the trace."""
+    """A layer that another thread computed meanwhile does not count as a change of the trace."""
     trace, expected = make(layers=6), make(layers=6).full()[0]
 
     def slow(*arguments):
@@ -201,9 +201,9 @@ def test_a_view_that_cannot_be_written_to_follows_no_writes_to_its_array():
 
 def test_some_rows_of_a_sequence_are_no_trace_to_save(tmp_path):
     """The format has no place for their positions."""
-    some = make().only(torch.tensor([0, 2, 4]))
+    rows = make().only(torch.tensor([0, 2, 4]))
     with pytest.raises(TraceError, match="rows of a longer sequence"):
-        some.save(tmp_path / "some.zarr")
+        rows.save(tmp_path / "some.zarr")
     assert not (tmp_path / "some.zarr").exists()
 
 

@@ -161,7 +161,7 @@ class _Finished(AbstractSet):
 
 
 def test_finished_cells_are_looked_up(paths):
-    """What is left of a task costs no walk over the finished cells of the whole sweep."""
+    """Finding the rest of a task does not walk over the finished cells of the whole sweep."""
     document = {"traces": paths[:1], "policies": ["tova", "knorm"], "budgets": 16}
     (task,) = Plan.of(grid_of(document, Path(), where="x")).tasks
 

@@ -210,18 +210,18 @@ def test_a_default_that_held_out_prompts_refuse_costs_no_trial(tmp_path):
         )
         for name in names
     ]
-    said = []
+    reports = []
 
     with pytest.raises(BudgetError):
         tune(
             *(traces, "snapkv", "50%"),
             fixed={"window": 16},
             held_out=0.25,
-            progress=lambda *args: said.append(args),
+            progress=lambda *args: reports.append(args),
             **TERMS,
         )
 
-    assert [what for *_, what in said] == ["the default setting"]
+    assert [what for *_, what in reports] == ["the default setting"]
 
 
 def test_over_fitting_shows(traces, monkeypatch):

@@ -189,8 +189,8 @@ def retention_lift(
         choose alike, so as independent draws they would make it too narrow. Positions of one
         string are taken as independent, which neighbours are not.
 
-    Raises NeedsError for a trace without text of tokens, PolicyError for no heads and for
-    a layer or a head that is not there, PositionError for such a row.
+    Raises NeedsError for a trace without text of tokens, PolicyError for no heads and for a layer
+    or a head that is not there, PositionError for such a row.
     """
     text = trace.token_text
     if text is None:
