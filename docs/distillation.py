@@ -24,7 +24,7 @@ import numpy as np
 import polars as pl
 import torch
 from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import kvsim
@@ -38,6 +38,7 @@ from kvsim.analysis.summaries import Interval
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.plots.style import COLOURS
+from kvsim.recorder import load_model
 from kvsim.tiny import PATH
 from kvsim.tiny.ledger import check
 from kvsim.tiny.tasks import TASKS, Sample, prompts
@@ -83,8 +84,7 @@ def measured(
     folder: Path, has: Callable[..., bool], *, only_main: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the results of the model in a folder that are missing: full cache, levels, cells."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(folder, dtype="float32")
     prompts_held_out = samples()
     full = [full_right(model, sample) for sample in prompts_held_out]
     traces = [recorded(model, tokenizer, *pair) for pair in enumerate(prompts_held_out)]

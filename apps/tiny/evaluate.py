@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from apps.tiny.card import write
 from apps.tiny.probes import ablation, structure
 from apps.tiny.results import Results, Row, digest
+from kvsim.recorder import load_model
 from kvsim.tiny import PATH
 from kvsim.tiny.ledger import check
 from kvsim.tiny.tasks import LEVELS, TASKS, Sample, prompts
@@ -114,14 +114,9 @@ def accuracy(
 PARTS = {"accuracy": 1000, "ablation": 2000, "structure": 3000}
 
 
-def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
 def _measure(options: argparse.Namespace, results: Results) -> None:
     """Measure the requested parts, levels and tasks that are not in the results."""
-    model, tokenizer = _load(options.model)
+    model, tokenizer = load_model(options.model, dtype="float32")
     probes: dict[str, Callable[[Sequence[Sample]], Row]] = {
         "accuracy": partial(accuracy, model, tokenizer),
         "ablation": partial(ablation, model),

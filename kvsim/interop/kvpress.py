@@ -29,6 +29,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.checks import whole
 from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.recorder.cache import cache_of
 from kvsim.recorder.models import context_length
 from kvsim.runner.cache import LiveLayer
 from kvsim.runner.checks import check_live
@@ -137,13 +138,13 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
     @contextmanager
     def _evicting(self, running: RunningModel, given: Mapping[str, Any]) -> Iterator[None]:
         """Let the policy evict after a forward with the arguments `given`."""
-        ids, cache = given.get("input_ids"), given.get("past_key_values")
+        ids, cache = given.get("input_ids"), cache_of(given)
         if not isinstance(ids, Tensor) or len(ids) != 1:
             shape = list(ids.shape) if isinstance(ids, Tensor) else None
             raise CaptureError(f"input_ids are {shape}; expected [1, n]: one sequence at a time")
         if not isinstance(cache, DynamicCache):
             raise CaptureError(
-                f"past_key_values is {type(cache).__name__}; expected a DynamicCache, whose layers "
+                f"the cache is {type(cache).__name__}; expected a DynamicCache, whose layers "
                 "the policy can replace"
             )
         decoding = self._decoding

@@ -32,6 +32,7 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
+from kvsim.recorder.cache import cache_of
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting
 from kvsim.recorder.models import model_name
 from kvsim.referee.dump import Dump
@@ -80,7 +81,7 @@ class Tape:
         """Notice what a forward has left in the cache."""
         self._rows = sum(part.shape[1] for part in self._parts["q"][0])
         self._prompt_len = self._prompt_len or self._rows
-        cache = getattr(output, "past_key_values", None)
+        cache = cache_of(output)
         for layer, part in enumerate(getattr(cache, "layers", [])):
             masked = getattr(self._modules[layer], "masked_key_indices", None)
             keys = getattr(part, "keys", None)

@@ -14,7 +14,7 @@ from kvsim.core.attention import Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, projected_keys, unrecordable
+from kvsim.recorder.hooks import KernelCall, unrecordable
 from kvsim.schema import CHUNK
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
@@ -67,6 +67,8 @@ class _Layer:
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
         self.formula, self.ropes = call.formula, ropes
         self.has_rope = call.pre_rope is not None
+        #: input and key of position 0, until a later row shows that keys depend on no position
+        self.origin = None if self.has_rope else (call.hidden[0].clone(), call.k[:, :1].clone())
         self.shape = _shape(call)
         self.parts: dict[str, Tensor] = {}
         self.start = self.filled = 0
@@ -171,6 +173,9 @@ class BlockRecorder:
                 f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
                 "formula and one rotary embedding for all rows"
             )
+        if layer.origin is not None and call.k.shape[1] > 1:
+            self._check_unrotated(call, *layer.origin)
+            layer.origin = None
         row, history = 0, _History(call)
         while row < call.q.shape[1]:
             if not layer.filled and call.q.shape[1] - row >= CHUNK:
@@ -205,13 +210,12 @@ class BlockRecorder:
         rows = min(CHUNK, call.q.shape[1])
         first = _History(call).attend(call.q[:, :rows], 0)
         self._check_output(call.layer, call.out[:, :rows], *first)
-        new = call.k[:, call.start : call.start + rows]
-        if call.pre_rope is None:
-            ropes = self._without_rope(call, new)
-        else:
+        ropes = [_NO_ROPE]
+        if call.pre_rope is not None:
             ropes = [*self.read_ropes()]
             ropes += [replace(rope, layout="interleaved") for rope in ropes]
             before = call.pre_rope[:, :rows]
+            new = call.k[:, call.start : call.start + rows]
             ropes = self._matching_ropes(call.layer, before, new, call.start, ropes)
         if self.sink is None:
             self.sink = self.open_sink(call)
@@ -235,25 +239,22 @@ class BlockRecorder:
                 f"earlier layers {first}; expected the same"
             )
 
-    def _without_rope(self, call: KernelCall, keys: Tensor) -> list[Rope]:
-        """Return the rotary embedding of a layer that called no function to rotate its keys.
+    def _check_unrotated(self, call: KernelCall, hidden: Tensor, key: Tensor) -> None:
+        """Check that keys which no known function rotated do not depend on their position.
 
-        In a model with rotary embeddings the keys must be what the layer's projection computes: the
-        layer may rotate them by other means.
+        The module computes those of the call again, each row from the input `hidden` of position 0:
+        all must be the `key` of position 0, where every rotation is the identity.
         """
-        if self.read_ropes():
-            dtype = compute_dtype(keys.dtype)
-            expected = projected_keys(call, keys.shape[1])
-            error = math.inf
-            if expected is not None and expected.shape == keys.shape:
-                error = float(relative_error(keys.to(dtype), expected.to(dtype)).max())
-            if not error <= tolerance(DTYPES[keys.dtype]):
-                raise CaptureError(
-                    f"layer {call.layer} ({type(call.module).__name__}) rotates its keys in an "
-                    "unknown way, so its rotary embedding cannot be checked; expected a call of "
-                    "apply_rotary_pos_emb, as in the model files of transformers"
-                )
-        return [_NO_ROPE]
+        dtype = compute_dtype(key.dtype)
+        keys = call.keys_of_input(hidden).to(dtype)
+        error = float(relative_error(keys, key.to(dtype).expand_as(keys)).max())
+        if not error <= tolerance(DTYPES[key.dtype]):
+            raise CaptureError(
+                f"layer {call.layer} ({type(call.module).__name__}) rotates its keys in an unknown "
+                f"way: those of one input differ by {error:.3g} (relative) over positions; "
+                "expected a call of apply_rotary_pos_emb that returns queries and keys, as in most "
+                "model files of transformers; this family cannot be recorded yet"
+            )
 
     def _matching_ropes(
         self, number: int, before: Tensor, after: Tensor, start: int, ropes: list[Rope]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.errors import CaptureError
+from kvsim.recorder.cache import cache_option
 
 #: What ended a response by itself: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
@@ -106,7 +107,8 @@ def score(
 def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
     # without the model's configuration it keeps every entry, also outside sliding windows: each is
     # recorded and checked
-    return {"past_key_values": DynamicCache(), "use_cache": True, **last_logits(model, logits)}
+    cache = cache_option(model, DynamicCache())
+    return {**cache, "use_cache": True, **last_logits(model, logits)}
 
 
 def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvsim.core.attention import Formula
@@ -56,6 +57,9 @@ class KernelCall:
         formula: the attention that the kernel was called to compute.
         pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
             `apply_rotary_pos_emb`.
+        keys_of_input: returns the keys [head, w, dim] that the module computes if each row of the
+            call gets the same input [hidden]; equal if they depend on the input alone. Works while
+            the call is received.
         residual: input of the decoder layer [w, hidden], if it is recorded.
         residual_norm: length of each of its rows [w], float32, where the input is what the layer
             before returned.
@@ -70,6 +74,7 @@ class KernelCall:
     out: Tensor
     formula: Formula
     pre_rope: Tensor | None
+    keys_of_input: Callable[[Tensor], Tensor]
     residual: Tensor | None = None
     residual_norm: Tensor | None = None
 
@@ -95,6 +100,8 @@ class _Interceptor:
         self.receive = receive
         self.running: int | None = None
         self.hidden: Tensor | None = None
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self.recomputed: list[Tensor] | None = None  # keys, while a module runs on another input
         self.calls = 0
         self.rotations: list[tuple[Tensor, Tensor]] = []
         # other threads may call the same function
@@ -106,6 +113,7 @@ class _Interceptor:
         layer = self.layer_of[id(module)]
         hidden = hidden_states(f"layer {layer}", args, kwargs, ": one sequence at a time")
         self.running, self.hidden, self.calls, self.rotations = layer, hidden[0], 0, []
+        self.arguments = args[1:], {key: x for key, x in kwargs.items() if key != "hidden_states"}
 
     def rotating(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that applies RoPE as `rotate` does, and notes keys before and after."""
@@ -149,9 +157,25 @@ class _Interceptor:
             out=out[0].transpose(0, 1),
             formula=self._formula(layer, query.shape[-1], options),
             pre_rope=self._pre_rope(layer, query.shape[2], key[0]),
+            keys_of_input=functools.partial(self._keys_of_input, module, query.shape[2]),
         )
         self.rotations = []
         self.receive(call)
+
+    def _keys_of_input(self, module: nn.Module, rows: int, hidden: Tensor) -> Tensor:
+        args, named = self.arguments
+        self.recomputed = []
+        try:
+            with torch.no_grad():
+                # its hooks do not run
+                module.forward(
+                    hidden.expand(1, rows, -1),
+                    *map(_without_cache, args),
+                    **{key: _without_cache(x) for key, x in named.items()},
+                )
+            return self.recomputed[0]
+        finally:
+            self.recomputed = None
 
     def _formula(self, layer: int, dim: int, options: Mapping[str, Any]) -> Formula:
         """Return the formula that the kernel's keyword arguments define."""
@@ -184,6 +208,10 @@ class _Interceptor:
                 "expected one rotation of these keys"
             )
         return before
+
+
+def _without_cache(argument: Any) -> Any:
+    return None if isinstance(argument, Cache) else argument
 
 
 def hidden_states(
@@ -265,6 +293,9 @@ def intercepting(
             *args: Any,
             **options: Any,
         ) -> tuple[Tensor, Tensor | None]:
+            if interceptor.recomputed is not None:
+                interceptor.recomputed.append(key[0])
+                return query.new_zeros(1, *query.shape[2:0:-1], value.shape[3]), None
             original = listed if listed is not None else _eager_kernel(module)
             layer = interceptor.layer_of.get(id(module))
             if masking is not None and layer is not None:
@@ -314,25 +345,3 @@ def _eager_kernel(module: nn.Module) -> Kernel:
             "of transformers; load the model with attn_implementation='sdpa'"
         )
     return cast("Kernel", kernel)
-
-
-def projected_keys(call: KernelCall, rows: int) -> Tensor | None:
-    """Return the first new keys [head, rows, dim] as llama, qwen2 and qwen3 compute them.
-
-    By a projection, and a norm over the head where there is one; None without such a projection.
-    """
-    projection = getattr(call.module, "k_proj", None)
-    if not isinstance(projection, nn.Module):
-        return None
-    heads, _, dim = call.k.shape
-    with torch.no_grad():
-        keys: Tensor = projection(call.hidden[:rows])
-        if keys.shape[-1] != heads * dim:
-            return None
-        keys = keys.unflatten(-1, (heads, dim))
-        norm = getattr(call.module, "k_norm", None)
-        if isinstance(norm, nn.Module):
-            if getattr(norm, "weight", keys[0, 0]).shape != (dim,):
-                return None
-            keys = norm(keys)
-    return keys.transpose(0, 1)

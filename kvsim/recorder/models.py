@@ -18,7 +18,14 @@ from typing import Any, cast
 import httpx
 import torch
 from huggingface_hub import constants, get_session
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
@@ -28,6 +35,7 @@ from kvsim.core.digest import document_digest
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
 from kvsim.recorder.hooks import attention_modules, kernel_name
+from kvsim.tiny import vocabulary
 
 #: The models that have a name, in words: those that ship, and one in a package.
 _NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
@@ -43,6 +51,9 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 #: Places of a device map that are not a single device.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
+
+#: Classes of a tokenizer whose tokenizer.json is complete.
+_PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 #: Files that a folder with a tokenizer has.
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -245,13 +256,45 @@ def _require_safetensors(folder: Path) -> None:
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
-    if Path(place).is_dir() and not any(any(Path(place).glob(name)) for name in _TOKENIZER):
+    folder = Path(place)
+    if folder in tiny.MODELS.values():
+        return _shipped_tokenizer(folder)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER):
         return None  # transformers would build an empty one
     try:
-        return AutoTokenizer.from_pretrained(place, **options)
+        stated = get_tokenizer_config(place, **options).get("tokenizer_class")
+        # for some types of models AutoTokenizer takes the type's class instead of the stated one
+        kind = PreTrainedTokenizerFast if stated in _PLAIN else AutoTokenizer
+        return kind.from_pretrained(place, **options)
     except (OSError, ValueError, KeyError, ImportError, TypeError):
         # a folder of weights alone: prompts are then token ids
         return None
+
+
+def _shipped_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a model that ships; CaptureError unless it gives every word its id.
+
+    Built from its file, so that no release of transformers chooses another class.
+    """
+    pad, bos, eos, unknown = vocabulary.SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file(str(folder / "tokenizer.json")),
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unknown,
+    )
+    words = [word for word in vocabulary.VOCAB if word not in vocabulary.SPECIAL]
+    ids = tokenizer(" ".join(words))["input_ids"]
+    expected = [vocabulary.ID[word] for word in (bos, *words)]
+    if ids != expected:
+        wrong = sum(x != y for x, y in zip(ids, expected, strict=False))
+        raise CaptureError(
+            f"the tokenizer of {folder.name} turns its {len(expected)} words into {len(ids)} "
+            f"tokens, {wrong} of them wrong, expected the ids that the model was trained with; "
+            "install kvsim again, or report the versions of transformers and tokenizers"
+        )
+    return tokenizer
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import CaptureError
+from kvsim.recorder.cache import cache_option, remove_rows
 from kvsim.recorder.generation import device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import context_length
@@ -84,10 +85,10 @@ def read_probe(
         at = torch.arange(start, start + len(ids), device=device)
         model(
             torch.tensor([list(ids)], device=device),
-            past_key_values=cache,
             position_ids=at[None],
             cache_position=at,
             use_cache=True,
+            **cache_option(model, cache),
             **last_logits(model, 1),
         )
 
@@ -97,7 +98,7 @@ def read_probe(
         for chunk in probe.chunks:
             begin, end = end, end + chunk.rows
             forward(probe.tokens[begin:end], len(context))
-            cache.crop(len(context))
+            remove_rows(cache, chunk.rows)
     parts = [[torch.cat(rows, dim=1) for rows in zip(*calls[at], strict=True)] for at in layers]
     queries, keys = (torch.stack(arrays) for arrays in zip(*parts, strict=True))
     return queries, keys

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
 from kvsim.core.checks import compute_dtype
 from kvsim.core.probe import Probe, ProbeRows
@@ -334,20 +334,17 @@ def repeat_context(
     return ProbeRows(queries, keys, probe.chunks)
 
 
-class LiveLayer(CacheLayerMixin):
+class LiveLayer(DynamicLayer):
     """A layer of transformers' cache, of which a block of layers holds the entries."""
 
-    is_sliding = False
+    is_croppable = False
 
     def __init__(self, source: LiveSource, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.source, self.index = source, index
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the block has made the tables."""
-
     def update(
-        self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Add entries [1, H, w, d] of new rows; returns all entries, with pads, [1, H, n, d]."""
         if self.source.room < 1:
@@ -361,11 +358,3 @@ class LiveLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Rows that went through the layer, evicted entries included: positions count on."""
         return self.source.run[self.index]
-
-    def get_mask_sizes(self, cache_position: Tensor) -> tuple[int, int]:
-        """Return the length of a mask over all rows, and its offset."""
-        return self.get_seq_length() + len(cache_position), 0
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1, for no limit."""
-        return -1

@@ -130,7 +130,6 @@ class Decoder:
                 x,
                 attention_mask=self._mask(x),
                 position_ids=at,
-                past_key_values=None,
                 use_cache=False,
                 position_embeddings=self._rotary(x, at, **self._kind(layer)),
             )

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
+from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import intercepting, kernel_mask, kernel_name
 
@@ -41,14 +42,14 @@ def masked_logits(model: PreTrainedModel, tokens: Tensor, records: Sequence[Reco
     ids = tokens.to(model.device)[None]
     with torch.inference_mode(), evaluating(model):
         prompt = DynamicCache(config=model.config)
-        last: Tensor = model(ids[:, :prompt_len], past_key_values=prompt).logits[:, -1:]
+        last: Tensor = model(ids[:, :prompt_len], **cache_option(model, prompt)).logits[:, -1:]
         if prompt_len == n:
             return last.expand(len(records), -1, -1)
         parts = []
         for last_row in evicted_at.to(model.device):
             mask, cache = partial(_mask, last_row, added), deepcopy(prompt)
             with intercepting(model, lambda _: None, masking=mask):
-                rest = model(ids[:, prompt_len:], past_key_values=cache).logits
+                rest = model(ids[:, prompt_len:], **cache_option(model, cache)).logits
             parts.append(torch.cat([last, rest], dim=1))
     return torch.cat(parts)
 

@@ -20,6 +20,7 @@ from kvsim.core.sources import Memory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
+from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import device_of, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.models import context_length, model_name
@@ -139,10 +140,10 @@ class RunningModel:
         keep: dict[str, Any] = {"logits_to_keep": max(1, logits)} if self._last else {}
         out: Tensor = self.model(
             torch.tensor([list(ids)], device=self.device),
-            past_key_values=cache,
             position_ids=at[None] - back,
             cache_position=at,
             use_cache=True,
+            **cache_option(self.model, cache),
             **keep,
         ).logits[0]
         return out[len(out) - logits :]

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 import kvsim
 from kvsim.recorder import load_model
+from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 
 
@@ -60,9 +61,8 @@ def plain(run: RunningModel, prefix: Prefix, new: int) -> DynamicCache:
             cache.update(keys[None], values[None], layer)
         for _ in range(new):
             ids = torch.tensor([[token]])
-            token = int(
-                run.model(ids, past_key_values=cache, use_cache=True).logits[0, -1].argmax()
-            )
+            options = {**cache_option(run.model, cache), "use_cache": True}
+            token = int(run.model(ids, **options).logits[0, -1].argmax())
     return cache
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache
 
+from kvsim.recorder.cache import cache_option
+
 FOLDER = Path(__file__).parents[2] / "docs" / "dumps"
 PROMPT, INTERVAL, TARGET, LENGTH, WINDOW = 24, 12, 16, 66, 4
 
@@ -70,14 +72,14 @@ def decode(model, tokens, cache, prompt):
     """Run given tokens, the first of them as a prompt and the others one by one."""
     ids = torch.tensor([tokens])
     with torch.no_grad():
-        model(ids[:, :prompt], past_key_values=cache)
+        model(ids[:, :prompt], **cache_option(model, cache))
         for row in range(prompt, ids.shape[1]):
             at = torch.tensor([row])
             model(
                 ids[:, row : row + 1],
-                past_key_values=cache,
                 position_ids=at[None],
                 cache_position=at,
+                **cache_option(model, cache),
             )
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import kvsim
 from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel
 
 pytestmark = pytest.mark.peers
@@ -77,7 +78,7 @@ def pressed(model, press, tokens, cache=None):
         start = 0
         for piece in pieces:
             at = torch.arange(start, start + len(piece))[None]
-            options = {"past_key_values": cache, "position_ids": at}
+            options = {**cache_option(model, cache), "position_ids": at}
             rows.append(model(torch.tensor([piece]), **options).logits[0, -1])
             start += len(piece)
     return torch.stack(rows)

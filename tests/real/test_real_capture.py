@@ -7,6 +7,7 @@ import torch
 
 import kvsim
 import reference
+from kvsim.recorder.cache import cache_of
 from kvsim.schema import NEVER
 from kvsim.store import verify
 
@@ -57,7 +58,7 @@ def test_prompt_and_response_are_one_forward_pass(smollm2, answered):
     with torch.no_grad():
         whole = model(answered.tokens.long()[None], use_cache=True)
 
-    for layer, cached in enumerate(whole.past_key_values.layers):
+    for layer, cached in enumerate(cache_of(whole).layers):
         assert relative(answered.read("k", slice(layer, layer + 1)), cached.keys) < ROUNDING
         assert relative(answered.read("v", slice(layer, layer + 1)), cached.values) < ROUNDING
     start = answered.prompt_len

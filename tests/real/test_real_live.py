@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 import kvsim
+from kvsim.recorder.cache import cache_option
 from kvsim.runner import masked_logits
 from kvsim.runner.decoding import Decoding, RunningModel
 from live_runs import logits_behind_masks, output_gap, run_live
@@ -79,10 +80,10 @@ def test_with_room_for_all_it_is_plain_generation(text):
     cache, new = DynamicCache(config=run.model.config), 8
     expected = run.model.generate(
         torch.tensor([tokens[:prompt_len]]),
-        past_key_values=cache,
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
+        **cache_option(run.model, cache),
     )[0].tolist()
 
     n = prompt_len + new

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from families import ids
 from kvsim.errors import CaptureError, TraceExistsError
 from kvsim.recorder import blocks, capture, session
+from kvsim.recorder.cache import cache_of
 from kvsim.recorder.progress import progress_bar
 from kvsim.store import verify
 from kvsim.tiny import tasks
@@ -134,7 +135,7 @@ def test_keys_are_exactly_the_cache():
     trace = capture(model, None, ids(50), max_new_tokens=0)
 
     with torch.no_grad():
-        cache = model(torch.tensor([ids(50)]), use_cache=True).past_key_values
+        cache = cache_of(model(torch.tensor([ids(50)]), use_cache=True))
 
     for layer in range(2):
         assert torch.equal(trace.k[layer], cache.layers[layer].keys[0])

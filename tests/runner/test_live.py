@@ -16,6 +16,7 @@ import kvsim
 from families import FAMILIES
 from kvsim.errors import CaptureError, NeedsError, PolicyError, ScoreError
 from kvsim.recorder import load_model
+from kvsim.recorder.cache import cache_option
 from kvsim.runner import masked_logits, recompute
 from kvsim.runner.cache import LiveSource, Table
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
@@ -302,7 +303,7 @@ def test_keys_rotated_to_their_slots(monkeypatch):
     pos = np.arange(0)
     with torch.inference_mode():
         for ids in (TOKENS[:40], *([token] for token in TOKENS[40:])):
-            logits.append(model(torch.tensor([ids]), past_key_values=cache).logits[0])
+            logits.append(model(torch.tensor([ids]), **cache_option(model, cache)).logits[0])
             pos = np.append(pos, np.arange(len(ids)) + (pos[-1] + 1 if len(pos) else 0))
             keep = last[pos] > pos[-1]
             pos = pos[keep]
@@ -425,10 +426,10 @@ def test_with_room_for_all_it_is_plain_generation(family, name):
     cache, new = DynamicCache(config=run.model.config), LENGTH - PROMPT
     expected = run.model.generate(
         torch.tensor([TOKENS[:PROMPT]]),
-        past_key_values=cache,
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
+        **cache_option(run.model, cache),
     )[0].tolist()
 
     with Decoding(run, POLICIES[name], LENGTH, prompt_len=PROMPT, n_pos=LENGTH) as live:

@@ -16,6 +16,7 @@ from transformers import (
 
 import kvsim
 from kvsim.errors import PolicyError
+from kvsim.recorder.cache import cache_option
 from kvsim.recorder.hooks import kernel_name
 from kvsim.runner.masked import masked_logits
 from kvsim.schema import NEVER
@@ -87,7 +88,10 @@ class Deleting:
         """Logits after some more tokens [V]; then what leaves after the last of them is deleted."""
         at = torch.arange(self.at, self.at + len(tokens))
         logits = self.model(
-            tokens[None], past_key_values=self.cache, position_ids=at[None], use_cache=True
+            tokens[None],
+            position_ids=at[None],
+            use_cache=True,
+            **cache_option(self.model, self.cache),
         ).logits[0, -1]
         self.pos = torch.cat([self.pos, at.expand(LAYERS, HEADS, -1)], dim=-1)
         self.at = row = self.at + len(tokens)

@@ -13,6 +13,7 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
+from kvsim.recorder.cache import cache_of
 from kvsim.runner.closed import ClosedLoop
 from kvsim.store.records import read_records
 from kvsim.sweeps.run import replay_all
@@ -236,7 +237,7 @@ def written(model, ids, n):
         pad_token_id=0,
         return_dict_in_generate=True,
     )
-    layers = out.past_key_values.layers
+    layers = cache_of(out).layers
     tokens = tuple(out.sequences[0, len(ids) :].tolist())
     return tokens, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from apps.tiny import card, evaluate, train
 from apps.tiny.curriculum import collate
@@ -27,6 +27,7 @@ from apps.tiny.probes import (
     structure,
 )
 from apps.tiny.results import Results, best, digest, heads
+from kvsim.recorder.models import load_tokenizer
 from kvsim.tiny import PATH
 from kvsim.tiny.ledger import check
 from kvsim.tiny.tasks import TASKS, prompts
@@ -76,7 +77,7 @@ def probed(start):
 def test_responses_belong_to_their_prompts():
     """Prompts of different lengths answered together get what each gets alone, in their order."""
     model = AutoModelForCausalLM.from_pretrained(PATH)
-    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer = load_tokenizer(PATH)
     samples = [
         *prompts(1, seed=1, task="needle", level=1),
         *prompts(1, seed=1, task="get", facts=4, lines=2, filler=0.0),
@@ -187,7 +188,7 @@ def test_means_are_those_of_the_response_rows(start):
 
 def test_teacher_forced_chains_are_those_of_greedy_generation(model):
     """With and without a KV head, both ways of counting exact chains give the same number."""
-    tokenizer = AutoTokenizer.from_pretrained(str(PATH))
+    tokenizer = load_tokenizer(PATH)
     samples = prompts(6, seed=12, task="fork", level=1)
     for columns in (slice(0, 0), slice(64, 128), slice(192, 256)):
         with replaced(model, 1, columns, 0.0):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from apps.tiny import distill, evaluate, train
 from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_batch, draw_mix
 from apps.tiny.model import SHAPES, build
+from kvsim.recorder.models import load_tokenizer
 from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB
 
@@ -89,7 +90,7 @@ def test_training_changes_every_weight_and_writes_a_loadable_folder(tmp_path: Pa
 
     assert torch.equal(weights(loaded), weights(run.model))
     assert not [k for k, v in loaded.state_dict().items() if torch.equal(v, before[k])]
-    assert AutoTokenizer.from_pretrained(tmp_path)("facts")["input_ids"] == [1, ID["facts"]]
+    assert load_tokenizer(tmp_path)("facts")["input_ids"] == [1, ID["facts"]]
     assert summary["progress"]["step"] == SMALL.steps
     assert summary["settings"]["seed"] == SMALL.seed
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, Qwen2Tokenizer
 
 from apps.tiny.evaluate import respond
+from kvsim.errors import CaptureError
+from kvsim.recorder import models
+from kvsim.recorder.models import load_tokenizer
 from kvsim.tiny import MODELS, PATH
 from kvsim.tiny.ledger import check
 from kvsim.tiny.tasks import TASKS, prompts
@@ -19,7 +23,7 @@ from kvsim.tiny.vocabulary import ID, VOCAB
 @pytest.fixture(scope="module")
 def tokenizer():
     """The shipped tokenizer, loaded as a user would."""
-    return AutoTokenizer.from_pretrained(str(PATH))
+    return load_tokenizer(PATH)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,30 @@ def test_the_tokenizer_has_the_vocabulary_of_the_language(tokenizer):
     assert tokenizer.convert_ids_to_tokens(list(range(len(VOCAB)))) == list(VOCAB)
     assert len(tokenizer) == len(VOCAB)
     assert tokenizer("facts Paris")["input_ids"] == [1, ID["facts"], ID["<unk>"]]
+
+
+def test_another_class_of_tokenizer_is_refused(monkeypatch):
+    """A release of transformers whose class reads the file in another way ends in one line."""
+    built = {"tokenizer_object": None}
+
+    def exchanged(**options):
+        return Qwen2Tokenizer(**options | built, vocab=ID, merges=[])
+
+    monkeypatch.setattr(models, "PreTrainedTokenizerFast", exchanged)
+    with pytest.raises(
+        CaptureError, match=r"turns its \d+ words into \d+ tokens, \d+ of them wrong"
+    ):
+        load_tokenizer(PATH)
+
+
+@pytest.mark.parametrize("stated", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_a_stated_plain_tokenizer_is_its_file(stated, tmp_path):
+    """A copy of the folder tokenises by its own tokenizer.json, whatever the type of its model."""
+    folder = shutil.copytree(PATH, tmp_path / "copy")
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("TokenizersBackend", stated))
+
+    assert load_tokenizer(folder)("facts key walk")["input_ids"] == [1, ID["facts"], ID["key"], 4]
 
 
 def test_all_weights_together_are_small():
