@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, NoReturn
 
@@ -130,7 +131,7 @@ app = _app(COMMANDS)
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its status; SIGTERM ends it as Ctrl-C does."""
-    with _terminable():
+    with _terminable(), _plain_warnings():
         status = _status(list(sys.argv[1:] if argv is None else argv))
     sys.exit(status)
 
@@ -147,6 +148,17 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Print a warning of a library as one line, without its file and its line of source code."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda text, *_, **__: f"warning: {' '.join(str(text).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _status(argv: list[str]) -> int:

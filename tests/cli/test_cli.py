@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from command_line import one_line
 
 from kvsim.cli import main
 from kvsim.cli.values import OptionError, parse_memory, parse_set
+from kvsim.errors import KvsimError
 from kvsim.tiny.tasks import prompts
 
 
@@ -29,6 +31,26 @@ def test_bugs_show_their_traceback(monkeypatch, trace):
     monkeypatch.setattr("kvsim.sweeps.replay_all", broken)
     with pytest.raises(ZeroDivisionError):
         main(["replay", str(trace), "--policy", "tova", "--budget", "16"])
+
+
+def test_a_warning_of_a_library_is_one_line(monkeypatch, trace, capsys):
+    """No file and no line of source code reach the screen."""
+
+    def warned(*_, **__):
+        warnings.warn("x is deprecated\nin 6.0", FutureWarning, stacklevel=1)
+        raise KvsimError("stopped")
+
+    monkeypatch.setattr("kvsim.sweeps.replay_all", warned)
+    monkeypatch.setattr(warnings, "filters", [])
+    monkeypatch.setattr(warnings, "showwarning", printed)
+    with pytest.raises(SystemExit):
+        main(["replay", str(trace), "--policy", "tova", "--budget", "16"])
+    assert capsys.readouterr().err == "warning: x is deprecated in 6.0\nerror: stopped\n"
+
+
+def printed(message, category, filename, lineno, file=None, line=None):
+    """Show a warning as Python does; pytest only keeps it."""
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 @pytest.mark.parametrize(

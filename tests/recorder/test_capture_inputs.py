@@ -11,6 +11,7 @@ import shutil
 import typing
 from dataclasses import fields, replace
 
+import accelerate
 import pytest
 import torch
 from hypothesis import given
@@ -933,11 +934,9 @@ def test_a_prompt_file_is_checked_before_the_model_is_loaded(run, tmp_path):
 # ------------------------------------------------------------------------------------- devices
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
 def test_a_device_map_is_passed_on(device_map, saved):
     """On a machine with one device, a model that is spread over all is recorded as any other."""
-    pytest.importorskip("accelerate")
     model, tokenizer = load_model(saved, device_map=device_map, dtype="float32")
 
     trace = capture(model, tokenizer, ids(40), max_new_tokens=3, residual=True, o_proj=True)
@@ -949,11 +948,9 @@ def test_a_device_map_is_passed_on(device_map, saved):
         assert torch.allclose(trace.read(name), expected.read(name), atol=1e-4)
 
 
-@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore:Some parameters are on the meta device")
 def test_layers_whose_weights_come_and_go(saved, tmp_path):
     """Layers that accelerate moves about are recorded; their projections, which leave, are not."""
-    accelerate = pytest.importorskip("accelerate")
     model, _ = load_model(saved)
     places = {name: "cpu" for name, _ in model.model.named_children() if name != "layers"}
     places = {f"model.{name}": place for name, place in places.items()} | {"lm_head": "cpu"}
