@@ -85,7 +85,7 @@ class ExtraError(KvsimError, ImportError):
 #: Libraries that each extra installs and kvsim imports.
 EXTRAS = {
     "capture": ("httpx", "huggingface_hub", "jinja2", "tokenizers", "transformers"),
-    "gguf": ("accelerate", "gguf"),
+    "gguf": ("gguf",),
     "dashboard": ("plotly", "streamlit"),
     "remote": ("fsspec",),
     "dask": ("dask", "distributed"),

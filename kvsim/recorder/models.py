@@ -96,7 +96,7 @@ def load_model(
         CaptureError: no such model; a model that is not cached while the hub cannot be reached; no
             safetensors; weights that are missing or of other shapes; code that is not trusted; a
             `device_map` without accelerate or with an unknown device; a GGUF file without the extra
-            `gguf`, that is damaged, or of a model that transformers does not load from GGUF.
+            `gguf`, that is damaged, or of another architecture than llama, qwen2 and qwen3.
         OutputError: a GGUF file cannot be dequantised into the cache folder.
     """
     if device_map is not None:

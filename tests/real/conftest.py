@@ -18,11 +18,11 @@ def smollm2():
     # Those of other tests change, so they are hashed every time.
     def once(function, ours):
         cached = functools.cache(function)
-        return lambda given: cached(given) if ours(given) else function(given)
+        return lambda *given: cached(*given) if ours(*given) else function(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         file = once(gguf._checked_digest, lambda given: given.sha256 is not None)
-        folder = once(gguf._digests, lambda given: given.name == gguf._SHA256)
+        folder = once(gguf._manifest, lambda given, _: given.name == gguf._SHA256)
         patch.setattr(gguf, "_checked_digest", file)
-        patch.setattr(gguf, "_digests", folder)
+        patch.setattr(gguf, "_manifest", folder)
         yield load_model("smollm2")

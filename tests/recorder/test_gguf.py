@@ -1,18 +1,24 @@
 """GGUF files: read, refused, and dequantised into the cache."""
 
+import hashlib
+import itertools
 import json
+import resource
 import shutil
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvsim.errors import CaptureError, KvsimError
-from kvsim.recorder import capture, load_model
+from kvsim.recorder import capture, gguf_tokenizer, load_model
 from kvsim.recorder import gguf as files
 from kvsim.recorder.models import describe_model
 
@@ -38,14 +44,23 @@ def write(
     seed=0,
     add_bos=False,
     merges=("a b", "Ġ Ġ"),
+    numbers=(),
+    texts=(),
+    kinds=("Q4_1",),
 ):
-    """Write a random model of two layers, its projections in Q4_1; return its tensors by name."""
+    """Write a random model of two layers, its projections quantised; return its tensors by name.
+
+    numbers, texts: more metadata by name, behind the architecture; kinds: of quantisation, in turn.
+    """
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
-    writer.add_block_count(LAYERS)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
+    sizes = {"block_count": LAYERS, "feed_forward_length": INNER, **dict(numbers)}
+    for name, value in sizes.items():
+        writer.add_uint32(f"{architecture}.{name}", value)
+    for name, value in dict(texts).items():
+        writer.add_string(f"{architecture}.{name}", value)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(1)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
@@ -74,19 +89,26 @@ def write(
             "ffn_up": (INNER, HIDDEN),
             "ffn_down": (HIDDEN, INNER),
         }
+        if architecture == "qwen3":
+            inside |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (HIDDEN // HEADS,))
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in inside.items()}
+        if architecture == "qwen2":
+            sizes = {"attn_q": HIDDEN, "attn_k": HIDDEN // HEADS, "attn_v": HIDDEN // HEADS}
+            shapes |= {f"blk.{layer}.{name}.bias": (size,) for name, size in sizes.items()}
     shapes |= dict.fromkeys(extra, (4,))
-    tensors = {}
+    tensors, turns = {}, itertools.cycle(kinds)
     for name, shape in shapes.items():
         if name in omit:
             continue
         values = rng.standard_normal(shape, dtype=np.float32)
+        full = name if name.endswith(".bias") else f"{name}.weight"
         if len(shape) == 2 and name != "token_embd":
-            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q4_1)
-            values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q4_1)
-            writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+            kind = gguf.GGMLQuantizationType[next(turns)]
+            packed = gguf.quants.quantize(values, kind)
+            values = gguf.quants.dequantize(packed, kind)
+            writer.add_tensor(full, packed, raw_dtype=kind)
         else:
-            writer.add_tensor(f"{name}.weight", values)
+            writer.add_tensor(full, values)
         tensors[name] = values
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -142,6 +164,33 @@ def test_weights_are_those_that_were_written(tmp_path):
             assert np.array_equal(inside[order], stored)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_weights_are_those_of_the_reader(tmp_path, architecture):
+    """Each weight of every quantisation is, bit for bit, that of the gguf package's reader."""
+    kinds = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
+    path = tmp_path / "small.gguf"
+    write(path, architecture=architecture, kinds=kinds)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], LAYERS)
+
+    model, _ = load_model(path)
+
+    stored = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    for name, value in model.state_dict().items():
+        stem, _, end = name.rpartition(".")
+        if stem == "lm_head":
+            continue
+        tensor = stored.pop(f"{names.get_name(stem)}.{end}")
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if architecture == "llama" and ".attn_q." in tensor.name:
+            expected = expected.reshape(HEADS, -1, 2, HIDDEN).swapaxes(1, 2)
+        elif architecture == "llama" and ".attn_k." in tensor.name:
+            expected = expected.reshape(1, -1, 2, HIDDEN).swapaxes(1, 2)
+        assert value.numpy().tobytes() == expected.tobytes(), name
+    assert not stored
+    assert model.config.head_dim == HIDDEN // HEADS
+    assert model.config.rope_parameters["rope_theta"] == 10000.0
+
+
 def test_tokenizer_follows_the_file(tmp_path):
     """Special tokens, their places and separate digits are the file's, not transformers' guess."""
     write(tmp_path / "plain.gguf")
@@ -159,7 +208,9 @@ def test_tokenizer_follows_the_file(tmp_path):
     assert len(plain) == len(TOKENS)
 
 
-@pytest.mark.parametrize("damage", ["byte", "missing", "manifest", "version", "stray"])
+@pytest.mark.parametrize(
+    "damage", ["byte", "missing", "manifest", "stray", "config", "forged", "link", "folder"]
+)
 def test_a_changed_cache_is_built_again(tmp_path, cache, damage):
     """A cached folder that is not as it was written is dequantised again."""
     write(tmp_path / "small.gguf")
@@ -175,10 +226,21 @@ def test_a_changed_cache_is_built_again(tmp_path, cache, damage):
         (folder / "tokenizer.json").unlink()
     elif damage == "manifest":
         manifest.write_text("[]")
-    elif damage == "version":
+    elif damage == "config":
+        config = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(config.replace("10000.0", "20000.0"))
+    elif damage == "forged":  # with the checksums of what is there
+        zeros = {name: torch.zeros_like(value) for name, value in load_file(weights).items()}
+        save_file(zeros, weights, {"format": "pt"})
         document = json.loads(manifest.read_text())
-        document["made_with"]["transformers"] = "5.0.0"
+        document["weights"] = hashlib.sha256(weights.read_bytes()).hexdigest()
         manifest.write_text(json.dumps(document))
+    elif damage == "link":
+        weights.rename(tmp_path / "elsewhere")
+        weights.symlink_to(tmp_path / "elsewhere")
+    elif damage == "folder":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
     else:
         (folder / "adapter_config.json").write_text("{}")
     lines = []
@@ -189,6 +251,36 @@ def test_a_changed_cache_is_built_again(tmp_path, cache, damage):
     values = after.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in before.items())
     assert not list(cache.glob(".kvsim-*"))
+    assert not folder.is_symlink()
+    assert damage != "folder" or len(list((tmp_path / "elsewhere").iterdir())) == 5
+
+
+@pytest.mark.parametrize("part", ["kvsim", "models"])
+def test_a_cache_that_is_a_link_is_refused(tmp_path, cache, part):
+    """A link in place of a cache folder is one line, and what it leads to stays as it is."""
+    write(tmp_path / "small.gguf")
+    other = tmp_path / "other"
+    kept = other / "models" / ".kvsim-kept" if part == "kvsim" else other / ".kvsim-kept"
+    kept.mkdir(parents=True)
+    (kept / "file").write_text("precious")
+    link = cache if part == "models" else cache.parent
+    link.parent.mkdir(parents=True)
+    link.symlink_to(other)
+
+    with pytest.raises(KvsimError, match="is a link or belongs to another user"):
+        load_model(tmp_path / "small.gguf")
+
+    assert [path for path in other.rglob("*") if path.is_file()] == [kept / "file"]
+
+
+def test_only_the_owner_reads_the_cache(tmp_path, cache):
+    """The folder of converted models is open to its owner alone, also one that was not."""
+    cache.mkdir(parents=True, mode=0o777)
+    write(tmp_path / "small.gguf")
+
+    load_model(tmp_path / "small.gguf")
+
+    assert cache.stat().st_mode & 0o077 == 0
 
 
 def test_two_at_once_build_one_folder(tmp_path):
@@ -254,16 +346,19 @@ def _endless(path):
         (_endless, "is not a complete GGUF file"),
         (lambda path: (write(path), _cut(path, 700)), "is not a complete GGUF file"),
         (lambda path: (write(path), _cut(path, -1)), "is not a complete GGUF file"),
-        (lambda path: write(path, architecture="clip"), "architecture clip is not supported"),
+        (lambda path: write(path, architecture="clip"), "its architecture is clip, expected llama"),
         (lambda path: write(path, architecture="t5"), "cannot be loaded"),
         (lambda path: write(path, tokenizer=False), "has no tokenizer"),
-        (lambda path: write(path, omit=["blk.1.attn_v"]), "lacks 1 of the model's weights or"),
-        (lambda path: write(path, extra=["rope_freqs"]), "has its own RoPE frequencies"),
-        (lambda path: write(path, merges=["a c"]), "has a tokenizer that merges 'a c'"),
+        (lambda path: write(path, omit=["blk.1.attn_v"]), "1 of its weights are missing, more"),
+        (lambda path: write(path, extra=["rope_freqs"]), r"1 of its weights .*\(rope_freqs\."),
+        (lambda path: write(path, numbers={"expert_count": 4}), "it has llama.expert_count"),
+        (lambda path: write(path, texts={"rope.scaling.type": "yarn"}), "it has llama.rope.scal"),
+        (lambda path: write(path, numbers={"attention.key_length": 8}), "heads of several sizes"),
+        (lambda path: write(path, merges=["a c"]), "its tokenizer merges 'a c'"),
     ],
     ids=[
         "renamed", "empty", "zeros", "endless", "cut-head", "cut-tensor", "architecture", "encoder",
-        "no-tokenizer", "no-weight", "rope", "merges",
+        "no-tokenizer", "no-weight", "rope", "experts", "scaling", "head", "merges",
     ],
 )  # fmt: skip
 def test_bad_files_get_one_line(tmp_path, cache, make, message):
@@ -278,6 +373,86 @@ def test_bad_files_get_one_line(tmp_path, cache, make, message):
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
     assert not [entry for entry in cache.iterdir() if entry.is_dir()] if cache.exists() else True
+
+
+def _shared(path):
+    """Tensors that all lie in the place of the first one: small in the file, large in memory."""
+    write(path)
+    content = bytearray(path.read_bytes())
+    for tensor in gguf.GGUFReader(path).tensors:
+        at = tensor.field.offset + sum(int(part.nbytes) for part in tensor.field.parts[:-1])
+        content[at : at + 8] = bytes(8)
+    path.write_bytes(content)
+
+
+def _listed(path):
+    """A list of four million small numbers, each an array of its own in the library's reader."""
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x"
+    path.write_bytes(head + struct.pack("<IIQ", 9, 0, 1 << 22) + bytes(1 << 22))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: write(path, numbers={"feed_forward_length": 1 << 24}), "6 of its weights"),
+        (lambda path: write(path, numbers={"block_count": 10**6}), "block_count is 1000000"),
+        (lambda path: write(path, numbers={"vocab_size": 1 << 31}), "1 of its weights"),
+        (_shared, "is there twice, or is not where it can be"),
+        (_listed, "has no tokenizer"),
+    ],
+    ids=["wide", "deep", "vocabulary", "shared", "listed"],
+)
+def test_sizes_are_compared_before_they_are_allocated(tmp_path, capfd, make, message):
+    """A small file with large sizes is one line: no memory, no time, no report of transformers."""
+    path = tmp_path / "bad.gguf"
+    make(path)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+
+    with pytest.raises(CaptureError, match=message):
+        load_model(path)
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr() == ("", "")
+
+
+def spell(text, scores):
+    """Tokens of a text as llama.cpp's sentencepiece merges them: the best pair, the first of it."""
+    word = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(word)) if a + b in scores]
+        if not pairs:
+            return word
+        _, at = min(pairs)
+        word[at : at + 2] = [word[at] + word[at + 1]]
+
+
+def test_sentencepiece_merges_by_score(tmp_path):
+    """Tokens of a file with scores are those of the naive merges, and bytes stand for the rest."""
+    rng = np.random.default_rng(0)
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    letters = [*"abcd", "▁"]
+    words = sorted({"".join(rng.choice(letters, n)) for n in (2, 2, 3, 3, 4) for _ in range(30)})
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *letters, *words]
+    scores = dict(zip(words, rng.permutation(len(words)).astype(float).tolist(), strict=True))
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [*[0.0] * (len(tokens) - len(words)), *(scores[x] for x in words)],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (5 + len(words))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+    backend, settings = gguf_tokenizer.tokenizer(fields)
+
+    for _ in range(50):
+        text = "".join(rng.choice([*"abcd", " "], 20))
+        ids = backend.encode(text).ids
+        assert ids == [1, *(tokens.index(token) for token in spell(text, scores))]
+        assert backend.decode(ids) == text
+    assert backend.decode(backend.encode("é").ids) == "é"
+    assert settings == {"bos_token": "<s>", "unk_token": "<unk>"}
 
 
 def test_missing_file_and_packages(tmp_path, monkeypatch):
