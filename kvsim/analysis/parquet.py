@@ -8,6 +8,7 @@ https://github.com/apache/parquet-format, in Thrift's compact protocol).
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
 from typing import Any
 
 import polars as pl
@@ -59,15 +60,15 @@ def encode_table(table: pl.DataFrame) -> bytes:
     return data.getvalue()
 
 
-def decode_table(data: bytes) -> pl.DataFrame:
-    """Return the columns of a Table (`TYPES`) that Parquet has; they may be of other types.
+def decode_table(data: bytes, names: Collection[str] = TYPES.keys()) -> pl.DataFrame:
+    """Return the columns with some names, a Table's, that Parquet has; they may have other types.
 
     Raises ValueError for damaged data, and for more rows or bytes than files of this size have.
     """
     _check_size(data)
     try:
         schema = pl.read_parquet_schema(io.BytesIO(data))
-        columns = [name for name in TYPES if name in schema]
+        columns = [name for name in names if name in schema]
         for name in columns:
             if schema[name].is_nested() or schema[name] == pl.Binary:
                 raise ValueError(f"column {name} has type {schema[name]}")

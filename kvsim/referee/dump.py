@@ -7,7 +7,6 @@ An `.npz` file also holds the queries, keys and values that the implementation c
 from __future__ import annotations
 
 import reprlib
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.core.attention import Rope
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Schedule
@@ -25,12 +25,14 @@ from kvsim.core.trace import Trace
 from kvsim.errors import DumpError, KvsimError, error_line, local_path
 from kvsim.files import published
 from kvsim.schema import NEVER
+from kvsim.store.archive import decode_arrays, encode_arrays
 
 #: Columns of the table: one line for each entry that stays after the event after a row.
 COLUMNS = ("layer", "head", "row", "pos")
 
-#: Most bytes of the sets of a dump, one for each entry after each event.
-_LARGEST = 8 << 30
+#: Most bytes of the sets of a dump, one for each entry after each event: of any dump; for each line
+#: of its table; and of a dump with few lines.
+_LARGEST, _PER_LINE, _FEW = 2 << 30, 4096, 64 << 20
 
 _ROPE = ("inv_freq", "attention_scaling", "rotary_dim", "layout")
 
@@ -76,15 +78,16 @@ class Dump:
             )
         n_heads = int(head.max()) + 1
         numbers = tuple(int(number) for number in np.unique(layer))
-        _check_size(name, np.unique(head), np.unique(row), len(numbers))
+        _check_size(name, np.unique(head), np.unique(row), len(numbers), len(row))
         kept: dict[int, NDArray[np.bool_]] = {}
         before = np.ones((len(numbers), n_heads, 0), bool)
-        for event in np.unique(row).tolist():
-            here = row == event
+        order = np.argsort(row, kind="stable")
+        events, starts = np.unique(row[order], return_index=True)
+        for event, here in zip(events.tolist(), np.split(order, starts[1:]), strict=True):
             sets = np.zeros((len(numbers), n_heads, event + 1), bool)
             index = np.searchsorted(numbers, layer[here]), head[here], pos[here]
             sets[index] = True
-            if sets.sum() != here.sum():
+            if sets.sum() != len(here):
                 raise DumpError(
                     f"{name}: after row {event} an entry is listed twice; expected each (layer, "
                     "head, row, pos) once"
@@ -151,11 +154,9 @@ class Dump:
         if target.suffix not in (".npz", ".parquet"):
             raise DumpError(f"the path is {target}; expected one that ends in .npz or .parquet")
         with published(target, overwrite=overwrite) as draft:
-            if target.suffix == ".parquet":
-                self.table().write_parquet(draft)
-            else:
-                with draft.open("wb") as file:
-                    np.savez_compressed(file, **self._arrays())
+            table = target.suffix == ".parquet"
+            data = encode_table(self.table()) if table else encode_arrays(self._arrays())
+            draft.write_bytes(data)
         return target
 
     def _arrays(self) -> dict[str, Any]:
@@ -186,17 +187,18 @@ def read_dump(path: str | Path) -> Dump:
     if not target.is_file():
         raise DumpError(f"{target}: no such file; expected a dump, see docs/conform.md")
     try:
+        data = target.read_bytes()
         if target.suffix == ".parquet":
-            frame = pl.read_parquet(target)
-            return Dump.of_table({x: frame[x].to_numpy() for x in frame.columns}, target.name)
-        with target.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, pl.exceptions.PolarsError) as error:
-        if isinstance(error, KvsimError):
-            raise
+            frame = decode_table(data, COLUMNS)
+            if others := [x for x in frame.columns if not frame[x].dtype.is_numeric()]:
+                raise ValueError(f"column {others[0]} has type {frame[others[0]].dtype}")  # noqa: TRY301  one message
+            arrays = {x: frame[x].to_numpy() for x in frame.columns}
+        else:
+            arrays = decode_arrays(data)
+    except (OSError, ValueError) as error:
         raise DumpError(
             f"{target}: cannot be read ({error_line(error)}); expected a .npz or .parquet file "
-            "with layer, head, row and pos; write it again"
+            "with layer, head, row and pos; write it with numpy.savez or polars"
         ) from error
     dump = Dump.of_table(arrays, target.name)
     try:
@@ -229,7 +231,9 @@ def _trace(arrays: Mapping[str, NDArray[Any]], name: str) -> Trace | None:
     )
 
 
-def _check_size(name: str, heads: NDArray[np.int64], rows: NDArray[np.int64], layers: int) -> None:
+def _check_size(
+    name: str, heads: NDArray[np.int64], rows: NDArray[np.int64], layers: int, lines: int
+) -> None:
     """Raise DumpError unless every head has lines, and the sets of all events fit into memory."""
     missing = np.flatnonzero(heads != np.arange(len(heads)))
     if missing.size:
@@ -238,10 +242,12 @@ def _check_size(name: str, heads: NDArray[np.int64], rows: NDArray[np.int64], la
             "counted from 0"
         )
     size = layers * len(heads) * sum(row + 1 for row in rows.tolist())
-    if size > _LARGEST:
+    largest = min(_LARGEST, _FEW + _PER_LINE * lines)
+    if size > largest:
         raise DumpError(
             f"{name}: {len(rows)} events up to row {rows[-1]} of {layers} layers and {len(heads)} "
-            f"heads take {size:,} bytes; expected at most {_LARGEST:,}; dump fewer events or layers"
+            f"heads take {size:,} bytes; expected at most {largest:,} for {lines:,} lines; dump "
+            "fewer events or layers"
         )
 
 
@@ -265,4 +271,4 @@ def _whole_numbers(table: Mapping[str, Any], column: str, name: str) -> NDArray[
             f"{name}: {column} is {values.dtype} {list(values.shape)}; expected one whole number "
             f"for each entry, from 0 to below {NEVER}"
         )
-    return values.astype(np.int64)
+    return values.astype(np.int64, copy=False)

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import shutil
 import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
@@ -41,18 +38,19 @@ from kvsim.core.trace import Trace
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, hidden, lock, replace_file, unbroken
 from kvsim.schema import plural
+from kvsim.store.archive import decode_arrays, encode_arrays
 from kvsim.store.inputs import read_file
 
 SWEEP, PARTS, LOCK = "sweep.json", "parts", "lock"
 _PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers", "notes")]
 
-#: Most bytes of a part, on disk and decoded.
+#: Most bytes of a part.
 _LARGEST = 8 << 30
 
 #: Errors of parts that are damaged, although their checksum fits.
 _DAMAGED = (
     *(ValueError, TypeError, AttributeError, LookupError, EOFError, OSError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error, pl.exceptions.PolarsError),
+    pl.exceptions.PolarsError,
 )
 
 Arrays = dict[str, NDArray[Any]]
@@ -324,19 +322,12 @@ class Parts:
 
 def _encoded(meta: object, arrays: Arrays) -> bytes:
     """Return an archive of arrays and a JSON document."""
-    data = io.BytesIO()
-    text = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    np.savez_compressed(data, **{"meta": text, **arrays})  # type: ignore[arg-type]
-    return data.getvalue()
+    return encode_arrays({"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays})
 
 
 def _decoded(data: bytes) -> tuple[Any, Arrays]:
     """Return what `_encoded` stored. Raises one of `_DAMAGED` for another content."""
-    with zipfile.ZipFile(io.BytesIO(data)) as members:
-        if sum(member.file_size for member in members.infolist()) > _LARGEST:
-            raise ValueError("larger than any part")
-    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-        arrays = {key: stored[key] for key in stored.files}
+    arrays = decode_arrays(data)
     return json.loads(arrays.pop("meta").tobytes()), arrays
 
 

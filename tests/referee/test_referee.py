@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -14,7 +18,7 @@ from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import DumpError, KvsimError, PolicyError
 from kvsim.referee import ruling
 from kvsim.referee.deviations import _CHANGES, Deviation
-from kvsim.referee.dump import Dump, read_dump
+from kvsim.referee.dump import COLUMNS, Dump, read_dump
 
 PROMPT, N, BUDGET, INTERVAL, WINDOW, SINK = 30, 75, 20, 12, 6, 2
 EVENTS = list(range(PROMPT - 1, N, INTERVAL))
@@ -333,6 +337,96 @@ def test_files_that_are_no_dumps_are_refused(trace, tmp_path):
         kvsim.conform(dump_of(trace), "oracle")
     with pytest.raises(KvsimError):
         dump_of(trace).save(tmp_path / "d.csv")
+
+
+def _zeros(path):
+    """A thousand bytes of columns for each byte of the file."""
+    np.savez_compressed(path, **dict.fromkeys(COLUMNS, np.zeros(1 << 21, np.int64)))
+
+
+def _header(path):
+    """Columns whose headers have 2^50 values."""
+    head = io.BytesIO()
+    spoken = {"descr": "<i4", "fortran_order": False, "shape": (1 << 50,)}
+    np.lib.format.write_array_header_1_0(head, spoken)
+    with zipfile.ZipFile(path, "w") as archive:
+        for column in COLUMNS:
+            archive.writestr(f"{column}.npy", head.getvalue() + bytes(64))
+
+
+def _lying(path):
+    """Columns of zeros whose places in the zip say that they are short."""
+    _zeros(path)
+    content = bytearray(path.read_bytes())
+    size = ((1 << 24) + 128).to_bytes(4, "little")
+    path.write_bytes(content.replace(size, (100).to_bytes(4, "little")))
+
+
+def _bzip2(path):
+    """Columns compressed by a method that decompresses whole blocks."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        for column in COLUMNS:
+            archive.writestr(f"{column}.npy", bytes(1 << 20))
+
+
+def _far(path):
+    """One entry after a row behind two billion others."""
+    np.savez(path, layer=[0], head=[0], row=[2**31 - 3], pos=[0])
+
+
+def _many(path):
+    """Events after every thousandth row, of one entry each."""
+    row = np.arange(0, 4_000_000, 1000)
+    np.savez(path, layer=0 * row, head=0 * row, row=row, pos=0 * row)
+
+
+def _rows(path):
+    """Equal lines, which Parquet stores once."""
+    pl.DataFrame(dict.fromkeys(COLUMNS, np.zeros(1 << 24, np.int32))).write_parquet(path)
+
+
+def _text(path):
+    """A text of a megabyte in each of many rows, stored once."""
+    text = pl.Series(["a" * 1_000_000] * 50)
+    pl.DataFrame(dict.fromkeys(COLUMNS, text)).write_parquet(path, statistics=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "ending", "message"),
+    [
+        (_zeros, "npz", "bytes of arrays in .* bytes, at most"),
+        (_header, "npz", r"int32 \[1125899906842624\] in 192 bytes"),
+        (_lying, "npz", "cannot be read"),
+        (_bzip2, "npz", "compressed by another method"),
+        (_far, "npz", "bytes; expected at most"),
+        (_many, "npz", "bytes; expected at most"),
+        (_rows, "parquet", "rows in .* bytes, at most"),
+        (_text, "parquet", "cannot be read"),
+    ],
+)
+def test_small_files_take_little_memory(tmp_path, make, ending, message):
+    """Sizes that a file only claims are compared with the file before anything is allocated."""
+    path = tmp_path / f"d.{ending}"
+    make(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DumpError, match=message) as error:
+            read_dump(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+    assert "\n" not in str(error.value)
+
+
+def test_a_dump_that_compresses_well_is_readable(tmp_path):
+    """A dump of long runs of equal values is written so that it is read again."""
+    row = np.repeat(np.arange(1000, 1400), 700)
+    table = {"layer": 0 * row, "head": 0 * row, "row": row, "pos": np.tile(np.arange(700), 400)}
+    dump = Dump.of_table(table)
+    for ending in ("npz", "parquet"):
+        back = read_dump(dump.save(tmp_path / f"d.{ending}"))
+        assert all((back.kept[row] == kept).all() for row, kept in dump.kept.items())
 
 
 @pytest.mark.parametrize("tolerance", [float("nan"), -0.1, float("inf"), "much"])
