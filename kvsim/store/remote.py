@@ -72,10 +72,13 @@ class Web:
         """Return None: HTTP has no lists of files."""
 
 
-class _Watch(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+class _Watch(
+    urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.HTTPRedirectHandler
+):
     """Opens connections, and shuts one that gets less than `_SLOWEST` bytes a second after a while.
 
     The timeout of a socket is for silence alone: single bytes could hold a read for hours.
+    Redirects lead to HTTPS, or from HTTP to HTTP: urllib would follow one to FTP.
     """
 
     def __init__(self) -> None:
@@ -103,6 +106,14 @@ class _Watch(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if _split(newurl).scheme.lower() not in ("https", req.type):
+            fp.close()
+            raise urllib.error.URLError(f"it redirects to {newurl}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
     def http_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(self._watched(http.client.HTTPConnection), req)

@@ -720,6 +720,34 @@ def test_a_large_answer_is_not_read_to_its_end(web, stored):
         open_trace(f"{web}/made.zarr")
 
 
+@pytest.mark.parametrize("scheme", ["ftp", "file", "http"])
+def test_redirects_stay_with_http(web, stored, monkeypatch, scheme):
+    """A redirect to another scheme is one line and opens no connection; one to HTTP is followed."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = {"ftp": f"127.0.0.1:{other.getsockname()[1]}", "file": str(stored), "http": web[7:]}
+
+        def redirect(handler):
+            if handler.path.startswith("/moved"):
+                handler.send_response(302)
+                path = handler.path.removeprefix("/moved")
+                handler.send_header("Location", f"{scheme}://{place[scheme]}{path}")
+                handler.end_headers()
+            else:
+                http.server.SimpleHTTPRequestHandler.do_GET(handler)
+
+        monkeypatch.setattr(Quiet, "do_GET", redirect, raising=False)
+        monkeypatch.setenv("ftp_proxy", web)
+        if scheme == "http":
+            assert same(open_trace(f"{web}/moved/made.zarr"), make())
+            return
+        with pytest.raises(TraceError, match="is not readable") as error:
+            open_trace(f"{web}/moved/made.zarr")
+        assert "\n" not in str(error.value)
+        other.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            other.accept()
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
