@@ -114,9 +114,11 @@ def sidebar(shown: Sequence[str]) -> None:
         # a trace that cannot be read has no layers; the page says what is wrong
         with contextlib.suppress(KvsimError):
             opened = cache.trace(source())
-            # of the sample with a text, the head of the README's first figure
+            # of the sample with a text, the head of the README's first figure; else the last layer
+            # that policies act on
             sample = st.session_state["trace"] == SAMPLE and not find_traces(root())
-            layer, head = (0, 2) if sample else (opened.n_layers - 1, 0)
+            whole = [x for x in range(opened.n_layers) if x not in opened.windowed]
+            layer, head = (0, 2) if sample else ((whole or [opened.n_layers - 1])[-1], 0)
             left, right = st.columns(2)
             choose("Layer", "layer", range(opened.n_layers), layer, left)
             if "head" in shown:

@@ -100,11 +100,15 @@ def token_names(texts: Sequence[str] | None, edges: NDArray[np.int64]) -> list[s
     return names
 
 
+def excerpt(text: str, most: int = 16) -> str:
+    """Return a text as one printable line of at most `most` characters."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
+    return line if len(line) <= most else line[: most - 1] + "\u2026"
+
+
 def shortened(text: str, most: int = 16) -> str:
-    """Return a token as a label: one printable line, escaped, because plotly reads some HTML."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    # plotly shows &quot; as it is
-    return html.escape(line if len(line) <= most else line[: most - 1] + "\u2026", quote=False)
+    """Return a token as a label: an excerpt, escaped, because plotly reads some HTML."""
+    return html.escape(excerpt(text, most), quote=False)  # plotly shows &quot; as it is
 
 
 def heat_map(tile: Tile, texts: Sequence[str] | None, *, key: str, height: int = 560) -> None:

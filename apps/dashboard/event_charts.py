@@ -239,20 +239,16 @@ def _points(
 
 
 def _bars(figure: go.Figure, event: Segmented, alone: Ints, scorer: str) -> None:
-    """Bars of entries, quota and kept entries, each narrower; entries of the scorer alone."""
+    """Bars of entries and kept entries; marks at the quota and at entries of the scorer alone."""
     starts, stops = event.starts, np.append(event.boundaries, event.row + 1)
-    middle, width = (starts + stops) / 2, stops - starts
-    series = (
-        ("entries", event.counts(), PALE, 1.0),
-        ("quota", event.quota, QUOTA, 0.8),
-        ("kept", event.counts(event.kept), KEPT, 0.4),
-    )
+    middle = (starts + stops) / 2
     spans = np.array([f"{a} to {b - 1}" for a, b in zip(starts, stops, strict=True)])
-    for label, heights, colour, share in series:
+    bars = (("entries", event.counts(), PALE), ("kept", event.counts(event.kept), KEPT))
+    for label, heights, colour in bars:
         figure.add_bar(
             x=middle,
             y=heights,
-            width=width * share,
+            width=stops - starts,
             marker={"color": colour, "line": {"width": 0.5, "color": GREY}},
             name=label,
             customdata=spans,
@@ -263,17 +259,22 @@ def _bars(figure: go.Figure, event: Segmented, alone: Ints, scorer: str) -> None
             row=3,
             col=1,
         )
-    figure.add_scatter(
-        x=middle,
-        y=event.spread(alone),
-        mode="markers",
-        marker={"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}},
-        name=f"{scorer} alone holds",
-        customdata=spans,
-        hovertemplate=f"{scorer} alone: %{{y}}<br>%{{customdata}}<extra></extra>",
-        row=3,
-        col=1,
-    )
+    quota = {"symbol": "line-ew", "size": 12, "line": {"width": 3, "color": QUOTA}}
+    quota["color"] = QUOTA
+    holds = {"symbol": "diamond", "size": 9, "color": ALONE, "line": {"width": 1}}
+    marks = (("quota", event.quota, quota), (f"{scorer} alone holds", event.spread(alone), holds))
+    for label, heights, marker in marks:
+        figure.add_scatter(
+            x=middle,
+            y=heights,
+            mode="markers",
+            marker=marker,
+            name=label,
+            customdata=spans,
+            hovertemplate=f"{label}: %{{y}}<br>%{{customdata}}<extra></extra>",
+            row=3,
+            col=1,
+        )
     figure.update_yaxes(title="entries", row=3)
 
 

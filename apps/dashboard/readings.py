@@ -15,6 +15,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.plots.style import asked_order
 from kvsim.schema import plural
 
+from .elements import excerpt
 from .tiles import Tile
 
 _MISSED, _UNREAD = TOKEN_STATES.index("missed"), TOKEN_STATES.index("held, not read")
@@ -60,11 +61,13 @@ def attention(tile: Tile, texts: Sequence[str] | None) -> str:
 
 
 def _cell(edges: Ints, place: int, texts: Sequence[str] | None, kind: str = "position") -> str:
-    """Name a cell: its positions or rows, and its token where it is of one."""
+    """Name a cell: its positions or rows, and the beginning of its text."""
     first, last = int(edges[place]), int(edges[place + 1]) - 1
-    if first != last:
-        return f"{kind}s {first} to {last}"
-    return f"{kind} {first}" + ("" if texts is None else f" ({texts[first]!r})")
+    where = f"{kind} {first}" if first == last else f"{kind}s {first} to {last}"
+    if texts is None:
+        return where
+    text = "".join(text[:24] for text in texts[first : min(last + 1, first + 16)])
+    return f"{where} (\u201c{excerpt(text.strip() or text, 24)}\u201d)"
 
 
 def retention(course: pl.DataFrame) -> str:
@@ -92,18 +95,26 @@ def reading(held: Ints, read: Ints, head: int, row: int, first: int) -> str:
     )
 
 
-def segments(event: Segmented, alone: Ints, scorer: str) -> str:
-    """Say how an event cuts the cache, and where AMS and its scorer differ most."""
+def segments(event: Segmented, alone: Ints, scorer: str, texts: Sequence[str] | None) -> str:
+    """Say what the segments of an event are, and where AMS and its scorer differ most."""
     counts, kept = event.counts(), event.counts(event.kept)
     held = event.spread(alone)
-    place = int(np.abs(kept - held).argmax())
-    stops = np.append(event.boundaries, event.row + 1)
-    sizes = f"{counts.min()} to {counts.max()}" if len(counts) > 1 else str(counts[0])
+    edges = np.append(event.starts, event.row + 1)
+    if len(counts) == 1:
+        meaning = f"All {counts[0]} entries of this head are one segment, so no part has a quota"
+    else:
+        density = np.bincount(event.segment, event.mass, len(counts)) / counts
+        dense, thin = int(density.argmax()), int(density.argmin())
+        meaning = (
+            f"The {len(counts)} segments are stretches of the text of which this head keeps "
+            f"{kept.min()} to {kept.max()} entries each: its attention mass is densest at "
+            f"{_cell(edges, dense, texts)}, where {kept[dense]} of {counts[dense]} stay, and "
+            f"thinnest at {_cell(edges, thin, texts)}, where {kept[thin]} of {counts[thin]} stay"
+        )
+    most = int(np.abs(kept - held).argmax())
     return (
-        f"AMS cuts {counts.sum()} entries into "
-        f"{plural(len(counts), 'segment')} of {sizes}. It differs most from {scorer} alone at "
-        f"positions {event.starts[place]} to {stops[place] - 1}: {kept[place]} entries against "
-        f"{held[place]}."
+        f"{meaning}. AMS differs most from {scorer} alone at {_cell(edges, most, None)}: "
+        f"{kept[most]} entries against {held[most]}."
     )
 
 

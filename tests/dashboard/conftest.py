@@ -65,6 +65,12 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def random_trace():
+    """Build a small trace of random numbers: `random_trace(n, texts, **options)`."""
+    return made
+
+
 @pytest.fixture(scope="session")
 def serve():
     """Return a context manager that runs `kvsim dashboard` and gives the address it prints."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -59,8 +61,8 @@ def test_attention_names_the_commonest_and_the_largest_cell():
     tile = Tile(values, np.array([4, 5, 6, 7]), np.array([0, 1, 2]))
 
     assert readings.attention(tile, ["<bos>", "a"]) == (
-        "The largest weight of 2 of 3 rows is at position 0 ('<bos>'). The largest of all, 0.95, "
-        "is at position 1 ('a'), of row 6."
+        "The largest weight of 2 of 3 rows is at position 0 (“<bos>”). The largest of all, 0.95, "
+        "is at position 1 (“a”), of row 6."
     )
     pooled = Tile(values, np.array([4, 6, 8, 10]), np.array([0, 2, 4]))
     values[2, 1] = 0.1
@@ -82,21 +84,28 @@ def test_retention_says_what_an_event_leaves():
     assert readings.retention(other).endswith("(25%); the longest evicted run has 7.")
 
 
-def test_segments_name_where_ams_and_its_scorer_differ_most():
-    """Entries, segments and their sizes, and the kept entries of both."""
-    pos = np.arange(6)
+def test_segments_say_what_they_are_and_where_ams_and_its_scorer_differ_most():
+    """The densest and the thinnest stretch of text, what stays of them, and what the scorer has."""
+    pos = np.array([0, 1, 2, 5, 6, 7])
     kept = np.array([True, True, True, False, False, True])
-    share = np.full(6, 1 / 6)
+    mass = np.array([0.2, 0.1, 0.0, 0.1, 0.5, 0.1])
     event = Segmented(
-        *(5, pos, share, share, share, np.zeros(6, bool), kept),
+        *(7, pos, mass, mass, mass, np.zeros(6, bool), kept),
         *(np.array([0, 0, 0, 0, 1, 1]), np.array([3, 1])),
     )
+    texts = [*"abcd", " the", " \n", "<b>", "x" * 10**6]
 
-    assert readings.segments(event, np.array([0, 4, 5]), "tova") == (
-        "AMS cuts 6 entries into 2 segments of 2 to 4. It differs most from tova alone at "
-        "positions 0 to 3: 3 entries against 1."
+    assert readings.segments(event, np.array([0, 6, 7]), "tova", texts) == (
+        "The 2 segments are stretches of the text of which this head keeps 1 to 3 entries each: "
+        "its attention mass is densest at positions 6 to 7 (“<b>xxxxxxxxxxxxxxxxxxxx…”), where 1 "
+        "of 2 stay, and thinnest at positions 0 to 5 (“abcd the”), where 3 of 4 stay. AMS differs "
+        "most from tova alone at positions 0 to 5: 3 entries against 1."
     )
-    assert "0 to 3: 3 entries against 0" in readings.segments(event, np.array([4, 5]), "tova")
+    one = replace(event, segment=np.zeros(6, int), quota=np.array([4]))
+    assert readings.segments(one, pos[kept], "tova", None) == (
+        "All 6 entries of this head are one segment, so no part has a quota. AMS differs most from "
+        "tova alone at positions 0 to 7: 4 entries against 4."
+    )
 
 
 @pytest.mark.parametrize(

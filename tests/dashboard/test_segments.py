@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -13,6 +14,7 @@ import pytest
 import kvsim
 from kvsim.analysis.kept.segmentation import segmented
 from kvsim.analysis.kept.segments import ams_segments
+from kvsim.core.attention import Formula
 from kvsim.tiny.sample import sample_trace
 
 
@@ -35,10 +37,10 @@ def trace():
 def replayed(trace, layer, budget=128, interval=32, scorer="tova", **params):
     """AMS as the page has it by default, and the scorer alone on the same events."""
     policy = kvsim.policy(f"ams@scaled+{scorer}", **params)
-    terms = {"interval": interval, "layers": [layer]}
+    terms = {"interval": interval, "prefill": True, "layers": [layer]}
     return (
         kvsim.replay(trace, policy, budget, internals=True, **terms),
-        kvsim.replay(trace, kvsim.policy(scorer), budget, prefill=False, **terms),
+        kvsim.replay(trace, kvsim.policy(scorer), budget, **terms),
     )
 
 
@@ -130,7 +132,7 @@ def test_the_figure_draws_the_event(page, trace):
 
 def test_the_first_event_has_none_before(page):
     """No old boundaries, and nothing that has moved."""
-    app = page(event="257")
+    app = page(event="225")
 
     assert not app.exception
     assert "boundaries of the event before" not in drawn(app)
@@ -225,8 +227,30 @@ def test_nothing_dropped_is_an_empty_state(page):
     app = page(interval="0")
 
     assert not app.exception
-    assert any("Nothing is evicted" in one.value for one in app.info)
-    assert "give an interval that fits the trace" in app.text[0].value
+    assert [one.value for one in app.warning] == ["There are no segments with these settings."]
+    assert "give a smaller budget, or an interval that fits the trace" in app.text[0].value
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt", "window"), [(120, 120, None), (120, 118, None), (120, 1, 50), (2, 2, None)]
+)
+def test_a_trace_opens_on_a_picture(opened, random_trace, tmp_path, n, prompt, window):
+    """Without a response, with a short one, below a windowed layer, and of two tokens.
+
+    One sentence says which stretches of the text the segments are.
+    """
+    formulas = [Formula(8**-0.5), Formula(8**-0.5, window=window)]
+    texts = [f"token{at}" for at in range(n)]
+    trace = random_trace(n, texts, prompt_len=prompt, formulas=formulas)
+    trace.save(tmp_path / "recorded.zarr")
+
+    app = opened(tmp_path, "segments")
+
+    assert not app.exception
+    assert not app.warning
+    assert len(app.get("plotly_chart")) == 1
+    meaning = r"The \d+ segments are stretches of the text of which this head keeps \d+ to \d+ "
+    assert re.match(meaning, app.text[0].value)
 
 
 def test_tokens_are_text(page):

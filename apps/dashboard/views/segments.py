@@ -1,4 +1,7 @@
-"""Page *Segments*: how AMS cuts a cache at an event, next to its scorer alone."""
+"""Page *Segments*: how AMS cuts a cache at an event, next to its scorer alone.
+
+Both act after the prompt too, as on *Retention*, so that every text longer than its budget has one.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ import streamlit as st
 from kvsim import Record, Trace
 from kvsim.analysis.kept.segmentation import Segmented, cut_table, segmented
 from kvsim.analysis.kept.segments import NEAR
-from kvsim.analysis.kept.states import head_course, kept_positions
+from kvsim.analysis.kept.states import head_course, kept_positions, spaced
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
+from kvsim.sweeps import shared_prefill
 
 from .. import cache, controls, elements, event_charts, readings
 from ..tiles import SIDE
@@ -61,19 +65,11 @@ def page() -> None:
         "of entries, the best by the scorer; below, the scorer alone with the same budget.",
     )
     # live entries of the heads of a layer, summed over its events
-    if interval and trace.n_heads * (trace.n_pos // interval + 1) * (budget + interval) > MOST:
+    later = (trace.n_pos - trace.prompt_len) // interval if interval else 0
+    if trace.n_heads * (trace.prompt_len + later * (budget + (interval or 0))) > MOST:
         st.warning("Too many events to keep the decisions of each; give a longer interval.")
         st.stop()
     replays = _replays(trace, scorer, budget, interval, params)
-    if replays.ams.remark:
-        elements.reading(replays.ams.remark)
-    if not replays.events:
-        st.info(
-            "Nothing is evicted in this layer. A smaller budget, or an interval that fits the "
-            "trace, makes events act.",
-            icon=":material/info:",
-        )
-        st.stop()
     events = replays.events
     shown = events[::-1][:: max(1, len(events) // SIDE)][::-1]
     row = controls.event([event.row for event in shown], place)
@@ -87,7 +83,8 @@ def _replays(
     """Replay both. Where there are no segments the page says why, and ends."""
     name, source = f"ams+{scorer}", controls.source()
     layer, head = controls.layer(), controls.head()
-    choice = cache.Choice(name, controls.required(name) | params, budget, interval)
+    prefill = shared_prefill(interval, None)
+    choice = cache.Choice(name, controls.required(name) | params, budget, interval, prefill)
     try:
         if cache.together(choice):
             raise PolicyError(
@@ -98,7 +95,7 @@ def _replays(
         required = controls.required(scorer)
         alone = cache.Choice(scorer, required, budget, record.interval, record.prefill)
         other = cache.record(source, alone, layer)
-        events = segmented(record, layer, head) if record.events else []
+        events = segmented(record, layer, head)
     except KvsimError as error:
         st.warning("There are no segments with these settings.", icon=":material/block:")
         st.text(str(error))
@@ -113,17 +110,19 @@ def _event(replays: Replays, event: Segmented, before: Segmented | None) -> None
         f"{replays.scorer} alone": head_course(replays.alone, layer, replays.head_alone),
     }
     alone = kept_positions(replays.alone, layer, replays.head_alone, row)
+    texts = None if trace.token_text is None else spaced(trace.token_text)
+    elements.reading(readings.segments(event, alone, replays.scorer, texts))
     if len(event.quota) > SIDE:
         st.info(f"{len(event.quota):,} segments are too many to draw; the table has them all.")
     else:
         names = ("ams", replays.scorer)
-        figure = event_charts.segments(event, before, alone, names, trace.token_text)
-        elements.chart(figure, "segments")
-        elements.reading(readings.segments(event, alone, replays.scorer))
+        elements.chart(event_charts.segments(event, before, alone, names, texts), "segments")
     elements.numbers(
         {name: course.filter(pl.col("event") == row) for name, course in courses.items()}
     )
     _cut(replays, row)
+    if replays.ams.remark:
+        elements.reading(replays.ams.remark)
     records = (replays.ams, replays.alone)
     elements.fidelity([fidelity(trace, record, "sets", layer) for record in records])
     _downloads(replays, event, before)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from kvsim import Trace
+from kvsim.analysis.kept.states import spaced
 from kvsim.schema import plural
 
 from .. import cache, controls, elements, readings
@@ -47,8 +48,9 @@ def _attention(trace: Trace) -> tuple[int, int]:
     tile = cache.attention(
         controls.source(), controls.layer(), qhead, range(*rows), range(*positions)
     )
-    elements.heat_map(tile, trace.token_text, key="attention")
-    elements.reading(readings.attention(tile, trace.token_text))
+    texts = None if trace.token_text is None else spaced(trace.token_text)
+    elements.heat_map(tile, texts, key="attention")
+    elements.reading(readings.attention(tile, texts))
     pooled = " A cell shows the largest weight of its rows and positions." * tile.pooled
     st.caption(
         f"{trace.n_pos:,} tokens, {trace.prompt_len:,} of them prompt; "

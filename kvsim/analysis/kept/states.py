@@ -86,10 +86,13 @@ def token_states(
         following = min(row + 1, record.n_pos - 1)
         read = read_entries(record, at, slice(following, following + 1))[head * len(gone), 0]
         codes[: len(read)][(codes[: len(read)] == 1) & ~read] = 4
-    text: Sequence[str] = trace.token_text
-    if not any(character.isspace() for piece in text for character in piece):
-        text = [f"{piece} " for piece in text]  # tokens without blanks are words
-    return TokenStates(row, codes, text)
+    return TokenStates(row, codes, spaced(trace.token_text))
+
+
+def spaced(texts: Sequence[str]) -> Sequence[str]:
+    """Return tokens that form a text; a blank follows each where none has one: they are words."""
+    blank = any(character.isspace() for piece in texts for character in piece)
+    return texts if blank else [f"{piece} " for piece in texts]
 
 
 @dataclass(frozen=True)
