@@ -68,6 +68,8 @@ _CSS = (
 )
 #: Characters of a line, and lines of a figure.
 COLUMNS, LINES = 100, 60
+#: Characters of a token up to which a page shows it whole.
+LONGEST = 64
 # Points of a character's height, and inches of its width in matplotlib's own monospaced font.
 _SIZE = 8.0
 _WIDTH = 0.602 * _SIZE / 72
@@ -280,7 +282,8 @@ def token_html(
 ) -> str:
     """The text of `token_text` as an HTML fragment: a `pre` with a `span` for each run of a state.
 
-    The text of tokens is untrusted: all of it is escaped, and none of it is in an attribute.
+    The text of tokens is untrusted: all of it is escaped, none of it is in an attribute, and each
+    has at most `LONGEST` characters.
     Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
     which distinguishes evicted tokens that a later row would attend to (`token_states`).
     """
@@ -291,9 +294,9 @@ def token_html(
     spans = []
     for first, last in zip(edges, [*edges[1:], len(codes)], strict=True):
         code = codes[first]
-        text = html.escape("".join(map(_visible, pieces[first:last])))
+        text = html.escape("".join(map(visible_token, pieces[first:last])))
         spans.append(f'<span title="{TOKEN_STATES[code]}" style="{_CSS[code]}">{text}</span>')
-    return f'<pre style="white-space:pre-wrap">{"".join(spans)}</pre>'
+    return f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(spans)}</pre>'
 
 
 def lift_bars(
@@ -371,6 +374,7 @@ def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
     return out
 
 
-def _visible(text: str) -> str:
-    """Text as it is, but for newlines shown and control characters escaped."""
+def visible_token(text: str) -> str:
+    """Text of a token, newlines shown and control characters escaped; a long one is cut."""
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}\u2026"
     return "".join(c if c.isprintable() else "\\n\n" if c == "\n" else escaped(c) for c in text)

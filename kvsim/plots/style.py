@@ -146,7 +146,7 @@ def _drawable() -> frozenset[int]:
 
 def short_text(text: str, most: int) -> str:
     """Plain text on one line, cut to at most `most` characters."""
-    shown = plain_text(text).replace("\n", "\\n")
+    shown = plain_text(text[: most + 1]).replace("\n", "\\n")
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 

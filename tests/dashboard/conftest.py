@@ -28,7 +28,11 @@ HOSTILE = [
     "a\x00b\x1b[31m",
     "$\\alpha$ :material/error: :smile:",
     "|a|b|\n|-|-|",
+    "%{x}</pre></div><style>*{display:none}</style>",
+    "\u2067\u05e9\u05dc\u05d5\u05dd",
 ]
+#: A megabyte in one token, in one line and in a million.
+HUGE = ["<b>" + "x" * 1_000_000, "\n" * 1_000_000]
 
 
 def made(n=120, texts=None, **options):
@@ -40,8 +44,8 @@ def made(n=120, texts=None, **options):
 
 
 def hostile(n=120):
-    """A trace whose tokens and name are markup."""
-    texts = [HOSTILE[place % len(HOSTILE)] for place in range(n)]
+    """A trace whose tokens and name are markup, and whose last tokens are huge."""
+    texts = [HOSTILE[place % len(HOSTILE)] for place in range(n - len(HUGE))] + HUGE
     return made(n, texts, name="<img src='http://names.invalid/a.png'>")
 
 

@@ -17,6 +17,13 @@ import kvsim
 from kvsim import Rope, Trace
 from kvsim.sweeps.run import replay_all
 
+#: Pixels of the page's height, and by how many each text is wider than its place.
+_SIZES = """() => [
+  document.querySelector("[data-testid=stMain]").scrollHeight,
+  ...[...document.querySelectorAll("[data-testid=stHtml], [data-testid=stText]")].map(
+    (text) => text.scrollWidth - text.clientWidth),
+]"""
+
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(
@@ -178,10 +185,20 @@ def hostile(tab, address):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_hostile_tokens_and_names_stay_text(hostile, page):
-    """No image is fetched, no script runs, and nothing breaks."""
+    """No image is fetched, no script runs, no mark turns the text around, and nothing breaks.
+
+    A megabyte in a token is cut: the page stays short, no text is wider than its column.
+    """
+    hostile.received.clear()
     hostile.follow(page)
 
     hostile.check()
+    hostile.fits()
+    assert not re.search("[\u202a-\u202e\u2066-\u2069]", hostile.page.inner_text("body"))
+    assert sum(hostile.received) < 1e6
+    height, *wider = hostile.page.evaluate(_SIZES)
+    assert height < 10_000
+    assert max(wider, default=0) <= 0
     if page not in ("answer", "compare", "fidelity"):
         assert hostile.chosen("Trace") == "more/hostile.zarr"
     assert hostile.page.title() != "taken"

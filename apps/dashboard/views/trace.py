@@ -9,9 +9,11 @@ import streamlit as st
 
 from kvsim import Trace
 from kvsim.analysis.kept.states import spaced
+from kvsim.plots.records import visible_token
 from kvsim.schema import plural
 
 from .. import cache, controls, elements, readings
+from ..replays import WINDOW
 
 
 def page() -> None:
@@ -79,10 +81,11 @@ def _heads(trace: Trace) -> None:
 
 def _text(trace: Trace, texts: Sequence[str], first: int, stop: int) -> None:
     """Show the tokens of some positions; their text is untrusted."""
+    stop = min(stop, first + WINDOW)
     spans = "".join(
         f'<span title="{position}" style="border-left:1px solid #8888;padding:0 1px;'
         f'{"" if position < trace.prompt_len else "font-weight:600"}">'
-        f"{html.escape(texts[position])}</span>"
+        f"{html.escape(visible_token(texts[position]))}</span>"
         for position in range(first, stop)
     )
     st.caption(f"Positions {first} to {stop - 1}; the response is bold. Hover shows the position.")
