@@ -28,7 +28,7 @@ from kvsim.tiny.sample import sample_trace
 
 DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS.parent / "tests"))
-from browsing import PAGES, Tab, chromium, serve  # noqa: E402 - found by the line above
+from browsing import PAGES, Tab, chromium, home, serve  # noqa: E402 - found by the line above
 
 SIZES, SCHEMES = ((1440, 900), (1000, 700)), ("light", "dark")
 #: Bytes of all pictures, at most.
@@ -78,7 +78,7 @@ def shoot(folder: Path, pages: list[str], title: str | None = None, **link: Any)
                 tab.page.set_viewport_size({"width": width, "height": height})
                 for page in pages:
                     name = f"images/dashboard-{title or page}-{width}-{scheme}.webp"
-                    tab.open(address.partition("/?")[0], page.replace(START, PAGES[0]), **link)
+                    tab.open(home(address), page.replace(START, PAGES[0]), **link)
                     tab.check()
                     if tab.overflow() > 0:
                         raise SystemExit(f"{name}: the page is wider than the screen")

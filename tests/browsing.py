@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 #: Pages by their address; the first one opens by default.
 PAGES = ("answer", "retention", "segments", "compare", "trace", "layers", "fidelity")
@@ -94,6 +95,17 @@ def serve(folder: str | Path, browser: str | None = None) -> Iterator[str]:
         server.stdout.close()
 
 
+def home(link: str) -> str:
+    """Return the address of the pages, to which a printed one leads."""
+    parts = urlsplit(link)
+    connection = HTTPConnection(parts.netloc, timeout=60)
+    connection.request("GET", f"/?{parts.query}")
+    location = connection.getresponse().headers["Location"]
+    connection.close()
+    assert "token" not in location
+    return f"http://{parts.netloc}{location.rstrip('/')}"
+
+
 @contextmanager
 def chromium(link: str) -> Iterator[Any]:
     """Open one browser that has the token of a link in a cookie; yield its context.
@@ -110,9 +122,8 @@ def chromium(link: str) -> Iterator[Any]:
         )
         context = browser.new_context(viewport={"width": 1280, "height": 1100})
         context.set_default_timeout(120_000)
-        answer = context.request.get(link, max_redirects=0)  # loads no page
-        assert "token" not in answer.headers["location"]
-        context.new_page().goto(f"{link.partition('/?')[0]}/_stcore/health")
+        context.request.get(link, max_redirects=0)  # loads no page
+        context.new_page().goto(f"{home(link)}/_stcore/health")
         yield context
         browser.close()
 

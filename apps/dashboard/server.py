@@ -2,7 +2,9 @@
 
 Other users of a machine reach its loopback address too, and so does every page that is open in the
 browser. `Guard` therefore lets nothing through, page, file or WebSocket, without the token of this
-server, which is drawn when it starts.
+server, which is drawn when it starts. Browsers send a cookie to all ports of a host, but not to all
+paths: the pages lie below a path that no other server knows, and the cookie with the token is sent
+there alone.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode
 
 import streamlit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
-from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from streamlit import config
 from streamlit.starlette import App
 
 ADDRESS: Final = "127.0.0.1"
+COOKIE: Final = "kvsim"
 #: This machine in an address. Another name is that of a site that points to it (DNS rebinding).
 HOST: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")
 
@@ -66,18 +68,22 @@ HEADERS: Final = {
 }
 REFUSED: Final = (
     "refused: the address has no token, or that of another server; expected the address that "
-    "`kvsim dashboard` printed, open that one\n"
+    "`kvsim dashboard` printed, open that one, or append its token=... to this one\n"
 )
+#: The path of the pages of a server that was started before, or elsewhere, in a link.
+FORMER: Final = re.compile(r"/[0-9a-f]{32}(?=/)")
 
 
 class Guard:
     """Middleware that answers only who has the token, and only pages of the server itself.
 
-    The token is in the address that is opened first, or in the cookie that this address sets.
+    The token is in the address that is opened first, or in the cookie that this address sets for
+    `base`, the path of the pages.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app, self.token = app, token.encode()
+        self.base = f"/{sha256(self.token).hexdigest()[:32]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, refuse it, or turn the token of its address into a cookie."""
@@ -85,7 +91,6 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        cookie = f"kvsim-{scope['server'][1]}"  # ports share their cookies
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         socketed = scope["type"] == "websocket"
 
@@ -102,16 +107,20 @@ class Guard:
             allowed = False
         elif not socketed and self._matches(dict(query).get("token")):
             rest = urlencode([(name, value) for name, value in query if name != "token"])
-            # one slash: a second one would start the name of another host
-            path = "/" + quote(scope["path"].lstrip("/")) + (f"?{rest}" if rest else "")
+            path = self.base + quote(FORMER.sub("", scope["path"])) + (f"?{rest}" if rest else "")
             response = RedirectResponse(path, 303, {"Cache-Control": "no-store"})
-            response.set_cookie(cookie, self.token.decode(), httponly=True, samesite="lax")
+            terms: Any = {"path": self.base, "httponly": True, "samesite": "lax"}
+            response.set_cookie(COOKIE, self.token.decode(), **terms)
             await response(scope, receive, shielded)
             return
         else:
-            allowed = self._matches(cookie_parser(headers.get("cookie", "")).get(cookie))
+            # another server of this machine may have set cookies of the same name
+            cookies = (each.strip().partition("=") for each in headers.get("cookie", "").split(";"))
+            allowed = scope["path"].startswith(f"{self.base}/") and any(
+                name == COOKIE and self._matches(value) for name, _, value in cookies
+            )
         if allowed:
-            await self.app(scope, receive, shielded)
+            await self.app({**scope, "root_path": self.base}, receive, shielded)
         elif socketed:
             await send({"type": "websocket.close", "code": 1008})
         else:

@@ -28,7 +28,7 @@ from kvsim.sweeps.run import replay_all
 from kvsim.tiny.sample import sample_trace
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from browsing import PAGES, Tab, chromium, serve
+from browsing import PAGES, Tab, chromium, home, serve
 from replay import put
 
 BEGIN, END = "<!-- begin dashboard -->", "<!-- end dashboard -->"
@@ -105,7 +105,7 @@ def run(folder: Path) -> list[dict[str, Any]]:
     rows = []
     with serve(folder) as link, chromium(link) as context:
         tab = Tab(context.new_page())
-        for name, action in looks(tab, link.partition("/?")[0]):
+        for name, action in looks(tab, home(link)):
             received, before = len(tab.received), spent()
             seconds = action()
             size = sum(tab.received[received:])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import browsing
 import pytest
@@ -56,8 +58,8 @@ def link(looked_into, serve):
 
 @pytest.fixture(scope="module")
 def address(link):
-    """Where the dashboard answers, without the token, which the browser has in a cookie."""
-    return link.partition("/?")[0]
+    """Where the pages are, without the token, which the browser has in a cookie."""
+    return browsing.home(link)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,46 @@ def test_the_printed_address_opens_the_first_page(tab, link, address, capsys):
 
     opens(tab, PAGES[0], took, capsys)
     assert "token" not in tab.page.url
+
+
+@pytest.fixture
+def neighbour():
+    """Another server of this machine: its address, and the cookies that it receives."""
+    received = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            received.append(self.headers.get("Cookie", ""))
+            self.send_response(200)
+            self.send_header("Set-Cookie", "kvsim=taken; Path=/")
+            self.end_headers()
+            self.wfile.write(b"<img src=/image.png>")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/segments?trace=sample.zarr", received
+        server.shutdown()
+
+
+def test_another_server_gets_no_token(tab, link, address, neighbour):
+    """Browsers send cookies to all ports; a page there, its images and its cookies change nothing.
+
+    A link of an earlier start opens with the token.
+    """
+    page, received = neighbour
+    other = tab.page.context.new_page()
+    other.goto(page, wait_until="load")
+    token = link.partition("token=")[2]
+    other.goto(f"{link.partition('?')[0]}{'0' * 32}/favicon.png?token={token}")
+
+    assert len(received) > 1
+    assert not any(token in cookies for cookies in received)
+    assert other.url == f"{address}/favicon.png"
+    assert other.goto(f"{address}/_stcore/health").ok
+    other.close()
 
 
 @pytest.mark.parametrize("page", ["compare", "fidelity", "layers"])

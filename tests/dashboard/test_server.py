@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import http.client
+import re
 import shlex
 import stat
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import browsing
 import pytest
 
 #: Pages, scripts, files, the state of the server, and what is not there.
@@ -73,7 +75,13 @@ def token(link):
 @pytest.fixture
 def cookie(link, token):
     """The header with the token, as a browser sends it."""
-    return {"Cookie": f"kvsim-{link.port}={token}"}
+    return {"Cookie": f"other=1; kvsim={token}; kvsim=of-another-server"}
+
+
+@pytest.fixture
+def home(link):
+    """The path of the pages."""
+    return urlsplit(browsing.home(link.geturl())).path
 
 
 @pytest.fixture
@@ -94,25 +102,30 @@ def ask(link):
 
 
 @pytest.fixture
-def socket_status(ask, link):
+def socket_status(ask, link, home):
     """Ask for the WebSocket of the pages, and return the status."""
 
     def send(origin=f"http://127.0.0.1:{link.port}", **headers):
         headers |= {} if origin is None else {"Origin": origin}
         headers |= {"Connection": "Upgrade", "Upgrade": "websocket"}
         headers |= {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="}
-        return ask("/_stcore/stream", **headers)[0]
+        return ask(f"{home}/_stcore/stream", **headers)[0]
 
     return send
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_is_sent_without_the_token(ask, link, token, path):
-    """Pages, static files and the state of the server are refused, whatever the token is not."""
+def test_nothing_is_sent_without_the_token(ask, token, home, cookie, path):
+    """Pages, static files and the state of the server are refused, whatever the token is not.
+
+    So they are where browsers would send the token to other servers, too.
+    """
     wrong = [token[:-1], token + "x", token.swapcase(), "x" * len(token), "", "\xff", "%00"]
     join = "&" if "?" in path else "?"
-    answers = [ask(path), ask(path, Cookie=f"kvsim-1={token}"), ask(path, Cookie="kvsim=; =;;")]
-    answers += [ask(path, Cookie=f"kvsim-{link.port}={each}") for each in wrong]
+    answers = [ask(path, **cookie), ask(home, **cookie), ask(f"{home}x{path}", **cookie)]
+    path = home + path
+    answers += [ask(path), ask(path, Cookie=f"kvsim-1={token}"), ask(path, Cookie="kvsim=; =;;")]
+    answers += [ask(path, Cookie=f"kvsim={each}") for each in wrong]
     answers += [ask(f"{path}{join}token={each}") for each in wrong if each.isascii()]
     for status, headers, content in answers:
         assert status == 403
@@ -121,33 +134,40 @@ def test_nothing_is_sent_without_the_token(ask, link, token, path):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
-def test_no_other_method_gets_through(ask, token, cookie, method):
+def test_no_other_method_gets_through(ask, home, token, cookie, method):
     """Uploads and the like need the token too, and a page of this server that asks."""
-    for path in ("/_stcore/upload_file/a/b", f"/?token={token}"):
+    for path in (f"{home}/_stcore/upload_file/a/b", f"/?token={token}"):
         assert ask(path, method)[0] == 403
         assert ask(path, method, **cookie)[0] == 403
         assert ask(path, method, Origin="http://evil.invalid", **cookie)[0] == 403
 
 
-def test_the_address_becomes_a_cookie(ask, link, token):
-    """The printed address leads to itself without the token, and keeps the rest of its query."""
+def test_the_address_becomes_a_cookie(ask, home, token):
+    """The printed address leads to the pages without the token, and keeps the rest of its query.
+
+    The path of the pages says nothing of the token; that of another server is replaced.
+    """
+    assert re.fullmatch("/[0-9a-f]{32}", home)
+    assert home[1:] not in token
     for path, target in {
         "/": "/",
         "/retention": "/retention",
-        "//evil.invalid/x": "/evil.invalid/x",
+        f"{home}/retention": "/retention",
+        f"/{'0' * 32}/retention": "/retention",
+        "//evil.invalid/x": "//evil.invalid/x",
         "/a%0d%0ab%3f": "/a%0D%0Ab%3F",
     }.items():
         status, headers, _ = ask(f"{path}?trace=a%20b&token={token}&layer=1")
-        assert (status, headers["Location"]) == (303, f"{target}?trace=a+b&layer=1")
-        assert headers["Set-Cookie"].startswith(f"kvsim-{link.port}={token}; ")
+        assert (status, headers["Location"]) == (303, f"{home}{target}?trace=a+b&layer=1")
+        assert headers["Set-Cookie"].startswith(f"kvsim={token}; ")
         flags = {flag.strip().lower() for flag in headers["Set-Cookie"].split(";")[1:]}
-        assert flags == {"httponly", "path=/", "samesite=lax"}
+        assert flags == {"httponly", f"path={home}", "samesite=lax"}
         assert headers["Cache-Control"] == "no-store"
 
 
-def test_with_the_cookie_there_are_pages_that_no_other_may_frame(ask, cookie):
+def test_with_the_cookie_there_are_pages_that_no_other_may_frame(ask, home, cookie):
     """With the token come page, scripts and state; frames and foreign scripts are forbidden."""
-    status, headers, page = ask("/", **cookie)
+    status, headers, page = ask(f"{home}/", **cookie)
     assert (status, b"<title>Streamlit" in page) == (200, True)
     policy = dict(
         part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";")
@@ -158,9 +178,10 @@ def test_with_the_cookie_there_are_pages_that_no_other_may_frame(ask, cookie):
     assert headers["X-Frame-Options"] == "DENY"
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Referrer-Policy"] == "no-referrer"
-    assert ask("/_stcore/health", **cookie)[0] == 200
+    assert ask(f"{home}/_stcore/health", **cookie)[0] == 200
+    assert ask(f"{home}/retention/", **cookie)[1]["Location"] == f"{home}/retention"
     script = page.decode().partition('src="./static/js/')[2].partition('"')[0]
-    assert ask(f"/static/js/{script}", **cookie)[0] == 200
+    assert ask(f"{home}/static/js/{script}", **cookie)[0] == 200
 
 
 def test_the_socket_needs_the_token_and_a_page_of_this_server(socket_status, link, cookie):
@@ -169,7 +190,7 @@ def test_the_socket_needs_the_token_and_a_page_of_this_server(socket_status, lin
     assert socket_status(**cookie) == 101
     assert socket_status(f"http://localhost:{port}", Host=f"localhost:{port}", **cookie) == 101
     assert socket_status() == 403
-    assert socket_status(Cookie=f"kvsim-{port}=wrong") == 403
+    assert socket_status(Cookie="kvsim=wrong") == 403
     for origin in (
         None,
         "",
@@ -184,7 +205,9 @@ def test_the_socket_needs_the_token_and_a_page_of_this_server(socket_status, lin
         assert socket_status(origin, **cookie) == 403, origin
 
 
-def test_a_name_that_points_to_this_machine_is_refused(ask, socket_status, link, token, cookie):
+def test_a_name_that_points_to_this_machine_is_refused(
+    ask, socket_status, link, home, token, cookie
+):
     """A site whose name is made to point to this machine gets nothing, even with the token."""
     for host in (
         "evil.invalid",
@@ -194,9 +217,10 @@ def test_a_name_that_points_to_this_machine_is_refused(ask, socket_status, link,
         "::1",
     ):
         assert ask(f"/?token={token}", Host=host)[0] == 403
-        assert ask("/", Host=host, **cookie)[0] == 403
+        assert ask(f"{home}/", Host=host, **cookie)[0] == 403
         assert socket_status(f"http://{host}", Host=host, **cookie) == 403
-    assert ask("/", Host="localhost:9000", **cookie)[0] == 200  # forwarded from another machine
+    # forwarded from another machine
+    assert ask(f"{home}/", Host="localhost:9000", **cookie)[0] == 200
 
 
 def test_the_token_is_in_no_command_that_others_can_read(link, opened):
