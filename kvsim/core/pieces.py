@@ -141,10 +141,16 @@ class Schedule:
             return prompt
         return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
 
-    def longest(self, prompt_len: int, budget: int) -> int:
-        """Entries that a head holds before an event at most, once it has been cut to the budget."""
-        prompt = prompt_len if self.prefill else 0
-        return max(prompt, budget + (self.interval or 0), 1)
+    def longest(self, prompt_len: int, budget: int, n_pos: int) -> int:
+        """The most entries that a head holds before an event in n_pos tokens, if cut to the budget.
+
+        What later events find plays no part, so that a plan does not depend on the future.
+        """
+        if self.interval is None:
+            return prompt_len
+        first = prompt_len if self.prefill else prompt_len + self.interval
+        last = n_pos - (n_pos - prompt_len) % self.interval
+        return max(first, min(last, budget + self.interval))
 
     def override(
         self, interval: int | None, prefill: bool | None, compress: str | None = None

@@ -247,12 +247,13 @@ class Policy(Displayed):
         budget: int,
         *,
         prompt_len: int = 0,
+        n_pos: int = NEVER,
         n_layers: int = 1,
         schedule: Schedule | None = None,
     ) -> None:
         """Raise BudgetError where the policy has no rule for the budget.
 
-        prompt_len, n_layers: of the trace; schedule: what the policy's own is replaced by.
+        prompt_len, n_pos, n_layers: of the trace; schedule: what the policy's own is replaced by.
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
@@ -267,7 +268,7 @@ class Policy(Displayed):
 
         def exceeded(total: int) -> tuple[int, int] | None:
             """The first budget of a layer below the size of its protection, and that size."""
-            longest = events.longest(prompt_len, total)
+            longest = events.longest(prompt_len, total, n_pos)
             fit = self.at(total)
             planned = fit.layer_budgets.planned(total, n_layers, longest)
             sizes = ((b, fit.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))

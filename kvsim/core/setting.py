@@ -77,10 +77,11 @@ class Setting:
     interval is that of the schedule, budget the policy's, n_layers the trace's.
     policy: its name, for errors. windowed: layers whose sliding window is shorter than the text;
     they are not replayed.
-    protected: protected entries of a head, once they exist. longest: the most entries that a head
-    holds before an event, if every layer gets the budget. For clairvoyant scorers, of the whole
-    replay: events, the rows after which they fire; spared, how many of the first positions and how
-    many of the most recent ones are protected; response, the first row after the prompt.
+    protected: protected entries of a head, once they exist. longest: of so many tokens the most
+    entries that a head holds before an event, if every layer gets the budget. For clairvoyant
+    scorers, of the whole replay: events, the rows after which they fire; spared, how many of the
+    first positions and how many of the most recent ones are protected; response, the first row
+    after the prompt.
     """
 
     budget: int
@@ -89,7 +90,7 @@ class Setting:
     n_layers: int
     clairvoyant: bool = False
     protected: int = 0
-    longest: int = 0
+    longest: Callable[[int], int] = int
     windowed: tuple[int, ...] = ()
     events: tuple[int, ...] = ()
     spared: tuple[int, int] = (0, 0)

@@ -253,7 +253,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
     if budget >= context:
         return
     try:
-        policy.check_budget(budget, prompt_len=prompt, n_layers=model.n_layers)
+        policy.check_budget(budget, prompt_len=prompt, n_pos=context, n_layers=model.n_layers)
     except BudgetError as error:
         if not policy.at(budget).requested(budget).prompt:
             raise

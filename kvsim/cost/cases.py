@@ -166,7 +166,7 @@ class Case:
         never = policy.schedule.interval is None and not policy.schedule.prefill
         if never or not (policy.allocator.bounded and policy.layer_budgets.bounded):
             return [self.context] * n_layers
-        longest = policy.schedule.longest(self.prompt, self.budget)
+        longest = policy.schedule.longest(self.prompt, self.budget, self.context)
         planned = [*policy.layer_budgets.planned(self.budget, n_layers, longest)]
         return planned if len(planned) == n_layers else planned * n_layers
 

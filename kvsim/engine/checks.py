@@ -51,7 +51,8 @@ def check_cell(
         trace.read(missing[0])  # its error says how the array is recorded
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         for end in schedule.ends(trace.prompt_len, trace.context_len):
-            policy.check_budget(budget, prompt_len=end, n_layers=sharing(trace), schedule=schedule)
+            sizes = {"prompt_len": end, "n_pos": trace.n_pos, "n_layers": sharing(trace)}
+            policy.check_budget(budget, **sizes, schedule=schedule)
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
     policy.allocator.check(trace)
@@ -131,8 +132,7 @@ def remark(
     events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
-    planned = policy.layer_budgets.planned(budget, sharing(trace), trace.n_pos)
-    if policy.bounded and fires and min(planned, default=0) >= trace.n_pos:
+    if policy.bounded and fires and budget >= trace.n_pos:
         return (  # without the policy's name, so that it appears once for all policies
             f"budget {budget} holds all {trace.n_pos} tokens, so that nothing is evicted; give a "
             "smaller one"
@@ -175,7 +175,7 @@ def remark(
 def _full_layers_remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> str:
     """In how many layers a smaller budget than the policy's is full of what is protected."""
     protected = policy.protection(budget).size(trace.prompt_len)
-    longest = schedule.longest(trace.prompt_len, budget)
+    longest = schedule.longest(trace.prompt_len, budget, trace.n_pos)
     planned = policy.layer_budgets.planned(budget, sharing(trace), longest)
     full = sum(of_layer <= protected for of_layer in planned)
     if not full or budget <= protected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -241,7 +242,7 @@ def setting_of(
         n_layers=trace.n_layers,
         clairvoyant=policy.scorer.clairvoyant,
         protected=policy.protection(budget).size(prompt_len),
-        longest=schedule.longest(prompt_len, budget),
+        longest=partial(schedule.longest, prompt_len, budget),
         windowed=trace.windowed,
         policy=policy.name,
     )

@@ -193,7 +193,7 @@ class AMS(Allocator):
         """Usage u and the suffix that the window cannot judge, both [L, H, n]; u in float64."""
         count = view.count
         rows = min(self.window, view.row + 1)
-        if self.mode == "reference":
+        if self.mode == "reference" and not view.is_prompt:
             buffered = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
             rows = min(rows, buffered - 1)
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]

@@ -5,14 +5,15 @@ arXiv 2406.02069, section 4. Scores are SnapKV's. With c the budget and beta the
 layer gets mn = c / beta entries, the first mx = 2c - mn; between them the budget falls linearly. A
 layer with a sliding window is left out and not counted, because the window bounds its cache.
 
-Deviations. A layer's budget includes its window. The layers' budgets are computed once, from the
-longest cache T that an event can see: mx is at most T - window, budgets are clipped to [window, T],
-and rounding by largest remainders makes their mean exactly the budget. Two presets follow
-implementations that compute the budgets at every event, from the entries that the layer then holds
-(`rule="event"`): `pyramidkv@kvpress` (window 64, average-pool of 5, the plain budget where mn is
-below the window) and `pyramidkv@reference`, the rule in the AMS release. In decoding these budgets
-oscillate, because layers then hold different numbers of entries. Both presets count a layer's depth
-among all layers, also those with a sliding window.
+Deviations. A layer's budget includes its window. The layers' budgets are those of the longest cache
+T that an event has found so far, if each layer gets the budget: the prompt, and in decoding
+c + interval where that is more. mx is at most T - window and at least c, budgets are clipped to
+[window, T], and rounding by largest remainders makes their mean exactly the budget. Two presets
+follow implementations that compute the budgets at every event, from the entries that the layer then
+holds (`rule="event"`): `pyramidkv@kvpress` (window 64, average-pool of 5, the plain budget where mn
+is below the window) and `pyramidkv@reference`, the rule in the AMS release. In decoding these
+budgets oscillate, because layers then hold different numbers of entries. Both presets count a
+layer's depth among all layers, also those with a sliding window.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvsim.core.view import View
 
 @dataclass(frozen=True)
 class Pyramid(LayerBudgets):
-    """Budgets that fall with depth; `rule` says whether once or at every event."""
+    """Budgets that fall with depth; `rule` says whether by the schedule or by what layers hold."""
 
     window: Annotated[int, AtLeast(1)] = 8
     beta: Annotated[float, AtLeast(1)] = 20.0
@@ -54,8 +55,9 @@ class Pyramid(LayerBudgets):
         """Return the budget n_l of each layer, int [L]."""
         if self.rule == "fixed":
             windowed = torch.tensor(view.setting.windowed, device=view.layers.device)
+            longest = view.setting.longest(view.next_position)
             place = view.layers - (windowed < view.layers.unsqueeze(-1)).sum(-1)
-            of_all = self.planned(budget, view.n_layers - len(windowed), view.setting.longest)
+            of_all = self.planned(budget, view.n_layers - len(windowed), longest)
             return torch.tensor(of_all, device=view.layers.device)[place]
         count = view.count.amax(-1).double()  # entries of a head before the event
         last = torch.full_like(count, budget / self.beta)
@@ -74,14 +76,8 @@ def _planned(pyramid: Pyramid, budget: int, n_layers: int, longest: int) -> tupl
     """`Pyramid.planned` of the rule "fixed"."""
     least = min(pyramid.window, budget)  # a smaller budget is refused, for the window is kept
     most = max(longest, budget)
-    last = budget / pyramid.beta
-    first = 2 * budget - last
-    if first >= longest - pyramid.window:
-        first = longest - pyramid.window
-        last = 2 * budget - first
-    share = torch.linspace(first, last, n_layers, dtype=torch.float64)
-    if n_layers == 1:
-        share = torch.tensor([float(budget)], dtype=torch.float64)
+    first = max(budget, min(2 * budget - budget / pyramid.beta, longest - pyramid.window))
+    share = torch.linspace(first, 2 * budget - first, n_layers, dtype=torch.float64)
     share = share.clamp(min=least, max=most)
     total = torch.tensor(n_layers * budget)
     floor = torch.full((n_layers,), least)

@@ -55,10 +55,10 @@ def test_layers_that_see_the_whole_text_share_budgets_as_if_alone(policy):
     trace, alone = make(), make(of=[1, 3, 4])
     one = kvsim.policy(policy, window=8)
 
-    record = kvsim.replay(trace, one, 40, interval=16)
+    record = kvsim.replay(trace, one, 80, interval=16)
 
     assert record.layers == (1, 3, 4)
-    assert np.array_equal(record.evicted_at, kvsim.replay(alone, one, 40, interval=16).evicted_at)
+    assert np.array_equal(record.evicted_at, kvsim.replay(alone, one, 80, interval=16).evicted_at)
     shared = "the budget is shared over the 3 layers of the trace that see the whole text"
     assert (shared in record.remark) == (policy != "cake@gkv")  # whose budgets are even
 

@@ -254,7 +254,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
         "best", Oracle("optimum", pooled), allocator, schedule, protect, layer_budgets=budgets
     )
     events = schedule.rows(PROMPT, N, CONTEXT)
-    of_layer = budgets.planned(3, 2, schedule.longest(PROMPT, 3))
+    of_layer = budgets.planned(3, 2, schedule.longest(PROMPT, 3, N))
 
     def spared(pos, row):
         return pos <= row and (pos < protect.sink or pos > row - protect.recent)

@@ -42,6 +42,10 @@ class Event(Protocol):
         """Rows between events; None where only the prefill has one."""
 
     @property
+    def prefill(self) -> bool:
+        """Whether it ends the prefill."""
+
+    @property
     def live(self) -> list[list[int]]:
         """Per KV head, the live positions in ascending order."""
 
@@ -336,7 +340,7 @@ def ams(
 def window_rows(event: Event, held: int, budget: int, params: Mapping[str, Any]) -> range:
     """The last rows, whose attention counts; entries at their positions are the suffix."""
     most = min(int(params["window"]), event.row + 1, held - 1, budget)
-    if params["mode"] == "reference":
+    if params["mode"] == "reference" and not event.prefill:
         most = min(most, min(event.interval or 257, 257) - 1)
     return range(event.row + 1 - max(1, most), event.row + 1)
 
@@ -568,13 +572,15 @@ def pick_reference(
 
 
 def pyramid(budget: int, n_layers: int, *, window: int, beta: float, longest: int) -> list[int]:
-    """PyramidKV's budget of every layer, fixed once: the mean is `budget`, none below `window`.
+    """PyramidKV's budget of every layer: the mean is `budget`, none below `window`.
 
-    longest: entries of the longest cache that an event can see.
+    Budgets never rise with depth. longest: entries of the longest cache that an event has found.
     """
     if budget < window:
         raise BudgetError(f"budget is {budget}, window is {window}; give at least {window}")
     low, high = _slope(budget, window, beta, longest)
+    if high < budget:
+        low = high = Fraction(budget)
     at = [_on_slope(low, high, layer, n_layers, budget) for layer in range(n_layers)]
     return apportion(
         n_layers * budget,

@@ -205,15 +205,15 @@ class _Pieces:
         return event.prompt_len + int(params["window"]) + earned
 
     def pyramid(self, event: loops.Event, budget: int) -> int:
-        """PyramidKV: fixed once, for the longest cache that an event can see."""
+        """PyramidKV: for the longest cache that an event has found, were it cut to the budget."""
         params = self.chain.params[-1]
-        prompt = event.whole_prompt
-        longest = max(
-            prompt if event.fires_at_prefill and prompt > budget else 0,
-            budget + event.interval if event.interval is not None else 0,
-        )
-        if longest == 0:  # no event can find more than fits
-            return budget
+        prompt, tokens = event.whole_prompt, event.row + 1 - event.prompt_len + event.whole_prompt
+        fires = {"interval": event.interval, "prefill": event.fires_at_prefill}
+        held, before, longest = 0, -1, 0
+        for row in loops.event_rows(tokens, prompt, **fires):
+            held, before = held + row - before, row
+            longest = max(longest, held)
+            held = min(held, budget)
         window, beta = int(params["window"]), float(params["beta"])
         of_layers = allocation.pyramid(
             budget, event.n_layers, window=window, beta=beta, longest=longest

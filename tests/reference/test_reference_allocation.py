@@ -46,6 +46,7 @@ class Event:
     live: list[list[int]]
     row: int
     interval: int | None = None
+    prefill: bool = False
     weights: dict[int, float] = field(default_factory=dict)  # in place of the last row's softmax
 
     @property
@@ -755,10 +756,11 @@ def test_pyramid_at_an_event_by_hand():
     st.integers(1, 80),
 )
 def test_pyramid_keeps_its_mean(n_layers, window, above, beta, more):
-    """Fixed budgets: the mean is exact, none below the window."""
+    """Budgets of a schedule never rise: the mean is exact, none below the window."""
     budget = window + above
     found = allocation.pyramid(budget, n_layers, window=window, beta=beta, longest=budget + more)
     assert sum(found) == n_layers * budget
+    assert found == sorted(found, reverse=True)
     assert min(found) >= window
     assert max(found) <= budget + more
 

@@ -97,6 +97,15 @@ def test_readers_and_codecs_satisfy_every_invariant(name, params):
     check_policy(name, **params, max_examples=examples(12), max_n=14)
 
 
+def test_a_window_of_the_release_is_whole_after_the_prompt():
+    """`ams@release` reads no fewer rows at the prompt because later events would follow soon."""
+    params = {"window": 4, "segment_mass": 0.2, "min_segment": 3, "max_segment": 7, "recent": 2}
+    policy = kvsim.policy("ams@release", **params, sink=1, min_quota=1)
+    for seed in range(6):
+        case = strategies.make_case("sharp", heads=2, group=2, n=16, prompt_len=15, seed=seed)
+        INVARIANTS["same_events"](Trial(policy, case, 8, None, None, salt=0))
+
+
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("inner", INNER)
 def test_every_cross_satisfies_every_invariant(outer, inner):

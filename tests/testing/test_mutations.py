@@ -300,6 +300,15 @@ def acts_without_need(patch: Patch) -> None:
     patch.setattr(engine_block.Block, "__init__", wrong)
 
 
+def plan_for_later_events(patch: Patch) -> None:
+    """The budgets of layers count with an event that may lie behind the end of the trace."""
+
+    def wrong(self: Schedule, prompt_len: int, budget: int, n_pos: int) -> int:
+        return max(prompt_len * self.prefill, budget + (self.interval or 0), 1)
+
+    patch.setattr(Schedule, "longest", wrong)
+
+
 def mass_of_the_evicted(patch: Patch) -> None:
     """Attention of what left is counted to what stays."""
     right = metrics_seen._Seen.outcome
@@ -347,6 +356,7 @@ CAUGHT: list[tuple[Bug, str, dict[str, Any], tuple[str, ...]]] = [
     (seen_one_row_longer, "streaming_llm", {}, ("nothing_returns",)),
     (forgotten_field, "streaming_llm@original", {}, ("round_trip",)),
     (acts_without_need, "tova", {}, ("no_effect_while_there_is_room", "exact_size")),
+    (plan_for_later_events, "pyramidkv", {"window": 2}, ("same_events", "naive_replay")),
     (mass_of_the_evicted, "tova", {}, ("retained_mass",)),
 ]
 

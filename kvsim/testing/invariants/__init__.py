@@ -26,6 +26,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         results.declared_sign,
         results.tie_rule,
         independence.causality,
+        independence.same_events,
         independence.unknown_question,
         independence.no_peeking_at_the_dead,
         independence.absent_rows,
@@ -55,8 +56,6 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "union": {"ragged"},  # one set for all heads is defined while they hold the same entries
     "lacache": {"ragged"},  # it starts over where the even budget says so
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
-    # each layer has its own budget, in some layers below the policy's even while there is room
-    "pyramidkv": {"full_budget", "no_effect_while_there_is_room"},
     # it propagates a fixed number of rows even if the prompt just fills the budget
     "fastkv": {"full_budget", "no_effect_while_there_is_room"},
 }

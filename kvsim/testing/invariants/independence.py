@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.policy import Allocator, Even, Plan, Policy
+from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine import check_cell, layers_per_block
+from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
@@ -71,6 +72,23 @@ def causality(trial: Trial) -> None:
     padded = np.full_like(trial.record.evicted_at, NEVER)
     padded[:, :, : now + 1] = short
     trial.same(padded, f"rows after {now} cut off", until=now + 1)
+
+
+def same_events(trial: Trial) -> None:
+    """Events that evict alike keep the same sets, whatever the schedule has behind the trace.
+
+    With room for the whole prompt the event after it counts for nothing.
+    """
+    case, policy = trial.case, trial.policy
+    beyond = case.n - case.prompt_len + 1 + trial.salt % case.n
+    alone = replace(trial, interval=beyond, prefill=True)
+    if _has_rule(alone):
+        record = run(case.trace(), policy, trial.budget, Schedule(interval=None), Options())
+        alone.same(record.evicted_at, f"no interval instead of {beyond}, behind the trace")
+    if policy.bounded and policy.propagation is None and trial.budget >= case.prompt_len:
+        fires = case.prompt_len - 1 not in trial.rows
+        other = replace(trial, prefill=fires).replay()
+        trial.same(other.evicted_at, f"prefill {fires}, where the prompt has room")
 
 
 def unknown_question(trial: Trial) -> None:

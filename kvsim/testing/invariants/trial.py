@@ -234,7 +234,7 @@ def smallest_budget(policy: Policy, case: Case, schedule: Schedule | None = None
     def works(budget: int) -> bool:
         try:
             policy.check_budget(
-                budget, prompt_len=case.prompt_len, n_layers=layers, schedule=schedule
+                budget, prompt_len=case.prompt_len, n_pos=n, n_layers=layers, schedule=schedule
             )
         except BudgetError:
             return False
