@@ -82,7 +82,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="[POLICY.]KEY=VALUE[,...]",
-        help="A parameter of one policy, or of each that has it; of several values each is tried.",
+        help="A parameter of one policy, of a part such as snapkv wherever it stands, or of each "
+        "that has it; of several values each is tried.",
     ),
 ]
 Budgets = Annotated[
@@ -331,9 +332,10 @@ def build_policies(
 def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict[str, list[Value]]]:
     """Return for each policy its settings, a list of values for each key.
 
-    `snapkv.window=8,16` is of the policy that is called so, or begins so (`ams.recent=8` is also of
-    `ams+expected_attention`); `window=8` of each that has the key, which is said on standard error
-    if there are several. Raises PolicyError if no policy has the key.
+    `snapkv.window=8,16` is of every policy with a part of this name, `adakv+snapkv.window=8` of
+    this one, `window=8` of each that has the key; the narrower one wins. Which policies a setting
+    changes if there are several, and which part of a policy it does not reach, is said on standard
+    error. Raises PolicyError if no policy has the key.
     """
     from kvsim.cli.show import echo_error
     from kvsim.policies import has_parameter, parameters, policy
@@ -344,16 +346,17 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     keys_of = {name: policy(name).params if name in custom else parameters(name) for name in names}
     out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
     parsed = [(text, *_owners(text.partition("=")[0].strip(), names)) for text in settings]
-    # that of one policy wins over that of all
-    for text, owners, bare in sorted(parsed, key=lambda each: not each[0].startswith(each[2])):
-        _, equals, right = text.partition("=")
+    # that of one policy wins over that of a part, and that over that of all
+    for text, owners, title in sorted(parsed, key=lambda each: (each[2] in names, each[2] > "")):
+        left, equals, right = text.partition("=")
+        bare = left.strip()[len(title) + 1 if title else 0 :]
         pairs = [parse_set(f"{bare}{equals}{value}") for value in right.split(",")]
         key = pairs[0][0]
-        takers = [
-            name
-            for name in owners
-            if key in keys_of[name] or (name not in custom and has_parameter(name, key))
-        ]
+        takers = {}
+        for name, of_part in owners.items():
+            outermost = key in keys_of[name] or (name not in custom and has_parameter(name, key))
+            if key in of_part or (outermost and name.startswith(title)):
+                takers[name] = of_part.get(key, key)
         if not takers:
             keys = dict.fromkeys(key for name in owners for key in keys_of[name])
             typed, *listed = (each.replace("scorer__", "scorer.") for each in (key, *keys))
@@ -362,29 +365,37 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
         if len(takers) > 1:
+            one = next((name for name in takers if "+" in name), next(iter(takers)))
+            alone = f"{one}.{takers[one].replace('scorer__', 'scorer.')}={right}"
             echo_error(
-                f"Note: --set {text} changes {', '.join(takers)}; --set {takers[0]}.{text} would "
-                f"change {takers[0]} alone."
+                f"Note: --set {text} changes {', '.join(takers)}; --set {alone} would change {one} "
+                "alone."
             )
-        for name in takers:
-            out[name][key] = [value for _, value in pairs]
-            hidden = None if name in custom else hidden_key(name, key)
+        for name, taken in takers.items():
+            out[name][taken] = [value for _, value in pairs]
+            hidden = None if name in custom or title else hidden_key(name, key)
             if hidden is not None:
                 note = f"Note: --set {text} is not that of {hidden[0]} in {name}"
                 echo_error(f"{note}; --set {hidden[1]} is.")
     return out
 
 
-def _owners(key: str, names: Sequence[str]) -> tuple[list[str], str]:
-    """Return the policies that a key of `--set` names, all if it names none, and the bare key."""
+def _owners(key: str, names: Sequence[str]) -> tuple[dict[str, dict[str, str]], str]:
+    """Return the policies that a key of `--set` is of, all if it names none, and the named title.
 
-    def titles(name: str) -> tuple[str, ...]:
-        outer = name.partition("+")[0]
-        return name, outer, outer.partition("@")[0]
+    With a policy come the keys of the parameters of its part of that name.
+    """
+    from kvsim.policies.naming import parts_of
 
-    for place in range(3):  # the whole name first: `ams.recent` is not of `ams+knorm` beside `ams`
-        for title in dict.fromkeys(titles(name)[place] for name in names):
-            if key.lower().startswith(f"{title.lower()}."):
-                owners = [name for name in names if titles(name)[place] == title]
-                return owners, key[len(title) + 1 :]
-    return list(names), key
+    key = key.lower()
+    whole = next((name for name in names if "+" in name and key.startswith(f"{name.lower()}.")), "")
+    if whole:
+        return {whole: {}}, whole
+    parts = [(name, *part) for name in names for part in parts_of(name)]
+    for short in (False, True):  # `snapkv` before the presets of it
+        titles = [part.partition("@")[0] if short else part for _, part, _ in parts]
+        title = next((title for title in titles if key.startswith(f"{title.lower()}.")), "")
+        if title:
+            named = zip(titles, parts, strict=True)
+            return {name: keys for each, (name, _, keys) in named if each == title}, title
+    return {name: {} for name in names}, ""

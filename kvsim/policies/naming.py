@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -185,17 +185,53 @@ def declared(name: str) -> dict[str, Parameter]:
     return out
 
 
-def hidden_key(name: str, key: str) -> tuple[str, str] | None:
-    """The reader or codec of `name` whose parameter `key` an eviction has too; its key in `--set`.
-
-    None where `key` alone reaches it, or nothing behind the eviction has it.
-    """
+def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
+    """The parts of a name as written, each with its parameters: the keys that `policy` takes."""
     chain, behind = _parse(name)
-    outer = [at for at, level in enumerate(_levels(chain, ())) if key in level]
-    parts = canonical(name).split("+")
-    for part, entry in zip(parts[len(parts) - len(behind) :], behind, strict=True):
-        if outer and key in entry.parameters:
-            return part, "scorer." * (outer[-1] + 1) + key
+    levels, written = _levels(chain, behind), canonical(name).split("+")
+    depths = [*range(len(written) - len(behind)), *range(len(chain), len(levels))]
+    out = []
+    for part, depth in zip(written, depths, strict=True):
+        before = {key: at for at, level in enumerate(levels[:depth]) for key in level}
+        keys = {key: "scorer__" * (before.get(key, -1) + 1) + key for key in levels[depth]}
+        out.append((part, keys))
+    return out
+
+
+def lengths_remark(policies: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Remark on lengths that a part has in one policy and not in another, by name and parameters.
+
+    Empty where there are none. A policy with several values of a length is compared by all of them.
+    """
+    values: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for name, params in policies:
+        try:
+            parts = [] if ":" in name else parts_of(name)
+        except PolicyError:  # a name that was given to pieces
+            continue
+        for part, keys in parts:
+            for key, taken in keys.items():
+                if type(params.get(taken)) is int:
+                    of_policy = values.setdefault((part, key), {}).setdefault(name, [])
+                    of_policy += [] if params[taken] in of_policy else [params[taken]]
+    remarks = []
+    for (part, key), of_policies in values.items():
+        if len({tuple(each) for each in of_policies.values()}) > 1:
+            each = (f"{'/'.join(map(str, x))} in {name}" for name, x in of_policies.items())
+            remarks.append(f"{key} of {part} is {', '.join(each)}")
+    return "; ".join(remarks)
+
+
+def hidden_key(name: str, key: str) -> tuple[str, str] | None:
+    """The part of `name` whose parameter `key` one before it has too; its key in `--set`.
+
+    None where `key` alone reaches it, or is taken over from the one before.
+    """
+    outer = _entries(name)[0][1]
+    for part, keys in parts_of(name):
+        shared = outer is not None and part == outer.default and key in outer.shares
+        if keys.get(key, key) != key and not shared:
+            return part, keys[key].replace("scorer__", "scorer.")
     return None
 
 

@@ -20,6 +20,7 @@ from kvsim.core.display import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
+from kvsim.policies.naming import lengths_remark
 from kvsim.sweeps.parts import check_output
 
 
@@ -64,7 +65,8 @@ class Run(Displayed):
     def remarks(self) -> list[str]:
         """Remarks on the results, each once."""
         layers = uneven({record.trace: record.layers for record in self.records})
-        remarks = (*(record.remark for record in self.records), *self.notes, layers)
+        lengths = lengths_remark((record.policy, record.params) for record in self.records)
+        remarks = (*(record.remark for record in self.records), *self.notes, layers, lengths)
         return list(dict.fromkeys(filter(None, remarks)))
 
     @property

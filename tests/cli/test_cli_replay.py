@@ -398,6 +398,29 @@ def test_a_setting_is_of_one_policy_or_of_all_that_have_it(run, trace):
     assert "none of tova has this parameter" in run("replay", trace, *asked, "--set", "tova.x=1")[2]
 
 
+def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
+    """Wrapped, behind a wrapper with the same key, before a codec; a whole name is one policy."""
+    names = ["snapkv", "adakv+snapkv", "ams+snapkv", "snapkv+kivi", "snapkv@kvpress"]
+    asked = ["--policy", ",".join(names), "--budget", "12", "--interval", "8", "--json"]
+    sets = ["--set", "snapkv.window=3", "--set", "snapkv@kvpress.window=6", "--set", "window=7"]
+    status, out, err = run("replay", trace, *asked, *sets, "--set", "adakv+snapkv.window=5")
+    document = json.loads(out)
+    windows = [
+        (x["policy"], [value for key, value in x["params"].items() if key.endswith("window")])
+        for x in document["cells"]
+    ]
+
+    assert status == 0
+    assert windows == list(zip(names, [[3], [5], [7, 3], [3, 128], [6]], strict=True))
+    assert (
+        "Note: --set snapkv.window=3 changes snapkv, adakv+snapkv, ams+snapkv, snapkv+kivi; --set "
+        "adakv+snapkv.window=3 would change adakv+snapkv alone.\n"
+    ) in err
+    assert "--set window=7 is not that of snapkv in ams+snapkv; --set scorer.window is." in err
+    apart = "window of snapkv is 3 in snapkv, 5 in adakv+snapkv, 3 in ams+snapkv, 3 in snapkv+kivi"
+    assert apart in document["remarks"]
+
+
 def test_a_setting_that_an_eviction_takes_from_its_reader_is_noted(run, trace):
     """A bare key goes to the eviction, and the note says which one goes to the reader."""
     asked = ["--policy", "tova+quest", "--budget", "12", "--interval", "8", "--json"]

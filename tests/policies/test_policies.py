@@ -11,7 +11,7 @@ import kvsim
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
-from kvsim.policies.naming import declared, hidden_key
+from kvsim.policies.naming import declared, hidden_key, lengths_remark, parts_of
 from kvsim.testing.strategies import make_case
 
 
@@ -301,6 +301,34 @@ def test_a_policy_of_the_users_own_is_a_part_like_others(monkeypatch):
     assert hidden_key("mine:own+infllm", "sink") == ("infllm", "scorer.sink")
     with pytest.raises(PolicyError, match="no parameter 'scorer__more'"):
         kvsim.policy("mine:own+infllm", scorer__more=1)
+
+
+def test_keys_of_parts_reach_their_parts():
+    """The key of each parameter of a written part changes it, and nothing else of the policy."""
+    assert hidden_key("asl+adakv+snapkv", "window") is None  # it takes that of asl over
+    for name in ("ams+snapkv", "adakv+criticalkv+snapkv", "snapkv+infllm+kivi", "ams"):
+        plain = kvsim.policy(name).params
+        for _, keys in parts_of(name):
+            for key, taken in keys.items():
+                assert taken in plain
+                if type(plain[taken]) is int and key in ("window", "recent", "sink", "page"):
+                    changed = kvsim.policy(name, **{taken: plain[taken] * 2 + 32}).params
+                    assert {x for x in plain if plain[x] != changed[x]} == {taken}
+
+
+def test_the_same_scorer_with_other_lengths_is_remarked():
+    """A length that a part has in one policy and not in another, of all that were tried."""
+
+    def given(*policies):
+        return lengths_remark((each.name, each.params) for each in policies)
+
+    snapkv, wrapped = kvsim.policy("snapkv", window=8), kvsim.policy("adakv+snapkv")
+    more = kvsim.policy("snapkv", window=4)
+
+    assert given(snapkv, wrapped) == "window of snapkv is 8 in snapkv, 32 in adakv+snapkv"
+    assert given(snapkv, more, wrapped) == "window of snapkv is 8/4 in snapkv, 32 in adakv+snapkv"
+    assert given(snapkv, kvsim.policy("adakv+snapkv", window=8)) == ""
+    assert given(replace(snapkv, name="mine"), replace(snapkv, name="x:mine"), wrapped) == ""
 
 
 def test_what_a_cross_changes_stands_in_its_fields():
