@@ -171,7 +171,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         fronts = {comparison.metric: row["front"], "wipeout": row["wipeout_front"]}
         share = row["asked"] if row["asked"].endswith("%") else None
         cells = {
-            "budget": show.budget_text(round(row["entries"]), share),
+            "budget": show.budget_text(round(row["entries"]), share, row["policy"]),
             "policy": row["policy"],
             "rank": show.number(row["rank"], "d"),
             "mean": show.interval(form, row["mean"], row["low"], row["high"]),

@@ -196,7 +196,7 @@ def echo_results(
         after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
         line = {
             "policy": names[Result(row["policy"], row["params"], None, None)],
-            "budget": budget_text(row["budget"], row["share"]) if bounded else "-",
+            "budget": budget_text(row["budget"], row["share"], row["policy"]) if bounded else "-",
             "evicts after": after if bounded else "never",
         }
         for name in shown:
@@ -245,9 +245,19 @@ def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
     return summary.with_columns(unfair=more.to_series())
 
 
-def budget_text(budget: int, share: str | None) -> str:
-    """Return the entries, and the share of the trace if the budget was given as a share."""
-    return str(budget) if share is None else f"{budget} ({share})"
+def budget_text(budget: int, share: str | None, policy: str = "") -> str:
+    """Return the entries, and the share of the trace if the budget was given as a share.
+
+    Those of a policy that keeps a set for each query head are marked: it holds several times as
+    many.
+    """
+    text = str(budget) if share is None else f"{budget} ({share})"
+    if policy:
+        from kvsim.analysis.comparison import policy_of
+
+        built = policy_of(policy)
+        text += " per query head" * (built is not None and built.per_query_head)
+    return text
 
 
 def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:

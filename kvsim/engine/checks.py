@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvsim.core.parameters import integer, is_finite
 from kvsim.core.policy import Policy, Schedule
+from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
@@ -126,9 +130,53 @@ def _check_propagation(trace: Trace, policy: Policy) -> None:
 
 
 def remark(
+    trace: Trace,
+    policy: Policy,
+    budget: int,
+    schedule: Schedule,
+    descent: Descent | None,
+    evicted_at: NDArray[np.int32],
+    reads: Reads | None,
+) -> str:
+    """Remark for readers of the Record of evicted_at and reads; empty if there is no reason."""
+    evicted = _eviction_remark(trace, policy, budget, schedule, descent)
+    return "; ".join(filter(None, (evicted, *_idle(trace, policy, evicted_at, reads))))
+
+
+def _idle(
+    trace: Trace, policy: Policy, evicted_at: NDArray[np.int32], reads: Reads | None
+) -> Iterator[str]:
+    """Say of reader and codec that no row after the prompt reads less, or sees a rounded entry."""
+    *layers, n_pos = evicted_at.shape
+    rows = np.arange(trace.prompt_len, n_pos)
+    if not len(rows) or (reads is None and policy.codec is None):
+        return
+    ends = np.minimum(evicted_at, n_pos - 1).reshape(-1, n_pos) + 1
+    ends = ends + np.arange(len(ends))[:, None] * (n_pos + 1)
+    left = np.bincount(ends.ravel(), minlength=len(ends) * (n_pos + 1)).reshape(*layers, -1)
+    held = rows + 1 - left.cumsum(-1)[..., rows]  # entries that a row sees, its own too
+    if reads is not None:
+        heads = max(held.shape[1], reads.bits.shape[1])
+        pages = (-(-held // reads.page)).repeat(heads // held.shape[1], 1)
+        read = np.bitwise_count(reads.bits).sum(-1, dtype=np.int64)
+        if (read.repeat(heads // read.shape[1], 1) >= pages).all():
+            yield (
+                f"{policy.name}: every row reads all that is held, so that its reader has no "
+                "effect; give a smaller budget"
+            )
+    if policy.codec is not None:
+        least = min(clock.exact + clock.step for clock in policy.codec.clocks)
+        if held.max() - 1 < least:
+            yield (
+                f"{policy.name}: no entry is rounded before the last row, because no head holds "
+                f"{least}, from which its codec begins; give a smaller window or a larger budget"
+            )
+
+
+def _eviction_remark(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
 ) -> str:
-    """Remark for readers of the Record; empty if there is no reason for one."""
+    """Remark on what stays, and on the trace."""
     events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
@@ -155,6 +203,11 @@ def remark(
     if policy.reader is not None:
         of_reader = policy.reader.remark(trace, budget)
         remarks.append(f"{policy.name}: {of_reader}" if of_reader else "")
+    if policy.per_query_head and trace.group > 1:
+        remarks.append(
+            f"{policy.name}: keeps a set for each query head, which holds {trace.group} times the "
+            "bytes of one for each KV head at the same budget"
+        )
     if trace.windowed:
         remarks.append(  # about the trace, so that it appears once for all policies
             f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "
@@ -178,12 +231,13 @@ def _full_layers_remark(trace: Trace, policy: Policy, budget: int, schedule: Sch
     longest = schedule.longest(trace.prompt_len, budget, trace.n_pos)
     planned = policy.layer_budgets.planned(budget, sharing(trace), longest)
     full = sum(of_layer <= protected for of_layer in planned)
-    if not full or budget <= protected:
+    if not full or not policy.bounded:
         return ""
+    where = f"in {full} of {plural(len(planned), 'layer')} " * (full < len(planned))
     return (
-        f"{policy.name}: in {full} of {plural(len(planned), 'layer')} the budget holds only "
-        f"what is protected ({plural(protected, 'token')}), so that nothing is selected there; "
-        "compare with a smaller window, such as that of --fit"
+        f"{policy.name}: {where}the budget holds only what is protected "
+        f"({plural(protected, 'token')}), so that nothing is selected{' there' * bool(where)}; "
+        f"compare with a smaller window{', such as that of --fit' * bool(policy.lengths)}"
     )
 
 

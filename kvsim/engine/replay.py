@@ -139,7 +139,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
         positions="slot" if restarted else policy.positions,
         per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
-        remark=remark(trace, policy, budget, schedule, descent),
+        remark=remark(trace, policy, budget, schedule, descent, evicted_at, reads),
         selection=None if descent is None else descent.selection,
         reads=reads,
         codec=policy.codec,

@@ -393,8 +393,10 @@ class Decoding:
             if source.dropped:
                 last = placed(last, source.positions[: n - source.dropped].cpu().numpy(), n)
             by_layer.update(zip(source.layers, last, strict=True))
+        evicted_at = np.stack([by_layer[layer] for layer in self.layers])
+        reads = None if self._reads is None else self._reads.record(n)
         return Record(
-            evicted_at=np.stack([by_layer[layer] for layer in self.layers]),
+            evicted_at=evicted_at,
             policy=policy.name,
             params=policy.params,
             budget=self.budget,
@@ -407,9 +409,11 @@ class Decoding:
             positions=self._positions,
             selection=None if descent is None else descent.selection,
             own_schedule=schedule == policy.schedule,
-            remark=remark(self.sketch, policy, self.budget, schedule, descent),
+            remark=remark(
+                *(self.sketch, policy, self.budget, schedule, descent), evicted_at, reads
+            ),
             closed=True,
-            reads=None if self._reads is None else self._reads.record(n),
+            reads=reads,
             codec=policy.codec,
             layer_ids=self.layers,
         )

@@ -437,6 +437,19 @@ def test_a_setting_that_an_eviction_takes_from_its_reader_is_noted(run, trace):
     assert json.loads(other[1])["cells"][0]["params"]["scorer__heads"] == "kv"
 
 
+def test_a_table_marks_what_keeps_a_set_for_each_query_head(run, trace, tmp_path):
+    """Its budget is not the one of the others, in tables of results and of ranks."""
+    asked = ["--policy", "snapkv,snapkv@original", "--set", "window=4", "--budget", "8"]
+    out = run("replay", trace, *asked, "--out", tmp_path / "run")[1].splitlines()
+    ranks = run("compare", tmp_path / "run")[1].splitlines()
+
+    assert [line.split()[:3] for line in out if line.startswith("snapkv@original")] == [
+        ["snapkv@original", "8", "per"]
+    ]
+    assert any(line.startswith("8 per query head  snapkv@original") for line in ranks)
+    assert sum("per query head" in line for line in (*out, *ranks)) == 2
+
+
 def test_a_table_flags_what_sees_more_entries(run, trace):
     """With schedules of their own, a policy that acts less often is marked; with one, none is."""
     asked = ["--policy", "tova,snapkv", "--set", "window=4", "--budget", "8"]

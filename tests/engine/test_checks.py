@@ -1,0 +1,73 @@
+"""Remarks on stages of a policy that never act."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.reading import visible
+from kvsim.core.storing import stored_after
+from kvsim.testing.strategies import make_case
+
+PROMPT, N = 12, 30
+TRACE = make_case("sharp", layers=2, heads=2, group=2, n=N, prompt_len=PROMPT, seed=3).trace()
+
+
+@pytest.mark.parametrize("window", [1, 4, 8, 13, 14, 15, 16, 17, 30])
+@pytest.mark.parametrize("eviction", ["", "tova+", "adakv+knorm+"])
+@pytest.mark.parametrize("interval", [1, 4, 7])
+def test_a_codec_that_rounds_nothing_is_remarked(window, eviction, interval):
+    """Exactly where the clocks let no entry be rounded that a later row still reads."""
+    policy = kvsim.policy(f"{eviction}kivi", group=1, window=window)
+
+    record = kvsim.replay(TRACE, policy, 9, interval=interval, prefill=True)
+
+    gone = torch.from_numpy(record.gone_after)
+    after = [stored_after(gone, clock, PROMPT - 1) for clock in policy.codec.clocks]
+    seen = any(bool((rows < gone.clamp(max=N - 1)).any()) for rows in after)
+    assert ("no entry is rounded before the last row" in record.remark) != seen
+
+
+@pytest.mark.parametrize("budget", [4, 10, 12, 20, 29, 30])
+@pytest.mark.parametrize("eviction", ["", "h2o+", "adakv+knorm+"])
+@pytest.mark.parametrize(
+    ("reader", "params"),
+    [("quest", {"page": 3}), ("topk", {"heads": "kv"}), ("quest", {"page": 2, "dense_layers": 9})],
+)
+def test_a_reader_that_reads_everything_is_remarked(reader, params, eviction, budget):
+    """Exactly where every row of every layer reads all entries that are there."""
+    policy = kvsim.policy(f"{eviction}{reader}", **{"dense_layers": 1, "share": 1.0, **params})
+
+    record = kvsim.replay(TRACE, policy, budget, interval=6, prefill=True)
+
+    rows = slice(PROMPT, N)
+    whole = True
+    for at, gone in enumerate(torch.from_numpy(record.gone_after)):
+        read, there = record.reads.entries(at, rows, gone), visible(gone, rows)
+        whole &= record.reads.dense(at) or torch.equal(
+            read, there.repeat_interleave(len(read) // len(there), 0)
+        )
+    assert ("every row reads all that is held" in record.remark) == whole
+
+
+@pytest.mark.parametrize(("name", "params"), [("cake", {"window": 4}), ("snapkv", {"window": 4})])
+def test_a_budget_of_what_is_protected_is_remarked(name, params):
+    """Scores then play no part, and the most recent entries stay."""
+    policy = kvsim.policy(name, **params)
+    record, more = (kvsim.replay(TRACE, policy, b, interval=4, prefill=True) for b in (4, 5))
+
+    says = "the budget holds only what is protected (4 tokens), so that nothing is selected"
+    assert says in record.remark
+    assert says not in more.remark
+    last = record.events[-1]
+    assert record.retained(last)[..., last - 3 : last + 1].all()
+    assert (record.retained(last).sum(-1) == 4).all()
+
+
+def test_a_set_for_each_query_head_is_remarked():
+    """It holds as many times the bytes as a group has query heads."""
+    record = kvsim.replay(TRACE, kvsim.policy("snapkv@original", window=4), 9)
+
+    assert "keeps a set for each query head, which holds 2 times the bytes" in record.remark
+    assert "query head" not in kvsim.replay(TRACE, kvsim.policy("snapkv", window=4), 9).remark
