@@ -35,7 +35,8 @@ its own position; the release rotates all of them to the current position. Mass 
 and sequence, in float64. If there are more segments than entries in the budget, the release's quota
 passes never end; there the reference mode takes the rule of the strict mode. The release gives
 entries that a scorer protects the largest score of the layer, so they tie with the best entry; here
-they come first. The release's TOVA protects the last token in this way (`protect_last` of `tova`).
+they come first. The release's TOVA protects the last token in this way; so does that of
+`ams@release`. In the release no event ends the prefill; where one does here, its window is whole.
 `weights="length"` is the paper's ablation without mass weights. For this ablation the release runs
 `reference_no_mass`, which still weighs by mass; its credit remembers the usage instead of the mass
 (`credit_of="usage"`). The defaults are those of the paper's Table 15. The table gives no `recent`

@@ -312,7 +312,7 @@ _PRESETS: Mapping[str, Preset] = {
         params={"window": 16, "dispersion": "std", "pool": None, "group": "max", "decoding": True},
     ),
     "lacache@release": Preset(
-        "as in the released code: neighbouring layers keep different tokens",
+        "the offset of the released code: neighbouring layers keep different tokens",
         params={"offset": "modulo"},
     ),
     "rpc@ams": Preset(
@@ -334,7 +334,7 @@ _PRESETS: Mapping[str, Preset] = {
             "suffix_fill": "global_max",
             "mode": "reference",
         },
-        inner=_SHARED,
+        inner={**_SHARED, "tova": {"protect_last": True}},
     ),
     "adakv@kvpress": Preset(
         "protected entries count among the guaranteed ones",

@@ -6,10 +6,11 @@ the best entries of the scorer. The rest goes to the entries with the largest pr
 projected value, (s_j + epsilon) ||W_o v_j||_1, averaged over the query heads of the group, with W_o
 the output projection.
 
-Deviations. Entries that the scorer protects come first and count in the first stage. Scores that
-can be negative enter as s - min s. Under an allocator the first stage is a share of the head's
-uniform budget. For a scorer that already multiplies by the norm of the value, such as
-expected_attention, `value_norm="none"` is the better choice.
+Deviations. Entries that the scorer protects come first and count in the first stage. Where they
+fill it, or its share is below one entry, the second stage chooses all others. Scores that can be
+negative enter as s - min s. Under an allocator the first stage is a share of the head's uniform
+budget. For a scorer that already multiplies by the norm of the value, such as expected_attention,
+`value_norm="none"` is the better choice.
 """
 
 from __future__ import annotations

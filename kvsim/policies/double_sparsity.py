@@ -31,8 +31,9 @@ class DoubleSparsity(Sourced, Reader):
     channels that its label has. `bits`: bits of each number of a label; 16 are those of the key.
     `share`: the part of the budget that a row reads.
 
-    The defaults are those of the authors' code (evaluation/perplexity_eval.py: group_factor 4,
-    q_bits 4, channel "qk"; the first two layers read everything). It rounds a label to the steps
+    The defaults are those with which the authors' code was released (evaluation/perplexity_eval.py
+    of August 2024: group_factor 4, q_bits 4, channel "qk"; the first two layers read everything);
+    since March 2025 its own are 2, 2 and "q". It rounds a label to the steps
     between its own smallest and largest number, and the query's label too. Deviation: channels are
     chosen for each KV head, from all query heads of its group, so that a key has one label; the
     code chooses them for each query head.

@@ -17,8 +17,9 @@ the final hidden states of the model stay close to those of full attention on pr
 The score here is measured head by head, without training, on the traces that are given, and does
 not know what later layers make of an error. With `stream` a budget binds: streaming heads hold that
 many entries, and the retrieval heads of a layer share the rest of its budget: they keep the sinks
-and what the last row attends to most (TOVA of each KV head). A layer without retrieval heads then
-streams at the whole budget.
+and what the last row attends to most (TOVA of each KV head). A streaming head holds more than
+`stream` where its layer has room: in a layer without retrieval heads it streams at the whole
+budget, and where retrieval heads hold everything they leave the rest of theirs to it.
 """
 
 from __future__ import annotations
@@ -165,6 +166,16 @@ class Duo(Allocator):
     def protection(self, budget: int) -> Protection:
         """The sinks, of every head."""
         return Protection(sink=self.sink)
+
+    def remark(self, budget: int) -> str:
+        """In how many layers no head retrieves, so that `stream` has no effect there."""
+        alone = int((~self._retrieval.any(-1)).sum())
+        if not alone or self.stream is None or self.stream >= budget:
+            return ""
+        return (
+            f"in {alone} of {plural(len(self._retrieval), 'layer')} no head retrieves, and each "
+            f"holds {budget} entries instead of stream={self.stream}"
+        )
 
     @cached_property
     def _plan(self) -> HeadPlan:

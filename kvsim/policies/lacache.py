@@ -12,12 +12,14 @@ chunk, each in about `span` neighbouring layers, of which `overlap` also hold it
 When no chunk is left before the most recent L entries (L layers), compaction starts over with the
 oldest entries, so that older text is thinner. By default the span is half of the layers.
 
-Deviations. The sizes B and A, the sinks, the recent entries and starting over are those of the
-released code (GATECH-EIC/LaCache); its offset is l mod (B - A + 1), which `lacache@release` uses
-and which puts a token into layers that are not neighbours. The budget is exact: the last chunk may
-lose fewer than B - A entries, and no chunk is compacted ahead. The release lets the cache exceed
-its size by (B - A) // 2 and compacts a long prompt in several steps; here compaction is repeated
-until the entries fit. Where no chunk fits, or B = A, the oldest entries are evicted.
+Deviations. The sizes B and A, the sinks and the recent entries are those of the released code
+(GATECH-EIC/LaCache); its offset is l mod (B - A + 1), which `lacache@release` uses and which puts a
+token into layers that are not neighbours. The budget is exact: the last chunk may lose fewer than
+B - A entries, and no chunk is compacted ahead. The release lets the cache exceed its size by
+(B - A) // 2. Where that is 0, as with the default span, `lacache@release` keeps what the release
+keeps if the prompt is at most 1.8 budgets long, and in decoding then. A longer prompt is compacted
+again and again here until it fits, and in larger chunks there: at prompt 1,000 and budget 250 in 28
+layers the sets have an IoU of 0.44. Where no chunk fits, or B = A, the oldest entries are evicted.
 Keys keep their order and RoPE positions; the release rotates by slot.
 """
 

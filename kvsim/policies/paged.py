@@ -15,8 +15,10 @@ entries, then the others by their score. So between 0 and page - 1 places of the
 Entries are never moved between pages after the prompt.
 
 Deviations. Scores are summed over the KV heads of a layer, which share their pages
-(`heads="group"`: each KV head has pages of its own); the sources that were read do not say how the
-paper combines heads. Protected entries stay even if their page does not fit, and are left out of
+(`heads="group"`: each KV head has pages of its own). The paper does not say how it combines heads.
+A public port to vLLM averages norms over heads first and divides their sums over a page, always
+keeps the first page and the newest full one, and chooses the entries of a prompt head by head; here
+all three differ. Protected entries stay even if their page does not fit, and are left out of
 the mean because a scorer may have no score for them. If not even the first page fits, its best
 entries stay. `prompt="pages"` evicts whole pages after the prompt, too. `reduction="max"` scores a
 page by its best token. ||k|| is at least 1e-6.

@@ -11,7 +11,9 @@ c + interval where that is more. mx is at most T - window and at least c, budget
 [window, T], and rounding by largest remainders makes their mean exactly the budget. Two presets
 follow implementations that compute the budgets at every event, from the entries that the layer then
 holds (`rule="event"`): `pyramidkv@kvpress` (window 64, average-pool of 5, the plain budget where mn
-is below the window) and `pyramidkv@reference`, the rule in the AMS release. In decoding these
+is below the window) and `pyramidkv@reference`, the rule in the AMS release. There a ratio is
+searched that keeps the budget, and what it leaves over gives layers 1 or 2 entries more, in 9 % of
+the budgets up to 2,048 with events every 512 rows; here the budget itself counts. In decoding these
 budgets oscillate, because layers then hold different numbers of entries. Both presets count a
 layer's depth among all layers, also those with a sliding window.
 """

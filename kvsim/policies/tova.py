@@ -4,13 +4,13 @@ Oren et al., "Transformers are Multi-State RNNs", EMNLP 2024, arXiv 2401.06104, 
 each row it evicts the entry with the lowest attention weight of that row, averaged over all query
 heads of the layer. All heads share this ranking. Nothing is protected, not even the current token.
 
-Deviations. `tova@kvpress` protects the last token and evicts after the prompt only. Inside AMS,
-AdaKV and CriticalKV, each head keeps its own set. One slot then holds different tokens in different
-heads, and an average over all heads has no meaning. There each KV head is ranked by its own query
-heads (`heads="group"`). Only `ams@release` averages over all heads by slot, as the released code
-does. In heads with sharp attention, weights underflow to 0 and ties decide. `log=True` ranks by the
-logarithm of the average instead. AMS uses it, because in a segment far from the peak every weight
-can be 0.
+Deviations. `tova@kvpress` protects the last token and evicts after the prompt only; `ams@release`
+protects it, too. Inside AMS, AdaKV and CriticalKV, each head keeps its own set. One slot then holds
+different tokens in different heads, and an average over all heads has no meaning. There each KV
+head is ranked by its own query heads (`heads="group"`). Only `ams@release` averages over all heads
+by slot, as the released code does. In heads with sharp attention, weights underflow to 0 and ties
+decide. `log=True` ranks by the logarithm of the average instead. AMS uses it, because in a segment
+far from the peak every weight can be 0.
 """
 
 from __future__ import annotations

@@ -401,6 +401,24 @@ def test_mix_of_one_does_not_depend_on_decay(mode):
     )
 
 
+def test_the_tova_of_the_release_protects_the_last_token():
+    """It ranks first, as a token that kvpress's TOVA protects; also without recent entries."""
+    case = make_case("sharp", layers=2, heads=2, group=2, n=60, prompt_len=20, seed=5)
+    params = {"min_segment": 3, "max_segment": 9, "min_quota": 1, "recent": 0, "sink": 1}
+    kept = [
+        kvsim.replay(case.trace(), kvsim.policy(name, **params, **more), 12, interval=4)
+        for name, more in (
+            ("ams@release", {}),
+            ("ams@release+tova@kvpress", {}),
+            ("ams@release", {"protect_last": False}),
+        )
+    ]
+
+    assert np.array_equal(kept[0].evicted_at, kept[1].evicted_at)
+    assert not np.array_equal(kept[0].evicted_at, kept[2].evicted_at)
+    assert all(kept[0].retained(row)[..., row].all() for row in kept[0].events)
+
+
 @pytest.mark.parametrize("name", ["ams", "ams@release"])
 def test_credit_of_usage_is_the_same_at_the_first_event_alone(name):
     """Usage that is not normalised is a multiple of the mass until two events are averaged."""

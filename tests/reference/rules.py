@@ -324,6 +324,8 @@ def parse(policy: str, params: Mapping[str, Any] | None = None) -> Chain:
     own.append(dict(RULES[names[-1]].params))
     if len(names) > 1 and "protect_prompt" in own[-1]:
         own[-1]["protect_prompt"] = False
+    if names[-1] == "tova" and "ams@release" in names:
+        own[-1]["protect_last"] = True
     across = dict(PROPAGATIONS.get(propagation or "", {}))
     if propagation:
         own.insert(0, across)
