@@ -406,5 +406,6 @@ def versions() -> dict[str, str]:
         "kvsim": __version__,
         "torch": str(torch.__version__),
         "transformers": _version("transformers"),
+        "tokenizers": _version("tokenizers"),
         "python": platform.python_version(),
     }

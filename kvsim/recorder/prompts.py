@@ -16,13 +16,12 @@ from transformers import PreTrainedModel
 from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.models import context_length, is_tiny
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
+from kvsim.recorder.tokenization import encoding_notes, need_tokenizer, tokenize
 from kvsim.schema import LABELS
 
 Messages = Sequence[Mapping[str, Any]]
 Labels = Mapping[str, str | int | float]
 PromptLike = str | Messages | Sequence[int] | torch.Tensor | np.ndarray[Any, Any]
-
-_SHOWN_WORDS = 8
 
 # Labels that are numbers, the same in all tables.
 _LABELS: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -68,7 +67,7 @@ class Encoded:
     """A prompt as token ids, and the text or messages that they were encoded from.
 
     needle: its token spans. response: token ids of a given response, None to generate one.
-    context_len: tokens of the context, None without one.
+    context_len: tokens of the context, None without one. notes: how ids differ from their text.
     """
 
     ids: list[int]
@@ -77,6 +76,7 @@ class Encoded:
     needle: list[Span]
     response: list[int] | None
     context_len: int | None
+    notes: list[str]
 
 
 def encode(
@@ -105,15 +105,18 @@ def encode(
     if messages is not None:
         reason = "messages" if text is None else "--chat" if chat else "a system message"
         text = _render(messages, tokenizer, reason)
+    special = messages is None  # a chat template has put the special tokens in already
     if text is None:
         ids = _ids(prompt)
     else:
-        ids = _tokenize(text, tokenizer, chat=messages is not None, tiny=is_tiny(model))
+        ids = tokenize(text, tokenizer, special=special, tiny=is_tiny(model))
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
     given = None if whole.response is None else _response(whole.response, model, tokenizer)
     _check_ids(ids, given or [], model)
-    special = messages is None  # a chat template has put the special tokens in already
+    notes = [] if text is None else encoding_notes(text, ids, tokenizer)
+    if isinstance(whole.response, str):
+        notes += encoding_notes(whole.response, given or [], tokenizer, "response")
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     context_len: int | None = None
     if context is not None and text is None:
@@ -126,7 +129,7 @@ def encode(
             counted = n + counted_context(context, len(prompt), "messages")
             end = _messages_end(messages[:counted], text, tokenizer)
         context_len = tokens_before(end, text, tokenizer, special=special)
-    return Encoded(ids, text, messages, spans, given, context_len)
+    return Encoded(ids, text, messages, spans, given, context_len, notes)
 
 
 def _context_text(prompt: PromptLike, context: str | int | None) -> str | None:
@@ -196,8 +199,8 @@ def _response(response: str | Sequence[int], model: PreTrainedModel, tokenizer: 
         if len(response):
             return _ids(response, "response")
     elif response:
-        _need_tokenizer(tokenizer, "text", "one that encodes it", "response")
-        return _tokenize(response, tokenizer, chat=True, tiny=is_tiny(model))
+        need_tokenizer(tokenizer, "text", "one that encodes it", "response")
+        return tokenize(response, tokenizer, special=False, tiny=is_tiny(model))
     raise CaptureError(
         "the response is empty, expected text or token ids; leave it out to generate one"
     )
@@ -282,17 +285,9 @@ def _ids(prompt: object, what: str = "prompt") -> list[int]:
     return [int(token) for token in array]
 
 
-def _need_tokenizer(tokenizer: Any, prompt: str, expected: str, what: str = "prompt") -> None:
-    if tokenizer is None:
-        raise CaptureError(
-            f"the {what} is {prompt}, and there is no tokenizer, expected {expected}; put its "
-            "files into the model's folder, or give token ids (`tokens` in a file of prompts)"
-        )
-
-
 def _render(messages: list[dict[str, Any]], tokenizer: Any, reason: str) -> str:
     """Return the text of a chat. reason: why the prompt is a chat, for errors."""
-    _need_tokenizer(tokenizer, f"a chat ({reason})", "one with a chat template")
+    need_tokenizer(tokenizer, f"a chat ({reason})", "one with a chat template")
     if not getattr(tokenizer, "chat_template", None):
         text = "give text instead of messages" if reason == "messages" else f"leave {reason} out"
         raise CaptureError(
@@ -316,50 +311,11 @@ def rendered(messages: list[dict[str, Any]], tokenizer: Any, *, generation: bool
         ) from error
 
 
-def _tokenize(text: str, tokenizer: Any, *, chat: bool, tiny: bool) -> list[int]:
-    _need_tokenizer(tokenizer, "text", "one that encodes it")
-    # a chat template has put the special tokens in already
-    ids = list(tokenizer(text, add_special_tokens=not chat)["input_ids"])
-    unknown = _unknown_words(text, ids, tokenizer)
-    if unknown:
-        shown = ", ".join(repr(word) for word in unknown[:_SHOWN_WORDS])
-        more = f" and {len(unknown) - _SHOWN_WORDS} more" if len(unknown) > _SHOWN_WORDS else ""
-        advice = (
-            "tiny reads only the ledger language, in which `kvsim prompts` writes prompts"
-            if tiny
-            else "use other words"
-        )
-        raise CaptureError(
-            f"the tokenizer does not know {shown}{more}, expected words of its vocabulary; {advice}"
-        )
-    return ids
-
-
-def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
-    """Return the words that became the unknown token, each once, in order."""
-    token, name = tokenizer.unk_token_id, tokenizer.unk_token
-    if token is None or token not in ids:
-        return []
-    words = dict.fromkeys(text.split())
-    return [
-        word
-        for word in words
-        if word != name and token in tokenizer(word, add_special_tokens=False)["input_ids"]
-    ]
-
-
 def token_count(prompt: str | Messages, tokenizer: Any) -> int:
     """Return the length in tokens of a text or a chat, as `encode` encodes it."""
     messages = _messages(prompt, system=None, chat=False)
     text = prompt if isinstance(prompt, str) else _render(messages or [], tokenizer, "messages")
-    return len(_tokenize(text, tokenizer, chat=messages is not None, tiny=False))
-
-
-def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
-    """Return each token decoded by itself, or None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
+    return len(tokenize(text, tokenizer, special=messages is None, tiny=False))
 
 
 def check_labels(labels: Labels, where: str = "") -> dict[str, str | int | float]:

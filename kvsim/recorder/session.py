@@ -36,8 +36,9 @@ from kvsim.recorder.models import (
 )
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.progress import progress_bar
-from kvsim.recorder.prompts import Prompt, encode, token_strings
+from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.repetition import check_length, read_probe, repetition
+from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
 from kvsim.schema import AXES
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
@@ -76,7 +77,7 @@ class Session:
         self.encoded = encoded
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
-        self.notes: list[str] = []
+        self.notes = [*encoded.notes]
         if encoded.response is not None and options.max_new_tokens is not None:
             raise CaptureError(
                 f"max_new_tokens is {options.max_new_tokens} and a response is given, expected one "
@@ -178,6 +179,8 @@ class Session:
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
         if recorded.get("config_digest") != model["config_digest"]:
             differing.append("its model has another configuration")
+        if (other := tokenizer_difference(trace, self.tokenizer)) is not None:
+            differing.append(other)
         if self.probe is not None and trace.header.probe != self.probe:
             differing.append(f"it has {'another' if trace.header.probe else 'no'} probe")
         for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
@@ -375,6 +378,7 @@ class Session:
         """Return the header as far as it is known before the model runs."""
         meta: dict[str, Any] = {
             "model": describe_model(self.model),
+            **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
             "generation": self._settings,

@@ -24,10 +24,11 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
-from kvsim.errors import NeedsError
+from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
+from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.paged import Paging
@@ -80,7 +81,7 @@ class ClosedLoop:
 
     Raises:
         NeedsError: a trace without tokens, or of some layers of the model alone.
-        CaptureError: another model than the recorded one.
+        CaptureError: another model or tokenizer than the recorded ones.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ClosedLoop:
         writing: Writing | None,
         paging: Paging | None = None,
     ) -> None:
-        self._ids = check_recorded(trace, running.model)
+        self._ids = check_recorded(trace, running.model, tokenizer)
         self.running, self.trace, self.writing = running, trace, writing
         self._tokenizer, self._paging = tokenizer, paging
         self._residual = Residual(running.model)
@@ -293,11 +294,11 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
 
 
-def check_recorded(trace: Trace, model: PreTrainedModel) -> list[int]:
+def check_recorded(trace: Trace, model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
     """Return the tokens of a trace that is to be run again on its model.
 
     Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
-    CaptureError for another model than the recorded one.
+    CaptureError for another model or tokenizer than the recorded ones.
     """
     if trace.tokens is None or not trace.whole:
         missing = "no tokens" if trace.tokens is None else "only some layers of its model"
@@ -306,6 +307,9 @@ def check_recorded(trace: Trace, model: PreTrainedModel) -> list[int]:
             "to be run again; record it with kvsim capture"
         )
     check_model(trace, model)
+    other = tokenizer_difference(trace, tokenizer)
+    if other is not None:
+        raise CaptureError(f"{trace.name}: {other}; give the one that it was recorded with")
     tokens: list[int] = trace.tokens.tolist()
     return tokens
 

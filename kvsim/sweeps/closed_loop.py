@@ -77,7 +77,7 @@ def live(
 
     Raises, before the model runs: PolicyError for a policy that a running model cannot follow
     (`kvsim.runner.checks.check_live`); NeedsError for a trace without tokens; CaptureError for
-    another model than the recorded one; and what `replay_all` raises.
+    another model or tokenizer than the recorded ones; and what `replay_all` raises.
     """
     report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
@@ -98,7 +98,7 @@ def live(
     if isinstance(model, str | Path):
         model, tokenizer = load_model(model)
     for trace in traces:
-        check_recorded(trace, model)
+        check_recorded(trace, model, tokenizer)
     running = RunningModel(model)
     for trace in traces:
         running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens))

@@ -1,0 +1,143 @@
+"""Tokenizers: text as token ids, whether the ids keep the text, and what a trace says about one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from kvsim.core.digest import document_digest
+from kvsim.core.trace import Trace
+from kvsim.errors import CaptureError
+
+_SHOWN_WORDS = 8
+_SHOWN_CHARACTERS = 24
+
+#: Parts of a tokenizer's state that are of its last call.
+_CALL = ("truncation", "padding")
+
+
+def need_tokenizer(tokenizer: Any, prompt: str, expected: str, what: str = "prompt") -> None:
+    """Raise CaptureError without a tokenizer; prompt: the kind of the prompt, in words."""
+    if tokenizer is None:
+        raise CaptureError(
+            f"the {what} is {prompt}, and there is no tokenizer, expected {expected}; put its "
+            "files into the model's folder, or give token ids (`tokens` in a file of prompts)"
+        )
+
+
+def tokenize(text: str, tokenizer: Any, *, special: bool, tiny: bool) -> list[int]:
+    """Return the token ids of a text; CaptureError for words that the tokenizer does not know.
+
+    special: whether the tokenizer adds its special tokens. tiny: advice for the shipped models.
+    """
+    need_tokenizer(tokenizer, "text", "one that encodes it")
+    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    unknown = _unknown_words(text, ids, tokenizer)
+    if unknown:
+        shown = ", ".join(repr(word) for word in unknown[:_SHOWN_WORDS])
+        more = f" and {len(unknown) - _SHOWN_WORDS} more" if len(unknown) > _SHOWN_WORDS else ""
+        advice = (
+            "tiny reads only the ledger language, in which `kvsim prompts` writes prompts"
+            if tiny
+            else "use other words"
+        )
+        raise CaptureError(
+            f"the tokenizer does not know {shown}{more}, expected words of its vocabulary; {advice}"
+        )
+    return ids
+
+
+def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
+    """Return the words that became the unknown token, each once, in order.
+
+    Special tokens that the text names are no words: many tokenizers take one as the unknown token.
+    """
+    token = tokenizer.unk_token_id
+    if token is None or token not in ids:
+        return []
+    words = dict.fromkeys(re.sub(_special_tokens(text, tokenizer), " ", text).split())
+    return [
+        word for word in words if token in tokenizer(word, add_special_tokens=False)["input_ids"]
+    ]
+
+
+def _special_tokens(text: str, tokenizer: Any) -> str:
+    """Return a regular expression of the special tokens that a text names."""
+    texts = {*getattr(tokenizer, "get_added_vocab", dict)(), tokenizer.unk_token or ""} - {""}
+    names = [name for name in texts if name in text]
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+
+
+def encoding_notes(text: str, ids: list[int], tokenizer: Any, what: str = "prompt") -> list[str]:
+    """Return notes on token ids that do not decode to their text, or begin or end twice.
+
+    what: the text in words. Its normalisation by the tokenizer's own normaliser is no difference,
+    nor is white space next to special tokens.
+    """
+    plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    start = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+    notes = []
+    for verb, special, token in (
+        ("begins", ids[:start][-1:], plain[:1]),
+        ("ends", ids[start + len(plain) :][:1], plain[-1:]),
+    ):
+        if special and special == token:
+            notes.append(
+                f"the {what} {verb} with {tokenizer.decode(token)!r} twice: its text has it and "
+                "the tokenizer adds it; leave it out of the text"
+            )
+    decoded = tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text, decoded = (_normalised(each, tokenizer) for each in (text, decoded))
+    if decoded != text:
+        pairs = enumerate(zip(text, decoded, strict=False))
+        first = next((n for n, (a, b) in pairs if a != b), min(len(text), len(decoded)))
+        cut = slice(first, first + _SHOWN_CHARACTERS)
+        notes.append(
+            f"the tokens of the {what} do not decode to its text: after {first} characters they "
+            f"have {decoded[cut]!r}, and the text has {text[cut]!r}"
+        )
+    return notes
+
+
+def _normalised(text: str, tokenizer: Any) -> str:
+    text = re.sub(rf"\s*({_special_tokens(text, tokenizer)})\s*", r"\1", text)
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    return text if normalizer is None else str(normalizer.normalize_str(text))
+
+
+def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:
+    """Return each token decoded by itself, or None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Return the class of a tokenizer and the digest of its vocabulary and rules, for a trace."""
+    return {"class": type(tokenizer).__name__, "digest": _digest(tokenizer, len(tokenizer))}
+
+
+@lru_cache(maxsize=1)  # prompts of one capture share a tokenizer, and a large one takes a second
+def _digest(tokenizer: Any, _size: int) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # written in Python: its rules are those of its class
+        rules = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    else:
+        rules = {k: part for k, part in json.loads(backend.to_str()).items() if k not in _CALL}
+    ends = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "unk")}
+    return document_digest({"rules": rules, "special": ends})
+
+
+def tokenizer_difference(trace: Trace, tokenizer: Any) -> str | None:
+    """Return in words how a tokenizer differs from that of a trace; None where either has none."""
+    recorded: Any = trace.meta.get("tokenizer")
+    if tokenizer is None or not isinstance(recorded, Mapping) or "digest" not in recorded:
+        return None
+    other = describe_tokenizer(tokenizer)
+    if other["digest"] == recorded["digest"]:
+        return None
+    names = [f"{each.get('class')} {str(each['digest'])[7:15]}" for each in (recorded, other)]
+    return f"its tokenizer ({names[0]}) has another vocabulary or other rules than {names[1]}"
