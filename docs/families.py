@@ -49,7 +49,7 @@ class Family:
 
     model: the prefix of its classes. says: what its attention has beside causal softmax. kernels:
     those that transformers has for it. config: the configuration's class, where that is not the
-    model's. changes: of the configuration.
+    model's. changes: of the configuration. given: the response is given, and not generated.
     """
 
     model: str
@@ -57,6 +57,12 @@ class Family:
     kernels: tuple[str, ...] = ("sdpa", "eager")
     config: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
+    given: bool = False
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The option of `capture` for a response of `NEW` tokens."""
+        return {"response": ids(NEW)} if self.given else {"max_new_tokens": NEW}
 
     def random(self, kernel: str = "sdpa") -> Any:
         """A model with the weights that it starts with."""
@@ -107,7 +113,10 @@ FAMILIES = {
     ),
     "llama, linear scaling": Family("Llama", "frequencies divided", changes=_scaled("linear")),
     "llama, dynamic scaling": Family(
-        "Llama", "frequencies that grow with the length", changes=_scaled("dynamic")
+        "Llama",
+        "frequencies that change with the length, here beyond 256 tokens",
+        changes={"max_position_embeddings": 256, **_scaled("dynamic")},
+        given=True,
     ),
     "mistral": Family("Mistral", "a sliding window", changes={"sliding_window": 100}),
     "qwen2": Family("Qwen2", "biases"),
@@ -203,7 +212,7 @@ def trace_of(name: str, kernel: str | None = None, **options: Any) -> kvsim.Trac
     """A capture of a family's model, prompt and response."""
     family = FAMILIES[name]
     model = family.build(kernel or family.kernels[0])
-    return kvsim.capture(model, None, ids(PROMPT), max_new_tokens=NEW, **options)
+    return kvsim.capture(model, None, ids(PROMPT), **family.response, **options)
 
 
 def row(name: str) -> str:

@@ -30,7 +30,7 @@ from kvsim.core.view import View
 from kvsim.engine.checks import whole
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder.cache import cache_of
-from kvsim.recorder.models import context_length
+from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
 from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel
@@ -168,7 +168,7 @@ class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no
             self.policy,
             self.budget,
             prompt_len=prompt_len,
-            n_pos=max(prompt_len, min(most, context_length(running.model) or most)),
+            n_pos=max(prompt_len, min(most, steady_length(running.model) or most)),
             interval=self.schedule.interval,
             prefill=self.schedule.prefill,
             name="kvpress",

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option
+from kvsim.recorder.positions import reset_frequencies
 
 #: What ended a response by itself: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
@@ -137,12 +138,17 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> in
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Set evaluation mode for as long as the block lasts: dropout would make q, k, v random."""
+    """Set evaluation mode for as long as the block lasts: dropout would make q, k, v random.
+
+    The frequencies of dynamic RoPE are those of a new text in it, and after it.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
+    reset_frequencies(model)
     try:
         yield
     finally:
+        reset_frequencies(model)
         for module in training:
             module.training = True
 

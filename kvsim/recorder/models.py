@@ -29,12 +29,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
-from kvsim.core.attention import Rope
 from kvsim.core.checks import resolve_device
 from kvsim.core.digest import document_digest
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
 from kvsim.recorder.hooks import attention_modules, kernel_name
+from kvsim.recorder.positions import context_length
 from kvsim.tiny import vocabulary
 
 #: The models that have a name, in words: those that ship, and one in a package.
@@ -42,9 +42,6 @@ _NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
 
 #: The attribute of a loaded model with the name and the provenance of its GGUF file.
 _GGUF = "_kvsim_gguf"
-
-#: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
-_INV_FREQ = "inv_freq"
 
 #: Short names of data types.
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -335,44 +332,10 @@ def _origin(model: PreTrainedModel) -> str:
     return str(model.config._name_or_path or "")  # noqa: SLF001  its only home
 
 
-def context_length(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence of the model's configuration, in tokens."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return int(limit) if limit else None
-
-
-def check_new_tokens(model: PreTrainedModel, count: int | None) -> None:
-    """Raise CaptureError for more new tokens than a model has positions after any prompt."""
-    context = context_length(model)
-    if context is not None and count is not None and count >= context:
-        raise CaptureError(
-            f"max_new_tokens is {count}, and the model has {context} positions for prompt and "
-            "response together; give fewer new tokens"
-        )
-
-
 def softcap(model: PreTrainedModel) -> float | None:
     """Return the softcap of attention logits in the model's configuration (Gemma 2), or None."""
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return None if cap is None else float(cap)
-
-
-def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
-    """Return the rotary embeddings in effect, each once; empty for a model without RoPE.
-
-    Frequencies of some kinds (dynamic, longrope) change with the length of the sequence, and a
-    model may have several embeddings, such as one for local and one for global layers. The modules
-    do not say the layout; it is `half` here.
-    """
-    ropes: dict[Rope, None] = {}
-    for module in model.modules():
-        for name, frequencies in module.named_buffers(recurse=False):
-            if not name.endswith(_INV_FREQ) or name.endswith(f"original_{_INV_FREQ}"):
-                continue
-            kind = name.removesuffix(_INV_FREQ)
-            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
-            ropes[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
-    return tuple(ropes)
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:

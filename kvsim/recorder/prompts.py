@@ -14,7 +14,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError, error_line
-from kvsim.recorder.models import context_length, is_tiny
+from kvsim.recorder.models import is_tiny
+from kvsim.recorder.positions import context_length
 from kvsim.recorder.spans import Needle, Span, counted_context, located, tokens_before
 from kvsim.recorder.tokenization import encoding_notes, need_tokenizer, tokenize
 from kvsim.schema import LABELS

@@ -18,8 +18,8 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, remove_rows
 from kvsim.recorder.generation import device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
-from kvsim.recorder.models import context_length
 from kvsim.recorder.options import PROBE_CHUNK
+from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import rendered
 
 #: What asks for the first chunk, and for a later one behind the last tokens of the former.
@@ -52,9 +52,18 @@ def repetition(
     return Probe("repeat", tuple(chunks), tuple(map(int, tokens)))
 
 
-def check_length(model: PreTrainedModel, context: int, probe: Probe) -> None:
-    """Raise CaptureError where context and probe are longer than what the model can read."""
-    limit = context_length(model)
+def check_length(model: PreTrainedModel, context: int, probe: Probe, n_pos: int = 0) -> None:
+    """Raise CaptureError where context and probe are longer than what the model can read.
+
+    n_pos: of the sequence that they belong to, which has the same frequencies.
+    """
+    limit = steady_length(model, context)
+    if limit is not None and n_pos > limit:
+        raise CaptureError(
+            f"beyond {limit} tokens the frequencies of the model's RoPE change, and a probe has "
+            f"those of its context of {context}; expected at most {limit} tokens; leave the probe "
+            "out, or give less text"
+        )
     if limit is not None and context + probe.longest > limit:
         room = limit - context
         chunks = f"smaller chunks, such as `kvsim capture --probe repeat:{room // 2}`, or "

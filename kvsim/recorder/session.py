@@ -24,17 +24,9 @@ from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
-from kvsim.recorder.models import (
-    check_new_tokens,
-    context_length,
-    describe_model,
-    is_tiny,
-    model_name,
-    read_ropes,
-    softcap,
-    versions,
-)
+from kvsim.recorder.models import describe_model, is_tiny, model_name, softcap, versions
 from kvsim.recorder.options import Options, Progress, select_layers
+from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.repetition import check_length, read_probe, repetition
@@ -85,14 +77,10 @@ class Session:
             )
         self.response = encoded.response or []
         check_new_tokens(model, options.max_new_tokens)
-        self.new_tokens, context = 0 if self.response else options.longest, context_length(model)
         self.logprobs: list[float] = []
-        if context is not None and len(encoded.ids) + self.new_tokens > context:
-            self.new_tokens = context - len(encoded.ids)
-            self.notes.append(
-                f"the response was cut to {self.new_tokens} of {options.longest} new "
-                f"tokens, where the model's context of {context} ends"
-            )
+        requested = 0 if self.response else options.longest
+        self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
+        self.notes += notes
         cap = softcap(model)
         if cap is not None and kernel_name(model) == "sdpa":
             self.notes.append(
@@ -104,7 +92,8 @@ class Session:
         if options.probe is not None:
             chat, chunk = encoded.messages is not None, options.probe_chunk
             self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
-            check_length(model, len(self.context), self.probe)
+            n = len(encoded.ids) + len(self.response)
+            check_length(model, len(self.context), self.probe, n)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.stop = StopStrings(options.stops, tokenizer)

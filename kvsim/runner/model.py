@@ -23,7 +23,8 @@ from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import device_of, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
-from kvsim.recorder.models import context_length, model_name
+from kvsim.recorder.models import model_name
+from kvsim.recorder.positions import steady_length
 
 #: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
 _KERNELS = ("eager", "sdpa")
@@ -84,12 +85,8 @@ class RunningModel:
 
     def check_length(self, n_pos: int) -> None:
         """Raise CaptureError beyond the context of the model, or a change of its frequencies."""
-        limit = context_length(self.model) or n_pos
-        ropes = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
-        for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
-            if rope.get("rope_type") == "longrope":
-                limit = min(limit, int(rope["original_max_position_embeddings"]))
-        if n_pos > limit:
+        limit = steady_length(self.model)
+        if limit is not None and n_pos > limit:
             raise CaptureError(
                 f"the sequence may have {n_pos} tokens; expected at most {limit}, up to which "
                 f"{model_name(self.model)} rotates keys and queries alike; give a shorter prompt "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.recorder import hooks
 from kvsim.recorder.hooks import attention_modules
+from kvsim.recorder.positions import context_length
 
 CASES = [(name, kernel) for name, family in FAMILIES.items() for kernel in family.kernels]
 PROJECTIONS = ("o_proj", "dense", "c_proj")
@@ -48,9 +50,9 @@ TURNS = {
 @functools.cache
 def recorded(name, kernel):
     """A family's model, what it computes in one forward, and its trace."""
-    model = FAMILIES[name].build(kernel)
-    trace = kvsim.capture(model, None, ids(PROMPT), max_new_tokens=NEW)
-    return model, trace
+    family = FAMILIES[name]
+    model = family.build(kernel)
+    return model, kvsim.capture(model, None, ids(PROMPT), **family.response)
 
 
 def projections(model):
@@ -141,8 +143,9 @@ def test_the_output_is_what_the_model_goes_on_with(name, kernel):
     """In the prompt the recorded output is, bit for bit, what the output projection is given."""
     model, trace = recorded(name, kernel)
 
-    found = trace.read("attn_out", pos=slice(0, PROMPT))
-    assert torch.equal(found, own_outputs(model, ids(PROMPT), trace.n_qheads))
+    rows = PROMPT + NEW * FAMILIES[name].given  # that went through the model together
+    found = trace.read("attn_out", pos=slice(0, rows))
+    assert torch.equal(found, own_outputs(model, trace.tokens[:rows], trace.n_qheads))
 
 
 @pytest.mark.parametrize(("name", "kernel"), CASES)
@@ -178,7 +181,7 @@ def test_keys_before_the_rotary_embedding_do_not_depend_on_the_position(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_capture_changes_nothing(name):
     """The model computes the same before and after, and holds no hook, also after an error."""
-    model, _ = recorded(name, FAMILIES[name].kernels[-1])
+    model = FAMILIES[name].build(FAMILIES[name].kernels[-1])
     tokens = torch.tensor([ids(30)])
     with torch.no_grad():
         before = model(tokens).logits
@@ -298,13 +301,108 @@ def test_frequencies_that_depend_on_the_length_are_those_in_effect(prompt, new, 
     assert torch.allclose(torch.tensor(trace.rope.inv_freq), expected, rtol=1e-5)
 
 
-def test_frequencies_that_change_on_the_way_are_refused():
-    """A response that grows past the original context has keys of two kinds: no trace says that."""
+DYNAMIC = FAMILIES["llama, dynamic scaling"]
+
+
+def ntk(n):
+    """Frequencies of dynamic scaling by 4 for n tokens, of a model of 256 positions."""
+    base = 1e4 * (4 * max(n, 256) / 256 - 3) ** (16 / 14)
+    return torch.tensor([base ** (-i / 8) for i in range(8)], dtype=torch.float64)
+
+
+def test_dynamic_frequencies_are_those_of_the_whole_text(tmp_path):
+    """By the formula, for prompt and response together; an earlier, longer text has no effect."""
+    model = DYNAMIC.build("sdpa")
+    kvsim.capture(model, None, ids(400), max_new_tokens=0)
+
+    long = kvsim.capture(model, None, ids(PROMPT), response=ids(NEW), out=tmp_path / "a.zarr")
+    short = kvsim.capture(model, None, ids(200), max_new_tokens=20)
+
+    for trace in (long, short):
+        found = torch.tensor(trace.rope.inv_freq, dtype=torch.float64)
+        assert torch.allclose(found, ntk(trace.n_pos), rtol=1e-5)
+    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "kept", "end"),
+    [
+        ("phi4-mini", 500, 12, "frequencies of its RoPE change with the length, beyond 512 tokens"),
+        ("phi4-mini", 1000, 24, "the model's context of 1024 ends"),
+        ("llama, dynamic scaling", 250, 6, "frequencies of its RoPE change .*, beyond 256 tokens"),
+        ("llama, dynamic scaling", 300, 0, "frequencies of its RoPE change .*, beyond 300 tokens"),
+    ],
+)
+def test_responses_end_where_frequencies_change(name, prompt, kept, end):
+    """No trace has keys of two kinds: a response is cut before them, with a note."""
+    trace = kvsim.capture(FAMILIES[name].build("sdpa"), None, ids(prompt), max_new_tokens=30)
+
+    assert trace.n_pos == prompt + kept
+    (note,) = trace.meta["notes"]
+    assert re.search(f"the response was cut to {kept} of 30 new tokens, where {end}", note)
+    assert trace.meta["generation"]["stopped"] == "context"
+
+
+def test_a_probe_has_the_frequencies_of_its_text():
+    """A probe after a short context is refused where the response is beyond the change."""
+    model = FAMILIES["phi4-mini"].build("sdpa")
+
+    with pytest.raises(CaptureError, match=r"beyond 512 tokens the frequencies .* leave the"):
+        kvsim.capture(model, None, ids(400), response=ids(200), probe="repeat:64")
+    trace = kvsim.capture(model, None, ids(520), response=ids(20), probe="repeat:64")
+    assert trace.header.probe is not None
+
+
+def test_live_runs_end_where_dynamic_frequencies_change():
+    """A live run takes its tokens in parts, which would have keys of two kinds."""
+    trace = kvsim.capture(DYNAMIC.build("sdpa"), None, ids(PROMPT), response=ids(NEW))
+
+    with pytest.raises(CaptureError, match="may have 300 tokens; expected at most 256"):
+        kvsim.live(DYNAMIC.build("sdpa"), trace, "tova", 64)
+
+
+def test_frequencies_that_change_on_the_way_are_refused(monkeypatch):
+    """Keys of two kinds are noticed even where the configuration says nothing of a change."""
     model = FAMILIES["phi4-mini"].build()
+    monkeypatch.setattr(kvsim.recorder.session, "fitting_tokens", lambda _, __, new: (new, []))
 
     with pytest.raises(CaptureError, match="frequencies change with the length") as caught:
         kvsim.capture(model, None, ids(500), max_new_tokens=30)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions", "expected"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 32768, 131072),
+        ({"rope_type": "yarn", "factor": 4.0}, 96, 384),
+        # as published: the positions are the scaled ones
+        ({"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163840, 163840),
+        ({"rope_type": "linear", "factor": 4.0}, 96, 384),
+        ({"rope_type": "dynamic", "factor": 2.0}, 96, 192),
+        ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192,
+          "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 131072, 131072),
+        ({"rope_type": "default"}, 96, 96),
+    ],
+)  # fmt: skip
+def test_the_context_has_the_scaling_of_positions(rope, positions, expected):
+    """A factor lengthens the trained positions, as model cards of Qwen2.5 and others state."""
+    rope = {"rope_theta": 1e4, **rope}
+    changes = {"rope_parameters": rope, "max_position_embeddings": positions}
+    model = replace(FAMILIES["qwen2"], changes=changes).random()
+
+    assert context_length(model) == expected
+    if expected < 1000:
+        trace = kvsim.capture(model, None, ids(90), max_new_tokens=6)
+        assert trace.meta["model"]["context"] == expected
+        over = expected - 89
+        with pytest.raises(CaptureError, match=f"the model's context of {expected}"):
+            kvsim.capture(model, None, ids(90), response=ids(over))
+
+
+def test_layers_without_scaling_bound_the_context():
+    """Gemma 3 states positions that its scaling reaches; local layers have none."""
+    assert context_length(FAMILIES["gemma3"].random()) == 1024
 
 
 def test_a_rotation_that_differs_late_is_refused(monkeypatch):

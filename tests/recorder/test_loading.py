@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, load_model
 from kvsim.recorder import models as loading
-from kvsim.recorder.models import read_ropes, unreachable
+from kvsim.recorder.models import unreachable
+from kvsim.recorder.positions import read_ropes
 from small_model import UNKNOWN, words_tokenizer
 
 

@@ -1,0 +1,118 @@
+"""Positions of a model: how many it reads, and its rotary embeddings in effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvsim.core.attention import Rope
+from kvsim.errors import CaptureError
+
+#: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
+_INV_FREQ = "inv_freq"
+
+#: The end of the names of buffers with the frequencies that a model was loaded with.
+_FIRST = f"original_{_INV_FREQ}"
+
+#: Kinds of RoPE scaling by a factor of the length, and the one whose frequencies depend on it.
+_DYNAMIC = "dynamic"
+_STRETCHING = ("linear", _DYNAMIC, "yarn")
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Return the longest sequence of the model's configuration, in tokens, with its RoPE scaling.
+
+    A factor (linear, dynamic, yarn) lengthens the sequences that the model was trained on; other
+    kinds of scaling, and layers without any, leave the configuration's own limit.
+    """
+    limit, ropes = _positions(model)
+    if not limit:
+        return None
+    stretched = [
+        (rope.get("original_max_position_embeddings") or limit) * (rope.get("factor") or 1)
+        if rope.get("rope_type") in _STRETCHING
+        else limit
+        for rope in ropes
+    ]
+    return max(limit, int(min(stretched)))
+
+
+def steady_length(model: PreTrainedModel, start: int = 0) -> int | None:
+    """Return how long a sequence may grow from `start` tokens on, with the same frequencies.
+
+    Those of dynamic RoPE change with every token beyond the configuration's positions, those of
+    longrope once.
+    """
+    limits = [context_length(model) or 0]
+    positions, ropes = _positions(model)
+    for rope in ropes:
+        if rope.get("rope_type") == _DYNAMIC:
+            limits.append(max(start, positions))
+        elif rope.get("rope_type") == "longrope":
+            original = int(rope["original_max_position_embeddings"])
+            limits += [original] if start <= original else []
+    return min(limits) or None
+
+
+def fitting_tokens(model: PreTrainedModel, start: int, count: int) -> tuple[int, list[str]]:
+    """Return how many of `count` new tokens fit after `start`; with a note if not all of them."""
+    limit, context = steady_length(model, start), context_length(model)
+    if limit is None or start + count <= limit:
+        return count, []
+    end = f"the model's context of {context} ends"
+    if limit != context:
+        end = f"frequencies of its RoPE change with the length, beyond {limit} tokens"
+    return limit - start, [
+        f"the response was cut to {limit - start} of {count} new tokens, where {end}"
+    ]
+
+
+def reset_frequencies(model: PreTrainedModel) -> None:
+    """Give dynamic RoPE the frequencies of a short text; a longer one before leaves its own."""
+    if all(rope.get("rope_type") != _DYNAMIC for rope in _positions(model)[1]):
+        return
+    for module in model.modules():
+        for name, first in list(module.named_buffers(recurse=False)):
+            if name.endswith(_FIRST):
+                kind = name.removesuffix(_FIRST)
+                setattr(module, f"{kind}{_INV_FREQ}", first.clone())
+                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+
+
+def _positions(model: PreTrainedModel) -> tuple[int, list[Mapping[str, Any]]]:
+    """Return the positions of a configuration, 0 without any, and RoPE by kind of layers."""
+    config = model.config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope for rope in ropes.values() if isinstance(rope, Mapping)]
+    return int(getattr(config, "max_position_embeddings", None) or 0), kinds or [ropes]
+
+
+def check_new_tokens(model: PreTrainedModel, count: int | None) -> None:
+    """Raise CaptureError for more new tokens than a model has positions after any prompt."""
+    context = context_length(model)
+    if context is not None and count is not None and count >= context:
+        raise CaptureError(
+            f"max_new_tokens is {count}, and the model has {context} positions for prompt and "
+            "response together; give fewer new tokens"
+        )
+
+
+def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
+    """Return the rotary embeddings in effect, each once; empty for a model without RoPE.
+
+    Frequencies of some kinds (dynamic, longrope) change with the length of the sequence, and a
+    model may have several embeddings, such as one for local and one for global layers. The modules
+    do not say the layout; it is `half` here.
+    """
+    ropes: dict[Rope, None] = {}
+    for module in model.modules():
+        for name, frequencies in module.named_buffers(recurse=False):
+            if not name.endswith(_INV_FREQ) or name.endswith(_FIRST):
+                continue
+            kind = name.removesuffix(_INV_FREQ)
+            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
+            ropes[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
+    return tuple(ropes)
