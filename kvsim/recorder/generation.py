@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import Any, Literal, cast
 
 import torch
@@ -61,10 +60,10 @@ def generate(
                 ended = "stop"
             if ended or len(tokens) == total:
                 before_last(len(tokens))
-                model(inputs, **options)
+                check_logits(model(inputs, **options).logits[0, -1:], len(tokens) - 1)
                 progress(total, total)
                 return tokens, ended
-            logits = model(inputs, **options).logits[0, -1]
+            logits = check_logits(model(inputs, **options).logits[0, -1:], len(tokens) - 1)[0]
             progress(len(tokens), total)
             tokens.append(sample(logits, temperature, generator))
             sampled(tokens[-1])
@@ -89,20 +88,28 @@ def score(
         inputs = torch.tensor([ids], device=device)
         logits = model(inputs, **_options(model, logits=n - start + 1)).logits[0]
         progress(n, n)
-        logits = logits[start - 1 - n : -1]
+        logits = check_logits(logits[start - 1 - n :], start - 1)[:-1]
         targets = inputs[0, start:].to(logits.device)
         parts = [
             part.double().log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
             for part, token in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
         ]
-        scores = [float(x) for x in torch.cat(parts)]
-    impossible = next((at for at, x in enumerate(scores) if not isfinite(x)), None)
-    if impossible is not None:
-        raise CaptureError(
-            f"token {impossible} of the response has log-likelihood {scores[impossible]}, expected "
-            "a finite number; give a response that the model can write"
-        )
-    return scores
+        return [float(x) for x in torch.cat(parts)]
+
+
+def check_logits(logits: Tensor, start: int) -> Tensor:
+    """Return the logits [n, V] of rows from `start` on; CaptureError unless all are finite."""
+    for at, part in enumerate(logits.split(_ROWS)):
+        bad = (~part.isfinite()).sum(-1)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            raise CaptureError(
+                f"row {start + at * _ROWS + row} has NaN or infinity in its logits "
+                f"({int(bad[row])} of {logits.shape[-1]}), expected finite numbers; check the "
+                "model's weights, or load it in another precision than "
+                f"{str(logits.dtype).removeprefix('torch.')}"
+            )
+    return logits
 
 
 def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.core.probe import ProbeRows
 from kvsim.errors import CaptureError
+from kvsim.recorder.generation import check_logits
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.layers import decoder_layers
 
@@ -141,10 +142,10 @@ class Decoder:
             return {}
         return {"layer_type": self.model.config.get_text_config().layer_types[layer]}
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, row: int) -> Tensor:
         """Compute the logits of the next token, [V], from the last layer's output for a row [D]."""
         with torch.no_grad():
-            out: Tensor = self._head(self._norm(hidden.unsqueeze(0)))[0]
+            out: Tensor = check_logits(self._head(self._norm(hidden.unsqueeze(0))), row)[0]
         return out.float()
 
     def _mask(self, x: Tensor) -> Tensor | None:

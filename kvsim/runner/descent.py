@@ -47,7 +47,7 @@ def prefill_in_depth(
         down = _Down(decoder, sketch, setting, ids if rows is None else [ids[i] for i in rows])
     for layer, rows in enumerate(descent.rows):
         down.run(layer, None if restarts else rows)
-    logits = decoder.logits(down.hidden[-1])
+    logits = decoder.logits(down.hidden[-1], len(ids) - 1)
     return Descended(descent, tuple(down.calls), logits[None])
 
 

@@ -20,7 +20,7 @@ from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.recorder.cache import cache_option
-from kvsim.recorder.generation import evaluating
+from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import intercepting, kernel_mask, kernel_name
 
 
@@ -35,22 +35,23 @@ def masked_logits(model: PreTrainedModel, tokens: Tensor, records: Sequence[Reco
     Raises:
         PolicyError: a record of another length, prompt or model; one whose prompt rows do not see
             the whole prompt before them; one with keys rotated to their slot in the cache.
-        CaptureError: a model that cannot be recorded.
+        CaptureError: a model that cannot be recorded, or logits that are not finite.
     """
     prompt_len, n, added = records[0].prompt_len, len(tokens), kernel_name(model) == "eager"
     evicted_at = torch.stack([_by_query_head(model, n, prompt_len, record) for record in records])
     ids = tokens.to(model.device)[None]
     with torch.inference_mode(), evaluating(model):
         prompt = DynamicCache(config=model.config)
-        last: Tensor = model(ids[:, :prompt_len], **cache_option(model, prompt)).logits[:, -1:]
+        logits = model(ids[:, :prompt_len], **cache_option(model, prompt)).logits[0, -1:]
+        last = check_logits(logits, prompt_len - 1)[None]
         if prompt_len == n:
             return last.expand(len(records), -1, -1)
         parts = []
         for last_row in evicted_at.to(model.device):
             mask, cache = partial(_mask, last_row, added), deepcopy(prompt)
             with intercepting(model, lambda _: None, masking=mask):
-                rest = model(ids[:, prompt_len:], **cache_option(model, cache)).logits
-            parts.append(torch.cat([last, rest], dim=1))
+                rest = model(ids[:, prompt_len:], **cache_option(model, cache)).logits[0]
+            parts.append(torch.cat([last, check_logits(rest, prompt_len)[None]], dim=1))
     return torch.cat(parts)
 
 

@@ -21,7 +21,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_option
-from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.generation import check_logits, device_of, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.models import model_name
 from kvsim.recorder.positions import steady_length
@@ -131,7 +131,8 @@ class RunningModel:
     ) -> Tensor:
         """Run the tokens of rows start, start + 1, ...; returns the logits of the last, [n, V].
 
-        back: how far behind its row the position of a token is.
+        back: how far behind its row the position of a token is. Raises CaptureError for logits that
+        are not finite.
         """
         at = torch.arange(start, start + len(ids), device=self.device)
         keep: dict[str, Any] = {"logits_to_keep": max(1, logits)} if self._last else {}
@@ -143,7 +144,7 @@ class RunningModel:
             **cache_option(self.model, cache),
             **keep,
         ).logits[0]
-        return out[len(out) - logits :]
+        return check_logits(out[len(out) - logits :], start + len(ids) - logits)
 
 
 @dataclass(frozen=True)

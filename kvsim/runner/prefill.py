@@ -252,7 +252,7 @@ def _compare_with_full(trace: Trace, down: _Descending, record: Record) -> Recom
     last = trace.n_layers - 1
     everything = torch.arange(trace.prompt_len)
     _, full_out = down.decoder.run(last, down.residual(last), everything)
-    full_logits = down.decoder.logits(full_out[-1])
+    full_logits = down.decoder.logits(full_out[-1], trace.prompt_len - 1)
     _check_token(trace, full_logits)
     full_out = full_out.to("cpu", trace.dtype)
     residual_error, output_error = {}, {}
@@ -264,7 +264,8 @@ def _compare_with_full(trace: Trace, down: _Descending, record: Record) -> Recom
     logits = full_logits
     if last in down.computed:
         model = down.decoder.model
-        logits = down.decoder.logits(down.computed[last].out[-1].to(model.device, model.dtype))
+        hidden = down.computed[last].out[-1].to(model.device, model.dtype)
+        logits = down.decoder.logits(hidden, trace.prompt_len - 1)
     return Recomputed(
         record=record,
         layers=down.computed,

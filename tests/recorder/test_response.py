@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 
@@ -117,6 +118,35 @@ def test_bad_responses(response, options, message, tmp_path):
 
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def broken(row, value):
+    """A model with a logit of this value in one row: 2 + 200 tokens have four blocks of rows."""
+    model = copy.deepcopy(small())
+
+    def spoil(_, __, logits):
+        first = model.seen - logits.shape[1]  # the rows of a forward whose logits are computed
+        if first <= row < model.seen:
+            logits[0, row - first, 7] = value
+
+    def count(_, args):
+        model.seen = (model.seen if args[0].shape[1] == 1 else 0) + args[0].shape[1]
+
+    model.get_input_embeddings().register_forward_pre_hook(count)
+    model.lm_head.register_forward_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("row", [1, 2, 60, 201])
+def test_logits_that_are_not_finite_are_refused(row, value):
+    """Of a response that is written or given, in any row that was computed, which is named."""
+    message = rf"^row {row} has NaN or infinity in its logits \(1 of 64\), expected finite numbers"
+
+    for options in ({"max_new_tokens": 200}, {"response": ids(200)}):
+        with pytest.raises(CaptureError, match=message) as caught:
+            capture(broken(row, value), None, [1, 2], **options)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_bad_response_in_a_file_has_its_line(tmp_path):

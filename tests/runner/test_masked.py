@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import kvsim
-from kvsim.errors import PolicyError
+from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.hooks import kernel_name
 from kvsim.runner.masked import masked_logits
@@ -211,3 +211,18 @@ def test_unfit_records_are_refused(model, trace):
     for said, one in unfit.items():
         with pytest.raises(PolicyError, match=said):
             masked_logits(model, tokens, [record, one])
+
+
+@pytest.mark.parametrize("row", [PROMPT - 1, PROMPT + 3])
+def test_logits_that_are_not_finite_are_refused(row, trace):
+    """In the prompt's last row and behind it; the row is named."""
+    model = make_model()
+    start = row - PROMPT if row >= PROMPT else -1
+
+    def spoil(_, args, logits):
+        if (logits.shape[1] == PROMPT) == (row < PROMPT):
+            logits[0, start, 5] = float("inf")
+
+    model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(CaptureError, match=rf"^row {row} has NaN or infinity in its logits"):
+        masked_logits(model, trace.read("tokens"), [replayed(trace, "knorm")])

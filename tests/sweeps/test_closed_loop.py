@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -308,3 +310,18 @@ def test_texts_survive_an_interrupt_and_a_folder(model, trace, tmp_path, monkeyp
     assert again.responses.equals(second.responses)
     stored = read_records(folder / "records.zarr")
     assert [each.response for each in stored] == [each.response for each in second.records]
+
+
+@pytest.mark.parametrize("policy", ["tova", "asl"])
+@pytest.mark.parametrize("new_tokens", [0, 2])
+def test_logits_that_are_not_finite_fail(policy, new_tokens, model, trace):
+    """A live run names the row, instead of metrics without a value and a response."""
+    spoilt = copy.deepcopy(model)
+    with torch.no_grad():
+        spoilt.lm_head.weight[5, 0] = float("nan")
+
+    run = kvsim.live(spoilt, [trace], policies(policy), [36], max_new_tokens=new_tokens)
+
+    (failure,) = run.failures
+    assert re.search(r"row 39 has NaN or infinity in its logits \(1 of 64\)", failure.error)
+    assert len(run.table) == 0
