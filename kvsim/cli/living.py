@@ -187,6 +187,6 @@ def _record(
     from kvsim.recorder import capture_many, read_prompts
 
     requested = read_prompts(prompts, note=show.echo_error)
-    longest = None if any(each.response is not None for each in requested) else new_tokens or None
+    longest = None if all(each.response is not None for each in requested) else new_tokens or None
     options: dict[str, Any] = {"resume": True, "max_new_tokens": longest, "progress": True}
     return capture_many(model, tokenizer, requested, folder, **options, probe=probe)

@@ -87,6 +87,7 @@ def capture(
     model, tokenizer = _resolve(model, tokenizer)
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
+    _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out)
     return session.existing() or session.run()
 
@@ -116,7 +117,8 @@ def capture_many(
         The traces, in the order of the prompts.
 
     Raises:
-        CaptureError: as for `capture`; also two ids that would name one trace.
+        CaptureError: as for `capture`; also two ids that would name one trace. `max_new_tokens` is
+            for the prompts without a response, and refused where all have one.
         TraceError: as for `capture`.
         TraceExistsError: something is where a trace would be written.
         TypeError: an unknown keyword.
@@ -132,6 +134,7 @@ def capture_many(
     check_writable(folder)
     for prompt in prompts:
         check_labels(prompt.labels, f"prompt {prompt.id!r}: ")
+    _check_length(prompts, checked)
     model, tokenizer = _resolve(model, tokenizer)
     sessions = []
     for prompt, path in zip(prompts, paths, strict=True):
@@ -158,6 +161,17 @@ def _check_local(out: str | Path) -> None:
         raise CaptureError(
             f"out is {str(out)!r}, expected a local path; record there, and put the trace behind "
             "the URL with trace.save(URL)"
+        )
+
+
+def _check_length(prompts: Sequence[Prompt], options: Options) -> None:
+    """Raise CaptureError for a length of new responses where each prompt has its own response."""
+    all_given = bool(prompts) and all(prompt.response is not None for prompt in prompts)
+    if all_given and options.max_new_tokens is not None:
+        of_all = "a response is" if len(prompts) == 1 else "responses of all prompts are"
+        raise CaptureError(
+            f"max_new_tokens is {options.max_new_tokens} and {of_all} given, expected one of them: "
+            "a given response is recorded as it is; leave --max-new-tokens out"
         )
 
 

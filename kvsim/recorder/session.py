@@ -70,11 +70,6 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
-        if encoded.response is not None and options.max_new_tokens is not None:
-            raise CaptureError(
-                f"max_new_tokens is {options.max_new_tokens} and a response is given, expected one "
-                "of them: a given response is recorded as it is; leave --max-new-tokens out"
-            )
         self.response = encoded.response or []
         check_new_tokens(model, options.max_new_tokens)
         self.logprobs: list[float] = []

@@ -71,6 +71,22 @@ def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
     assert read_run(tmp_path / "run").table.equals(before)
 
 
+def test_prompts_with_and_without_a_response_run_together(run, prompt, tmp_path):
+    """What the model writes is as long as requested, in the recording too."""
+    lines = [{"id": "written"}, {"id": "given", "response": prompt.response}]
+    lines = [json.dumps({**line, "prompt": prompt.prompt}) for line in lines]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+
+    status, _, err = run("live", "--prompts", tmp_path / "p.jsonl", "--record-to", tmp_path / "t",
+                         "--model", "tiny", "--policy", "tova", "--budget", "40",
+                         "--max-new-tokens", "3", "--json")  # fmt: skip
+
+    assert (status, err) == (0, "")
+    given, written = (kvsim.open_trace(tmp_path / "t" / f"{x}.zarr") for x in ("given", "written"))
+    assert written.n_pos - written.prompt_len == 3
+    assert given.n_pos - given.prompt_len == len(prompt.response.split())
+
+
 def test_prompts_are_recorded_with_what_policies_read(run, prompt, tmp_path):
     """KVzip runs on prompts alone: their traces have the rows that repeat the context."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "one", "prompt": prompt.prompt}) + "\n")

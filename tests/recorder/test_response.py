@@ -106,7 +106,6 @@ def test_lines_of_a_file(tmp_path):
             {},
             "899 tokens of response after a prompt of 2 tokens, expected .* context of 900",
         ),
-        ([3], {"max_new_tokens": 4}, "max_new_tokens is 4 and a response is given, expected one"),
     ],
 )
 def test_bad_responses(response, options, message, tmp_path):
@@ -118,6 +117,22 @@ def test_bad_responses(response, options, message, tmp_path):
 
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_length_of_responses_is_for_prompts_without_one(tmp_path):
+    """Of mixed prompts it cuts responses that are written; it is refused where all are given."""
+    given, written = Prompt("given", [1, 2], response=[3, 4, 5]), Prompt("written", [1, 2])
+
+    traces = capture_many(small(), None, [given, written], tmp_path / "out", max_new_tokens=2)
+
+    assert [trace.n_pos - trace.prompt_len for trace in traces] == [3, 2]
+    assert [trace.meta["generation"]["stopped"] for trace in traces] == ["given", "length"]
+    message = "max_new_tokens is 4 and {} given, expected one of them"
+    other = Prompt("other", [1], response=[3])
+    with pytest.raises(CaptureError, match=message.format("responses of all prompts are")):
+        capture_many(small(), None, [given, other], tmp_path / "all", max_new_tokens=4)
+    with pytest.raises(CaptureError, match=message.format("a response is")):
+        capture(small(), None, [1, 2], response=[3], max_new_tokens=4)
 
 
 def broken(row, value):
