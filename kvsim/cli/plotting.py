@@ -138,6 +138,8 @@ def plot(
                 f"{name} shows one policy, but --set has several values; give one of each parameter"
             )
         traces = values.open_traces(sources)
+        if figure.single and len(traces) > 1:
+            raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))
         if layer is None and figure.single and policies and traces[0].windowed:
@@ -244,8 +246,6 @@ def _check_given(
     surplus = [f"--{key}" for key in given if key in unused and given[key] not in (None, [])]
     if surplus:
         raise OptionError(f"{lead}; leave {', '.join(surplus)} out")
-    if figure.single and len(sources) > 1:
-        raise OptionError(f"{name} shows one trace, but {len(sources)} were given")
     policies, budgets = len(given["policy"] or ()), len(given["budget"] or ())
     if figure.single == "record" and (policies, budgets) != (1, 1):
         raise OptionError(

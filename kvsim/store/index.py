@@ -199,7 +199,8 @@ def _kind(path: Path) -> Kind | None:
     if (path / "run.json").is_file():
         return "run"
     if (path.stem if packed else path.name).endswith(".zarr"):
-        return "trace"
+        whole = packed or (path / "zarr.json").exists() or not any(path.glob("*.zarr*"))
+        return "trace" if whole else "folder"  # of several prompts, recorded under such a name
     try:
         if "kvsim_format" in group_attributes(Packed(path) if packed else Folder(path)):
             return "trace"

@@ -59,7 +59,6 @@ def paths_of(given: str | Path) -> list[Path | str]:
         if not matches:
             raise TraceNotFoundError(f"no path is like {path}; expected traces")
         return [Path(match) for match in matches]
-    is_folder = path.is_dir() and path.suffix != ".zarr"
-    if is_folder and not any((path / name).exists() for name in ("zarr.json", "run.json")):
+    if path.is_dir() and not any((path / name).exists() for name in ("zarr.json", "run.json")):
         return [*find_traces(path, 1).values()] or [path]
     return [path]

@@ -111,6 +111,30 @@ def test_capture_of_a_file_of_prompts(run, tmp_path):
     assert json.loads(out)["traces"][0]["path"] == str(tmp_path / "one.zarr")
 
 
+def test_a_folder_of_traces_may_have_the_name_of_a_trace(run, tmp_path):
+    """Several prompts under one name that ends in `.zarr` are read like any folder of traces."""
+    file, many = tmp_path / "prompts.jsonl", tmp_path / "above" / "many.zarr"
+    samples = prompts(2, task="walk", facts=4, lines=2, kinds=2)
+    file.write_text("".join(json.dumps(s.row(f"p{i}")) + "\n" for i, s in enumerate(samples)))
+    run("capture", "--model", "tiny", "--prompts", file, "--max-new-tokens", "4", "--out", many)
+    policy = ["--policy", "tova", "--budget", "16"]
+
+    for command in (
+        ["info", many],
+        ["verify", many],
+        ["replay", many, *policy],
+        ["live", many, "--model", "tiny", *policy],
+        ["traces", many.parent],
+    ):
+        status, out, err = run(*command)
+        assert (status, err) == (0, "")
+        assert all(f"p{i}" in out for i in range(2))
+    status, _, err = run("plot", "retention_map", many, *policy, "--out", tmp_path / "a.png")
+    assert (status, one_line(err)) == (2, "error: retention_map shows one trace, but 2 were given")
+    shutil.rmtree(many / "p0.zarr" / "q")
+    assert "p0.zarr: damaged" in run("verify", many)[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
