@@ -140,7 +140,8 @@ class Tape:
 
         record: that of kvsim's live run or press (`Decoding.record`), which has its last event
         too. Without it, budget, interval and prefill are those of the implementation, if they are
-        known; prefill None for an implementation whose schedule is not.
+        known: interval 0 for no events in decoding, prefill None for an implementation whose
+        schedule is not known.
         """
         if not self._rows:
             raise CaptureError("no forward was recorded; run the model inside the `with` block")
@@ -158,7 +159,7 @@ class Tape:
         )
         if record is not None:
             return Dump.of_record(record, trace)
-        schedule = None if prefill is None else Schedule(interval, prefill)
+        schedule = None if prefill is None else Schedule(interval or None, prefill)
         return Dump(
             self._sets(len(layers)), tuple(layers), trace.name, trace, budget, schedule
         ).checked()

@@ -138,6 +138,23 @@ def test_our_live_run_conforms(recorded, name, tmp_path):
     assert kvsim.conform(back, policy).differences == ()
 
 
+def test_a_schedule_without_events_in_decoding(recorded, tmp_path):
+    """Interval 0 says that an implementation evicts after the prompt alone, as in a dump's file."""
+    model, tokens, _ = recorded("llama", LENGTH)
+    policy = kvsim.policy("tova")
+    decoding = Decoding(RunningModel(model), policy, TARGET, prompt_len=PROMPT, n_pos=LENGTH,
+                        prefill=True, interval=LENGTH)  # fmt: skip
+    with decoding, recording(model) as tape:
+        decoding.feed(tokens[:PROMPT])
+        decoding.feed(tokens[PROMPT : PROMPT + 8])
+
+    dump = tape.dump(budget=TARGET, interval=0, prefill=True)
+
+    assert (dump.schedule.interval, [*dump.kept]) == (None, [PROMPT - 1])
+    assert read_dump(dump.save(tmp_path / "d.npz")).schedule == dump.schedule
+    assert kvsim.conform(dump, policy).differences == ()
+
+
 class Halved(DynamicCache):
     """A cache of a user's own: it keeps the most recent entries, and rounds keys if asked to."""
 
