@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.results import REQUESTED, labelled
-from kvsim.analysis.verdict import RANKING, lines, verdicts
+from kvsim.analysis.verdict import lines, ranking, verdicts
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.storing import Spec
@@ -143,7 +143,7 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
     )
     measured = set(run.table.drop_nulls(["policy", "value"])["metric"])
     try:
-        comparison = compare(run, next(name for name in RANKING if name in measured))
+        comparison = compare(run, next(ranking(run.table, measured)))
         yield from _verdict(comparison)
     except (PolicyError, StopIteration):  # one policy alone, or no prompt with values of all
         pass

@@ -109,6 +109,12 @@ def plural(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
 
 
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def numbered(layers: Sequence[int]) -> str:
     """Ascending numbers of layers in words: `layer 3`, `layers 0, 4-7`."""
     return f"layer{'s' * (len(layers) != 1)} {ranges(layers, ', ')}"

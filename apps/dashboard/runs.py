@@ -15,7 +15,7 @@ import kvsim
 from kvsim import Trace
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import labelled
+from kvsim.analysis.results import labelled, mixed
 from kvsim.analysis.summaries import (
     averages,
     between_levels,
@@ -26,7 +26,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.analysis.table import in_order
 from kvsim.analysis.verdict import answer
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import access_names, names
 from kvsim.sweeps.run import replay_all
 
@@ -106,6 +106,8 @@ def load(origin: Origin) -> Run:
 
 
 def _run(origin: Origin, name: str, table: pl.DataFrame, parameters: Mapping[str, Any]) -> Run:
+    if remark := mixed(table):
+        raise PolicyError(remark)
     labels = labelled(table)
     return Run(origin, name, labels, strongest(labels), parameters)
 

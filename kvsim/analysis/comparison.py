@@ -25,13 +25,12 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import REQUESTED, extent, labelled
+from kvsim.analysis.results import REQUESTED, extent, is_live, labelled, mixed
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
     WEAKEST,
     Interval,
-    first_of,
     layers_of,
     main_variants,
     per_prompt,
@@ -44,7 +43,7 @@ from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import policy
 from kvsim.policies.naming import examples
-from kvsim.schema import FIDELITY, plural, schedule
+from kvsim.schema import FIDELITY, first_of, plural, schedule
 
 VERDICTS = ("better", "worse", "undecided", "equal")
 
@@ -97,7 +96,7 @@ class Comparison(Displayed):
 
 def compare(
     table: Tabular,
-    metric: str = "output_error",
+    metric: str | None = None,
     *,
     against: str | None = None,
     target: float | None = None,
@@ -110,7 +109,8 @@ def compare(
     Args:
         table: of `kvsim.measure` or a sweep, with several traces as prompts; or a run, or its
             folder.
-        metric: by name, one with a better direction; its main variant.
+        metric: by name, one with a better direction; its main variant. By default `output_error`,
+            of live runs `response_kl`.
         against: the policy that others are compared with, as it is labelled (`tova`, or
             `ams (window=8)` where the Table has several of one name); by default, at each budget,
             the best one.
@@ -130,9 +130,14 @@ def compare(
         (`smallest`).
 
     Raises:
-        PolicyError: the metric has no better direction or the Table no values of it, no prompt has
-            values of all policies, `against` is none of them, or `target` is no finite number.
+        PolicyError: the metric has no better direction or the Table no values of it, values are of
+            several models or of replays and live runs, no prompt has values of all policies,
+            `against` is none of them, or `target` is no finite number.
     """
+    table = as_table(table)
+    if remark := mixed(table):
+        raise PolicyError(remark)
+    metric = metric or ("response_kl" if is_live(table) else "output_error")
     entry = metric_named(metric)
     if entry.better is None:
         raise PolicyError(
@@ -142,7 +147,7 @@ def compare(
     if target is not None and not is_finite(target):
         raise PolicyError(f"target is {target!r}; expected a value of {metric}, a finite number")
     higher = entry.better == "higher"
-    table = labelled(as_table(table))
+    table = labelled(table)
     rows, values, traces, remarks = _values(table, metric)
     names = rows["policy"].unique(maintain_order=True).to_list()
     if against is not None and against not in names:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from kvsim.analysis.parquet import decode_table, encode_table
-from kvsim.analysis.results import extent
+from kvsim.analysis.results import extent, is_live
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
 from kvsim.core.display import Displayed
@@ -222,7 +222,8 @@ def _table(folder: Path, file: Path, data: bytes) -> pl.DataFrame:
         table = decode_table(data)
     except ValueError as error:
         raise damaged(file, str(error)) from error
-    missing = [name for name in COLUMNS if name not in table.columns]
+    # runs of version 0.1.0 do not name the model
+    missing = [name for name in COLUMNS if name not in (*table.columns, "model")]
     if missing:
         raise OutputError(
             f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
@@ -270,9 +271,18 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
     """The Table of several runs; what is in several of them is there once.
 
     Raises:
-        PolicyError: runs have different values in one and the same place, or replayed different
-            traces of one name.
+        PolicyError: runs have different values in one and the same place, replayed different
+            traces of one name, or some are live runs and others replays.
     """
+    loops: dict[bool, list[str]] = {}
+    for run in runs:
+        loops.setdefault(is_live(run.table), []).append(str(run.path))
+    if len(loops) > 1:
+        raise PolicyError(
+            f"live runs: {', '.join(loops[True])}; replays: {', '.join(loops[False])}; expected "
+            "one kind, because no mean is over both; take them one by one (`kvsim fidelity` "
+            "compares both)"
+        )
     first: dict[str, tuple[str, Saved]] = {}
     for run in runs:
         for name, digest in run.parameters.get("traces", {}).items():
@@ -283,8 +293,11 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
                     "and results are told apart by the names of traces; take the runs one by one, "
                     "or record one trace again under another id and replay it"
                 )
-    table = in_order(run.table for run in runs).unique(maintain_order=True)
-    place = [name for name in COLUMNS if name not in ("value", "chance", "fidelity")]
+    table = in_order(run.table for run in runs)
+    table = table.unique(
+        [name for name in table.columns if name != "model"], keep="first", maintain_order=True
+    )
+    place = [name for name in COLUMNS if name not in ("model", "value", "chance", "fidelity")]
     twice = table.filter(table.select(place).is_duplicated())
     if twice.height:
         policy, metric, trace = twice.select("policy", "metric", "trace").row(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -19,7 +19,8 @@ import polars as pl
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.policies import policy
-from kvsim.schema import schedule
+from kvsim.policies.model import model_of
+from kvsim.schema import first_of, schedule
 
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
@@ -48,6 +49,11 @@ def extent(table: pl.DataFrame) -> str:
     )
 
 
+def is_live(table: pl.DataFrame) -> bool:
+    """Whether a Table has values of a running model."""
+    return bool(table["fidelity"].eq("closed").any())
+
+
 def check_distinct(traces: Sequence[Trace]) -> None:
     """Raise TraceError where two traces have one name: a Table could not tell them apart."""
     by_name: dict[str, Trace] = {}
@@ -61,10 +67,68 @@ def check_distinct(traces: Sequence[Trace]) -> None:
         by_name[trace.name] = trace
 
 
+def model_name(trace: Trace) -> str | None:
+    """Return the name of a trace's model, of a path or hub id the last part; None if unknown."""
+    return str(model_of(trace)["name"]).rstrip("/").rpartition("/")[2] or None
+
+
+def several_models(traces: Iterable[tuple[str | None, str]]) -> str:
+    """Return of which models traces are, where no mean is over them; empty for one model.
+
+    traces: model and name of each; a trace without a model may be of any.
+    """
+    models: dict[str, list[str]] = {}
+    for model, name in traces:
+        if model is not None:
+            models.setdefault(model, []).append(name)
+    if len(models) < 2:
+        return ""
+    parts = (f"{model} ({first_of(names)})" for model, names in models.items())
+    return (
+        f"traces of several models: {', '.join(parts)}; expected one, because no mean is over "
+        "several; take those of one model, or split values by 'model' (kvsim table --by model)"
+    )
+
+
+def check_models(traces: Iterable[Trace]) -> None:
+    """Raise PolicyError where traces are of several models, so that no mean is over them."""
+    if remark := several_models((model_name(trace), trace.name) for trace in traces):
+        raise PolicyError(remark)
+
+
+def mixed(table: pl.DataFrame, by: Sequence[str] = ()) -> str:
+    """Return why no mean is over values of several models, or of replays and live runs.
+
+    Empty where a Table has none. by: what means are split by.
+    """
+    if "model" not in by and of_model(table):
+        of_traces = table.select("model", "trace").unique(maintain_order=True)
+        return several_models(of_traces.iter_rows())
+    closed, policy = pl.col("fidelity") == "closed", pl.col("policy")
+    loops = {
+        "live": policy.filter(closed).unique(maintain_order=True),
+        "replayed": policy.filter(~closed).unique(maintain_order=True),
+    }
+    values = table.drop_nulls(["policy", "value"]).group_by("metric", maintain_order=True)
+    for name, live, replayed in values.agg(**loops).iter_rows():
+        if live and replayed:
+            return (
+                f"{name} is of live runs ({first_of(live)}) and of replays ({first_of(replayed)}); "
+                "expected one kind, because no mean is over both; take them one by one (`kvsim "
+                "fidelity` compares both)"
+            )
+    return ""
+
+
+def of_model(table: pl.DataFrame) -> list[str]:
+    """Return `["model"]`, the column that splits a Table of several models, or nothing."""
+    several = "model" in table and table["model"].drop_nulls().n_unique() > 1
+    return ["model"] * several
+
+
 def _where(trace: Trace) -> str:
     """The path of a trace, and the model that it is of where that is known."""
-    model = trace.meta.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
+    name = model_of(trace)["name"]
     where = "a trace in memory" if trace.path is None else str(trace.path)
     return f"{where} (of {name})" if name else where
 

@@ -81,6 +81,20 @@ def fewest(level: float) -> int:
     return 1 + ceil(log2(1 / level) - 1e-9)
 
 
+def few(prompts: int) -> str:
+    """Return why 95 % intervals over so few prompts promise little; empty for one, and for enough.
+
+    A value is above the median of all prompts half of the time, so all of them are above it, or
+    all below, in 2^(1 - prompts) of cases; the range holds every bootstrap interval.
+    """
+    if not 1 < prompts < fewest(ALPHA):
+        return ""
+    return (
+        f"intervals over {prompts} prompts promise little: even the range of their values misses "
+        f"the median of all prompts in {2.0 ** (1 - prompts):.0%} of cases"
+    )
+
+
 def undecidable(prompts: int, comparisons: int) -> str:
     """Return why so few prompts decide nothing, and how many could; empty where they can."""
     if not comparisons:

@@ -26,10 +26,10 @@ import scipy
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.results import REQUESTED
+from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, numbered
+from kvsim.schema import FIDELITY, first_of, numbered
 
 RESAMPLES = 4000
 
@@ -167,8 +167,11 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     several levels of fidelity the `strongest` count.
 
     `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
+    PolicyError for values that no mean is over (`mixed`).
     """
     table, by = _split_beside(table, by, (*KEYS, "trace"))
+    if remark := mixed(table, by):
+        raise PolicyError(remark)
     if table.select((pl.col("fidelity").n_unique().over(*_PLACE) > 1).any()).item():
         table = strongest(table)
     if "event" not in by:
@@ -422,12 +425,6 @@ def uneven(layers: Mapping[str, Sequence[int]]) -> str:
         return ""
     parts = (f"{numbered(numbers)} of {first_of(traces)}" for numbers, traces in alike.items())
     return f"means over layers are over different ones: {'; '.join(parts)}"
-
-
-def first_of(names: Sequence[str], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 _NUMBERS = {"mean": pl.Float64, "low": pl.Float64, "high": pl.Float64, "n": pl.Int64}

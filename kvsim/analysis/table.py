@@ -16,6 +16,7 @@ from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.error import OutputError, check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
+from kvsim.analysis.results import model_name
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
@@ -30,7 +31,7 @@ _NUMBERS: dict[str, Any] = {"length": pl.Int64, "depth": pl.Float64}
 
 #: All columns that a Table may have, and their types; one row is one value.
 TYPES: dict[str, Any] = {
-    **dict.fromkeys(("trace", *LABELS), pl.String),
+    **dict.fromkeys(("trace", "model", *LABELS), pl.String),
     **_NUMBERS,
     **dict.fromkeys(("policy", "params"), pl.String),
     "budget": pl.Int64,
@@ -74,12 +75,12 @@ def measure(
 ) -> pl.DataFrame:
     """A Table of `metrics` of one record or of many of the same trace, or of a trace alone.
 
-    One row per value: labels of the prompt (task, domain, level; length and depth where it has
-    them), policy, budget, layer, head (KV head) or qhead (query head), value, chance (what chance
-    alone would give, where that is known)
-    and fidelity (see `fidelity`). Policy, budget and schedule are null where a value is one of the
-    trace. With `events` one row for every event too (the row after which it fired); without, the
-    last event stands for them all or their mean (`Metric.over_events`).
+    One row per value: trace, its model, labels of the prompt (task, domain, level; length and depth
+    where it has them), policy, budget, layer, head (KV head) or qhead (query head), value, chance
+    (what chance alone would give, where that is known) and fidelity (see `fidelity`). Policy,
+    budget and schedule are null where a value is one of the trace. With `events` one row for every
+    event too (the row after which it fired); without, the last event stands for them all or their
+    mean (`Metric.over_events`).
 
     Args:
         trace: a trace, its path or URL, or an `Analysis` of it with another k, rule, cut or gold
@@ -308,6 +309,7 @@ def blocks_of(
     """The rows of one metric of a trace, of a record, or of a live run."""
     trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
+    shared["model"] = model_name(trace)
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
         shared |= columns_of(record)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ import polars as pl
 
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import is_live, mixed
 from kvsim.analysis.significance import MOST, undecidable
 from kvsim.errors import PolicyError
 
-#: What ranks policies, the first that is measured.
-RANKING = ("output_error", "response_kl", "layer_error", "retained_mass", "wipeout")
+#: What ranks policies, the first that is measured; of live runs, what the model itself did.
+RANKING = ("output_error", "layer_error", "retained_mass", "wipeout")
+LIVE_RANKING = ("response_kl", "nll_increase", "top_agreement", "answer_right")
 
 #: Most policies that a verdict names at a time, and how many of more: the next in rank.
 _NAMES, _FIRST = 6, 3
@@ -29,10 +31,11 @@ class Verdict:
 
     asked: the budget as it was asked for. best: its label; mean over `prompts`, with the ends of
     its 95 % interval (None for one prompt); leads: on how many of them no other is better.
+    tied: policies of the same mean; shared: whether two policies lead together on some prompt.
     beaten: policies that it is better than beyond chance, corrected for the number of comparisons,
     by rank; undecided: the others, with the number of prompts that would decide where that can be
     said; equal: those that no prompt distinguishes. seen: entries that a row sees, if that is over
-    5 % more than under another policy. second: the policy that is next in rank.
+    5 % more than under another policy. second: the policy that is next in rank, if any.
     """
 
     asked: str
@@ -43,11 +46,13 @@ class Verdict:
     high: float | None
     prompts: int
     leads: int
+    tied: tuple[str, ...]
+    shared: bool
     beaten: tuple[str, ...]
     undecided: tuple[tuple[str, int | None], ...]
     equal: tuple[str, ...]
     seen: float | None
-    second: str
+    second: str | None
 
     @property
     def text(self) -> str:
@@ -56,11 +61,13 @@ class Verdict:
         mean = f"{self.mean:.3g}"
         if self.low is not None and self.high is not None:
             mean += f" [{self.low:.3g}, {self.high:.3g}]"
-        parts = [f"Budget {self.asked}: {self.best} has the {most} {self.metric}, {mean}"]
+        best = f"{_listed([self.best, *self.tied])} share" if self.tied else f"{self.best} has"
+        parts = [f"Budget {self.asked}: {best} the {most} {self.metric}, {mean}"]
         if self.prompts == 1:
-            parts[0] += f" on this prompt; the next is {self.second}"
+            parts[0] += " on this prompt" + f"; the next is {self.second}" * bool(self.second)
         if self.prompts > 1:
-            parts[0] += f", and leads on {self.leads} of {self.prompts} prompts"
+            leads = "no policy is better" if self.tied or self.shared else "leads"
+            parts[0] += f", and {leads} on {self.leads} of {self.prompts} prompts"
             against = {
                 "beyond chance better than": self.beaten,
                 "not decided against": [*map(_needing, self.undecided)],
@@ -112,34 +119,47 @@ def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
         ]
     else:  # with another one
         pairs = [(best["against"], best["verdict"], best)]
+    behind = [row["policy"] for row in rest if row["rank"] > best["rank"]]
     return Verdict(
         *(best["asked"], metric, best["policy"], best["mean"], best["low"], best["high"]),
         *(best["n"], best["leads"]),
+        tied=tuple(row["policy"] for row in rest if row["rank"] == best["rank"]),
+        shared=sum(row["leads"] for row in rows) > best["n"],
         beaten=tuple(name for name, verdict, _ in pairs if verdict == "better"),
         undecided=tuple(
             (name, x["needed"]) for name, verdict, x in pairs if verdict == "undecided"
         ),
         equal=tuple(name for name, verdict, _ in pairs if verdict == "equal"),
         seen=best["seen"] if best["unfair"] else None,
-        second=rest[0]["policy"],
+        second=behind[0] if behind else None,
     )
 
 
+def ranking(table: pl.DataFrame, metrics: Iterable[str]) -> Iterator[str]:
+    """Yield the measured metrics that rank the policies of a Table, what says most first.
+
+    metrics: those that may rank replays. Of live runs what the model did ranks, and never an error
+    of single layers, which may say the opposite.
+    """
+    measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*METRICS}
+    metrics = [*metrics]
+    first = (name for name in RANKING if name in metrics)
+    for name in LIVE_RANKING if is_live(table) else dict.fromkeys((*first, *metrics)):
+        if name in measured and METRICS[name].better:
+            yield name
+
+
 def answer(table: pl.DataFrame, metrics: Sequence[str]) -> tuple[list[Verdict], list[str]]:
-    """The verdicts of a Table by the first of `RANKING`, or else of `metrics`, that it has.
+    """The verdicts of a Table by the first metric of `ranking`.
 
     And the lines in which to say them, with what is lacking for a decision. Both are empty where
-    there is nothing to compare: one policy, or no prompt with values of all. Metrics that this
-    version does not know are left out.
+    there is nothing to compare: one policy, or no prompt with values of all.
     """
-    measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*metrics} & {*METRICS}
-    ranking = (name for name in (*RANKING, *metrics) if name in measured and METRICS[name].better)
-    metric = next(ranking, None)
-    if metric is None:
-        return [], []
+    if reason := mixed(table):
+        return [], [f"No verdict: {reason}."]
     try:
-        comparison = compare(table, metric)
-    except PolicyError:  # no prompt has values of all policies
+        comparison = compare(table, next(ranking(table, metrics)))
+    except (PolicyError, StopIteration):  # no prompt has values of all policies, or no metric
         return [], []
     each = verdicts(comparison)
     return each, [*lines(comparison, each)]

@@ -137,9 +137,12 @@ def plot(
             raise OptionError(
                 f"{name} shows one policy, but --set has several values; give one of each parameter"
             )
+        from kvsim.analysis.results import check_models
+
         traces = values.open_traces(sources)
         if figure.single and len(traces) > 1:
             raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
+        check_models(traces)
         for trace in traces:
             _check_place(trace, layer, head, replays=bool(policies))
         if layer is None and figure.single and policies and traces[0].windowed:

@@ -21,7 +21,7 @@ from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_p
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, labelled
+from kvsim.analysis.results import REQUESTED, check_models, labelled
 from kvsim.analysis.summaries import averages, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
@@ -144,7 +144,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
 
 
 def ranking(
-    table: Tabular, metrics: str | Sequence[str] = ("output_error",), *, against: str | None = None
+    table: Tabular, metrics: str | Sequence[str] | None = None, *, against: str | None = None
 ) -> Figure:
     """Policies in the order of a metric, a panel per budget: mean over prompts and 95 % interval.
 
@@ -154,15 +154,14 @@ def ranking(
     References that have no rank are grey squares at the bottom; where there are more policies than
     colours, all have one.
 
-    metrics: one, with a better direction. against: as in `kvsim.compare`.
+    metrics: one, with a better direction. Both as in `kvsim.compare`.
     """
     table = as_table(table)
-    metrics = listed(metrics)
-    (name, *more) = metrics
-    if more:
-        raise PolicyError(f"metrics are {', '.join(metrics)}; expected one of them to rank by")
-    comparison = compare(table, name, against=against)
-    rows = comparison.table
+    names: list[str] = [] if metrics is None else listed(metrics)
+    if len(names) > 1:
+        raise PolicyError(f"metrics are {', '.join(names)}; expected one of them to rank by")
+    comparison = compare(table, *names, against=against)
+    name, rows = comparison.metric, comparison.table
     budgets = rows["asked"].unique(maintain_order=True).to_list()
     names = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
     shades = COLOURS if len(names) <= len(COLOURS) else COLOURS[:1] * len(names)
@@ -349,6 +348,7 @@ def _per_budget(
     the title and the line below it say.
     """
     layer, head = place
+    check_models(traces)
     by_name = {trace.name: trace for trace in traces}
     values: dict[tuple[str, str], list[Floats]] = {}
     fidelities: set[str] = set()

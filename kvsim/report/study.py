@@ -15,7 +15,7 @@ from kvsim.analysis.folder import Saved
 from kvsim.analysis.output.reconstruction import RECONSTRUCTION_COLUMNS, reconstruction_table
 from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import check_distinct
+from kvsim.analysis.results import check_distinct, check_models
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import in_order, measure
 from kvsim.core.policy import Policy
@@ -80,11 +80,15 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
 def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
     """Raise where traces could not be told apart, or are not those that the runs replayed.
 
+    Or where no mean is over them.
+
     Raises:
         TraceError: two traces have one name.
+        PolicyError: the traces are of several models.
         OutputError: runs are given, and a trace is in none of them, or its content is another one.
     """
     check_distinct(traces)
+    check_models(traces)
     replayed = [(run, run.parameters.get("traces", {})) for run in runs]
     for trace in traces:
         if runs and not any(trace.name in digests for _, digests in replayed):

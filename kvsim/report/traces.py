@@ -14,10 +14,10 @@ from kvsim.analysis.attention.expectation import STEPS
 from kvsim.analysis.prompt.tables import distribution, selection_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import SHARES, budget_label
-from kvsim.analysis.summaries import Interval, averages, first_of
+from kvsim.analysis.summaries import Interval, averages
 from kvsim.report.html import broken, cell, details, image, interval, lines, section, table_of, tag
 from kvsim.report.study import METHODS, RATIOS, Study
-from kvsim.schema import plural
+from kvsim.schema import first_of, plural
 
 #: Layers at most in a table without a click, in a figure with a panel and in one with a row each.
 _LAYERS, _PANELS, _ROWS = 8, 7, 4

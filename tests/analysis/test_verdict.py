@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import polars as pl
 
@@ -35,8 +37,9 @@ def test_a_verdict_names_the_best_and_what_it_is_better_than():
     assert {verdict.best, *verdict.equal} == {"h2o", "keydiff"}
     assert lines == [verdict.text]
     assert verdict.text == (
-        f"Budget 64: {verdict.best} has the lowest output_error, {verdict.mean:.3g} "
-        f"[{verdict.low:.3g}, {verdict.high:.3g}], and leads on {verdict.leads} of 20 prompts. "
+        f"Budget 64: {verdict.best} and {verdict.equal[0]} share the lowest output_error, "
+        f"{verdict.mean:.3g} [{verdict.low:.3g}, {verdict.high:.3g}], and no policy is better on "
+        f"{verdict.leads} of 20 prompts. "
         f"Beyond chance better than tova and knorm; not decided against snapkv (about {needed:,} "
         f"prompts would decide); equal to {verdict.equal[0]}."
     )
@@ -69,6 +72,49 @@ def test_a_verdict_on_many_policies_names_the_next_in_rank():
     assert lines[0].endswith(
         "Beyond chance better than tova (n=1), tova (n=2), tova (n=3) and 6 others."
     )
+
+
+def test_a_tie_is_no_lead():
+    """Of means, of one prompt, or of some prompts; without a tie the best one leads."""
+    cases = {
+        "tova leads": ({"tova": [1, 2], "h2o": [2, 3]}, "tova has .*, and leads on 2 of 2 prompts"),
+        "a prompt": ({"tova": [1, 2], "h2o": [1, 3]}, "tova has .*, and no policy is better on 2 "),
+        "means": (
+            {"tova": [1, 2], "h2o": [2, 1]},
+            "tova and h2o share .*, and no policy is better",
+        ),
+        "one": ({"tova": [1], "h2o": [1], "ams": [2]}, "and h2o share .* prompt; the next is ams"),
+        "all": (
+            {"tova": [1], "h2o": [1]},
+            r"tova and h2o share the lowest \S+ 1 on this prompt\.$",
+        ),
+    }
+    for values, sentence in cases.values():
+        assert re.search(sentence, answer(table(values), ["output_error"])[1][0])
+
+
+def test_live_runs_are_ranked_by_what_the_model_did():
+    """By the divergence, which output errors of layers may contradict, or by no metric at all."""
+    error = table({"tova": [0.1], "h2o": [0.2]}, fidelity="closed")
+    kl = table({"tova": [2.0], "h2o": [1.0]}, "response_kl", fidelity="closed")
+    both = pl.concat([error, kl])
+
+    assert answer(both, ["output_error"])[0][0].best == "h2o"
+    assert answer(both, ["output_error", "response_kl"])[0][0].metric == "response_kl"
+    assert answer(error, ["output_error"]) == ([], [])
+    assert compare(both).metric == "response_kl"
+    assert compare(both, "output_error").table["policy"][0] == "tova"
+    assert compare(error.with_columns(fidelity=pl.lit("open"))).metric == "output_error"
+
+
+def test_there_is_no_verdict_on_several_models():
+    """A line says why, and what to do."""
+    models = table(VALUES).with_columns(model=pl.col("trace").str.slice(0, 2))
+
+    each, (line,) = answer(models, ["output_error"])
+
+    assert each == []
+    assert line.startswith("No verdict: traces of several models: t0 (t0), t1 (t1, t10")
 
 
 def test_there_is_no_verdict_without_two_policies():

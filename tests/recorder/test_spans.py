@@ -209,6 +209,7 @@ def test_numeric_labels_are_columns_only_where_they_are(tmp_path):
     mixed.save(tmp_path / "run")
 
     assert without.table.columns == list(COLUMNS)
+    assert without.table["model"].is_null().all()
     assert set(mixed.table.columns) == {*COLUMNS, "length", "depth"}
     assert mixed.table.schema["length"] == pl.Int64
     assert mixed.table.schema["depth"] == pl.Float64

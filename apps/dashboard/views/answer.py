@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.verdict import RANKING
+from kvsim.analysis.verdict import ranking
 from kvsim.schema import visible
 
 from .. import controls, elements, line_charts, readings, replays, runs
@@ -29,13 +29,11 @@ def _run(run: runs.Run) -> None:
         "has all metrics, *Retention* and *Segments* what a policy keeps of a trace.",
     )
     policies = run.policies
-    measured = set(run.best.drop_nulls(["policy", "value"])["metric"])
-    ranking = [name for name in (*RANKING, *METRICS) if name in measured and METRICS[name].better]
-    if not ranking:
+    metric = next(ranking(run.best, METRICS), None)
+    if metric is None:
         st.info("This run has no values of policies, so there is nothing to compare.")
         runs.provenance(run)
         return
-    metric = ranking[0]
     verdict = runs.verdict(run.origin, policies, metric)
     st.text("\n".join(map(visible, verdict)))
     means = runs.means(run.origin, policies, {metric: METRICS[metric].main})

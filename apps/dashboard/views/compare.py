@@ -10,6 +10,8 @@ import streamlit as st
 
 from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.significance import few
+from kvsim.analysis.verdict import ranking
 from kvsim.errors import PolicyError
 from kvsim.schema import LABELS, visible
 
@@ -71,7 +73,8 @@ def page() -> None:
 def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
     measured = set(values["metric"].unique())
     listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
-    start = listed.index("output_error") if "output_error" in listed else 0
+    first = next(ranking(values, METRICS), None)
+    start = 0 if first is None else listed.index(first)
     metric = controls.choose("Metric", "metric", listed, start)
     variant = runs.variant(values.filter(metric=metric), metric)
     of_metric = values.filter(metric=metric, variant=variant)
@@ -132,10 +135,7 @@ def _differences(comparison: Comparison) -> None:
     if len(comparison.policies) < 2:
         st.info("Choose a second policy to compare with.")
         return
-    st.markdown(
-        "Each policy minus the policy that it is compared with, on the same prompts. Other prompts "
-        "would likely show a difference whose interval excludes 0."
-    )
+    st.markdown("Each policy minus the policy that it is compared with, on the same prompts.")
     run, metric, base = comparison.run, comparison.metric, comparison.base
     metrics = {metric: comparison.variant}
     try:
@@ -150,6 +150,9 @@ def _differences(comparison: Comparison) -> None:
         gaps, comparison.styles, key="gaps", label="difference", by=comparison.by, zero=True
     )
     elements.reading(readings.differences(gaps))
+    likely = "Other prompts would likely show a difference whose interval excludes 0."
+    caution = few(int(gaps["n"].sort()[-1]))
+    st.caption(f"{caution[:1].upper()}{caution[1:]}." if caution else likely)
     downloads.table(gaps, f"{run.name}-{metric}-beside-{base}", key="gaps")
 
 
