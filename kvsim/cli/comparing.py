@@ -26,13 +26,13 @@ _IN_PAPERS = ("budget", "policy", "mean", "minus ", "p (Holm)")
 def compare(
     runs: values.Runs,
     metric: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             help="What policies are ranked by: a metric with a better direction, as "
-            "`kvsim metrics` lists it.",
+            "`kvsim metrics` lists it. Default: output_error, of live runs response_kl.",
         ),
-    ] = "output_error",
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -78,16 +78,14 @@ def compare(
     if figure is not None:
         from kvsim import plots
 
-        plots.save(plots.ranking(data.table, [metric], against=against), figure)
-    measured = data.table.drop_nulls("policy")
-    measured = measured.filter(measured["trace"].is_in(comparison.traces))
+        plots.save(plots.ranking(data.table, metric, against=against), figure)
     if as_json or form == "json":
-        show.echo_json(_document(comparison, remarks, show.fidelity_shares(measured, [metric])))
+        show.echo_json(_document(comparison, remarks, show.fidelity_shares(data.table)))
     elif form == "csv":
         show.echo_text(comparison.table.write_csv().rstrip())
     else:
         notes = [
-            fidelity_line(measured, [metric]),
+            fidelity_line(data.table),
             *(f"Note: {remark}." for remark in merged(remarks)),
         ]
         _print(comparison, [*_meaning(comparison), *notes], form)
@@ -154,10 +152,9 @@ def _lead(comparison: Comparison) -> str:
     entry, count = METRICS[comparison.metric], len(comparison.traces)
     prompts = "one prompt" if count == 1 else f"{count} prompts"
     layers = "summed over layers" if entry.layers == "sum" else "of layers, heads and events"
-    interval = ", in brackets the 95 % interval over prompts" * (count > 1)
     return (
         f"{comparison.metric} ({entry.unit}, {comparison.better} is better): mean over {prompts}, "
-        f"{layers} within a prompt first{interval}."
+        f"{layers} within a prompt first{show.brackets(count)}."
     )
 
 

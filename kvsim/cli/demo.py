@@ -160,13 +160,13 @@ class _Demo:
             echo_text(f"Replayed {number}, at one interval.\n")
             echo_verdict(best)
             echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
-            echo_text(f"\n{means(shown, 1)}" if first else "")
-            echo_text(f"{fidelity_line(run.table, shown)}\n{read(rows)}")
+            echo_text(f"\n{means(run.table, shown)}" if first else "")
+            echo_text(f"{fidelity_line(run.table)}\n{read(rows)}")
         return {
             **run.describe(),
             **best,
             "cells": rows,
-            "fidelity": fidelity_shares(run.table, shown),
+            "fidelity": fidelity_shares(run.table),
         }
 
     @contextmanager

@@ -192,7 +192,7 @@ def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any
         **show.verdict(run.table, shown),
         "cells": show.cells(summarise(run.table, shown)),
         "trace_metrics": _trace_metrics(run.table, shown).to_dicts(),
-        "fidelity": show.fidelity_shares(run.table, shown),
+        "fidelity": show.fidelity_shares(run.table),
         "selections": [
             {"trace": record.trace, "policy": record.policy, "budget": record.budget, **selection}
             for record in run.records
@@ -248,8 +248,8 @@ def _print(
         show.echo_table(of_trace.columns, rows, right=3)
         show.echo_text()
     if shown:
-        show.echo_text(means(shown, len(traces)))
-        show.echo_text(fidelity_line(run.table, shown))
+        show.echo_text(means(run.table, shown))
+        show.echo_text(fidelity_line(run.table))
     else:
         show.echo_text("No values: none of the metrics can be computed on these traces.")
     lines = (_selection_line(record, free, many=len(traces) > 1) for record in run.records)
@@ -287,9 +287,17 @@ def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
     return f"{show.one_line(record.trace)}: " * many + f"{record.policy}{budget}: {outcome}."
 
 
-def means(shown: Sequence[str], n_traces: int) -> str:
-    """Return what the numbers of the table are means over."""
-    over = "layers and heads" if n_traces == 1 else f"layers, heads and {n_traces} traces"
+def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
+    """Return what the numbers of a table of these metrics are means over."""
+    import polars as pl
+
+    from kvsim.analysis.results import of_model
+
+    values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
+    traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())
+    counts = show.counts(dict(traces.iter_rows()), "trace")
+    over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
+    over += ", of each model" * bool(of_model(table))
     parts = [f"Means over {over}, of rows over those after the prompt"]
     parts += [text for name, text in _MEANING.items() if name in shown]
     if not {"response_kl", "nll_increase", "top_agreement"}.isdisjoint(shown):
@@ -297,9 +305,9 @@ def means(shown: Sequence[str], n_traces: int) -> str:
     return f"{'; '.join(parts)}."
 
 
-def fidelity_line(table: pl.DataFrame, shown: Sequence[str]) -> str:
-    """Return how far the values of the table can be trusted."""
-    shares = show.fidelity_shares(table, shown)
+def fidelity_line(table: pl.DataFrame) -> str:
+    """Return how far the values of a run can be trusted."""
+    shares = show.fidelity_shares(table)
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 

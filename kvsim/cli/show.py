@@ -51,7 +51,7 @@ _COLUMNS = {
     "exact": ("exact", ".0%"),
 }
 #: Columns of a summary that identify the cell of a row.
-_KEYS = ("policy", "params", "budget", "share", "interval", "prefill")
+_KEYS = ("policy", "params", "budget", "share", "interval", "prefill", "model")
 
 
 def one_line(text: str) -> str:
@@ -163,11 +163,30 @@ def selection_dict(record: Record) -> dict[str, Any] | None:
     return asdict(record.selection) | {"fidelity": selection_fidelity(record)}
 
 
-def fidelity_shares(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, float]:
-    """Return for each fidelity label its share among the values of `metrics`."""
-    labels = table.filter(table["metric"].is_in(list(metrics)))["fidelity"].cast(str)
-    counts = labels.value_counts(sort=False, normalize=True, name="share").sort("fidelity")
-    return dict(counts.iter_rows())
+def fidelity_shares(table: pl.DataFrame) -> dict[str, float]:
+    """Return for each fidelity label its share among the values of a run."""
+    from kvsim.sweeps.run import fidelity_shares as shares_of
+
+    return dict(sorted(shares_of(table).select("fidelity", "share").iter_rows()))
+
+
+def counts(of_metrics: Mapping[str, int], what: str) -> str:
+    """Return the number of traces or prompts with values, and which metrics have fewer."""
+    most = max(of_metrics.values(), default=0)
+    fewer: dict[int, list[str]] = {}
+    for name, count in of_metrics.items():
+        fewer.setdefault(count, []).append(name)
+    parts = (f"{n} of {', '.join(names)}" for n, names in fewer.items() if n < most)
+    text = "; ".join(parts)
+    return plural(most, what) + (f" ({text})" if text else "")
+
+
+def brackets(prompts: int) -> str:
+    """Return what brackets behind a mean over prompts are, and how little if they are few."""
+    from kvsim.analysis.significance import few
+
+    text = ", in brackets the 95 % interval over prompts" if prompts > 1 else ""
+    return f"{text} ({caution})" if (caution := few(prompts)) else text
 
 
 def echo_results(
@@ -185,7 +204,9 @@ def echo_results(
 
     free = set(unbounded)
     shown = [name for name in summary.columns if name not in _KEYS and summary[name].count()]
-    repeated = pl.col("policy").is_in(free) & ~pl.col("policy").is_first_distinct()
+    model = ["model"] if "model" in summary else []
+    once = pl.struct("policy", *model).is_first_distinct()
+    repeated = pl.col("policy").is_in(free) & ~once
     policies = summary.select("policy", "params").unique(maintain_order=True).rows()
     names = labels([Result(name, params, None, None) for name, params in policies])
     summary = _flagged(summary.filter(~repeated), free)
@@ -199,6 +220,7 @@ def echo_results(
             "budget": budget_text(row["budget"], row["share"], row["policy"]) if bounded else "-",
             "evicts after": after if bounded else "never",
         }
+        line |= {name: row[name] or "unknown" for name in model}
         for name in shown:
             header, form = _COLUMNS.get(name, (name.replace("_", "\n"), ".3f"))
             line[header] = number(row[name], form)
@@ -211,7 +233,7 @@ def echo_results(
         echo_text(f"Every policy evicts after: {common.pop()}. Budgets are entries per KV head.\n")
         for row in rows:
             del row["evicts after"]
-    echo_rows(rows, right=3 if "evicts after" in rows[0] else 2)
+    echo_rows(rows, right=2 + ("evicts after" in rows[0]) + len(model))
     if warned:
         echo_text(f"\n{UNFAIR_NOTE}")
 
@@ -241,7 +263,9 @@ def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
         if policy is not None and not policy.budgeted:
             free.add(label)
     seen = pl.when(~pl.col("policy").is_in(free)).then("entries_seen")
-    more = summary.select(seen=seen, size=REQUESTED).select(sees_more("seen", ["size"]))
+    model = pl.col("model") if "model" in summary else pl.lit("")
+    sizes = summary.select(seen=seen, size=REQUESTED, model=model)
+    more = sizes.select(sees_more("seen", ["size", "model"]))
     return summary.with_columns(unfair=more.to_series())
 
 

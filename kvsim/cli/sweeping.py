@@ -319,8 +319,8 @@ def _show(
             show.echo_results(summary.head(_LINES), unbounded(plan.grid.built()))
             hidden = summary.height - _LINES
             show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
-            show.echo_text(means(metrics, len(plan.traces)))
-            show.echo_text(fidelity_line(run.table, metrics))
+            show.echo_text(means(run.table, metrics))
+            show.echo_text(fidelity_line(run.table))
         show.echo_notes(run.remarks)
     if out is not None and not as_json:
         more = "" if shard is None else "; --collect writes the results"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Form = Literal["table", "csv", "latex", "markdown", "json"]
 
 #: What values may be split by.
-_PARTS = ("stage", "layer", *LABELS)
+_PARTS = ("stage", "layer", *LABELS, "model")
 
 
 def table(
@@ -35,7 +35,8 @@ def table(
         values.several(
             "NAME[,NAME...]",
             f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
-            "layers, as in Table 14 of AMS; the others but layer are labels of prompts.",
+            "layers, as in Table 14 of AMS; model: where there are several; the others but layer "
+            "are labels of prompts.",
         ),
     ] = None,
     policy: values.PoliciesOfRuns = None,
@@ -67,7 +68,7 @@ def table(
             show.echo_table(headers, rows, right=2 + len(by))
         else:
             show.echo_text({"latex": latex, "markdown": markdown}[form](headers, rows))
-        notes = [_meaning(means), *(f"Note: {remark}." for remark in merged(data.remarks))]
+        notes = [_meaning(means, by), *(f"Note: {remark}." for remark in merged(data.remarks))]
         show.echo_text("\n".join("% " * (form == "latex") + note for note in ("", *notes)))
 
 
@@ -83,12 +84,12 @@ def _means(
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
     from kvsim.analysis.summaries import averages, main_variants, split_by
-    from kvsim.analysis.verdict import RANKING
+    from kvsim.analysis.verdict import ranking
     from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
 
     measured = set(table.drop_nulls(["policy", "value"])["metric"])
     if metrics is None:
-        main = dict.fromkeys((*(RANKING if most else ()), *SUMMARY, *LIVE_SUMMARY))
+        main = dict.fromkeys((*(ranking(table, METRICS) if most else ()), *SUMMARY, *LIVE_SUMMARY))
         metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
         metrics = metrics[:most]
     if not metrics:
@@ -116,13 +117,13 @@ def _means(
     return means.sort(*by, pl.col("metric").cast(pl.Enum(metrics)), maintain_order=True)
 
 
-def _meaning(means: pl.DataFrame) -> str:
-    counts = sorted(means["n"])
-    prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+def _meaning(means: pl.DataFrame, by: list[str]) -> str:
+    most = means.group_by("metric", maintain_order=True).max().select("metric", "n")
+    prompts = "up to " * bool(by) + show.counts(dict(most.iter_rows()), "prompt")
     labels = ", ".join(sorted(means["fidelity"].cast(str).unique()))
     return (
-        f"Means over {prompts} prompts, of layers, heads and events within a prompt first, in "
-        f"brackets the 95 % interval over prompts; chance: of random sets. Fidelity: {labels}."
+        f"Means over {prompts}, of layers, heads and events within a prompt first"
+        f"{show.brackets(max(means['n']))}; chance: of random sets. Fidelity: {labels}."
     )
 
 

@@ -12,7 +12,14 @@ from markupsafe import Markup, escape
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
-from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
+from kvsim.analysis.significance import few
+from kvsim.analysis.summaries import (
+    averages,
+    compare,
+    layers_of,
+    main_variants,
+    uneven,
+)
 from kvsim.analysis.verdict import answer
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
@@ -22,6 +29,7 @@ from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
 from kvsim.report.traces import trace_sections
 from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
+from kvsim.sweeps.run import fidelity_shares
 
 
 def sections(
@@ -45,11 +53,12 @@ def sections(
         yield from trace_sections(traces)
     yield _claims(table)
     if runs:
-        yield _provenance(runs)
+        yield _provenance(table, runs)
 
 
 #: The metrics of the first table; all others are in the Parquet file.
 _SHOWN = (
+    *("response_kl", "nll_increase", "top_agreement", "answer_right"),
     *("output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_share", "entries_seen"),
     *("needle_recall", "needle_wipeout", "regret", "possible_share"),
@@ -62,12 +71,17 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
         "error</i> are added up); in brackets the 95 % bootstrap interval over prompts. "
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
-    ).format(plural(table["trace"].n_unique(), "prompt"))
+    ).format(plural(_prompts(table), "prompt"))
     remarks = [remark for run in runs for remark in run.parameters.get("remarks", ())]
-    remarks = merged([*remarks, uneven(layers_of(table))])
+    remarks = merged([*remarks, uneven(layers_of(table)), few(_prompts(table))])
     means = averages(main_variants(table, _SHOWN))
     note += html.broken(remarks, "Note: ")
     return section("Results", note, _wide(means, "policy", with_chance=True))
+
+
+def _prompts(table: pl.DataFrame) -> int:
+    """The number of prompts that have a value of a policy."""
+    return table.drop_nulls(["policy", "value"])["trace"].n_unique()
 
 
 def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
@@ -107,9 +121,10 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
     base = base or (evicting or policies)[0]
     note = Markup(
         "Each policy minus <code>{}</code> on the same prompts at the same budget, as they were "
-        "replayed: schedules may differ, and with them the entries that rows saw. An interval "
-        "without 0 is a difference that other prompts would likely show too."
+        "replayed: schedules may differ, and with them the entries that rows saw."
     ).format(base)
+    if not few(_prompts(table)):
+        note += " An interval without 0 is a difference that other prompts would likely show too."
     return section(f"Compared with {base}", note, _wide(compare(shown, base), "policy"))
 
 
@@ -194,17 +209,15 @@ def _cases(claim: Claim, prompts: int) -> str:
     return few if few == every else few + details(every, "all")
 
 
-def _provenance(runs: Sequence[Saved]) -> str:
-    levels = pl.concat([run.table["fidelity"] for run in runs]).cast(pl.String)
-    shares = ", ".join(
-        f"{levels.eq(name).mean():.0%} {name}" for name in sorted(levels.unique().drop_nulls())
-    )
+def _provenance(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
+    levels = dict(sorted(fidelity_shares(table).select("fidelity", "share").iter_rows()))
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in levels.items())
     meanings = Markup(" ").join(
         Markup("<i>{}</i>: {}.").format(name, meaning)
         for name, meaning in FIDELITY_MEANING.items()
-        if levels.eq(name).any()
+        if name in levels
     )
-    note = Markup("Fidelity of all values in the runs: {}. {}").format(shares, meanings)
+    note = Markup("Fidelity of the values: {}. {}").format(shares, meanings)
     parts = []
     for run in runs:
         failed = len(run.parameters.get("failures", ()))

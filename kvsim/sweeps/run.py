@@ -15,8 +15,8 @@ import polars as pl
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, check_distinct
-from kvsim.analysis.summaries import last_events, over_layers
+from kvsim.analysis.results import REQUESTED, check_distinct, of_model
+from kvsim.analysis.summaries import last_events, level_shares, main_variants, over_layers
 from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.arguments import listed, resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
@@ -341,22 +341,39 @@ LIVE_SUMMARY = (
 )
 
 
+def fidelity_shares(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+    """Return the share of each level of fidelity among the values that a summary shows.
+
+    Of the metrics of `SUMMARY` and `LIVE_SUMMARY`, or of all in a Table that has none of them.
+    Each counts once in a layer of a cell, however many heads and events have values, so that the
+    share of a run is the same whatever else was measured. Columns are those of `level_shares`.
+    """
+    measured = {*METRICS} & {*table.drop_nulls(["policy", "value"])["metric"]}
+    shown = measured & {*SUMMARY, *LIVE_SUMMARY} or measured
+    of_cell = ("trace", "policy", "params", "budget", "share", "interval", "prefill", "metric")
+    values = main_variants(table, shown).drop_nulls("value")
+    return level_shares(values.unique([*of_cell, "layer", "fidelity"]), by)
+
+
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET)) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
+
+    And for each model, where traces are of several.
 
     Means over layers and heads within a trace, then over traces, of each metric's main variant;
     layers of some metrics are added up (`layer_error`; `Metric.layers`).
     `wipeout` is that of 32-token regions of which nothing is left, after the last event;
-    `iou_chance` stands beside `retained_iou`; `exact` is the share of the values behind the row
-    whose fidelity is exact. Null where a policy has no value of the main variant, whatever others
-    it has: the segments of a policy that makes none are not counted by those of its proxy.
-    Metrics that this version does not know have no column.
+    `iou_chance` stands beside `retained_iou`; `exact` is the share of the values of the row whose
+    fidelity is exact (`fidelity_shares`). Null where a policy has no value of the
+    main variant, whatever others it has: the segments of a policy that makes none are not counted
+    by those of its proxy. Metrics that this version does not know have no column.
     """
     metrics = [name for name in metrics if name in METRICS]
     main = pl.col("metric").replace_strict(
         {name: METRICS[name].main for name in metrics}, default=None, return_dtype=pl.String
     )
-    keys = ["policy", "params", "asked", "interval", "prefill"]
+    model = of_model(table)
+    keys = ["policy", "params", "asked", "interval", "prefill", *model]
     chosen = last_events(
         table.with_columns(asked=REQUESTED, main=pl.col("variant") == main).filter(
             pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics)
@@ -371,8 +388,9 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
     )
     wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
-    exact = chosen.group_by(keys).agg(
-        exact=(pl.col("fidelity") == "exact").filter(pl.col("main")).mean()
+    levels = fidelity_shares(table.with_columns(asked=REQUESTED), keys)
+    exact = levels.group_by(keys).agg(
+        exact=pl.col("share").filter(pl.col("fidelity") == "exact").sum()
     )
     of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share").first())
     sizes = of_trace.group_by(keys).agg(
@@ -383,5 +401,5 @@ def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET))
     measured = [name for name in metrics if name in wide.columns]
     if "retained_iou" in measured:
         measured.insert(measured.index("retained_iou") + 1, "iou_chance")
-    cell = ("policy", "params", "budget", "share", "interval", "prefill")
+    cell = ("policy", "params", "budget", "share", "interval", "prefill", *model)
     return wide.select(*cell, *measured, "exact")

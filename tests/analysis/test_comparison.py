@@ -18,6 +18,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import (
     ALPHA,
     MOST,
+    few,
     fewest,
     holm,
     prompts_needed,
@@ -39,6 +40,16 @@ def table(values, metric="output_error", budget=64, traces=None, **more):
             row |= {"interval": 32, "prefill": True, "budget": budget, "value": value}
             rows.append(row | more)
     return pl.DataFrame(rows, schema=OF_TABLE)
+
+
+def test_the_range_of_few_prompts_misses_as_often_as_said():
+    """Counted over all sides of the median that prompts can lie on; silent for one and for many."""
+    for prompts in range(2, fewest(0.05)):
+        sides = [*itertools.product((False, True), repeat=prompts)]
+        missed = sum(all(each) or not any(each) for each in sides) / len(sides)
+        assert f"{prompts} prompts" in few(prompts)
+        assert f"in {missed:.0%} of cases" in few(prompts)
+    assert few(1) == few(fewest(0.05)) == few(100) == ""
 
 
 def test_results_whose_rows_see_more_entries_are_flagged():

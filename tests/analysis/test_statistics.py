@@ -22,7 +22,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
-from kvsim.sweeps.run import replay_all, summarise
+from kvsim.sweeps.run import fidelity_shares, replay_all, summarise
 
 
 def row(trace, policy, value, **more):
@@ -393,10 +393,66 @@ def test_the_strongest_level_speaks_for_a_place(draws):
 
 @given(DRAWS)
 def test_means_are_never_over_two_levels_of_one_value(draws):
-    """Means take the strongest level of each value, as they do without the others."""
+    """Means take the strongest level of each value, and none is over replays and live runs."""
     values = levelled(draws)
+    levels = set(values.drop_nulls(["policy", "value"])["fidelity"])
 
-    assert averages(values).equals(averages(strongest(values)))
+    if "closed" in levels and len(levels) > 1:
+        with pytest.raises(PolicyError, match="no mean is over both"):
+            averages(values)
+    else:
+        assert averages(values).equals(averages(strongest(values)))
+
+
+@pytest.mark.parametrize(
+    "mean", [averages, per_prompt, kvsim.compare, lambda values: compare(values, "tova")]
+)
+def test_replays_and_live_runs_have_no_common_mean(mean):
+    """Neither of one policy nor of two; the error says which are live. Each alone is fine."""
+    live = table(*(row("a", name, 0.12, fidelity="closed") for name in ("tova", "ams")))
+    replayed = table(*(row("a", name, 0.07) for name in ("tova", "h2o")))
+
+    for one, names in ((replayed, "tova, h2o"), (replayed.filter(policy="h2o"), "h2o")):
+        with pytest.raises(PolicyError, match=rf"live runs \(tova, ams\) and of replays \({names}"):
+            mean(pl.concat([one, live]))
+    assert mean(replayed) is not None
+    other = live.with_columns(metric=pl.lit("entries_seen"))
+    assert averages(pl.concat([replayed, other])).height == 4  # of two metrics
+
+
+@pytest.mark.parametrize(
+    "mean", [averages, per_prompt, kvsim.compare, lambda values: compare(values, "tova")]
+)
+def test_several_models_have_no_common_mean(mean):
+    """The error names them with their traces; split by model, means are those of each alone."""
+    rows = [row(x, name, 0.1, model=x[0]) for x in ("a1", "a2", "b1") for name in ("tova", "ams")]
+    both, unnamed = table(*rows), table(*rows[:4], row("c", "tova", 0.3), row("c", "ams", 0.3))
+
+    with pytest.raises(PolicyError, match=r"several models: a \(a1, a2\), b \(b1\); expected one"):
+        mean(both)
+    assert mean(unnamed) is not None
+    assert (
+        averages(both, "model").filter(model="a").drop("model").equals(averages(table(*rows[:4])))
+    )
+    assert mean(both.drop("model")) is not None  # of an earlier version
+
+
+def test_shares_of_fidelity_leave_out_what_stands_for_no_policy():
+    """Values of traces, nulls, other variants and metrics do not count; layers count once."""
+    values = table(
+        row("a", "tova", 0.1, fidelity="exact"),
+        *(row("a", "tova", 0.1, layer=n, head=head) for n in (1, 2) for head in range(n)),
+        row("a", "tova", None, layer=3),
+        row("a", "tova", 0.1, layer=4, metric="burst_share"),  # no metric of a summary
+        row("a", "tova", 0.1, variant="absolute", fidelity="exact"),
+        row("a", None, 0.1, metric="sparsity", fidelity="exact"),
+        row("a", "full", 0.0, fidelity="exact"),
+    )
+    found = fidelity_shares(values).select("fidelity", "values", "of").rows()
+
+    assert found == [("exact", 2, 4), ("open", 2, 4)]
+    exact = summarise(values, ["output_error"]).select("policy", "exact").rows()
+    assert exact == [("tova", pytest.approx(1 / 3)), ("full", 1.0)]
 
 
 def test_budgets_of_levels_meet_in_entries():

@@ -6,11 +6,13 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.folder import bind
 from kvsim.cli.comparing import latex, markdown
 from kvsim.sweeps import replay_all
 from kvsim.tiny.tasks import prompts
@@ -190,6 +192,59 @@ def test_bad_options_are_one_line(run, folder, arguments, message):
     assert (status, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_live_runs_are_named_where_replays_are_given_too(run, folder, tmp_path):
+    """Whatever they measured; no command takes a mean over both."""
+    table = pl.read_parquet(folder / "one" / "results.parquet")
+    live = tmp_path / "live.parquet"
+    closed = table.with_columns(fidelity=pl.lit("closed", table.schema["fidelity"]))
+    closed.filter(policy="gkv").write_parquet(live)
+    replayed = folder / "many" / "results.parquet"
+
+    for command in (["compare"], ["table"], ["report", "--out", tmp_path / "x.html"]):
+        status, out, err = run(*command, live, replayed)
+        assert (status, out) == (2, "")
+        assert f"live runs: {live}; replays: {replayed}; expected one kind" in err
+
+
+def test_runs_of_several_models_are_compared_one_by_one(run, folder, tmp_path):
+    """Commands refuse them in a line; `info` and `table --by model` have rows of each."""
+    table = pl.read_parquet(folder / "many" / "results.parquet")
+    other = pl.when(pl.col("trace") == "0").then(pl.lit("other")).otherwise("model")
+    assert table["model"].unique().to_list() == ["tiny"]
+    mixed = tmp_path / "mixed"
+    shutil.copytree(folder / "many", mixed)
+    table.with_columns(model=other).write_parquet(mixed / "results.parquet")
+    bind(mixed, json.loads((mixed / "run.json").read_text()))
+
+    for command in ("compare", "table", "report"):
+        status, out, err = run(command, mixed)
+        assert (status, out) == (2, "")
+        assert "several models: other (0), tiny (1, 2, 3 and 3 more); expected one" in err
+    _, out, _ = run("info", mixed)
+    assert "No verdict: traces of several models" in out
+    assert len(re.findall(r"^tova +24 +(other|tiny) ", out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^full +- +(other|tiny) ", out, re.MULTILINE)) == 2
+    _, out, _ = run("table", mixed, "--by", "model")
+    assert len(re.findall(r"^(other|tiny) +tova +24 ", out, re.MULTILINE)) == 2
+    assert "Means over up to 6 prompts" in out
+
+
+def test_one_run_has_one_share_of_each_level(run, folder, tmp_path):
+    """In every command, whatever metric it shows."""
+    path = folder / "many"
+    texts = [run("compare", path)[1], run("compare", path, "--metric", "wipeout")[1]]
+    run("report", path, "--out", tmp_path / "x.html")
+    texts.append((tmp_path / "x.html").read_text())
+    shares = {re.search(r"Fidelity of the values: ([^.]*)\.", text)[1] for text in texts}
+    documents = [
+        json.loads(run("compare", path, *more, "--json")[1])
+        for more in ([], ["--metric", "wipeout"])
+    ]
+
+    assert len(shares) == 1
+    assert documents[0]["fidelity"] == documents[1]["fidelity"]
 
 
 def test_what_is_no_run_is_refused(run, folder, tmp_path):

@@ -15,6 +15,7 @@ from command_line import one_line
 
 import kvsim
 from kvsim.analysis.folder import bind
+from kvsim.cli.replaying import means
 from kvsim.sweeps import replay_all
 
 TASKS = {"a": "walk", "b": "get", "c": "walk"}
@@ -87,7 +88,7 @@ def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
     head = r"stage & policy & budget & retained\_iou & retained\_iou chance & output\_error \\"
     assert head in tex
     assert tex.count(r"\\") == 1 + 3 * 2
-    assert "% Means over 3 prompts" in tex
+    assert "% Means over up to 3 prompts" in tex
     assert len([line for line in marked if line.startswith("|")]) == 2 + 3 * 2
     assert plain.splitlines()[1].split()[:3] == ["early", "tova", "25%"]
     assert "Fidelity: " in plain
@@ -131,3 +132,21 @@ def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
     assert shown[0] == 0
     assert status == 2
     assert "a metric that this version knows; they have later" in one_line(error)
+
+
+def test_prompts_without_a_value_are_not_counted(run, folder, tmp_path):
+    """The line below a table counts values; metrics with fewer are named with their number."""
+    table = pl.read_parquet(folder / "results.parquet")
+    lacking = (pl.col("metric") == "retained_iou") & (pl.col("trace") != "a")
+    table = table.with_columns(value=pl.when(~lacking).then("value"))
+    table.write_parquet(tmp_path / "x.parquet")
+
+    _, out, _ = run("table", tmp_path / "x.parquet")
+
+    assert "Means over 3 prompts (1 of retained_iou), of layers, heads" in out
+    assert means(table, ["output_error", "retained_iou"]).startswith(
+        "Means over layers, heads and 3 traces (1 of retained_iou), of rows"
+    )
+    assert means(table.filter(trace="a"), ["retained_iou"]).startswith(
+        "Means over layers and heads,"
+    )
