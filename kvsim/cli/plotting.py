@@ -137,6 +137,7 @@ def plot(
             raise OptionError(
                 f"{name} shows one policy, but --set has several values; give one of each parameter"
             )
+        from kvsim.analysis.fronts import COSTS
         from kvsim.analysis.results import check_models
 
         traces = values.open_traces(sources)
@@ -155,7 +156,7 @@ def plot(
         elif figure.replay == "plans":
             data = _planned(traces[0], policies[0], (budget or [])[0], schedule)
         else:
-            measured = figure.metrics if metric is None else (*metric, "entries_seen")
+            measured = figure.metrics if metric is None else (*metric, *COSTS)
             schedule["own_schedule"] = own_schedule
             data = _swept(traces, policies, budget or [], schedule, measured)
 

@@ -97,8 +97,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
         "Output error, retained mass and wipe-out, or any metrics, against the budget.",
         ("table",), ("metrics",), metrics=("output_error", "retained_mass", "wipeout")),
     "pareto": _summary(
-        "Output error and wipe-out, or any metrics, against the entries that rows really see.",
-        ("table",), ("metrics",), metrics=("output_error", "wipeout", "entries_seen")),
+        "Output error and wipe-out, or any metrics, against entries that rows see, or bytes.",
+        ("table",), ("metrics",),
+        metrics=("output_error", "wipeout", "entries_seen", "bytes_held", "bytes_read")),
     "ranking": _summary(
         "Policies in the order of a metric at each budget, and which differ beyond chance.",
         ("table",), ("metrics",), metrics=("output_error",)),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.comparison import compare
+from kvsim.analysis.comparison import compare, policy_of
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
@@ -97,23 +97,27 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
 
     A policy at a budget is on the front if no other result is better with as few entries. A metric
     without a better direction has no front. Budgets bind policies differently, so the axis is
-    `entries_seen` instead of the requested budget.
+    `entries_seen` instead of the requested budget. Readers and codecs read or store entries in
+    another way: where the table has one, the axes are `bytes_held` and `bytes_read`.
 
-    metrics: as in `over_budgets`; the table needs `entries_seen` too. `bytes_held` and `bytes_read`
-    among them are axes instead, with a panel for each metric and axis.
+    metrics: as in `over_budgets`; the table needs those of the axes too. `entries_seen`,
+    `bytes_held` and `bytes_read` among them are the axes, with a panel for each metric and axis.
     """
     table = as_table(table)
     named: list[str] = listed(metrics)
-    costs = [name for name in named if name in COSTS] or ["entries_seen"]
+    costs = [name for name in named if name in COSTS] or _costs(table)
     metrics = [name for name in named if name not in COSTS]
     means = _means(table, [*metrics, *costs])
     measured = set(means["metric"])
     shown = [(name, cost) for name in metrics if name in measured for cost in costs]
     if not shown or not set(costs) <= measured:
+        others = [name for name in COSTS if name in set(table["metric"]) and name not in costs]
         raise PolicyError(
             f"a Pareto figure needs {' and '.join(costs)} and one of {', '.join(metrics)}; the "
             f"table has {', '.join(sorted(measured))}; replay with --metric "
             f"{','.join([*metrics, *costs])}"
+            + f", or name another axis: {', '.join(others)}"
+            * bool(others)
         )
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = _panels(len(shown), (4.2, 3.1), (0.4, 0.7 + 0.05 * len(styles)), share=False)
@@ -141,6 +145,14 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
     what = f"Mean over {counted(means['n'])}; filled: {marked}"
     finish(figure, axes[0], what, means["fidelity"], columns=6)
     return figure
+
+
+def _costs(table: pl.DataFrame) -> list[str]:
+    """The metrics of `COSTS` by which the policies of a table compare."""
+    policies = map(policy_of, table["policy"].drop_nulls().unique())
+    if any(policy is not None and (policy.reader or policy.codec) for policy in policies):
+        return ["bytes_held", "bytes_read"]
+    return ["entries_seen"]
 
 
 def ranking(

@@ -98,7 +98,7 @@ def access_remark(cells: Sequence[Cell]) -> str:
     return (
         f"{names} entries in another way, so budgets of entries do not compare them{part}; "
         "bytes do: replay with --out RUN --metric output_error,bytes_held,bytes_read, "
-        "then `kvsim plot pareto RUN` with the same --metric"
+        "then `kvsim plot pareto RUN`"
     )
 
 

@@ -94,6 +94,21 @@ def test_bytes_are_axes_of_the_front(table):
     assert lines["tova"] == pytest.approx([16_000, 32_000])
 
 
+@pytest.mark.parametrize("name", ["quest", "tova+int8"])
+def test_readers_and_codecs_are_compared_by_bytes(table, name):
+    """Rows see entries that are not read, or stored in fewer bytes; entries only if requested."""
+    policies = pl.col("policy").replace({table["policy"][0]: name})
+    sizes = table.filter(metric="entries_seen")
+    parts = [sizes.with_columns(metric=pl.lit(cost)) for cost in ("bytes_held", "bytes_read")]
+    whole = pl.concat([table, *parts]).with_columns(policies)
+
+    assert [axis.get_xlabel()[:5] for axis in pareto(whole, "output_error").axes] == ["bytes"] * 2
+    (axis,) = pareto(whole, ["output_error", "entries_seen"]).axes
+    assert axis.get_xlabel() == "entries that a row sees, mean"
+    with pytest.raises(PolicyError, match=r"needs bytes_held and .* another axis: entries_seen"):
+        pareto(table.with_columns(policies))
+
+
 def test_the_front_is_marked(table):
     """At equal size only the better policy is on the front."""
     axis = pareto(table).axes[0]
