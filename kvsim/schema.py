@@ -104,6 +104,13 @@ def merged(remarks: Iterable[str]) -> list[str]:
     return out
 
 
+def rounded(value: float, form: str) -> str:
+    """Format a number; significant digits have no power of ten from 0.0001 up to a million."""
+    text = format(value, form)
+    short = form.endswith("g") and re.search(r"e\+0[1-5]$", text)
+    return format(float(text), f"{form.partition('.')[0]}.0f") if short else text
+
+
 def plural(n: int, what: str) -> str:
     """A number and what it counts: `1 layer`, `2 layers`."""
     return f"{n} {what}{'s' * (n != 1)}"

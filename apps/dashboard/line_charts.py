@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 from kvsim.analysis.registry import METRICS
 from kvsim.plots.style import COLOURS, asked_order, far_off, series
 from kvsim.plots.summary import metric_label
-from kvsim.schema import visible
+from kvsim.schema import rounded, visible
 
 from . import elements
 
@@ -84,7 +84,9 @@ def over_budgets(
     most = far_off(means["mean"])
     if most is not None and not (zero or logarithmic):
         beyond = means.filter(pl.col("mean") > most).select("policy", "asked", "mean").rows()
-        names = ", ".join(f"{policy} at {asked} ({mean:.2g})" for policy, asked, mean in beyond)
+        names = ", ".join(
+            f"{policy} at {asked} ({rounded(mean, '.2g')})" for policy, asked, mean in beyond
+        )
         st.text(visible(f"Far above the picture: {names}"))
     figure = _over_budgets(means, of, label, by, zero=zero, logarithmic=logarithmic)
     panels = 1 if by is None else min(PANELS, means[by].n_unique())

@@ -13,7 +13,7 @@ from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
 from kvsim.analysis.prompt.ranking import RankPattern
 from kvsim.analysis.registry import METRICS
 from kvsim.plots.style import asked_order
-from kvsim.schema import plural
+from kvsim.schema import plural, rounded
 
 from .elements import excerpt
 from .tiles import Tile
@@ -146,11 +146,11 @@ def _first(part: pl.DataFrame, better: str | None) -> str:
     part = rivals if better and rivals.height else part
     ranked = part.sort("mean", descending=better == "higher").select("policy", "mean").rows()
     (name, mean), *others = ranked
-    text = f"{name} ({mean:.3g})"
+    text = f"{name} ({rounded(mean, '.3g')})"
     if not others:
         return text
     other, value = others[-1] if better is None else others[0]
-    return f"{text}, {'to' if better is None else 'then'} {other} ({value:.3g})"
+    return f"{text}, {'to' if better is None else 'then'} {other} ({rounded(value, '.3g')})"
 
 
 def differences(gaps: pl.DataFrame) -> str:
@@ -165,7 +165,7 @@ def differences(gaps: pl.DataFrame) -> str:
     )
     return (
         f"{counted}. The largest is that of {largest['policy']} from {largest['base']} at budget "
-        f"{largest['asked']}: {largest['mean']:+.3g}."
+        f"{largest['asked']}: {rounded(largest['mean'], '+.3g')}."
     )
 
 
@@ -184,7 +184,9 @@ def regret(means: pl.DataFrame) -> str:
     """Say where least and most is left to gain; means: of `averages`."""
     rows = means.sort("mean").to_dicts()
     ends = (rows[0], rows[-1])
-    least, most = (f"{x['policy']} at budget {x['asked']} ({x['mean']:.3g})" for x in ends)
+    least, most = (
+        f"{x['policy']} at budget {x['asked']} ({rounded(x['mean'], '.3g')})" for x in ends
+    )
     return f"Least is left to gain for {least}, most for {most}."
 
 

@@ -16,6 +16,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import is_live, mixed
 from kvsim.analysis.significance import MOST, undecidable
 from kvsim.errors import PolicyError
+from kvsim.schema import rounded
 
 #: What ranks policies, the first that is measured; of live runs, what the model itself did.
 RANKING = ("output_error", "layer_error", "retained_mass", "wipeout")
@@ -58,9 +59,9 @@ class Verdict:
     def text(self) -> str:
         """The verdict as a sentence or two."""
         most = "highest" if METRICS[self.metric].better == "higher" else "lowest"
-        mean = f"{self.mean:.3g}"
+        mean = rounded(self.mean, ".3g")
         if self.low is not None and self.high is not None:
-            mean += f" [{self.low:.3g}, {self.high:.3g}]"
+            mean += f" [{rounded(self.low, '.3g')}, {rounded(self.high, '.3g')}]"
         best = f"{_listed([self.best, *self.tied])} share" if self.tied else f"{self.best} has"
         parts = [f"Budget {self.asked}: {best} the {most} {self.metric}, {mean}"]
         if self.prompts == 1:

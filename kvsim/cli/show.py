@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsim.schema import merged, plural, schedule, visible
+from kvsim.schema import merged, plural, rounded, schedule, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -118,14 +118,14 @@ def metric_format(name: str) -> str:
 
 def number(value: float | None, form: str) -> str:
     """Return a number as a cell of a table, a dash for None."""
-    return "-" if value is None else format(value, form)
+    return "-" if value is None else rounded(value, form)
 
 
 def interval(form: str, mean: float | None, low: float | None, high: float | None) -> str:
     """Return a mean as a cell of a table, with the ends of its interval where it has one."""
     if mean is None or low is None or high is None:
         return number(mean, form)
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+    return f"{rounded(mean, form)} [{rounded(low, form)}, {rounded(high, form)}]"
 
 
 def echo_fields(fields: Mapping[str, str]) -> None:

@@ -19,7 +19,15 @@ from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import (
+    EngFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    StrMethodFormatter,
+    SymmetricalLogLocator,
+)
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.summaries import Interval
@@ -28,10 +36,12 @@ from kvsim.core.display import notebook_shell
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import write_file
+from kvsim.schema import rounded
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
-#: without the pale yellow. Black is for means and references.
+#: without the pale yellow. Black is for means and references; `_MORE` is for many series.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
+_MORE = ("#332288", "#880000", "#005f5f", "#4466ee")
 #: For the second and third round through the colours, so that lines differ in print too.
 LINES, MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "<", ">")
 #: For lines that have no room for markers; dots alone are for references.
@@ -83,15 +93,16 @@ def picture(figure: Figure, form: str) -> bytes:
 
 
 def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    """Colour, line and marker for each name in turn, all different for up to 21."""
+    """Colour, line and marker for each name in turn; colours for 11 names, all for 33 differ."""
+    colours = (*COLOURS, *_MORE)
     return {
         name: {
-            "color": COLOURS[place % len(COLOURS)],
+            "color": colours[place % len(colours)],
             "linestyle": LINES[again % len(LINES)],
             "marker": MARKERS[(place + again) % len(MARKERS)],
         }
         for place, name in enumerate(names)
-        for again in [place // len(COLOURS)]
+        for again in [place // len(colours)]
     }
 
 
@@ -226,21 +237,36 @@ def clip_far(
     styles: Mapping[str, Mapping[str, Any]],
     *,
     ends: Iterable[float] = (),
+    share: bool = False,
 ) -> None:
     """End the vertical axis below values that are far off, mark them at its edge and name them.
 
+    Where none is, and yet half of the values would lie in the lowest fifth of the axis, it is
+    logarithmic, and linear below a thousandth of the largest value.
+
     points: name of a series, place and value of each. ends: of intervals, in view as far as they
-    are not far off either.
+    are not far off either. share: values are shares, and the axis is linear.
     """
     most = far_off(value for _, _, value in points)
     if most is None:
+        rising = sorted(value for _, _, value in points)
+        if share or not rising or not 0 < 5 * rising[len(rising) // 2] < rising[-1]:
+            return
+        least, locator = rising[-1] / 1000, None
+        if rising[0] >= least:
+            axis.set_yscale("log")
+        else:
+            axis.set_yscale("symlog", linthresh=least)
+            axis.set_ylim(bottom=min(rising[0], -least / 2))
+            locator = SymmetricalLogLocator(linthresh=least, base=10, subs=_SUBS)
+        log_ticks(axis.yaxis, locator)
         return
     shown = [value for _, _, value in points if value <= most]
     shown += [end for end in ends if end <= FAR * most]
     beyond: dict[str, list[str]] = {}
     for name, place, value in points:
         if value > most:
-            beyond.setdefault(name, []).append(f"{value:.2g}")
+            beyond.setdefault(name, []).append(rounded(value, ".2g"))
             edge: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False}
             axis.plot(place, 1, "^", ms=6, color=styles[name]["color"], **edge)
     low, high = min(shown), max(shown)
@@ -249,6 +275,16 @@ def clip_far(
     lines = [f"above: {short_text(name, 24)} {', '.join(far)}" for name, far in beyond.items()]
     at: dict[str, Any] = {"transform": axis.transAxes, "ha": "center", "va": "top"}
     axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, parse_math=False, **at)
+
+
+_SUBS = (1.0, 2.0, 5.0)
+
+
+def log_ticks(axis: Axis, locator: Locator | None = None, unit: str = "") -> None:
+    """Put ticks of a logarithmic axis at 1, 2, 5, 10 and so on, as full numbers."""
+    axis.set_major_locator(locator or LogLocator(subs=_SUBS))
+    axis.set_major_formatter(EngFormatter(unit=unit) if unit else StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def single_panel(width: float, height: float) -> tuple[Figure, Axes]:
@@ -271,7 +307,7 @@ def name_axes(axis: Axes, x: str | None = None, y: str | None = None) -> None:
     if x is not None:
         axis.set_xlabel(x, fontsize=8)
     if y is not None:
-        axis.set_ylabel(y, fontsize=8)
+        axis.set_ylabel("\n".join(textwrap.wrap(y, 44)) if "\n" not in y else y, fontsize=8)
     axis.tick_params(labelsize=7)
 
 

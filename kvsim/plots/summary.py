@@ -9,7 +9,6 @@ import numpy as np
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, mean_known
@@ -39,12 +38,14 @@ from kvsim.plots.style import (
     counted,
     drawn_records,
     finish,
+    log_ticks,
     mean_line,
     name_axes,
     plain,
     series,
     short_text,
 )
+from kvsim.schema import rounded
 from kvsim.store.opening import Traces, as_traces
 
 _Ints = NDArray[np.int32]
@@ -86,7 +87,8 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
         axis.set_xticks(range(len(budgets)), budgets)
         rows = of_metric.select("policy", "asked", "mean").rows()
         points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
-        clip_far(axis, points, styles, ends=of_metric["high"].drop_nulls())
+        ends, share = of_metric["high"].drop_nulls(), METRICS[name].unit == "share"
+        clip_far(axis, points, styles, ends=ends, share=share)
         plain(axis, _budget_label(budgets), metric_label(name))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
     return figure
@@ -133,12 +135,11 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
             on = part["best"].to_numpy()
             axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
         rows = points.select("policy", "seen", "mean").rows()
-        clip_far(axis, rows, styles, ends=points["high"].drop_nulls())
+        ends, share = points["high"].drop_nulls(), METRICS[name].unit == "share"
+        clip_far(axis, rows, styles, ends=ends, share=share)
         if cost != "entries_seen":
             axis.set_xscale("log")
-            axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.xaxis.set_major_formatter(EngFormatter(unit="B"))
-            axis.xaxis.set_minor_formatter(NullFormatter())
+            log_ticks(axis.xaxis, unit="B")
         plain(axis, COSTS[cost], metric_label(name))
     neutral = any(METRICS[name].better is None for name, _ in shown)
     marked = "on the front" + ", where one direction is better" * neutral
@@ -192,7 +193,7 @@ def ranking(
                 edge: dict[str, Any] = {"transform": axis.get_yaxis_transform(), "clip_on": False}
                 axis.plot(1, place, ">", ms=6, color=colour, mfc=face, zorder=3, **edge)
                 text: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": 6.5, **edge}
-                axis.text(0.98, place, f"{row['mean']:.2g}", **text)
+                axis.text(0.98, place, rounded(row["mean"], ".2g"), **text)
                 continue
             if row["low"] is not None:
                 axis.plot([row["low"], row["high"]], [place, place], color=colour, lw=1.3)

@@ -147,6 +147,48 @@ def test_panels_share_one_legend_that_fits():
     assert widest(panels.figure) <= 1
 
 
+def test_many_series_differ_in_colour():
+    """Eleven have colours of their own, and 33 a colour and a line that no other has."""
+    styles = list(series(map(str, range(33))).values())
+
+    assert len({style["color"] for style in styles[:11]}) == 11
+    assert len({(style["color"], style["linestyle"]) for style in styles}) == 33
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([0.1, 0.1, 0.12, 0.15, 0.3, 0.6, 0.9], "log"),  # one line presses the others down
+        ([0, 0.1, 0.12, 0.15, 0.3, 0.6, 0.9], "symlog"),  # 0 has a place too
+        ([0.3, 0.4, 0.6, 0.9], "linear"),
+        ([0.1, 0.1, 0.1, 0.9], "linear"),  # clipped
+        ([0, 0, 0, 0.9], "linear"),
+    ],
+)
+def test_values_that_others_press_down_have_a_logarithmic_axis(values, scale):
+    """Unless they are shares; every value is in view, and ticks are full numbers."""
+    figure, axis = lines([])
+    axis.plot(values)
+    points = [("a", place, value) for place, value in enumerate(values)]
+    clip_far(axis, points, series(["a"]))
+
+    assert axis.get_yscale() == scale
+    if scale != "linear":
+        low, high = axis.get_ylim()
+        figure.draw_without_rendering()
+        texts = [text.get_text() for text in axis.get_yticklabels()]
+        assert low <= min(values) < max(values) <= high
+        assert {"0.1", "0.2", "0.5"} <= set(texts)
+        assert not any(
+            "-" in text or "e" in text
+            for text, at in zip(texts, axis.get_yticks(), strict=True)
+            if low <= at <= high
+        )
+        figure, axis = lines([])
+        clip_far(axis, points, series(["a"]), share=True)
+        assert axis.get_yscale() == "linear"
+
+
 def test_lines_without_markers_differ_in_dashes():
     """All five that the dashes tell apart, and in colours as other figures."""
     names = [*map(str, range(5))]
