@@ -94,7 +94,7 @@ def _record(record: Record) -> Iterable[Markup]:
             "reads": f"some pages of {record.reads.page}" if record.reads else "",
             "stored": f"as {Spec.of(record.codec).name}" if record.codec else "",
             "trace": record.digest[:19],
-            "note": record.remark,
+            "note": record.remark.replace("\n", "; "),
         }
     )
     yield _retained(record)

@@ -78,30 +78,32 @@ def visible(text: str) -> str:
 
 
 def merged(remarks: Iterable[str]) -> list[str]:
-    """Return each remark once; of remarks that differ in a budget and what follows it, one.
+    """Return each remark once; those that differ in a name before a colon, or in numbers, as one.
 
-    Its numbers are ranges; a value to `--set` is the smallest, which fits all the budgets.
+    remarks: several may be lines of one text. Names are counted, numbers are ranges; a value to
+    `--set` is the smallest, which fits all the budgets. Numbers of layers are names.
     """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for remark in dict.fromkeys(filter(None, remarks)):
-        name, colon, text = remark.partition(": ")
-        budget = re.search(r"\bbudget \d|over half of \d", text)
-        groups.setdefault(
-            (name + colon, *(re.split(r"\d+", text) if budget else [text])), []
-        ).append(text)
+    groups: dict[tuple[str, ...], dict[str, None]] = {}
+    values: dict[tuple[str, ...], list[list[str]]] = {}
+    for remark in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
+        name, text = re.fullmatch(r"(?:(\S+): )?(.*)", remark).groups("")  # type: ignore[union-attr]
+        fixed = re.search(r"\blayers? \d", text)
+        pieces = (text,) if fixed else tuple(re.split(_NUMBER, text))
+        groups.setdefault(pieces, {})[name] = None
+        values.setdefault(pieces, []).append([] if fixed else re.findall(_NUMBER, text))
     out = []
-    for (name, *pieces), texts in groups.items():
-        if len(texts) == 1:
-            out.append(name + texts[0])
-            continue
-        columns = zip(*(map(int, re.findall(r"\d+", text)) for text in texts), strict=True)
-        line = name + pieces[0]
-        for numbers, piece in zip(columns, pieces[1:], strict=True):
-            low, high = min(numbers), max(numbers)
+    for pieces, names in groups.items():
+        line = first_of([*filter(None, names)])
+        line += ": " * bool(line) + pieces[0]
+        for numbers, piece in zip(zip(*values[pieces], strict=True), pieces[1:], strict=True):
+            low, high = min(numbers, key=float), max(numbers, key=float)
             one = low == high or re.search(r"--set \S+=$", line)
-            line += (str(low) if one else f"{low} to {high}") + piece
+            line += (low if one else f"{low} to {high}") + piece
         out.append(line)
     return out
+
+
+_NUMBER = r"\d+(?:\.\d+)?"
 
 
 def rounded(value: float, form: str) -> str:

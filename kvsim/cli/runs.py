@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli import show
-from kvsim.schema import plural, visible
+from kvsim.schema import merged, plural, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -58,7 +58,10 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
             "traces": f"{len(traces)}: {first}",
             "computed": str(document.get("created", "at an unknown time")),
             "by": " ".join(f"{k} {v}" for k, v in versions.items()) or "unknown versions",
-            **{f"note {i}": note for i, note in enumerate(document.get("remarks", ()), start=1)},
+            **{
+                f"note {i}": note
+                for i, note in enumerate(merged(document.get("remarks", ())), start=1)
+            },
         }
     )
     show.echo_text()

@@ -138,9 +138,9 @@ def remark(
     evicted_at: NDArray[np.int32],
     reads: Reads | None,
 ) -> str:
-    """Remark for readers of the Record of evicted_at and reads; empty if there is no reason."""
+    """Remarks for readers of the Record of evicted_at and reads, a line each; empty if none."""
     evicted = _eviction_remark(trace, policy, budget, schedule, descent)
-    return "; ".join(filter(None, (evicted, *_idle(trace, policy, evicted_at, reads))))
+    return "\n".join(filter(None, (evicted, *_idle(trace, policy, evicted_at, reads))))
 
 
 def _idle(
@@ -222,7 +222,7 @@ def _eviction_remark(
             remarks.append(
                 f"{policy.name}: nothing is evicted in decoding, for which it has no rule"
             )
-    return "; ".join(filter(None, remarks))
+    return "\n".join(filter(None, remarks))
 
 
 def _full_layers_remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> str:

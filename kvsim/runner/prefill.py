@@ -123,7 +123,7 @@ def recompute(
     remark = base.remark
     if down.narrow:
         note = "the residual stream is stored in float16, so a live prefill may select other rows"
-        remark = f"{remark}; {note}" if remark else note
+        remark = f"{remark}\n{note}" if remark else note
     with torch.inference_mode():
         descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, down.look)
         for layer, rows in enumerate(descent.rows):

@@ -67,7 +67,7 @@ class Run(Displayed):
         layers = uneven({record.trace: record.layers for record in self.records})
         lengths = lengths_remark((record.policy, record.params) for record in self.records)
         remarks = (*(record.remark for record in self.records), *self.notes, layers, lengths)
-        return list(dict.fromkeys(filter(None, remarks)))
+        return list(dict.fromkeys(line for each in remarks for line in each.split("\n") if line))
 
     @property
     def responses(self) -> pl.DataFrame:

@@ -21,7 +21,7 @@ from kvsim.plots import layer_overlap, rank_pattern, variance_curves
 from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
-from kvsim.schema import numbered, plural
+from kvsim.schema import merged, numbered, plural
 from kvsim.sweeps.run import replay_all
 
 DIM = 8
@@ -190,6 +190,19 @@ def test_a_figure_of_several_traces_says_it_too(mixed, tmp_path, run):
     assert of_runs.endswith(f"Note: {SAID}.\n")
     assert of_traces.endswith(f"Note: {SAID}.\n")
     assert SAID not in of_layer
+
+
+def test_a_remark_on_traces_is_made_once_for_all_policies():
+    """Whatever else is remarked on each of them."""
+    traces = [make(n=n, name=f"t{n}") for n in (60, 70)]
+    policies = [kvsim.policy(name) for name in ("tova", "snapkv", "cake", "observed_attention")]
+
+    remarks = merged(replay_all(traces, policies, [36, 40], interval=8).remarks)
+
+    windows = [remark for remark in remarks if "have a sliding window" in remark]
+    assert len(windows) == 1
+    assert windows[0].startswith("2 of 5 layers have")
+    assert len(remarks) == 4  # of three of the policies as well
 
 
 def test_many_traces_are_counted():
