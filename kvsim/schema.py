@@ -78,16 +78,18 @@ def visible(text: str) -> str:
 
 
 def merged(remarks: Iterable[str]) -> list[str]:
-    """Return each remark once; those that differ in a name before a colon, or in numbers, as one.
+    """Return each remark once; those that differ in the name before a colon as one.
 
-    remarks: several may be lines of one text. Names are counted, numbers are ranges; a value to
-    `--set` is the smallest, which fits all the budgets. Numbers of layers are names.
+    And those that differ in a budget or a number of tokens, and other numbers beside it. Names are
+    counted, numbers are ranges; a value to `--set` is the smallest, which fits all the budgets.
+    Numbers of layers are names. remarks: several may be lines of one text.
     """
     groups: dict[tuple[str, ...], dict[str, None]] = {}
     values: dict[tuple[str, ...], list[list[str]]] = {}
     for remark in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
         name, text = re.fullmatch(r"(?:(\S+): )?(.*)", remark).groups("")  # type: ignore[union-attr]
-        fixed = re.search(r"\blayers? \d", text)
+        sized = re.search(r"\bbudget \d|over half of \d|\d tokens?\b", text)
+        fixed = not sized or re.search(r"\blayers? \d", text)
         pieces = (text,) if fixed else tuple(re.split(_NUMBER, text))
         groups.setdefault(pieces, {})[name] = None
         values.setdefault(pieces, []).append([] if fixed else re.findall(_NUMBER, text))

@@ -30,12 +30,13 @@ def test_other_numbers_are_as_python_formats_them(value, form, text):
 def test_remarks_that_differ_in_names_and_numbers_are_one():
     """Names are counted, numbers are ranges, `--set` has the smallest; layers are no numbers."""
     of_traces = [f"t{place}: asks {place + 8} tokens (1.{place} times)" for place in range(5)]
-    budgets = [f"snapkv: half of {n}; --set snapkv.window={n // 4}" for n in (32, 64)]
+    budgets = [f"snapkv: over half of {n}; --set snapkv.window={n // 4}" for n in (32, 64)]
     windows = [f"windows in layers 0, {layer}" for layer in (2, 3, 2)]
 
     assert merged(of_traces) == ["t0, t1, t2 and 2 more: asks 8 to 12 tokens (1.0 to 1.4 times)"]
-    assert merged(budgets) == ["snapkv: half of 32 to 64; --set snapkv.window=8"]
+    assert merged(budgets) == ["snapkv: over half of 32 to 64; --set snapkv.window=8"]
     assert merged(windows) == ["windows in layers 0, 2", "windows in layers 0, 3"]
+    assert merged(["a: 2 prompts", "b: 3 prompts"]) == ["a: 2 prompts", "b: 3 prompts"]
     assert merged(["a: x\nof all", "b: x\nof all", ""]) == ["a, b: x", "of all"]
     assert merged(["budget 9 holds all 5 tokens", "budget 9 holds all 7 tokens"]) == [
         "budget 9 holds all 5 to 7 tokens"

@@ -146,7 +146,9 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
     wanted = (
         (pl.col("metric") == name) & (pl.col("variant") == metric(name).main) for name in metrics
     )
-    return table.filter(pl.col("policy").is_not_null() & pl.any_horizontal(wanted))
+    return table.filter(
+        pl.col("policy").is_not_null() & pl.any_horizontal(pl.lit(value=False), *wanted)
+    )
 
 
 def last_events(table: pl.DataFrame) -> pl.DataFrame:
