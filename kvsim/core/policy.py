@@ -11,7 +11,7 @@ from __future__ import annotations
 import reprlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, cast
@@ -371,6 +371,13 @@ class Policy(Displayed):
         while hasattr(chain[-1], "scorer"):
             chain.append(chain[-1].scorer)
         return tuple(chain)
+
+    @cached_property
+    def foreign(self) -> bool:
+        """Whether a piece is of the user's own, which may write to what it reads."""
+        pieces = (*self.scorers, *(getattr(self, name.name) for name in fields(self)[2:]))
+        modules = {type(piece).__module__.partition(".")[0] for piece in (self, *pieces)}
+        return not modules <= {"kvsim", "builtins"}
 
     @property
     def levels(self) -> tuple[tuple[Any, ...], ...]:

@@ -82,6 +82,7 @@ class Setting:
     scorers, of the whole replay: events, the rows after which they fire; spared, how many of the
     first positions and how many of the most recent ones are protected; response, the first row
     after the prompt.
+    guarded: the policy gets copies, and is refused where it writes to them.
     """
 
     budget: int
@@ -96,3 +97,4 @@ class Setting:
     spared: tuple[int, int] = (0, 0)
     response: int = 0
     policy: str = "a policy"
+    guarded: bool = False

@@ -57,15 +57,15 @@ class View:
         self._exact = exact
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
-        # tensors that others read too, with their versions: torch has none that are read-only
-        self._shared: dict[str, tuple[Tensor, int]] = {}
+        # tensors that others read too, the copies that a guarded policy gets, and their versions
+        self._shared: dict[str, tuple[Tensor, Tensor, int]] = {}
         self._written = ""
         #: what stays the same over the events
         self.setting = setting
         #: the row after which the event fires; nothing later is visible
         self.row = row
         #: index of each layer of the block in the trace, int [L]
-        self.layers = layers
+        self.layers = self._share("layers", layers)
         #: entries that each head keeps when the layer's budget is shared equally, int [L, 1]
         self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
         # what the scorer itself protects; a function of the view, which must not hold itself
@@ -81,26 +81,28 @@ class View:
         return self._scorer_protects(self)
 
     def _share(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor that is not this policy's alone, and remember its version."""
-        if not tensor.is_inference():  # those have no version, and live no longer than an event
-            if name in self._shared:
-                self._find_written()
-            self._shared[name] = tensor, tensor._version  # noqa: SLF001  no public name
-        return tensor
+        """Return a tensor that others read too, a copy of it where the policy is guarded."""
+        if not self.setting.guarded:
+            return tensor
+        if name not in self._shared or self._shared[name][0] is not tensor:
+            self._find_written(name)
+            with torch.inference_mode(mode=False):  # so that torch counts writes
+                copy = tensor.clone()
+            self._shared[name] = tensor, copy, copy._version  # noqa: SLF001  no public name
+        return self._shared[name][1]
 
-    def _find_written(self) -> None:
-        for name, (tensor, version) in self._shared.items():
-            if tensor._version != version:  # noqa: SLF001  as above
+    def _find_written(self, *names: str) -> None:
+        for name in names:
+            if name in self._shared and not _unwritten(*self._shared[name]):
                 self._written = name
 
     def check_unwritten(self, label: str) -> None:
         """Raise PolicyError, which begins with `label`, if a tensor of this view was written to."""
-        self._find_written()
+        self._find_written(*self._shared)
         if self._written:
             raise PolicyError(
-                f"{label}: writes to {self._written!r} of its view at row {self.row}, which others "
-                "read too; expected new tensors, such as x * 2 for x.mul_(2); mend the policy and "
-                "open or build the trace again"
+                f"{label}: writes to {self._written!r} of its view at row {self.row}; expected new "
+                "tensors, such as x * 2 for x.mul_(2); mend the policy"
             )
 
     @property
@@ -412,6 +414,14 @@ class View:
             if bool(blind.any()):
                 out.masked_fill_(blind.unsqueeze(-1), 0.0)
         return out.view(layers, heads, group, count, -1)
+
+
+def _unwritten(original: Tensor, copy: Tensor, version: int) -> bool:
+    """Whether nothing was written to a copy, as far as torch counts it and values show it."""
+    if copy._version != version or copy.shape != original.shape:  # noqa: SLF001  as above
+        return False
+    # NaN is what a column holds before it has a value
+    return torch.equal(original, copy) or torch.allclose(original, copy, 0, 0, equal_nan=True)
 
 
 def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:

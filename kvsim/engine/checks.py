@@ -13,7 +13,7 @@ from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
-from kvsim.engine.source import longest_unmasked, windows
+from kvsim.engine.source import isolated, longest_unmasked, windows
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.schema import NEVER, plural
 
@@ -47,6 +47,7 @@ def check_cell(
     event before there are enough rows for the scorer. MemoryLimitError.
     """
     policy = policy.at(whole(budget))
+    trace = isolated(trace) if policy.foreign else trace
     schedule = schedule or policy.schedule
     _check_context(trace, policy, schedule)
     needs = policy.scorer.needs | (policy.reader.needs if policy.reader else frozenset())

@@ -90,8 +90,11 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     stored = (trace.n_qheads + copies * trace.n_heads) * trace.n_pos * trace.dim * item
     # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
     # in another order); logits, mask and attention of the window; projections in two layouts
-    event = 4 * trace.n_heads * trace.n_pos * trace.dim * item
-    event += 3 * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
+    # and copies for a policy of the user's own
+    event = (4 + 2 * policy.foreign) * trace.n_heads * trace.n_pos * trace.dim * item
+    event += (
+        (3 + policy.foreign) * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
+    )
     if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
         event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
     if "probe_q" in policy.scorer.needs and trace.has("probe_q"):

@@ -24,7 +24,7 @@ from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, Run, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource
+from kvsim.engine.source import TraceSource, isolated
 from kvsim.schema import NEVER
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -74,8 +74,8 @@ class Options:
     """How a replay runs: the keywords of `replay`, and what tests change about it.
 
     by_row: replay an interval of 1 in blocks of rows where that is possible. poison: overwrite keys
-    and values with NaN as soon as their entry has left. guard: notice writes to any tensor of a
-    View, and not only to the arrays of the trace, which outlive an event; slower.
+    and values with NaN as soon as their entry has left. guard: treat a policy of kvsim as one of
+    the user's own, which gets copies; slower.
     """
 
     layers: Sequence[int] | None = None
@@ -90,7 +90,8 @@ class Options:
 
 def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: Options) -> Record:
     """`replay` with the schedule resolved, and the options of tests."""
-    policy = policy.at(budget)
+    policy, guarded = policy.at(budget), policy.foreign or options.guard
+    trace = isolated(trace) if guarded else trace
     source = trace.per_query_head() if policy.per_query_head else trace
     check_cell(trace, policy, budget, options.memory, schedule)
     chosen = replayed(trace, options.layers)
@@ -100,8 +101,7 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
     evicted_at = np.empty((len(chosen), source.n_heads, trace.n_pos), dtype=np.int32)
     plans: list[Plans] = []
     done = 0
-    # tensors made in inference mode have no version counter, and are faster
-    with torch.inference_mode(mode=not options.guard), torch.no_grad():
+    with torch.inference_mode():
         descent = None
         if policy.propagation is not None:
             look = recorded(trace, setting, torch.device(options.device))
@@ -170,6 +170,7 @@ def _replay(
         "events": tuple(events),
         "spared": (protection.first(setting.prompt_len), protection.recent),
         "response": part.prompt_len,
+        "guarded": setting.guarded or options.guard,
     }
     setting, context = replace(setting, **future), context and replace(context, **future)
     most = MEMO_BYTES if options.memory is None else options.memory // 16
@@ -245,6 +246,7 @@ def setting_of(
         longest=partial(schedule.longest, prompt_len, budget),
         windowed=trace.windowed,
         policy=policy.name,
+        guarded=policy.foreign,
     )
 
 

@@ -127,12 +127,12 @@ class RowView(View):
         self.row, self._attention = row, None
         self._windows.clear()
         self._gathered.clear()
-        self._shared.clear()
         self._live.select(-1, slot).fill_(value=True)
         self._open.select(-1, slot).fill_(1.0)
 
     def close(self, slot: Tensor) -> None:
         """The entries at slot [L, H, 1] have left."""
+        self._shared.clear()
         self._live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
         if self._block.poison is not None and self._weights is not None:
@@ -154,7 +154,7 @@ class RowView(View):
             return super().attn(last, group)
         if self._attention is None:
             self._attention = self._softmax()
-        return reduce_group(self._attention.unsqueeze(3), group)
+        return reduce_group(self._share("attn", self._attention).unsqueeze(3), group)
 
     def received(self) -> Tensor:
         """Attention received from the current row, summed over the group; [L, H, n]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from copy import deepcopy
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.probe import ProbeRows
+from kvsim.core.sources import Source as Arrays
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK, numbered
@@ -18,6 +20,29 @@ from kvsim.schema import CHUNK, numbered
 T = TypeVar("T")
 
 _ALL = slice(None)
+
+
+class _Copies:
+    """The arrays of another source, each read a copy."""
+
+    def __init__(self, base: Arrays) -> None:
+        self._base, self.shapes, self.positions = base, base.shapes, base.positions.clone()
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Return a copy of part of an array."""
+        return self._base.read(name, layers, pos).clone()
+
+
+def isolated(trace: Trace) -> Trace:
+    """Return a trace that nobody else reads, for a policy that may write to it."""
+    return Trace(
+        _Copies(trace.source),
+        deepcopy(trace.header),
+        dtype=trace.dtype,
+        token_text=trace.token_text,
+        digest=None if trace.path is None else trace.digest,
+        path=trace.path,
+    )
 
 
 class TraceSource:
@@ -48,9 +73,7 @@ class TraceSource:
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device."""
-        with torch.inference_mode(mode=False):  # so that a View notices who writes to it
-            parts = [self._trace.read(name, run, pos).to(self._device) for run in self._runs]
-            return _together(parts)
+        return _together([self._trace.read(name, run, pos).to(self._device) for run in self._runs])
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
         """Return `compute()`, kept with the trace unless keys and values were overwritten."""
@@ -108,9 +131,8 @@ class TraceSource:
 
     @cached_property
     def _full(self) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(mode=False):
-            arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
-            output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
+        arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
+        output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
         return self._grouped(output), self._grouped(lse)
 
     def poison(self, gone: Tensor) -> None:

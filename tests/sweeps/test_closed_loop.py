@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -13,6 +15,7 @@ import torch
 
 import kvsim
 from kvsim.analysis.folder import read_run
+from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
@@ -73,6 +76,29 @@ def test_a_prompt_without_a_response_runs(model, trace):
 
     assert (record.retained(alone.prompt_len - 1).sum(-1) == 16).all()
     assert len(outcome.forced.nll) == 0
+
+
+@dataclass(frozen=True)
+class Writing(Scorer):
+    """The length of a key; writes to the model's cache through numpy."""
+
+    label: ClassVar[str] = "writing"
+
+    def score(self, view):
+        """Long keys stay."""
+        scores = view.keys.norm(dim=-1)
+        view.values.numpy()[:] = 0
+        return scores
+
+
+def test_a_policy_that_writes_fails_alone(model, trace):
+    """Its write is noticed, and other policies run as without it."""
+    options = {"interval": 8, "metrics": ["response_kl", "wipeout"]}
+    run = kvsim.live(model, [trace], [Policy("mine", Writing()), *policies("tova")], 16, **options)
+    alone = kvsim.live(model, [trace], policies("tova"), 16, **options)
+
+    assert ["mine: writes to 'values'" in failure.error for failure in run.failures] == [True]
+    assert run.table.equals(alone.table)
 
 
 def test_teacher_forced_likelihoods_are_those_of_the_model(model, trace):
