@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal
@@ -226,6 +227,18 @@ def unbroken() -> Iterator[None]:
             signal.signal(number, handler)
         for each in dict.fromkeys(pending):
             signal.raise_signal(each)
+
+
+def end_with_parent() -> None:
+    """End this process, started by multiprocessing, as soon as the one that started it has died."""
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)  # whatever the other threads are doing
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def sync_tree(path: Path) -> None:

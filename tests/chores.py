@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
 def work_on(task):
-    """Return a value; or raise, or die once, or die always."""
+    """Return a value; or print it, hang, raise, die once, or die always."""
     kind, value = task
+    if kind in ("says", "hangs"):
+        print(value, os.getpid(), flush=True)
+        time.sleep(3600 * (kind == "hangs"))
     if kind == "raises":
         raise ValueError("of its own")
     if kind == "dies" or (kind == "dies once" and not Path(value).exists()):

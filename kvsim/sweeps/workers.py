@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError, KvsimError, error_line
+from kvsim.files import end_with_parent
 
 Task = TypeVar("Task")
 
@@ -148,8 +149,8 @@ def _submitted(
 
 @contextlib.contextmanager
 def _pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end with the block, at once if an exception ends it."""
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+    """A pool of processes that end with the block, at once if an exception or a kill ends it."""
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent)
     try:
         with _one_thread():
             yield pool

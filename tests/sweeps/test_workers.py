@@ -1,6 +1,11 @@
 """Processes that work on tasks: what becomes of tasks whose process dies or that raise."""
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 from chores import work_on
 
@@ -22,6 +27,33 @@ def test_a_task_that_kills_its_process_takes_no_other_with_it(tmp_path):
     assert results["dies once", str(tmp_path / "flag")] == str(tmp_path / "flag")
     assert results["raises", 0] == Lost("ValueError: of its own")
     assert "died 3 times" in results["dies", 0].reason
+
+
+DRIVER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from chores import work_on
+from kvsim.sweeps.workers import in_processes
+for task, _ in in_processes(work_on, [("hangs", "busy"), ("says", "idle")], 2):
+    print("took it from", task, flush=True)
+"""
+
+
+def test_workers_end_with_a_killed_driver():
+    """Neither a busy nor an idle worker outlives the process that started it."""
+    command = [sys.executable, "-c", DRIVER, str(Path(__file__).parents[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        lines = [driver.stdout.readline().split() for _ in range(3)]
+        driver.kill()
+        try:
+            # its workers have the same standard output: it ends with the last of them
+            rest, _ = driver.communicate(timeout=20)
+        finally:
+            for _, process in (line for line in lines if len(line) == 2):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+    assert sorted(line[0] for line in lines) == ["busy", "idle", "took"]
+    assert rest == ""
 
 
 def test_one_process_keeps_what_raises_apart():
