@@ -6,6 +6,7 @@ Processes sweep the same cells into one folder; each is ended by SIGKILL, SIGTER
 random part of the time that an undisturbed sweep takes, and the next one resumes. After each it is
 looked at: no finished cell is gone, and a folder without `run.json` is refused. A folder that is
 complete holds exactly the results of the undisturbed sweep, and the next process begins another.
+Every second sweep has two workers, and none of them may outlive it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ BUDGETS = (32, 64, "25%")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-def run(out: Path | None) -> Run:
+def run(out: Path | None, jobs: int = 1) -> Run:
     """Sweep twelve cells of the sample, or what is left of them in a folder."""
     trace = kvsim.open_trace(kvsim.sample_trace())
     policies = [kvsim.policy(name, **{"window": 16} if "ams" in name else {}) for name in POLICIES]
     metrics = ["wipeout", "entries_seen", "output_error", "segment_count", "sparsity"]
     return replay_all(
-        [trace], policies, BUDGETS, interval=64, metrics=metrics, out=out, resume=True
+        *([trace], policies, BUDGETS),
+        interval=64,
+        metrics=metrics,
+        jobs=jobs,
+        out=out,
+        resume=True,
     )
 
 
@@ -84,7 +90,8 @@ def kill_many(kills: int, root: Path, seed: int = 0) -> Counter[str]:
         folder = root / str(number)
         before = parts(folder)
         sent = SIGNALS[kill % len(SIGNALS)]
-        child(folder, sent, draw.uniform(0, seconds))
+        jobs = 1 + kill // len(SIGNALS) % 2
+        child(folder, sent, draw.uniform(0, seconds * jobs), jobs)
         outcome = look(folder, before, whole)
         left[f"{outcome} after {sent.name}"] += 1
         number += outcome == "complete"
@@ -93,14 +100,15 @@ def kill_many(kills: int, root: Path, seed: int = 0) -> Counter[str]:
     return left
 
 
-def child(folder: Path, sent: signal.Signals, after: float) -> None:
+def child(folder: Path, sent: signal.Signals, after: float, jobs: int) -> None:
     """Sweep in another process and end it after so many seconds, unless it has ended before."""
-    command = [sys.executable, __file__, "--child", str(folder)]
+    command = [sys.executable, __file__, "--child", str(folder), "--jobs", str(jobs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # everything is imported
         time.sleep(after)
         process.send_signal(sent)
+        process.communicate(timeout=60)  # workers have the same standard output: all have ended
     assert process.returncode in (0, 130, -sent), "a child failed, see above"
 
 
@@ -110,13 +118,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     cells.TOGETHER = 3
     if options.child is not None:
         print("ready", flush=True)
         try:
-            run(options.child)
+            run(options.child, options.jobs)
         except KeyboardInterrupt:
             sys.exit(130)
         return
