@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from kvsim.sweeps.outcome import Run
     from kvsim.sweeps.planning import Plan
     from kvsim.sweeps.shards import Kept
+    from kvsim.sweeps.tasks import Task
 
 #: Most lines of the table that is printed; the others are in the results.
 _LINES = 60
@@ -141,7 +141,7 @@ def sweep(
         kept.scan()
         run = plan.run(kept)
         publish(run, kept)
-        _show(run, plan, out, as_json=as_json)
+        _show(run, plan, kept, out, as_json=as_json)
         return
     if isinstance(kept, Shards):
         kept.begin(plan.document())
@@ -150,7 +150,7 @@ def sweep(
         return
     with _bar() as report:
         run = finish(plan, kept, shard=part, jobs=jobs, scheduler=scheduler, progress=report)
-    _show(run, plan, out, shard=part, as_json=as_json)
+    _show(run, plan, kept, out, shard=part, as_json=as_json)
 
 
 def _check(
@@ -212,16 +212,14 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
-    """A bar of cells with traces, bytes and rate; off a terminal lines of progress."""
+    """A bar of tasks with cells, traces and bytes; off a terminal lines of progress."""
     from rich.filesize import decimal
 
-    began = time.monotonic()
-    with show.bar("cells") as report:
+    with show.bar("tasks") as report:
 
         def standing(now: Standing) -> None:
-            rate = now.cells[0] / max(1e-3, time.monotonic() - began)
-            more = f"{now.traces[0]}/{now.traces[1]} traces, {decimal(now.read)} read, {rate:.1f}/s"
-            report(*now.cells, f"{now.label} ({more})")
+            whole = "{}/{} cells, {}/{} traces".format(*now.cells, *now.traces)
+            report(*now.tasks, f"{now.label} ({whole}, {decimal(now.read)} read)")
 
         yield standing
 
@@ -232,8 +230,7 @@ def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     from kvsim.sweeps.driver import estimate
     from kvsim.sweeps.workers import processes
 
-    done = kept.done
-    rest = [task for task in plan.tasks if task.without(done) is not None]
+    rest = _rest(plan, kept)
     size, seconds = sum(map(plan.bytes_of, rest)), estimate(plan, kept)
     jobs = processes(None, plan.flops, len(plan.tasks), plan.traces)
     counts = {
@@ -266,8 +263,7 @@ def _time(seconds: float) -> str:
 
 def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     run = plan.run(kept)
-    done = kept.done
-    rest = [task for task in (each.without(done) for each in plan.tasks) if task is not None]
+    rest = _rest(plan, kept)
     running = sum(kept.claimed(task) for task in rest)
     counts = {
         "cells": len(plan.cells),
@@ -281,9 +277,25 @@ def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
         show.echo_json(counts)
         return
     show.echo_text(
-        f"{counts['done']} of {plural(counts['cells'], 'cell')} are done, {counts['failed']} "
-        f"failed; {len(rest)} of {plural(len(plan.tasks), 'task')} left, {running} being computed."
+        f"{_standing(plan, kept, counts['done'])}, {counts['failed']} failed; "
+        f"{plural(running, 'task')} being computed."
     )
+
+
+def _rest(plan: Plan, kept: Kept) -> list[Task]:
+    """The tasks that are left, each of the cells that are."""
+    done = kept.done
+    return [task for task in (each.without(done) for each in plan.tasks) if task is not None]
+
+
+def _standing(plan: Plan, kept: Kept, cells: int) -> str:
+    """How far the sweep is; a cell is complete when the tasks of all its layers are done."""
+    tasks, total = len(plan.tasks), len(plan.cells)
+    done = tasks - len(_rest(plan, kept))
+    complete = f"{cells} of {plural(total, 'cell')} are"
+    if cells == total:
+        return f"{complete} done"
+    return f"{done} of {plural(tasks, 'task')} are done, {complete} complete"
 
 
 def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> None:
@@ -300,13 +312,19 @@ def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> N
 
 
 def _show(
-    run: Run, plan: Plan, out: str | None, *, as_json: bool, shard: tuple[int, int] | None = None
+    run: Run,
+    plan: Plan,
+    kept: Kept,
+    out: str | None,
+    *,
+    as_json: bool,
+    shard: tuple[int, int] | None = None,
 ) -> None:
     """Print the results, or what of them is there, and end with the right status."""
     from kvsim.cli.replaying import fidelity_line, means, unbounded
     from kvsim.sweeps.run import summarise
 
-    done, total = run.parameters["done"], len(plan.cells)
+    standing, total = _standing(plan, kept, run.parameters["done"]), len(plan.cells)
     metrics = [name for name in run.parameters["metrics"] if name in set(run.table["metric"])]
     summary = summarise(run.table, metrics)
     if as_json:
@@ -324,11 +342,11 @@ def _show(
         show.echo_notes(run.remarks)
     if out is not None and not as_json:
         more = "" if shard is None else "; --collect writes the results"
-        show.echo_text(f"{done} of {plural(total, 'cell')} are done in {out}{more}.")
+        show.echo_text(f"{out}: {standing}{more}.")
     show.echo_failures(run.failures)
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:
-        raise Stop(f"interrupted, {done} of {total} cells are done{again}", 130)
+        raise Stop(f"interrupted, {standing}{again}", 130)
     if run.failures:
         failed = len({failure.cell for failure in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are done", 1)

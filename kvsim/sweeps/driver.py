@@ -32,8 +32,12 @@ _LOOK = 1.0
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a sweep is: cells and traces that are done, of how many, and bytes read by now."""
+    """How far a sweep is: what is done of how many, and bytes read by now.
 
+    tasks: of the shard, if it is one. cells, traces: of the whole; those of which all is done.
+    """
+
+    tasks: tuple[int, int]
     cells: tuple[int, int]
     traces: tuple[int, int]
     read: int
@@ -43,7 +47,7 @@ class Standing:
 Progress = Callable[[Standing], None]
 
 
-@with_bar("cells", lambda standing: (*standing.cells, standing.label))
+@with_bar("tasks", lambda standing: (*standing.tasks, standing.label))
 def sweep(
     config: str | Path | Mapping[str, Any] | Grid | None = None,
     /,
@@ -114,7 +118,7 @@ def work(
         raise ConfigError(IN_MEMORY)
     kept.scan()
     todo = _Todo(mine, kept)
-    show = _Shown(plan, kept, progress)
+    show = _Shown(mine, plan, kept, progress)
     try:
         while True:
             if scheduler is not None:
@@ -175,9 +179,12 @@ class _Todo:
 class _Shown:
     """Calls `progress` with what is done."""
 
-    def __init__(self, plan: Plan, kept: Kept, progress: Progress | None) -> None:
+    def __init__(
+        self, mine: Sequence[Task], plan: Plan, kept: Kept, progress: Progress | None
+    ) -> None:
         self._plan, self._progress = plan, progress
         done = kept.done
+        self._tasks = sum(task.without(done) is None for task in mine), len(mine)
         self._left = {number: len(set(keys) - done) for number, keys in plan.keys.items()}
         self._trace_of = {cell.number: cell.trace.name for cell in plan.cells}
         #: cells that are left of each trace
@@ -186,6 +193,7 @@ class _Shown:
         self._show("")
 
     def __call__(self, task: Task) -> None:
+        self._tasks = self._tasks[0] + 1, self._tasks[1]
         self._read += self._plan.bytes_of(task)
         for cell in task.cells:
             self._left[cell.number] -= 1
@@ -198,7 +206,9 @@ class _Shown:
         cells, traces = len(self._plan.cells), len(self._plan.traces)
         done_cells = cells - self._open.total()
         done_traces = traces - sum(count > 0 for count in self._open.values())
-        self._progress(Standing((done_cells, cells), (done_traces, traces), self._read, label))
+        self._progress(
+            Standing(self._tasks, (done_cells, cells), (done_traces, traces), self._read, label)
+        )
 
 
 def publish(run: Run, shards: Shards) -> None:

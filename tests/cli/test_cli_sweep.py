@@ -1,10 +1,15 @@
 """`kvsim sweep`: configurations, lists, folders, and what it says."""
 
 import json
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
+import torch
 
+import kvsim
+from kvsim.cli import show
+from kvsim.sweeps import tasks
 from kvsim.sweeps.shards import Shards
 
 LIST = ("sweep", "sample", "--policy", "tova,snapkv", "--budget", "48", "--interval", "64")
@@ -57,12 +62,31 @@ def test_shards_are_collected(command, tmp_path):
     whole = command("sweep", "--out", str(out), "--collect", "--json")
 
     assert [first.status, part.status, second.status, whole.status] == [0, 0, 0, 0]
-    assert "1 of 2 cells are done" in first.out
+    assert "1 of 2 tasks are done, 1 of 2 cells are complete" in first.out
     assert json.loads(part.out)["done"] == 1
     assert json.loads(whole.out)["done"] == 2
     shown = command("info", str(out))
     assert shown.status == 0
     assert "traces    2: sample, sample-smollm2" in shown.out
+
+
+def test_what_shows_progress_comes_first(command, tmp_path, monkeypatch):
+    """Tasks of some layers lead wherever the cells that they complete are counted, in a bar too."""
+    monkeypatch.setattr(tasks, "_BLOCK", 1)  # two layers a task
+    bars = []
+    monkeypatch.setattr(
+        show, "bar", lambda unit: nullcontext(lambda *now: bars.append((unit, now)))
+    )
+    q, k, v = (torch.randn(4, 2, 60, 8) for _ in "qkv")
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=30, rope=kvsim.Rope.default(8))
+    path, out = str(trace.save(tmp_path / "trace.zarr")), str(tmp_path / "x")
+
+    done = command("sweep", path, *LIST[2:], *ONLY, "--out", out, "--shard", "0/2")
+
+    status = command("sweep", "--out", out, "--status")
+    for text in (done.out, status.out):
+        assert "1 of 2 tasks are done, 0 of 2 cells are complete" in text
+    assert [(unit, now[:2]) for unit, now in bars] == [("tasks", (0, 1)), ("tasks", (1, 1))]
 
 
 def test_a_dry_run_counts_and_writes_nothing(command, tmp_path):
