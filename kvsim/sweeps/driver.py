@@ -17,6 +17,7 @@ from kvsim.core.threads import threads_for
 from kvsim.errors import ConfigError
 from kvsim.files import lock
 from kvsim.recorder.progress import with_bar
+from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.cluster import on_a_cluster
 from kvsim.sweeps.grid import Grid, Keys
 from kvsim.sweeps.outcome import Run
@@ -247,15 +248,23 @@ def estimate(plan: Plan, kept: Kept) -> float:
 
 
 def _sampled(task: Task, work_of: Callable[[Task], float]) -> float:
-    """Seconds of a floating-point operation, by some cells of a task."""
-    began, seconds, sampled = time.perf_counter(), 0.0, 0.0
-    policies = set()
+    """Seconds of a floating-point operation, by the first cells of some policies of a task.
+
+    They share work, as cells of a task do. The first one alone pays for what a process loads once,
+    and says how many there is time for.
+    """
+    first: dict[str, tuple[Cell, str]] = {}
     for cell, key in zip(task.cells, task.keys, strict=True):
-        if cell.policy.name in policies or time.perf_counter() - began > _SAMPLE:
-            continue
-        policies.add(cell.policy.name)
-        layers = task.layers[:1] if cell.policy.propagation is None else task.layers
-        sample = replace(task, cells=(cell._replace(layers=layers),), keys=(key,), layers=layers)
-        seconds += compute(sample).seconds
-        sampled += work_of(sample)
-    return seconds / sampled
+        first.setdefault(cell.policy.name, (cell, key))
+    alone = [pair for pair in first.values() if pair[0].policy.propagation is None]
+    layers = task.layers[:1] if alone else task.layers
+
+    def rate(pairs: Sequence[tuple[Cell, str]]) -> float:
+        cells = tuple(cell._replace(layers=layers) for cell, _ in pairs)
+        sample = replace(task, cells=cells, keys=tuple(key for _, key in pairs), layers=layers)
+        return compute(sample).seconds / work_of(sample)
+
+    pairs, began = alone or list(first.values()), time.perf_counter()
+    of_first = rate(pairs[:1])
+    fitting = int(_SAMPLE / (time.perf_counter() - began))
+    return rate(pairs[:fitting]) if fitting else of_first
