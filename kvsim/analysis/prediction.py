@@ -19,9 +19,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import polars as pl
@@ -30,6 +30,7 @@ import scipy
 from kvsim.analysis.arrays import Bools, Floats
 from kvsim.analysis.validity import CELL, cell_values, evicting
 from kvsim.core.digest import document_digest
+from kvsim.core.parameters import Above, AtLeast, Finite, check_fields, integer, is_finite
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, OutputError, PolicyError, local_path
 from kvsim.files import write_file
@@ -46,6 +47,8 @@ PROMPTS, POLICIES = 5, 4
 FOLDS = 5
 #: Groups of the risk that an answer is lost.
 RISKS = 8
+
+_Positive = Annotated[float, Finite(), Above(0)]
 
 _SHIPPED = Path(__file__).parent / "calibrations.json"
 
@@ -72,11 +75,14 @@ class Curve:
 
     errors: tuple[float, ...]
     kl: tuple[float, ...]
-    below: float
-    above: float
-    lowest: float
-    highest: float
+    below: _Positive
+    above: _Positive
+    lowest: _Positive
+    highest: _Positive
     risk: tuple[tuple[float, float, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "curve")
 
     def covers(self, error: float) -> bool:
         """Whether a layer error is among those of the fit."""
@@ -107,13 +113,22 @@ class Calibration:
 
     model: str
     config: str
-    prompts: int
+    prompts: Annotated[int, AtLeast(1)]
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
     tokens: tuple[int, int]
-    interval: int | None
+    interval: Annotated[int, AtLeast(1)] | None
     prefill: bool | None
     curve: Curve
+
+    def __post_init__(self) -> None:
+        check_fields(self, "calibration")
+        names, numbers = (*self.policies, *self.budgets), [*map(integer, self.tokens)]
+        if not all(isinstance(x, str) for x in names) or len(numbers) != 2 or None in numbers:
+            raise PolicyError(
+                "calibration: policies, budgets or tokens are no such; expected lists of texts, "
+                "and the tokens of the shortest and the longest prompt"
+            )
 
 
 def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
@@ -309,7 +324,7 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
         return {x["config"]: Calibration(**{**x, "curve": _curve(x["curve"])}) for x in documents}
     except FileNotFoundError:
         raise NeedsError(f"there is no file {path}; expected what kvsim fidelity wrote") from None
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise NeedsError(
             f"{path} is no calibration ({type(error).__name__}); expected what kvsim fidelity "
             "--calibration wrote"
@@ -325,10 +340,11 @@ def write_calibrations(path: str | Path, calibrations: Sequence[Calibration]) ->
 def _curve(document: Mapping[str, Any]) -> Curve:
     """Return a stored curve. Raises ValueError unless its knots and values are those of a fit."""
     curve = Curve(**document)
-    knots, kl = (np.array(x, np.float64) for x in (curve.errors, curve.kl))
-    ascending = all((np.diff(x) >= 0).all() for x in (knots, kl))
-    positive = all(np.isfinite(x).all() and (x > 0).all() for x in (knots, kl))
-    if not len(knots) or knots.shape != kl.shape or not ascending or not positive:
+    knots, kl = curve.errors, curve.kl
+    numbers = (*knots, *kl, *chain(*curve.risk))
+    positive = all(map(is_finite, numbers)) and min((*knots, *kl)) > 0
+    ascending = positive and all(list(x) == sorted(x) for x in (knots, kl))
+    if len(knots) != len(kl) or not ascending or {len(each) for each in curve.risk} - {4}:
         raise ValueError("the knots of a curve are positive and ascend")
     return curve
 

@@ -189,7 +189,11 @@ def integer(value: Any) -> int | None:
 
 def is_finite(value: object) -> bool:
     """Whether a value is a real number, neither NaN nor infinite; False for True and False."""
-    return not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    try:
+        real = not isinstance(value, bool) and isinstance(value, numbers.Real)
+        return real and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 _UNFIT = object()

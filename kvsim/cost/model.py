@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from kvsim.core.parameters import AtLeast, Between, check_fields
+from kvsim.core.parameters import Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
 
 GIB = 1 << 30
 
 _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
-_Size = Annotated[int, AtLeast(1)]
+_Size = Annotated[int, Between(1, 1e6)]
 
 # The MLP of most decoders is gated and has three matrices; these types have two.
 _TWO_MATRICES = ("gpt_neox", "nemotron", "phi", "starcoder2")
@@ -152,7 +152,7 @@ class Model:
             keys = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"no file {str(path)!r}; {_SAY}") from error
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{str(path)!r} is no JSON ({error}); {_SAY}") from error
         if not isinstance(keys, Mapping):
             raise ModelError(f"{str(path)!r} holds a {type(keys).__name__}; {_SAY}")
@@ -246,7 +246,8 @@ def _number_bytes(config: Mapping[str, Any], name: str) -> float:
 def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what the arithmetic leaves out for a model."""
     remarks = []
-    kinds = config.get("layer_types") or []
+    kinds = config.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else []
     window = config.get("sliding_window")
     slides = config.get("use_sliding_window", True) and window
     if slides and (not kinds or any(str(kind).startswith("sliding") for kind in kinds)):

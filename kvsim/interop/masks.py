@@ -234,7 +234,10 @@ def read_masks(path: str | Path) -> list[Masks]:
 
 def _masks(last_row: Tensor, labels: dict[str, Any]) -> Masks:
     """The masks of a tensor and its labels; ValueError for one of another kind."""
-    layers = tuple(int(layer) for layer in labels.pop("layers"))
+    layers = tuple(labels.pop("layers"))
+    whole = all(type(layer) is int and 0 <= layer <= NEVER for layer in layers)
     if last_row.dtype != torch.int32 or last_row.dim() != 3 or len(layers) != len(last_row):
         raise ValueError(f"a mask is {last_row.dtype} {list(last_row.shape)}")
+    if not whole:
+        raise ValueError("its layers are no numbers of layers")
     return Masks(last_row, layers, labels)

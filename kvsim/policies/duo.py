@@ -29,14 +29,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsim.core.parameters import AtLeast, Between, Parameter, parameters
+from kvsim.core.parameters import AtLeast, Between, Parameter, integer, is_finite, parameters
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule
 from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
@@ -72,7 +71,7 @@ class HeadPlan:
                 facts = json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             raise _refused(path, str(error)) from error
-        if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        if not isinstance(facts, dict) or integer(facts.get("version")) != VERSION:
             version = facts.get("version") if isinstance(facts, dict) else None
             raise _refused(path, f"its version is {version}, expected {VERSION}")
         scores, training = facts.get("scores"), facts.get("training", {})
@@ -80,7 +79,7 @@ class HeadPlan:
         widths = {len(row) if isinstance(row, list) else 0 for row in rows}
         if len(widths) > 1 or 0 in widths:
             raise _refused(path, "its scores are not a list of lists of one length")
-        if not all(type(x) in (int, float) and isfinite(x) for row in rows for x in row):
+        if not all(is_finite(x) for row in rows for x in row):
             raise _refused(path, "its scores are not all finite numbers")
         if not isinstance(training, dict) or not is_model(training.get("model", {})):
             raise _refused(path, "its training is no object, or its model is not valid")

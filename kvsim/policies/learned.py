@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,12 +30,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvsim.core.parameters import integer
 from kvsim.core.policy import Schedule, Scorer, Scores
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.features import SIZES, WINDOW, features
-from kvsim.policies.model import described, differ, model_of
+from kvsim.policies.model import described, differ, is_model, model_of
+from kvsim.schema import NEVER
 
 #: Of the file; another one is refused.
 VERSION = 1
@@ -119,7 +122,7 @@ class Network:
         except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
             reason = "no learned scorer" if isinstance(error, KeyError) else error
             raise _refused(path, str(reason)) from error
-        if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        if not isinstance(facts, dict) or integer(facts.get("version")) != VERSION:
             version = facts.get("version") if isinstance(facts, dict) else None
             raise _refused(path, f"its version is {version}, expected {VERSION}")
         try:
@@ -135,17 +138,24 @@ class Network:
         """Raises KeyError or ValueError where something is missing or does not go together."""
         depth = sum(name.startswith("weight.") for name in tensors)
         layers = tuple((tensors[f"weight.{at}"], tensors[f"bias.{at}"]) for at in range(depth))
-        groups, ahead = tuple(facts["groups"]), int(facts["ahead"])
+        groups = tuple(facts["groups"])
+        ahead, interval = (_rows(facts[name]) for name in ("ahead", "interval"))
         if unknown := [group for group in groups if group not in SIZES]:
             raise ValueError(f"groups {unknown}, expected some of {list(SIZES)}")
+        if not interval or ("future" in groups) != (ahead > 0):
+            raise ValueError(
+                f"interval is {interval} and ahead {ahead}, expected at least 1, and rows to look "
+                "ahead for the group future alone"
+            )
         sizes = [sum(SIZES[group] for group in groups), *(len(weight) for weight, _ in layers)]
         expected: dict[str, tuple[int, ...]] = dict.fromkeys(("mean", "spread"), (sizes[0],))
         for at, (before, after) in enumerate(pairwise(sizes)):
             expected |= {f"weight.{at}": (after, before), f"bias.{at}": (after,)}
         model: dict[str, Any] = {}
         if "projections" in groups:
-            model = {"digest": str(facts["model"]["digest"]), "name": str(facts["model"]["name"])}
-            model["shape"] = [int(x) for x in facts["model"]["shape"]]
+            model = facts["model"]
+            if not model or not is_model(model):
+                raise ValueError("its model is not valid")
             count, heads, dim = model["shape"]
             expected["vectors"] = count, heads, 2, dim
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -155,16 +165,17 @@ class Network:
             raise ValueError("expected finite numbers in float32")
         if not bool((tensors["spread"] > 0).all()):
             raise ValueError("spread is not above 0 throughout")
-        if not isinstance(facts["training"], dict):
-            raise TypeError("training is no object")
+        training = facts["training"]
+        if not isinstance(training, dict) or not isinstance(training.get("traces", {}), dict):
+            raise TypeError("training is no object, or its traces are none")
         return cls(
             groups,
             tensors["mean"],
             tensors["spread"],
             layers,
             ahead,
-            int(facts["interval"]),
-            facts["training"],
+            interval,
+            training,
             tensors.get("vectors"),
             model,
         )
@@ -240,6 +251,14 @@ class Learned(Scorer):
         total = columns.get("total", view.keys.new_zeros(()))
         x = features(view, network.groups, total, network.ahead, network.vectors)
         return Scores(network(x), columns)
+
+
+def _rows(value: object) -> int:
+    """Return a number of rows. Raises ValueError for anything else."""
+    rows = integer(value)
+    if rows is None or not 0 <= rows <= NEVER:
+        raise ValueError(f"{reprlib.repr(value)} is no number of rows")
+    return rows
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> str:

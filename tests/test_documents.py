@@ -1,0 +1,178 @@
+"""Files with a JSON document that kvsim reads: whatever one value is changed to, a line refuses it.
+
+Files whose document is bound by a checksum get a new one, as a forger would write it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from copy import deepcopy
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from safetensors.torch import save
+
+import kvsim
+from kvsim.analysis.prediction import _SHIPPED, read_calibrations
+from kvsim.cost import estimate
+from kvsim.cost.model import Model
+from kvsim.errors import KvsimError, PolicyError
+from kvsim.interop.masks import read_masks
+from kvsim.policies.features import SIZES
+from kvsim.policies.learned import Learned, Network
+from kvsim.policies.model import model_of
+from kvsim.testing import strategies
+
+#: What takes the place of each value, at any depth.
+WRONG = (
+    *(float("inf"), float("-inf"), float("nan"), 10**400, 2**40, 1e308, -1, 0, 1.9, True, None),
+    *("7", "", [], {}, [1], {"a": 1}),
+)
+
+
+def places(document, path=()):
+    """Yield the path of each value."""
+    yield path
+    items = document.items() if isinstance(document, dict) else enumerate(document)
+    for key, value in items if isinstance(document, dict | list) else ():
+        yield from places(value, (*path, key)) if isinstance(value, dict | list) else [(*path, key)]
+
+
+def changed(document):
+    """Yield (path, value, document) for each value replaced by another, or removed."""
+    for path in places(document):
+        if not path:
+            yield from (((), value, value) for value in WRONG)
+            continue
+        for value in (*WRONG, "removed"):
+            copy = deepcopy(document)
+            inner = copy
+            for key in path[:-1]:
+                inner = inner[key]
+            if value == "removed":
+                del inner[path[-1]]
+            else:
+                inner[path[-1]] = value
+            if json.dumps(copy) != json.dumps(document):
+                yield path, value, copy
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A stored trace, of which files say that they are of it."""
+    trace = strategies.make_case("normal", n=24, prompt_len=12, group=2).trace()
+    return kvsim.open_trace(trace.save(tmp_path_factory.mktemp("traces") / "t.zarr"))
+
+
+def network(trace, groups=("position", "future")):
+    """A linear scorer."""
+    width = sum(SIZES[group] for group in groups)
+    vectors, model = None, {}
+    if "projections" in groups:
+        model = model_of(trace)
+        layers, heads, dim = model["shape"]
+        vectors = torch.randn(layers, heads, 2, dim)
+    training = {"traces": {"a": "sha256:b"}, "budgets": ["5"], "seed": 1}
+    layers = ((torch.randn(1, width), torch.zeros(1)),)
+    ahead = 4 * ("future" in groups)
+    mean, spread = torch.zeros(width), torch.ones(width)
+    return Network(groups, mean, spread, layers, ahead, 8, training, vectors, model)
+
+
+def learned(made, facts):
+    """The bytes of a file of a network with other facts, under a checksum that fits."""
+    if isinstance(facts, dict):
+        sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        for name, x in sorted(made._tensors().items()):
+            sha.update(f"{name} {list(x.shape)} ".encode() + x.numpy().tobytes())
+        facts = {**facts, "sha256": sha.hexdigest()}
+    return save(made._tensors(), {"kvsim": json.dumps(facts)})
+
+
+def files(trace, path):
+    """For each kind of file its document, and a function that reads a file with another one."""
+
+    def of_network(made):
+        def read(facts):
+            path.write_bytes(learned(made, facts))
+            scorer = Learned(str(path))
+            scorer.check(trace, scorer.schedule)
+            scorer.remark(trace, scorer.schedule)
+
+        return made._facts(), read
+
+    def plan(document):
+        path.write_text(json.dumps(document))
+        policy = kvsim.policy(f"duo:{path}")
+        policy.allocator.check(trace)
+        policy.allocator.bound_shares(trace.n_layers)
+
+    def calibration(document):
+        path.write_text(json.dumps(document))
+        read_calibrations.cache_clear()
+        for each in read_calibrations(path).values():
+            each.curve.estimate(each.curve.lowest)
+            ", ".join((*each.policies, *each.budgets))
+
+    def masks(document):
+        tensor = torch.zeros(2, 3, 5, dtype=torch.int32)
+        path.write_bytes(save({"last_row.0": tensor}, {"labels": json.dumps(document)}))
+        read_masks(path)
+
+    def config(document):
+        path.write_text(json.dumps(document))
+        estimate(Model.from_config(path), kvsim.policy("tova"), 64, 1000)
+
+    stored = next(iter(read_calibrations(_SHIPPED).values()))
+    curve = replace(stored.curve, errors=(0.1, 0.2), kl=(1.0, 2.0), lowest=0.1, highest=0.2)
+    curve = replace(curve, risk=curve.risk[:1])
+    stored = replace(stored, policies=("tova",), budgets=("64",), curve=curve)
+    scores = [[float(head) for head in range(trace.n_heads)]] * trace.n_layers
+    sizes = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "head_dim": 8}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
+    return {
+        "learned": of_network(network(trace)),
+        "projections": of_network(network(trace, ("position", "projections"))),
+        "heads": ({"version": 1, "scores": scores, "training": {"model": model_of(trace)}}, plan),
+        "calibration": ([json.loads(json.dumps(asdict(stored)))], calibration),
+        "masks": ([{"layers": [0, 1], "policy": "tova"}], masks),
+        "config": (
+            {**sizes, "dtype": "float16", "sliding_window": 9, "layer_types": ["full"]},
+            config,
+        ),
+    }
+
+
+KINDS = ("learned", "projections", "heads", "calibration", "masks", "config")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_value_of_a_file_is_an_uncaught_error(kind, trace, tmp_path):
+    """One line refuses it, or the file is read."""
+    document, read = files(trace, tmp_path / "file")[kind]
+    read(document)
+    uncaught, refusals = [], []
+    for path, value, other in changed(document):
+        try:
+            read(other)
+        except KvsimError as error:
+            refusals.append(str(error))
+        except Exception as error:  # noqa: BLE001  it is what is looked for
+            uncaught.append((path, repr(value)[:20], type(error).__name__))
+    assert uncaught == []
+    assert len(refusals) > 20
+    assert "\n" not in "".join(refusals)
+
+
+@pytest.mark.parametrize("name", ["interval", "ahead"])
+@pytest.mark.parametrize(
+    "value", ["7", 1.9, True, -1, None, float("inf"), 10**400], ids=lambda value: repr(value)[:6]
+)
+def test_a_learned_file_has_whole_numbers_of_rows(name, value, trace, tmp_path):
+    """Numbers are not read out of text, and neither rounded nor taken from truth values."""
+    path, made = tmp_path / "file", network(trace)
+    path.write_bytes(learned(made, {**made._facts(), name: value}))
+    with pytest.raises(PolicyError, match=r"no number of rows"):
+        Learned(str(path))
