@@ -7,6 +7,7 @@ https://github.com/apache/parquet-format, in Thrift's compact protocol).
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Collection
 from typing import Any
@@ -24,6 +25,9 @@ _ROWS_PER_BYTE, _ROWS = 4, 250_000
 _FOOTER = 1 << 20
 
 _MAGIC = b"PAR1"
+
+#: What stands before a SHA-256.
+_SEAL = b"kvsim sha256 "
 
 # Of enums: a column's physical type, codec and encodings of a page. Others are not what polars
 # writes for a Table, and some decode to more than rows and bytes of pages say.
@@ -60,6 +64,27 @@ def encode_table(table: pl.DataFrame) -> bytes:
     return data.getvalue()
 
 
+def sealed(data: bytes) -> bytes:
+    """Return Parquet with its SHA-256 between pages and footer, where readers do not look."""
+    start = _footer(data)
+    return data[:start] + _SEAL + hashlib.sha256(data).digest() + data[start:]
+
+
+def check_seal(data: bytes) -> None:
+    """Raise ValueError where Parquet has a SHA-256 and it is another; `sealed` writes it."""
+    start = _footer(data)
+    seal = start - len(_SEAL) - 32
+    if data[seal : start - 32] == _SEAL:
+        whole = hashlib.sha256(data[:seal] + data[start:]).digest()
+        if whole != data[start - 32 : start]:
+            raise ValueError("its SHA-256 is another")
+
+
+def _footer(data: bytes) -> int:
+    """Return where the footer begins, by its length."""
+    return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+
 def decode_table(data: bytes, names: Collection[str] = TYPES.keys()) -> pl.DataFrame:
     """Return the columns with some names, a Table's, that Parquet has; they may have other types.
 
@@ -93,9 +118,8 @@ def _check_size(data: bytes) -> None:
 
 def _declared(data: bytes) -> tuple[int, int]:
     """Return rows, and bytes of decompressed pages as their headers have them."""
-    length = int.from_bytes(data[-8:-4], "little")
-    start = len(data) - 8 - length
-    if data[-4:] != _MAGIC or start < len(_MAGIC) or length > _FOOTER:
+    start = _footer(data)
+    if data[-4:] != _MAGIC or start < len(_MAGIC) or len(data) - 8 - start > _FOOTER:
         raise ValueError("it has no footer of Parquet, or a longer one than any Table")
     footer = _Thrift(data, start).struct(_FILE)
     for element in footer[2][1:]:

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from kvsim.analysis.parquet import decode_table, encode_table
+from kvsim.analysis.parquet import check_seal, decode_table, encode_table, sealed
 from kvsim.core.attention import Rope
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Schedule
@@ -155,7 +155,7 @@ class Dump:
             raise DumpError(f"the path is {target}; expected one that ends in .npz or .parquet")
         with published(target, overwrite=overwrite) as draft:
             table = target.suffix == ".parquet"
-            data = encode_table(self.table()) if table else encode_arrays(self._arrays())
+            data = sealed(encode_table(self.table())) if table else encode_arrays(self._arrays())
             draft.write_bytes(data)
         return target
 
@@ -189,6 +189,7 @@ def read_dump(path: str | Path) -> Dump:
     try:
         data = target.read_bytes()
         if target.suffix == ".parquet":
+            check_seal(data)
             frame = decode_table(data, COLUMNS)
             if others := [x for x in frame.columns if not frame[x].dtype.is_numeric()]:
                 raise ValueError(f"column {others[0]} has type {frame[others[0]].dtype}")  # noqa: TRY301  one message

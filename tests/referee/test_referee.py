@@ -263,6 +263,27 @@ def test_files_hold_what_was_dumped(trace, tmp_path):
     assert read_dump(tmp_path / "d.parquet").trace is None
 
 
+def test_each_flipped_bit_of_a_parquet_dump_is_refused(trace, tmp_path, capfd):
+    """By its checksum, before a decoder panics; a file without one is read as it is."""
+    dump = dump_of(trace)
+    path, changed = dump.save(tmp_path / "d.parquet"), tmp_path / "changed.parquet"
+    data = path.read_bytes()
+    read = []
+    for at in range(len(data)):
+        changed.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        try:
+            kept = read_dump(changed).kept
+        except DumpError:
+            continue
+        read.append(data[at])
+        assert all((kept[row] == sets).all() for row, sets in dump.kept.items())
+    assert bytes(read) == b"kvsim sha256 "
+    assert capfd.readouterr().err == ""
+    assert pl.read_parquet(path).equals(dump.table())
+    dump.table().write_parquet(changed)
+    assert read_dump(changed).kept.keys() == dump.kept.keys()
+
+
 def test_layers_have_their_numbers_in_the_model(trace, tmp_path):
     """Sets of layers 1 and 2 are judged on a trace of these, whichever place they have in it."""
     names = {"prompt_len": PROMPT, "rope": trace.rope}
