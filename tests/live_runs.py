@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
+from kvsim.core.sources import Memory
 from kvsim.errors import PolicyError
 from kvsim.policies import names, parameters
 from kvsim.runner.checks import check_live
@@ -157,3 +158,13 @@ def logits_behind_masks(monkeypatch, model, tokens, record):
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", Masked(record))
         return model(torch.tensor([tokens])).logits[0]
+
+
+def older(trace, **arrays):
+    """A trace without the digest of weights; arrays replace those of the trace."""
+    model = {key: x for key, x in trace.meta["model"].items() if key != "weights"}
+    header = replace(trace.header, meta={**trace.meta, "model": model})
+    if not arrays:
+        return kvsim.Trace(trace.source, header, dtype=trace.dtype)
+    given = {name: trace.read(name) for name in ("q", "k", "v", "attn_out", "tokens")} | arrays
+    return kvsim.Trace(Memory(given), header, dtype=trace.dtype)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
-from kvsim.recorder.models import load_model
+from kvsim.recorder.models import describe_model, load_model
 from kvsim.recorder.options import Options, check_in_memory, takes_options
 from kvsim.recorder.prompts import (
     Labels,
@@ -88,7 +88,7 @@ def capture(
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
-    session = Session(model, tokenizer, whole, checked, out)
+    session = Session(model, tokenizer, whole, checked, out, describe_model(model))
     return session.existing() or session.run()
 
 
@@ -136,10 +136,10 @@ def capture_many(
         check_labels(prompt.labels, f"prompt {prompt.id!r}: ")
     _check_length(prompts, checked)
     model, tokenizer = _resolve(model, tokenizer)
-    sessions = []
+    sessions, described = [], describe_model(model)
     for prompt, path in zip(prompts, paths, strict=True):
         try:
-            sessions.append(Session(model, tokenizer, prompt, checked, path))
+            sessions.append(Session(model, tokenizer, prompt, checked, path, described))
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
     traces = [session.existing() for session in sessions]

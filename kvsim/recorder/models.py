@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import httpx
 import torch
 from huggingface_hub import constants, get_session
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -57,6 +59,9 @@ _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "te
 
 # Not in the configuration's digest: the place of a copy and its writer change no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
+
+#: Values of a matrix whose bits are added up at a time.
+_BLOCK = 1 << 20
 
 #: In the configuration but not in its digest: the precision is compared by itself.
 NOTED = ("architectures", "dtype")
@@ -338,8 +343,40 @@ def softcap(model: PreTrainedModel) -> float | None:
     return None if cap is None else float(cap)
 
 
+def weights_digest(model: PreTrainedModel) -> str | None:
+    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not in memory.
+
+    Every parameter, and every buffer of floating-point numbers that is saved with them, counts by
+    its shape and its values rounded to bfloat16: their bits as integers, added up over the rows and
+    over the columns of each matrix. So one changed value, two exchanged rows or a training step
+    give another digest. A file format, a device, a kernel, names and an order that a version of
+    transformers chooses, or a wider precision than that of the checkpoint give the same. Changes
+    below the precision of bfloat16 go unnoticed, and so do two matrices of one shape that change
+    places, and what a forger does who leaves all sums of rows and columns as they are. It reads the
+    weights once, which takes about as long as to compute one token.
+    """
+    saved = model.state_dict()
+    tensors: list[Tensor] = list(model.parameters())  # tied ones once
+    tensors += [x for name, x in model.named_buffers() if name in saved and x.is_floating_point()]
+    digests = []
+    for x in tensors:
+        if x.is_meta:  # of a device map that leaves weights on the disk
+            return None
+        sha = hashlib.sha256(f"{list(x.shape)}".encode())
+        matrix = torch.atleast_2d(x.detach()).flatten(0, -2)
+        columns = torch.zeros(matrix.shape[1], dtype=torch.int32, device=x.device)
+        for rows in matrix.split(max(1, _BLOCK // max(1, matrix.shape[1]))):
+            bits = rows.to(torch.bfloat16).view(torch.int16).int()
+            columns += bits.sum(0, dtype=torch.int32)  # modulo 2^32
+            sha.update(bits.sum(1, dtype=torch.int32).cpu().numpy().astype("<i4").tobytes())
+        sha.update(columns.cpu().numpy().astype("<i4").tobytes())
+        digests.append(sha.hexdigest())
+    return f"sha256:{hashlib.sha256(' '.join(sorted(digests)).encode()).hexdigest()}"
+
+
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the provenance of a model, ready for JSON."""
+    """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights."""
+    weights = weights_digest(model)
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
     compared = {key: value for key, value in config.items() if key not in NOTED}
@@ -349,6 +386,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "type": model.config.model_type,
         "config": config,
         "config_digest": document_digest(compared),
+        **({} if weights is None else {"weights": weights}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "attention": kernel_name(model),
         "device": model.device.type,

@@ -24,7 +24,7 @@ from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
-from kvsim.recorder.models import describe_model, is_tiny, model_name, softcap, versions
+from kvsim.recorder.models import is_tiny, model_name, softcap, versions
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
 from kvsim.recorder.progress import progress_bar
@@ -50,9 +50,9 @@ class Session:
     """One capture, checked as far as possible before the model runs.
 
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
-    to write the trace; None keeps it in memory. Raises CaptureError for a prompt that cannot be
-    encoded, a layer that the model does not have, a model without what an option needs, or stop
-    strings without a tokenizer.
+    to write the trace; None keeps it in memory. described: the model, by `describe_model`. Raises
+    CaptureError for a prompt that cannot be encoded, a layer that the model does not have, a model
+    without what an option needs, or stop strings without a tokenizer.
     """
 
     def __init__(
@@ -62,8 +62,10 @@ class Session:
         prompt: Prompt,
         options: Options,
         out: str | Path | None,
+        described: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
+        self._described = described
         system = options.system if prompt.system is None else prompt.system
         encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
         self.encoded = encoded
@@ -127,11 +129,7 @@ class Session:
         return trace
 
     def _differences(self, trace: Trace) -> list[str]:
-        """Return in words how `trace` differs from what this capture would record.
-
-        Weights are not compared, but for the checksum of a GGUF file: other models of one name and
-        one configuration count as equal.
-        """
+        """Return in words how `trace` differs from what this capture would record."""
         generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
         if generation.get("stopped") == "interrupted":
             return ["it was recovered from an interrupted capture and is not complete"]
@@ -146,15 +144,18 @@ class Session:
         else:
             differing = self._prompt_differences(trace, given=generation.get("stopped") == GIVEN)
         generation = {"stop": [], **generation}  # older traces have no stop strings
-        model, options, shapes = describe_model(self.model), self.options, trace.source.shapes
+        model, options, shapes = self._described, self.options, trace.source.shapes
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
         stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
         sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
+        weights = model.get("weights")  # not known of every model, nor of older traces
+        known = weights if weights is None else recorded.get("weights", weights)
         keys = {"model": "name", "model's dtype": "dtype", "attention kernel": "attention"}
         facts = {
             **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
             "the SHA-256 of its GGUF file is": tuple(sources),
+            "the digest of its weights is": (known, weights),
             **{f"its {k} is": (generation.get(k), x) for k, x in self._settings.items()},
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
@@ -361,7 +362,7 @@ class Session:
     def _header(self) -> Header:
         """Return the header as far as it is known before the model runs."""
         meta: dict[str, Any] = {
-            "model": describe_model(self.model),
+            "model": self._described,
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},

@@ -8,7 +8,7 @@ own response, which is compared with the right answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.subject import Forced, Generated, Outcome
@@ -32,7 +32,7 @@ from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.paged import Paging
-from kvsim.runner.recorded import check_model, relative_change
+from kvsim.runner.recorded import Comparison, check_model, relative_change
 from kvsim.text.answers import is_right
 from kvsim.tiny import ledger
 
@@ -92,7 +92,7 @@ class ClosedLoop:
         writing: Writing | None,
         paging: Paging | None = None,
     ) -> None:
-        self._ids = check_recorded(trace, running.model, tokenizer)
+        self._ids = check_recorded(trace, running.described, tokenizer)
         self.running, self.trace, self.writing = running, trace, writing
         self._tokenizer, self._paging = tokenizer, paging
         self._residual = Residual(running.model)
@@ -155,18 +155,29 @@ class ClosedLoop:
         context = self._ids[: trace.context_len or trace.prompt_len]
         return repeat_context(self.running.model, context, trace.header.probe)
 
+    def check(self) -> None:
+        """Raise CaptureError unless the model computes what was recorded, with the full cache."""
+        _ = self._full
+
     @cached_property
     def _full(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Of the full cache: logits [R, V], and outputs and inputs of rows after the prompt."""
         prompt_len, n_pos = self.trace.prompt_len, self.trace.n_pos
         rows, model = _Rows(prompt_len, self._residual), self.running.model
+        comparison = Comparison(self.trace, model.dtype)
+
+        def receive(call: KernelCall) -> None:
+            comparison.receive(call)
+            rows.add(call, 0)
+
         with (
             torch.inference_mode(),
             evaluating(model),
-            intercepting(model, lambda call: rows.add(call, 0)),
+            intercepting(model, receive),
             self._residual.following(),
         ):
             logits = self.running.forward(self._ids, 0, DynamicCache(), n_pos - prompt_len + 1)
+        comparison.check(logits[:-1])
         return logits[:-1], rows.outputs, rows.inputs
 
     def _forced(self, decoding_of: Callable[..., Decoding]) -> tuple[Record, Forced, int, int]:
@@ -294,8 +305,8 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
 
 
-def check_recorded(trace: Trace, model: PreTrainedModel, tokenizer: Any = None) -> list[int]:
-    """Return the tokens of a trace that is to be run again on its model.
+def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = None) -> list[int]:
+    """Return the tokens of a trace that is to be run again on its model, as it is described.
 
     Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
     CaptureError for another model or tokenizer than the recorded ones.
@@ -306,7 +317,7 @@ def check_recorded(trace: Trace, model: PreTrainedModel, tokenizer: Any = None) 
             f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
             "to be run again; record it with kvsim capture"
         )
-    check_model(trace, model)
+    check_model(trace, described)
     other = tokenizer_difference(trace, tokenizer)
     if other is not None:
         raise CaptureError(f"{trace.name}: {other}; give the one that it was recorded with")

@@ -19,12 +19,14 @@ from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import Memory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import check_logits, device_of, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
-from kvsim.recorder.models import model_name
+from kvsim.recorder.models import describe_model, model_name
+from kvsim.recorder.options import Options
 from kvsim.recorder.positions import steady_length
+from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.session import Session
 
 #: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
 _KERNELS = ("eager", "sdpa")
@@ -59,6 +61,11 @@ class RunningModel:
         self._last = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @cached_property
+    def described(self) -> dict[str, Any]:
+        """The model as traces describe it, with the digest of its weights."""
+        return describe_model(self.model)
+
+    @cached_property
     def _plain(self) -> Trace:
         return self._probed()
 
@@ -77,9 +84,14 @@ class RunningModel:
 
         # a trace so short does not say how long the sliding windows are
         with intercepting(self.model, receive):
-            trace = capture(
-                self.model, None, ids, name=model_name(self.model), max_new_tokens=0, **options
-            )
+            trace = Session(
+                self.model,
+                None,
+                Prompt("", ids),
+                Options(max_new_tokens=0, **options),
+                None,
+                self.described,
+            ).run()
         header = replace(trace.header, formulas=tuple(formulas[at] for at in sorted(formulas)))
         return Trace(trace.source, header, dtype=trace.dtype)
 

@@ -31,6 +31,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
+from kvsim.recorder.models import describe_model
 from kvsim.runner.decoder import Computed, Decoder
 from kvsim.runner.recorded import check_model, relative_change
 from kvsim.store.opening import TraceLike, as_trace
@@ -115,7 +116,7 @@ def recompute(
             "that drops rows of the prompt between layers, with sets per KV head; try asl or fastkv"
         )
     trace.read("residual", slice(0, 0))  # raises NeedsError if it is missing
-    check_model(trace, model)
+    check_model(trace, describe_model(model))
     schedule = replace(policy.schedule, interval=None)
     base = replay(trace, replace(policy, schedule=schedule), budget, memory=memory)
     setting = setting_of(trace, policy, base.budget, schedule, trace.prompt_len)

@@ -75,9 +75,11 @@ def live(
     values stay the same but for rounding. The other arguments are as for `replay_all`.
     One sequence runs at a time.
 
-    Raises, before the model runs: PolicyError for a policy that a running model cannot follow
+    Raises, before any cell runs: PolicyError for a policy that a running model cannot follow
     (`kvsim.runner.checks.check_live`); NeedsError for a trace without tokens; CaptureError for
-    another model or tokenizer than the recorded ones; and what `replay_all` raises.
+    another model or tokenizer than the recorded ones, by configuration, the digest of the weights
+    and what the model computes with the full cache (`kvsim.runner.recorded`); and what
+    `replay_all` raises.
     """
     report: Progress = check_progress(progress) or (lambda *_: None)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
@@ -97,13 +99,13 @@ def live(
         check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)
     if isinstance(model, str | Path):
         model, tokenizer = load_model(model)
-    for trace in traces:
-        check_recorded(trace, model, tokenizer)
     running = RunningModel(model)
     for trace in traces:
+        check_recorded(trace, running.described, tokenizer)
         running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens))
     parameters: dict[str, Any] = {
         "loop": "closed",
+        "weights": running.described.get("weights"),
         "policies": params_of(policies),
         "budgets": [str(budget) for budget in budgets],
         **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
@@ -133,6 +135,7 @@ def live(
             cells, chosen, parameters, report, parts, loop_of=loop_of, layers=layers
         )
         with threads_for(running.model):
+            live_cells.check()
             run = live_cells.run()
         return replace(run, notes=(*notes, *([] if paging is None else paging.notes)))
 
@@ -150,6 +153,15 @@ class _LiveCells(Cells):
         self._together = 1  # outcomes are not stored, only what is measured of them
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Outcome] = {}
+
+    def check(self) -> None:
+        """Raise CaptureError for a trace of another model, before the first cell of any is run."""
+        measured = self.measured
+        cells = {cell.trace.name: cell for cell in self._cells if cell.number not in measured}
+        for cell in reversed(cells.values()):
+            self._report(cell.number, len(self._cells), f"{cell.trace.name}: full cache")
+            self._loop = self._loop_of(cell.trace)  # that of the first trace is used
+            self._loop.check()
 
     def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
         if self._loop is None or self._loop.trace is not cell.trace:

@@ -20,6 +20,7 @@ from kvsim.analysis.table import fidelity, selection_fidelity
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.runner.decoder import Decoder
+from live_runs import older
 
 PROMPT = 130
 SIZES = {
@@ -447,12 +448,14 @@ def test_without_a_selection_nothing_is_computed(recorded):
 
 
 def test_another_model_is_refused(recorded):
-    """Other weights of the same configuration show in the first computed layer."""
+    """Other weights show in their digest; without, in the first computed layer."""
     model, trace = recorded
     other = make_model(model.config.model_type, trace.n_layers, seed=9)
 
-    with pytest.raises(CaptureError, match=r"differs by .* from the recorded one"):
+    with pytest.raises(CaptureError, match=r"has weights sha256:.* was recorded with sha256:"):
         kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, other)
+    with pytest.raises(CaptureError, match=r"differs by .* from the recorded one"):
+        kvsim.recompute(older(trace), kvsim.policy("fastkv", rows=60), 32, other)
     deeper = make_model(model.config.model_type, trace.n_layers + 1)
     with pytest.raises(CaptureError, match="of its configuration"):
         kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, deeper)
@@ -462,7 +465,7 @@ def test_another_model_is_refused(recorded):
 def test_other_weights_in_a_deeper_layer_are_refused(part):
     """Every computed layer is compared with the recording, not the first one alone."""
     model = make_model("llama", 6)
-    trace = make_trace(model)
+    trace = older(make_trace(model))
     policy = kvsim.policy("fastkv", rows=60, layer=1)
     kvsim.recompute(trace, policy, 32, model)
     with torch.no_grad():
@@ -475,7 +478,7 @@ def test_other_weights_in_a_deeper_layer_are_refused(part):
 def test_another_output_embedding_is_refused():
     """The first token of a greedy response tells."""
     model = make_model("llama", 4)
-    trace = make_trace(model)
+    trace = older(make_trace(model))
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
 

@@ -22,6 +22,7 @@ from kvsim.recorder.cache import cache_of
 from kvsim.runner.closed import ClosedLoop
 from kvsim.store.records import read_records
 from kvsim.sweeps.run import replay_all
+from live_runs import older
 from small_model import small, words_tokenizer
 
 
@@ -232,6 +233,53 @@ def test_what_cannot_run_is_refused_before_anything_runs(model, trace, tmp_path)
     with pytest.raises(CaptureError, match="differs from the recorded"):
         kvsim.live(other, [trace], policies("tova"), [16], tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []
+
+
+def changed(model, share):
+    """The model with noise on its weights, a share of their spread."""
+    other, draws = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in other.parameters():
+            noise = torch.randn(weight.shape, generator=draws)
+            weight.add_(share * weight.std() * noise)
+    return other
+
+
+def test_other_weights_are_refused_in_a_line(model, trace, tmp_path):
+    """By their digest; of a trace without one, by what the model computes before any cell runs."""
+    other, out = changed(model, 1e-2), tmp_path / "run"
+    exchanged = older(trace, tokens=trace.tokens.roll(1))
+    for recorded, with_model, words in (
+        (trace, other, "has weights sha256:"),
+        (older(trace), other, "computes another q of layer 0"),
+        (exchanged, model, "computes another q of layer 0"),
+    ):
+        with pytest.raises(CaptureError, match=rf"^[^\n]*{words}[^\n]*$"):
+            kvsim.live(with_model, [recorded], "tova", 16, out=out, resume=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_not_continued_with_other_weights(model, trace, tmp_path, monkeypatch):
+    """Not with weights that compute the same within rounding either: one Table is of one model."""
+    run_cell, recorded, ran = ClosedLoop.run, older(trace), []
+    given = ([recorded], policies("tova", "knorm"), [16])
+
+    def killed(*cell):
+        ran.append(cell)
+        if len(ran) > 1:
+            raise KeyboardInterrupt
+        return run_cell(*cell)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClosedLoop, "run", killed)
+        first = kvsim.live(model, *given, out=tmp_path / "run")
+    other = changed(model, 1e-3 * 2**-8)
+
+    assert first.interrupted
+    ClosedLoop(kvsim_running(other), recorded, None, None).check()
+    with pytest.raises(OutputError, match="holds a run with other weights; expected the same"):
+        kvsim.live(other, *given, out=tmp_path / "run", resume=True)
+    assert len(kvsim.live(model, *given, out=tmp_path / "run", resume=True).records) == 2
 
 
 @pytest.mark.parametrize(

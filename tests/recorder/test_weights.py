@@ -1,0 +1,112 @@
+"""The digest of a model's weights: what it distinguishes, and what it does not depend on."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import pytest
+import torch
+from recorder_models import small
+
+from kvsim.analysis.prediction import calibration_of
+from kvsim.errors import CaptureError
+from kvsim.recorder import capture, capture_many, load_model, models
+from kvsim.recorder.models import weights_digest
+from kvsim.recorder.prompts import Prompt
+
+
+def by_definition(model):
+    """The digest by loops over the values of each tensor."""
+    digests = []
+    for _, tensor in model.named_parameters():
+        bits = tensor.detach().bfloat16().view(torch.int16)
+        matrix = bits.reshape(-1, bits.shape[-1]).tolist()
+        sums = [sum(row) for row in matrix] + [sum(column) for column in zip(*matrix, strict=True)]
+        data = b"".join((each % 2**32).to_bytes(4, "little") for each in sums)
+        digests.append(hashlib.sha256(str(list(tensor.shape)).encode() + data).hexdigest())
+    return "sha256:" + hashlib.sha256(" ".join(sorted(digests)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+def test_the_digest_is_that_of_its_definition(block, monkeypatch):
+    """Sums over rows and columns, however many values are added up at a time."""
+    monkeypatch.setattr(models, "_BLOCK", block)
+
+    assert weights_digest(small("qwen2")) == by_definition(small("qwen2"))
+
+
+def test_a_copy_has_the_same_digest(tmp_path):
+    """Through a file, in other precisions, with another kernel, and under other names."""
+    model = copy.deepcopy(small("llama")).bfloat16()
+    model.save_pretrained(tmp_path / "copy")
+    expected = weights_digest(model)
+
+    for dtype in ("bfloat16", "float32", "float64"):
+        assert weights_digest(load_model(tmp_path / "copy", dtype=dtype)[0]) == expected
+    assert weights_digest(load_model(tmp_path / "copy", attention="eager")[0]) == expected
+    model.renamed, model.lm_head = model.lm_head, None
+    assert weights_digest(model) == expected
+
+
+def one_value(weight):
+    """The next number of bfloat16 in one place."""
+    weight[3, 5] *= 1 + 2**-7
+
+
+def rows(weight):
+    """Two rows in each other's place."""
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def columns(weight):
+    """Two columns in each other's place."""
+    weight[:, [0, 1]] = weight[:, [1, 0]]
+
+
+def step(weight):
+    """A small step of training."""
+    weight += 1e-4 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).sign()
+
+
+@pytest.mark.parametrize("change", [one_value, rows, columns, step])
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj"])
+def test_other_weights_have_another_digest(change, name):
+    """One value, two rows, two columns or a step of training, in any matrix."""
+    model = copy.deepcopy(small("llama"))
+    before = weights_digest(model)
+    with torch.no_grad():
+        change(model.get_submodule(name).weight)
+
+    assert weights_digest(model) != before
+
+
+def test_weights_that_are_not_in_memory_have_no_digest():
+    """A trace of such a model does not name one."""
+    with torch.device("meta"):
+        model = type(small("llama"))(small("llama").config)
+
+    assert weights_digest(model) is None
+    assert "weights" not in models.describe_model(model)
+
+
+def test_a_shipped_calibration_names_the_weights_of_its_model():
+    """So `kvsim predict` does not take a model that was trained further for the shipped one."""
+    model, _ = load_model("tiny")
+    trace = capture(model, None, [1, 2, 3], max_new_tokens=0)
+
+    assert calibration_of([trace]).weights == weights_digest(model)
+
+
+def test_a_resumed_capture_refuses_other_weights(tmp_path):
+    """Unless the trace is older than the digest, one line says which weights it has."""
+    model = copy.deepcopy(small("llama"))
+    prompts = [Prompt("one", [1, 2, 3])]
+    capture_many(model, None, prompts, tmp_path, max_new_tokens=1)
+    (kept,) = capture_many(model, None, prompts, tmp_path, max_new_tokens=1, resume=True)
+    with torch.no_grad():
+        model.lm_head.weight[0] *= 2
+
+    assert kept.meta["model"]["weights"] != weights_digest(model)
+    with pytest.raises(CaptureError, match="the digest of its weights is sha256:"):
+        capture_many(model, None, prompts, tmp_path, max_new_tokens=1, resume=True)

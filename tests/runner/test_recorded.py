@@ -1,0 +1,157 @@
+"""Whether a model is the recorded one, by what it computes: traces without a digest of weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.threads import threads_for
+from kvsim.errors import CaptureError
+from kvsim.recorder import capture, load_model
+from kvsim.runner.closed import ClosedLoop
+from kvsim.runner.decoding import RunningModel
+from live_runs import older
+
+
+def check(trace, model):
+    """Run the tokens with the full cache and compare."""
+    ClosedLoop(RunningModel(model), trace, None, None).check()
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """The shipped trace of `tiny`, which is older than the digest of weights."""
+    return kvsim.open_trace(kvsim.sample_trace())
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Traces of `tiny` in each precision, of 200 tokens."""
+    prompt = kvsim.open_trace(kvsim.sample_trace()).tokens[:160].tolist()
+    return {
+        dtype: older(capture(load_model("tiny", dtype=dtype)[0], None, prompt, max_new_tokens=40))
+        for dtype in ("float32", "float16", "bfloat16")
+    }
+
+
+def noisy(dtype, share, *parts):
+    """`tiny` with noise on weights, a share of their spread; parts: of their names, all if none."""
+    model, _ = load_model("tiny", dtype=dtype)
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=draws) * weight.float().std()
+            if not parts or any(part in name for part in parts):
+                weight.add_((share * noise).to(weight.dtype))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rounding_is_no_difference(dtype, recorded):
+    """The other kernel, one thread, and rows that were recorded one by one."""
+    check(recorded[dtype], load_model("tiny", dtype=dtype)[0])
+    with threads_for(torch.nn.Linear(1, 1)):
+        check(recorded[dtype], load_model("tiny", dtype=dtype, attention="eager")[0])
+
+
+def test_a_trace_stored_in_float16_is_accepted(recorded, tmp_path):
+    """The tolerance is that of the coarsest precision."""
+    model, _ = load_model("tiny")
+    ids = recorded["float32"].tokens[:160].tolist()
+    trace = capture(
+        *(model, None, ids), max_new_tokens=8, store_dtype="float16", out=tmp_path / "t.zarr"
+    )
+
+    check(older(trace), model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [("float32", 1e-4), ("float16", 5e-3), ("bfloat16", 1e-2)]
+)
+def test_other_weights_are_refused(dtype, share, recorded):
+    """Noise of a hundredth of the spread of weights in bfloat16, of less in finer precisions."""
+    with pytest.raises(CaptureError, match=r"another \w of layer 0 at 199 of 200|at 200 of 200"):
+        check(recorded[dtype], noisy(dtype, share))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("layers.0.mlp", "another q of layer 2, by"),
+        ("layers.1.self_attn", "another q of layer 2, by"),
+        ("layers.2.self_attn.k_proj", "another k of layer 2, by"),
+        ("layers.2.mlp", "another likeliest token"),
+    ],
+)
+def test_every_layer_counts(part, words, sample):
+    """Weights of a deeper layer show in the last one, those behind it in the response."""
+    share = 10.0 if "layers.2.mlp" in part else 0.01
+    with pytest.raises(CaptureError, match=rf"^sample: [^\n]*{words}[^\n]*$"):
+        check(sample, noisy("float32", share, part))
+
+
+@pytest.mark.parametrize("at", [0, 100, 300, 471])
+def test_one_exchanged_token_is_refused(at, sample):
+    """In the prompt, in the response, and at both ends; the line names the token."""
+    tokens = sample.tokens.clone()
+    tokens[at] = (tokens[at] + 1) % 50
+
+    with pytest.raises(CaptureError, match=rf"at 1 of 472 tokens \(first: {at}\)"):
+        check(older(sample, tokens=tokens), load_model("tiny")[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "least"), [("q", 0, 5e-5), ("k", 0, 5e-5), ("v", 2, 5e-4), ("k", 2, 5e-4)]
+)
+def test_the_thresholds_are_between_rounding_and_what_is_refused(name, layer, least, sample):
+    """A relative difference of 0.8 thresholds passes, and of 1.2 not."""
+    model, whole = load_model("tiny")[0], sample.read(name)
+    for share, refused in ((0.8, False), (1.2, True)):
+        moved = whole.clone()
+        moved[layer] *= 1 + share * least
+        trace = older(sample, **{name: moved})
+        if not refused:
+            check(trace, model)
+            continue
+        with pytest.raises(CaptureError, match=f"another {name} of layer {layer}"):
+            check(trace, model)
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.8, False), (1.2, True)])
+def test_log_likelihoods_of_a_given_response_are_compared(share, refused, recorded):
+    """Each within the tolerance, as a share of the largest logit of its row."""
+    model, _ = load_model("tiny")
+    ids = recorded["float32"].tokens.tolist()
+    trace = capture(model, None, ids[:100], response=ids[100:])
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, 99:-1]
+    moved = [*trace.response_logprobs]
+    moved[50] -= share * 5e-4 * float(logits[50].abs().max())
+    trace = older(trace)
+    header = replace(trace.header, meta={**trace.meta, "response_logprobs": moved})
+    trace = kvsim.Trace(trace.source, header, dtype=trace.dtype)
+
+    if not refused:
+        check(trace, model)
+        return
+    with pytest.raises(CaptureError, match=r"log-likelihood .* at 1 of 100 tokens \(first: 150\)"):
+        check(trace, model)
+
+
+def test_a_digest_of_other_weights_is_enough(recorded):
+    """A model that computes the same within rounding is refused where both are known."""
+    model, _ = load_model("tiny")
+    trace = capture(model, None, recorded["float32"].tokens[:20].tolist(), max_new_tokens=0)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = other.model.layers[0].self_attn.k_proj.weight.flatten()
+        weight[weight.abs().argmin()] += 1e-6
+
+    check(trace, model)
+    check(older(trace), other)
+    with pytest.raises(CaptureError, match=r"^the model tiny has weights sha256:[^\n]*$"):
+        check(trace, other)
