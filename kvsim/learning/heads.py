@@ -9,7 +9,7 @@ from kvsim.analysis.output.error import output_error
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
 from kvsim.policies.duo import HeadPlan
-from kvsim.policies.model import described, differ, model_of
+from kvsim.policies.model import common_model
 from kvsim.policies.naming import policy
 from kvsim.store.opening import Traces, as_traces
 
@@ -30,13 +30,7 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     traces = as_traces(traces)
     if not traces:
         raise PolicyError("there are no traces; expected traces of one model, with a response each")
-    models = [model_of(trace) for trace in traces]
-    for trace, model in zip(traces, models, strict=True):
-        if differ(model, models[0]):
-            raise PolicyError(
-                f"{trace.name} is of {described(model)} and {traces[0].name} of "
-                f"{described(models[0])}; expected traces of one model"
-            )
+    model = common_model(traces)
     for trace in traces:
         if trace.prompt_len == trace.n_pos:
             raise PolicyError(
@@ -50,5 +44,5 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
         table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
         tables.append(table)
         digests[trace.name] = trace.digest if trace.path is not None else ""
-    training = {"traces": digests, "model": models[0], "budget": budget, "sink": sink}
+    training = {"traces": digests, "model": model, "budget": budget, "sink": sink}
     return HeadPlan(np.mean(tables, axis=0).tolist(), training)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import torch
@@ -22,7 +21,7 @@ from kvsim.learning.lessons import Lesson, Pairs
 from kvsim.learning.training import Projecting, fit
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Network
-from kvsim.policies.model import model_of
+from kvsim.policies.model import common_model
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.run import INTERVAL, SUMMARY, measurable, replay_all
@@ -33,6 +32,9 @@ CAUSAL = tuple(group for group in SIZES if group not in ("projections", "future"
 
 #: What a learned scorer is compared with.
 AGAINST = ("h2o", "tova", "snapkv", "random")
+
+#: Why learned vectors of heads take traces of one model.
+_ONE_MODEL = "features: projections belong to one model: "
 
 #: Called with (steps done, steps, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -129,7 +131,7 @@ def learn(
     lesson = Lesson(groups, ahead, pairs)
     schedule, random = Schedule(interval=interval), torch.Generator().manual_seed(seed)
     projecting = "projections" in groups
-    model = _same_model(trained) if projecting else {}
+    model = common_model(trained, _ONE_MODEL) if projecting else {}
     report, total = progress or (lambda *_: None), (rounds + projecting) * (len(trained) + 1)
     facts = {
         "traces": {trace.name: trace.digest for trace in trained},
@@ -190,18 +192,6 @@ def learn(
         held_out=tuple(trace.name for trace in rest),
         pairs=len(joined.gain),
     )
-
-
-def _same_model(traces: Sequence[Trace]) -> dict[str, Any]:
-    """The model of all traces. Raises PolicyError where they are of several."""
-    models = [model_of(trace) for trace in traces]
-    for trace, model in zip(traces, models, strict=True):
-        if model != models[0]:
-            raise PolicyError(
-                f"features: projections belong to one model, and {trace.name} is of another one "
-                f"than {traces[0].name}; give traces of one model, or leave projections out"
-            )
-    return models[0]
 
 
 def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsim.core.trace import Trace
+from kvsim.errors import PolicyError
 
 
 def model_of(trace: Trace) -> dict[str, Any]:
-    """The model of a trace: name, shape (layers, KV heads, dimensions), digest.
+    """The model of a trace: name, shape (layers, KV heads, dimensions), digest, weights.
 
     digest: of what the trace says of it, name, type and checksum of its file; empty for nothing. Of
-    a hub id the name is the last part, as of a folder.
+    a hub id the name is the last part, as of a folder. weights: their digest, where it is known.
     """
     recorded = trace.meta.get("model")
     model = recorded if isinstance(recorded, dict) else {}
@@ -32,6 +33,7 @@ def model_of(trace: Trace) -> dict[str, Any]:
         "name": str(model.get("name", "")),
         "shape": [trace.n_layers, trace.n_heads, trace.dim],
         "digest": digest,
+        **({"weights": str(model["weights"])} if model.get("weights") else {}),
     }
 
 
@@ -41,17 +43,34 @@ def is_model(facts: object) -> bool:
         return False
     shape = facts.get("shape")
     sizes = isinstance(shape, list) and len(shape) == 3 and all(type(x) is int for x in shape)
-    named = isinstance(facts.get("name"), str) and isinstance(facts.get("digest"), str)
+    texts = {"weights": "", **facts}
+    named = all(isinstance(texts.get(key), str) for key in ("name", "digest", "weights"))
     return not facts or (sizes and named)
 
 
 def differ(model: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two models of `model_of` are different ones; traces that name none may be of any."""
-    return model["shape"] != other["shape"] or len({model["digest"], other["digest"]} - {""}) > 1
+    both = (model, other)
+    known = ({each.get(key, "") for each in both} - {""} for key in ("digest", "weights"))
+    return model["shape"] != other["shape"] or any(len(digests) > 1 for digests in known)
+
+
+def common_model(traces: Sequence[Trace], reason: str = "") -> dict[str, Any]:
+    """The model of all traces, of the one that says most. Raises PolicyError for several models."""
+    models = [model_of(trace) for trace in traces]
+    at, common = max(enumerate(models), key=lambda each: len(each[1]))
+    for trace, model in zip(traces, models, strict=True):
+        if differ(model, common):
+            raise PolicyError(
+                f"{reason}{trace.name} is of {described(model)} and {traces[at].name} of "
+                f"{described(common)}; expected traces of one model"
+            )
+    return common
 
 
 def described(model: Mapping[str, Any]) -> str:
-    """Name and shape of a model of `model_of`."""
+    """Name and shape of a model of `model_of`, and its weights where they are known."""
     layers, heads, dim = model["shape"]
     name = model["name"] or "a model"
-    return f"{name} ({layers} layers, {heads} KV heads, {dim} dimensions)"
+    weights = f", weights {model['weights'][:19]}" if model.get("weights") else ""
+    return f"{name} ({layers} layers, {heads} KV heads, {dim} dimensions{weights})"

@@ -219,6 +219,26 @@ def test_a_plan_belongs_to_its_model(folder):
         kvsim.replay(other, f"duo:{path}", 6)
 
 
+def test_a_plan_belongs_to_the_weights_of_its_model(folder):
+    """A model of the same name and other weights is another; an older trace may be of any."""
+    unknown, base, instruct = (
+        make_case("normal", layers=2, heads=2, n=20, prompt_len=10, seed=seed).trace()
+        for seed in range(3)
+    )
+    for trace, weights in ((unknown, None), (base, "sha256:base"), (instruct, "sha256:instruct")):
+        known = {} if weights is None else {"weights": weights}
+        trace.meta.update(model={"name": "m", "type": "llama", **known})
+    with pytest.raises(PolicyError, match=r"weights sha256:instruct.*weights sha256:base.*one mod"):
+        head_plan([unknown, base, instruct], 8)
+    path = folder / "weights.json"
+    path.write_text(head_plan([unknown, base], 8).text(), "utf-8")
+
+    for trace in (unknown, base):
+        kvsim.replay(trace, f"duo:{path}", 6)
+    with pytest.raises(PolicyError, match=r"plan of m .*sha256:base.* plan of the same model"):
+        kvsim.replay(instruct, f"duo:{path}", 6)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

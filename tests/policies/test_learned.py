@@ -215,10 +215,10 @@ def test_another_process_keeps_the_same(file, warm_python):
     assert json.loads(there.stdout) == here
 
 
-def projecting(shape=(2, 2, 8), digest=""):
+def projecting(shape=(2, 2, 8), digest="", **weights):
     """A network that belongs to a model of a shape."""
     layers, heads, dim = shape
-    model = {"name": "mine", "shape": list(shape), "digest": digest}
+    model = {"name": "mine", "shape": list(shape), "digest": digest, **weights}
     vectors = torch.ones(layers, heads, 2, dim)
     return network(("position", "projections"), vectors=vectors, model=model)
 
@@ -230,8 +230,10 @@ def projecting(shape=(2, 2, 8), digest=""):
         ({"shape": (3, 2, 8)}, {}, "3 layers, 2 KV heads, 8 dimensions"),
         ({"digest": "a"}, {}, None),  # the trace says nothing of its model
         ({"digest": "a"}, {"name": "yours", "type": "qwen2"}, "is of yours [(]2 layers"),
+        ({"weights": "a"}, {"name": "mine"}, None),  # nor of its weights
+        ({"weights": "a"}, {"name": "mine", "weights": "b"}, "is of mine [(].*, weights b[)]"),
     ],
-    ids=["same", "shape", "no model", "model"],
+    ids=["same", "shape", "no model", "model", "no weights", "weights"],
 )
 def test_projections_replay_on_their_model_alone(given, model, words, tmp_path):
     """A trace of another shape or another model is refused in one line."""
