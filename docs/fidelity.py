@@ -64,6 +64,7 @@ def calibration(of: Loops) -> Calibration:
         interval=plan.interval,
         prefill=plan.prefill,
         curve=fit(of.points()),
+        weights=described["weights"],
     )
 
 

@@ -16,7 +16,7 @@ Outside the layer errors of the fit there is no estimate.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from itertools import chain, pairwise
@@ -108,7 +108,7 @@ class Calibration:
 
     config: digest of the model's configuration (`config_digest`). tokens: the shortest and the
     longest prompt with its response. interval, prefill: the schedule; interval None where policies
-    kept their own.
+    kept their own. weights: their digest, where it is known.
     """
 
     model: str
@@ -120,6 +120,12 @@ class Calibration:
     interval: Annotated[int, AtLeast(1)] | None
     prefill: bool | None
     curve: Curve
+    weights: str | None = None
+
+    @property
+    def facts(self) -> _Facts:
+        """What says which model it is of."""
+        return self.config, self.weights
 
     def __post_init__(self) -> None:
         check_fields(self, "calibration")
@@ -270,17 +276,19 @@ def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
 def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace]) -> Calibration:
     """Fit a curve on both loops of traces of one model. Raises as `fit`, and for several models."""
     of = points(replayed, live)
-    names, configs = zip(*(_model(trace) for trace in traces), strict=True)
-    if len(set(configs)) > 1:
+    names, facts = zip(*(_model(trace) for trace in traces), strict=True)
+    models = _models(facts)
+    if len(models) > 1:
         raise PolicyError(
-            f"traces of {len(set(configs))} models; expected those of one: a curve is of one model"
+            f"traces of {len(models)} models; expected those of one: a curve is of one model"
         )
+    ((config, weights),) = models
     schedules = live.filter(pl.col("policy").is_not_null()).select("interval", "prefill").unique()
     interval, prefill = schedules.row(0) if schedules.height == 1 else (None, None)
     sizes = [trace.n_pos for trace in traces]
     return Calibration(
         model=names[0],
-        config=configs[0],
+        config=config,
         prompts=of["trace"].n_unique(),
         policies=tuple(of["policy"].unique(maintain_order=True)),
         budgets=tuple(of["asked"].unique(maintain_order=True)),
@@ -288,6 +296,7 @@ def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace
         interval=interval,
         prefill=prefill,
         curve=fit(of),
+        weights=weights,
     )
 
 
@@ -296,32 +305,31 @@ def calibration_of(traces: Sequence[Trace], path: str | Path | None = None) -> C
 
     Raises NeedsError where there is none of their model: a curve says nothing of other models.
     """
-    models = {config: name for name, config in map(_model, traces)}
+    names, facts = zip(*(_model(trace) for trace in traces), strict=True)
+    models = _models(facts)
     if len(models) > 1:
+        given = dict.fromkeys(map(_described, names, facts))
         raise NeedsError(
-            f"traces of {' and '.join(models.values())}; expected those of one model: predict them "
-            "one by one"
+            f"traces of {' and '.join(given)}; expected those of one model: predict them one by one"
         )
-    ((config, name),) = models.items()
     calibrations = read_calibrations(_SHIPPED if path is None else Path(path))
-    if config not in calibrations:
-        available = ", ".join(each.model for each in calibrations.values())
+    fitting = [each for each in calibrations if len(_models([*models, each.facts])) == 1]
+    if not fitting:
+        available = ", ".join(_described(each.model, each.facts) for each in calibrations)
         raise NeedsError(
-            f"no calibration is of {name}, those there are of {available}; a curve of one model "
-            "says nothing of another: make one of your own with kvsim fidelity --calibration FILE"
+            f"no calibration is of {_described(names[0], *models)}, those there are of "
+            f"{available}; a curve of one model says nothing of another: make one of your own with "
+            "kvsim fidelity --calibration FILE"
         )
-    return calibrations[config]
+    return fitting[0]
 
 
 @cache
-def read_calibrations(path: Path) -> dict[str, Calibration]:
-    """Read calibrations by the digest of their model's configuration.
-
-    Raises NeedsError for what is no file of calibrations.
-    """
+def read_calibrations(path: Path) -> tuple[Calibration, ...]:
+    """Read the calibrations of a file. Raises NeedsError for what is no file of calibrations."""
     try:
         documents = [_tuples(each) for each in json.loads(path.read_text("utf-8"))]
-        return {x["config"]: Calibration(**{**x, "curve": _curve(x["curve"])}) for x in documents}
+        return tuple(Calibration(**{**x, "curve": _curve(x["curve"])}) for x in documents)
     except FileNotFoundError:
         raise NeedsError(f"there is no file {path}; expected what kvsim fidelity wrote") from None
     except (OSError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -356,9 +364,25 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _model(trace: Trace) -> tuple[str, str]:
+#: What says which model something is of: the digests of its configuration and of its weights.
+_Facts = tuple[str, str | None]
+
+
+def _model(trace: Trace) -> tuple[str, _Facts]:
     model = trace.meta.get("model") or {}
-    return str(model.get("name", "an unknown model")), config_digest(model)
+    name, weights = str(model.get("name", "an unknown model")), model.get("weights")
+    return name, (config_digest(model), weights if isinstance(weights, str) else None)
+
+
+def _models(facts: Iterable[_Facts]) -> set[_Facts]:
+    """Return the different models; without a digest of weights, any of the configuration."""
+    models = set(facts)
+    known = {config for config, weights in models if weights is not None}
+    return {each for each in models if each[1] is not None or each[0] not in known}
+
+
+def _described(name: str, facts: _Facts) -> str:
+    return name if facts[1] is None else f"{name} (weights {str(facts[1])[:19]})"
 
 
 def config_digest(model: Mapping[str, Any]) -> str:

@@ -172,11 +172,13 @@ class Traced:
 
     config: str = "1"
     n_pos: int = 100
+    weights: str | None = None
 
     @property
     def meta(self):
         """Where a trace says which model it is of."""
-        return {"model": {"name": f"model {self.config}", "config": {"size": self.config}}}
+        known = {} if self.weights is None else {"weights": self.weights}
+        return {"model": {"name": f"model {self.config}", "config": {"size": self.config}, **known}}
 
 
 def test_a_calibration_is_fitted_stored_and_read(tmp_path):
@@ -213,6 +215,27 @@ def test_estimates_outside_are_left_out():
     assert rows["tova"]["kl"] is None
     assert "nothing is extrapolated" in rows["tova"]["outside"]
     assert (rows["knorm"]["kl"], rows["knorm"]["high"]) == (0, 0)
+
+
+def test_other_weights_are_another_model(tmp_path):
+    """Neither fitted together nor predicted; a trace that says nothing of them is of any."""
+    tables_of = tables(planted())
+    base, tuned, older = (Traced(weights=weights) for weights in ("base", "tuned", None))
+    path = tmp_path / "two.json"
+    curves = [calibrate(*tables_of, [older, trace]) for trace in (base, tuned)]
+    write_calibrations(path, curves)
+
+    assert [each.weights for each in curves] == ["base", "tuned"]
+    assert calibration_of([tuned, older], path) == curves[1]
+    assert calibration_of([older], path) == curves[0]
+    with pytest.raises(PolicyError, match="traces of 2 models"):
+        calibrate(*tables_of, [older, base, tuned])
+    with pytest.raises(NeedsError, match=r"of model 1 \(weights base\) and model 1 \(weights"):
+        calibration_of([base, tuned], path)
+    with pytest.raises(NeedsError, match=r"no calibration is of model 1 \(weights other\), those"):
+        calibration_of([Traced(weights="other")], path)
+    write_calibrations(tmp_path / "old.json", [calibrate(*tables_of, [older])])
+    assert calibration_of([tuned], tmp_path / "old.json").weights is None
 
 
 def test_other_models_and_files_are_refused(tmp_path):

@@ -125,7 +125,7 @@ def test_only_measured_prompts_are_read(loops, tmp_path):
 def test_the_committed_page_is_of_this_study():
     """Run docs/fidelity.py again if not: policies, prompts and metrics, and the calibrations."""
     text = (ROOT / "docs" / "fidelity.md").read_text("utf-8")
-    calibrations = {each.model: each for each in read_calibrations(fidelity.CALIBRATIONS).values()}
+    calibrations = {each.model: each for each in read_calibrations(fidelity.CALIBRATIONS)}
 
     assert list(calibrations) == list(STUDIES)
     for model, study in STUDIES.items():
