@@ -6,8 +6,8 @@ A run folder without `run.json` is unfinished. It holds
     parts/        records of replayed cells, rows of measured cells, each file independent of others
     lock          locked by the process that writes to the folder
 
-A part appears by a rename, and names its sweep and the SHA-256 of its content. A part that is
-damaged or belongs to another sweep is ignored, and its cells are computed again.
+A part appears by a rename, and has its sweep and the SHA-256 of its name and content. A part that
+is damaged or belongs to another sweep or cell is ignored, and its cells are computed again.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class Parts:
     def _put(self, name: str, content: bytes) -> None:
         body = self._digest + content
         with self._writing():
-            replace_file(self.folder / PARTS / name, hashlib.sha256(body).digest() + body)
+            replace_file(self.folder / PARTS / name, _checksum(name, body) + body)
 
     def _parts(
         self, prefix: str, build: Callable[[bytes], Content]
@@ -290,7 +290,7 @@ class Parts:
             try:
                 data = read_file(self.folder / PARTS / name, _LARGEST)
                 checksum, body = data[:32], data[32:]
-                if hashlib.sha256(body).digest() != checksum or body[:32] != self._digest:
+                if _checksum(name, body) != checksum or body[:32] != self._digest:
                     continue
                 content = build(body[32:])
             except (OutputError, *_DAMAGED):
@@ -318,6 +318,11 @@ class Parts:
     def _kept(self) -> str:
         count = sum(name.startswith("cell-") for name in self._names())
         return f"with {plural(count, 'replayed cell')} kept" if count else "with nothing done"
+
+
+def _checksum(name: str, body: bytes) -> bytes:
+    """Return the SHA-256 of the name of a part, which says which cells it has, and its content."""
+    return hashlib.sha256(name.encode() + body).digest()
 
 
 def _encoded(meta: object, arrays: Arrays) -> bytes:

@@ -325,12 +325,15 @@ def test_a_trace_with_another_probe_is_not_resumed(tmp_path):
 
 
 def test_damaged_and_foreign_parts_are_computed_again(tmp_path, monkeypatch, whole):
-    """A flipped bit, a cut and a part of another sweep change nothing in the results."""
+    """A flipped bit, a cut and the part of another sweep or cell change nothing in the results."""
     for name, options in (("x", {}), ("other", {"interval": 9})):
         with monkeypatch.context() as patch:
             patch.setattr(cells, "replay", Stopper(cells.replay, 12))
             run(tmp_path / name, **options)
-    flipped, cut, foreign, *_ = sorted((tmp_path / "x" / "parts").glob("cell-*"))
+    flipped, cut, foreign, one, other, *_ = sorted((tmp_path / "x" / "parts").glob("cell-*"))
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
     data = bytearray(flipped.read_bytes())
     data[len(data) // 2] ^= 4
     flipped.write_bytes(data)
@@ -409,9 +412,9 @@ def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run, warm_kvsim):
     assert not (tmp_path / "x" / "parts").exists()
 
 
-def forged(body):
+def forged(name, body):
     """Return a part of a sweep with a checksum that fits."""
-    return hashlib.sha256(body).digest() + body
+    return hashlib.sha256(name.encode() + body).digest() + body
 
 
 @pytest.mark.parametrize("how", ["empty", "too large", "no zip", "pipe", "other meta"])
@@ -442,7 +445,7 @@ def test_hostile_parts_are_computed_again(tmp_path, monkeypatch, whole, how):
             np.savez_compressed(archive, more=np.zeros(32 << 20, np.uint8), **arrays)
         elif how == "other meta":
             np.savez_compressed(archive, **arrays | {"meta": np.frombuffer(b"[1]", np.uint8)})
-        path.write_bytes(forged(data[32:64] + archive.getvalue()))
+        path.write_bytes(forged(path.name, data[32:64] + archive.getvalue()))
 
     run(out, resume=True)
 
@@ -472,7 +475,7 @@ def test_hostile_rows_are_computed_again(tmp_path, monkeypatch, whole, change):
         change(pl.read_parquet(io.BytesIO(arrays["table"]))).write_parquet(table, statistics=False)
         arrays["table"] = np.frombuffer(table.getvalue(), np.uint8)
         np.savez_compressed(archive, **arrays)
-        path.write_bytes(forged(data[32:64] + archive.getvalue()))
+        path.write_bytes(forged(path.name, data[32:64] + archive.getvalue()))
 
     run(out, resume=True)
 
