@@ -347,6 +347,9 @@ def _show(
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:
         raise Stop(f"interrupted, {standing}{again}", 130)
-    if run.failures:
-        failed = len({failure.cell for failure in run.failures})
-        raise Stop(f"error: {failed} of {total} cells failed, the others are done", 1)
+    failed, missing = len({failure.cell for failure in run.failures}), run.parameters["missing"]
+    counts = {"failed": failed, "are missing": missing if shard is None else 0}
+    if any(counts.values()):
+        words = " and ".join(f"{n} of {total} cells {what}" for what, n in counts.items() if n)
+        again = "; run the sweep again" if counts["are missing"] else ""
+        raise Stop(f"error: {words}, the others are done{again}", 1)

@@ -122,6 +122,10 @@ class Plan(NamedTuple):
             for key in keys[number]
             if key in failed and key not in parts
         }
+
+        def missing(of_cell: Sequence[str]) -> bool:
+            return not all(key in parts or key in failed for key in of_cell)
+
         shared = (remark for _, remark in self.grid.schedules(self.grid.built()))
         notes = filter(None, (*shared, *cell_remarks(done)))
         remarks = dict.fromkeys((*notes, *(text for key in wanted for text in parts[key].remarks)))
@@ -129,13 +133,13 @@ class Plan(NamedTuple):
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,
             tuple(failures.values()),
-            self._parameters(len(done)),
+            self._parameters(len(done), sum(map(missing, keys.values()))),
             interrupted,
             digests={trace.name: trace.digest for trace in self.traces},
             notes=tuple(remarks),
         )
 
-    def _parameters(self, done: int) -> dict[str, Any]:
+    def _parameters(self, done: int, missing: int) -> dict[str, Any]:
         """Parameters and counts of the run, ready for JSON."""
         names = ("budgets", "intervals", "prefill", "compress", "layers", "regret", "events")
         return {
@@ -144,6 +148,7 @@ class Plan(NamedTuple):
             "metrics": self.grid.chosen(self.traces),
             "cells": len(self.cells),
             "done": done,
+            "missing": missing,
         }
 
 

@@ -2,7 +2,8 @@
 
     config.resolved.yaml   the grid, with what it was resolved to: parameters, digests, versions
     parts/KEY.parquet      the Table of a finished task
-    parts/KEY.json         what the task has finished and what failed, with the SHA-256 of the Table
+    parts/KEY.json         what the task has finished and what failed, whose keys give KEY, with the
+                           SHA-256 of the other files
     parts/KEY.records      records of its cells, where the grid asks for them
     parts/KEY.claim        locked by the process that computes the task
     run.json, results.parquet, records.zarr, failures.json     the whole, once it is collected
@@ -166,20 +167,27 @@ class Shards(Kept):
             document = unsealed(read_document(path), path)
             for name, expected in document["files"].items():
                 read_file(path.with_name(name), _LARGEST, expected)
-            self.parts[key] = Outcome(
+            outcome = Outcome(
                 pl.DataFrame(),  # read when it is needed, and so are records
                 done={str(key): dict(cell) for key, cell in document["done"].items()},
                 failed={str(key): Failure(**each) for key, each in document["failed"].items()},
                 remarks=tuple(map(str, document["remarks"])),
                 seconds=float(document["seconds"]),
             )
+            names = set(document["files"]) - {f"{key}.records"}
+            if outcome.key != key or names != {f"{key}.parquet"}:
+                return False  # the part of other cells, under this name
         except (OutputError, OSError, KeyError, TypeError, ValueError, AttributeError):
             return False
+        self.parts[key] = outcome
         return True
 
     def add(self, task: Task, outcome: Outcome) -> None:
-        """Store what a task computed, and give up the claim to it."""
-        folder, stem = self.folder / PARTS, task.key
+        """Store what a task computed, under the key of these cells, and give up the claim to it."""
+        folder, stem = self.folder / PARTS, outcome.key
+        if not (outcome.done or outcome.failed):  # interrupted at its first cell
+            self.release(task.key)
+            return
         names = [f"{stem}.parquet"]
         with self.writing():
             replace_file(folder / names[0], encode_table(in_order([outcome.table])))

@@ -68,7 +68,7 @@ class Task:
         if not pairs:
             return None
         cells, keys = zip(*pairs, strict=True)
-        return replace(self, key=_digest(keys), cells=cells, keys=keys)
+        return replace(self, key=key_of(keys), cells=cells, keys=keys)
 
 
 class Outcome(NamedTuple):
@@ -86,6 +86,11 @@ class Outcome(NamedTuple):
     remarks: tuple[str, ...] = ()
     seconds: float = 0.0
     interrupted: bool = False
+
+    @property
+    def key(self) -> str:
+        """The key of a task of the cells that it has."""
+        return key_of([*self.done, *self.failed])
 
     @staticmethod
     def lost(task: Task, lost: Lost) -> Outcome:
@@ -120,7 +125,7 @@ def _of_one(
         of_cells: Sequence[Cell | None] = part or [None]
         keys = tuple(_key(cell, of_task, names, options, trace) for cell in of_cells)
         return Task(
-            key=_digest(keys),
+            key=key_of(keys),
             trace=trace if trace.path is None else str(trace.path),
             name=trace.name,
             digest=trace.digest,
@@ -191,6 +196,11 @@ def _key(
             "schedule": vars(cell.schedule),
         }
     return _digest([json.dumps(content, sort_keys=True)])
+
+
+def key_of(keys: Iterable[str]) -> str:
+    """Return the key of a task, of those of its cells in any order."""
+    return _digest(sorted(set(keys)))
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -48,7 +48,7 @@ def test_lists_are_a_sweep(command, tmp_path):
 
 
 def test_shards_are_collected(command, tmp_path):
-    """Each shard says how far the whole is; collecting writes what is there, also in part."""
+    """Each shard says how far the whole is; collecting writes what is there, with 1 for a part."""
     config = tmp_path / "grid.yaml"
     config.write_text(
         "traces: [sample, sample-smollm2]\npolicies: [tova]\nbudgets: [48]\nintervals: [64]\n"
@@ -61,7 +61,8 @@ def test_shards_are_collected(command, tmp_path):
     second = command("sweep", str(config), "--out", str(out), "--shard", "1/2")
     whole = command("sweep", "--out", str(out), "--collect", "--json")
 
-    assert [first.status, part.status, second.status, whole.status] == [0, 0, 0, 0]
+    assert [first.status, part.status, second.status, whole.status] == [0, 1, 0, 0]
+    assert "error: 1 of 2 cells are missing" in part.err
     assert "1 of 2 tasks are done, 1 of 2 cells are complete" in first.out
     assert json.loads(part.out)["done"] == 1
     assert json.loads(whole.out)["done"] == 2

@@ -135,6 +135,40 @@ def test_a_damaged_part_is_computed_again(damage, grid, tmp_path):
     assert again.table.equals(expected.table)
 
 
+@pytest.mark.parametrize("suffixes", [("json",), ("json", "parquet")])
+def test_parts_under_each_others_names_are_computed_again(suffixes, grid, small_blocks, tmp_path):
+    """A part counts under the name of the cells that it has, whichever of its files are there."""
+    expected = kvsim.sweep(**grid, out=tmp_path / "x")
+    folder, names = tmp_path / "x" / "parts", [Path(name) for name in parts(tmp_path / "x")[:2]]
+    for suffix in suffixes:
+        one, other = (folder / name.with_suffix(f".{suffix}") for name in names)
+        one.rename(folder / "aside")
+        other.rename(one)
+        (folder / "aside").rename(other)
+    shards = Shards(tmp_path / "x")
+    shards.scan()
+
+    assert not {name.stem for name in names} & shards.parts.keys()
+    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(expected.table)
+
+
+def test_a_part_counts_for_the_cells_that_it_has(grid, small_blocks, tmp_path):
+    """Of an interrupted task those that are measured; another driver computes the others."""
+    plan = Plan.of(grid_from(None, **grid))
+    task = next(each for each in plan.tasks if len(each.cells) == 3)
+    shards = Shards(tmp_path / "x")
+    shards.begin(plan.document())
+    whole = tasks.compute(task)
+    done = dict([*whole.done.items()][:1])
+    shards.add(task, whole._replace(done=done, interrupted=True))
+
+    assert not Shards(tmp_path / "x").look(task.key)
+    assert shards.done == set(done)
+    run = kvsim.sweep(**grid, out=tmp_path / "x")
+    assert run.parameters["missing"] == 0
+    assert run.table.equals(kvsim.sweep(**grid).table)
+
+
 def test_the_same_cell_twice_is_one(grid, tmp_path):
     """Budgets given twice, and an interval that is the policy's own, are computed once."""
     twice = {"policies": ["tova"], "budgets": [12, "12"], "intervals": [1, "own"], "records": True}
