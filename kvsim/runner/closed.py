@@ -321,6 +321,11 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
     other = tokenizer_difference(trace, tokenizer)
     if other is not None:
         raise CaptureError(f"{trace.name}: {other}; give the one that it was recorded with")
+    if trace.n_layers != described["layers"]:
+        raise CaptureError(
+            f"{trace.name} has {trace.n_layers} layers, and the model {described['name']} has "
+            f"{described['layers']}; give the model that it was recorded from"
+        )
     tokens: list[int] = trace.tokens.tolist()
     return tokens
 

@@ -77,6 +77,11 @@ class Comparison:
         for name, x in {"q": call.q, "k": call.k[:, rows], "v": call.v[:, rows]}.items():
             stored = self._trace.read(name, slice(call.layer, call.layer + 1), rows)[0]
             full = stored.to(x.device)
+            if x.shape != full.shape:
+                raise CaptureError(
+                    f"{self._trace.name} has {name} of shape {list(full.shape)}, and the model "
+                    f"computes {list(x.shape)}; give the model that it was recorded from"
+                )
             gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x.to(full) - full, full))
             what = f"{name} of layer {call.layer}"
             if call.layer == 0:
@@ -91,14 +96,16 @@ class Comparison:
         if trace.tokens is None or not len(logits):
             return
         tokens = trace.tokens[start:, None].to(logits.device)
-        logits, size = logits.double(), logits.double().abs().amax(-1)
+        logits = logits.float()
+        most, own = logits.amax(-1), logits.gather(1, tokens)[:, 0]
+        size = most.maximum(-logits.amin(-1))
         if trace.response_logprobs:
             expected = torch.tensor(trace.response_logprobs, device=logits.device)
-            gap = (logits.log_softmax(-1).gather(1, tokens)[:, 0] - expected).abs()
+            gap = (own - logits.logsumexp(-1) - expected).abs()
             self._compare("log-likelihood of the response", relative(gap, size), _DEEP, start)
         elif trace.meta.get("generation", {}).get("temperature") == 0:
-            gap = logits.amax(-1) - logits.gather(1, tokens)[:, 0]  # a near-tie may go either way
-            self._compare("likeliest token", relative(gap, size), _DEEP, start)
+            # a near-tie may go either way
+            self._compare("likeliest token", relative(most - own, size), _DEEP, start)
 
     def _compare(self, what: str, error: Tensor, share: float, start: int | None = None) -> None:
         """Raise CaptureError for errors above a share of the tolerance; start: row of the first."""

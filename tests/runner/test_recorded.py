@@ -155,3 +155,24 @@ def test_a_digest_of_other_weights_is_enough(recorded):
     check(older(trace), other)
     with pytest.raises(CaptureError, match=r"^the model tiny has weights sha256:[^\n]*$"):
         check(trace, other)
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        ({"q": slice(0, 4), "k": slice(0, 2), "v": slice(0, 2)}, r"has q of shape \[4, "),
+        ({"layer": slice(0, 2)}, "has 2 layers, and the model tiny has 3"),
+    ],
+)
+def test_a_trace_of_other_sizes_is_refused(cut, words, sample):
+    """Also one that says nothing of its model: by its layers, and by its heads."""
+    layers = cut.pop("layer", slice(None))
+    arrays = {
+        name: sample.read(name)[layers][:, cut.get(name, slice(None))] for name in ("q", "k", "v")
+    }
+    trace = kvsim.Trace.from_arrays(
+        **arrays, prompt_len=sample.prompt_len, rope=sample.rope, tokens=sample.tokens.tolist()
+    )
+
+    with pytest.raises(CaptureError, match=rf"^[^\n]*{words}[^\n]*$"):
+        check(trace, load_model("tiny")[0])
