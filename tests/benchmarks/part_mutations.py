@@ -1,0 +1,135 @@
+"""Changes the parts of unfinished sweeps and runs, and continues them.
+
+    python tests/benchmarks/part_mutations.py --cases 300 --seed 0
+
+Files of `parts/` change places, alone or with all files of their name, replace each other, get new
+names, are cut, removed and damaged. Then the same call goes on. It must end with the Table of the
+undisturbed sweep and without missing cells; anything else is a finding, printed with the seed of
+its case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import polars as pl
+
+import kvsim
+import mutations as traces
+from kvsim.sweeps import tasks
+from kvsim.sweeps.parts import Parts
+from kvsim.sweeps.run import replay_all
+
+POLICIES, BUDGETS, METRICS = ("tova", "random", "streaming_llm"), (48, 64), ("wipeout",)
+
+
+class Sweep:
+    """A finished `kvsim.sweep` of small tasks."""
+
+    def __init__(self, folder: Path, paths: list[str]) -> None:
+        self.path = folder / "sweep"
+        self._grid: dict[str, Any] = {"traces": paths, "policies": list(POLICIES)}
+        self._grid |= {"budgets": list(BUDGETS), "intervals": [32], "metrics": list(METRICS)}
+        self.table, _ = self.go_on(self.path)
+
+    def go_on(self, path: Path) -> tuple[pl.DataFrame, int]:
+        """Return the Table of the sweep in a folder, and how many cells are missing."""
+        with mock.patch.object(tasks, "_TOGETHER", 2):
+            run = kvsim.sweep(**self._grid, out=path)
+        return run.table, run.parameters["missing"]
+
+
+class Replayed:
+    """A `replay_all` that was killed when all its parts were written."""
+
+    def __init__(self, folder: Path, paths: list[str]) -> None:
+        self.path, self._paths = folder / "replayed", paths
+        with mock.patch.object(Parts, "publish"):
+            self.table, _ = self.go_on(self.path)
+
+    def go_on(self, path: Path) -> tuple[pl.DataFrame, int]:
+        """Return the Table of the run in a folder, and how many cells are missing."""
+        terms: dict[str, Any] = {"interval": 32, "metrics": METRICS, "out": path, "resume": True}
+        run = replay_all(self._paths, POLICIES, BUDGETS, **terms)
+        return run.table, len(self._paths) * len(POLICIES) * len(BUDGETS) - len(run.records)
+
+
+def mutate(rng: random.Random, folder: Path) -> None:
+    """Change one to three files, or files of a name."""
+    for _ in range(rng.randint(1, 3)):
+        files = sorted(path for path in folder.iterdir() if path.stat().st_size)
+        one = rng.choice(files)
+        other = rng.choice([path for path in files if path.suffix == one.suffix and path != one])
+        how = rng.choice(("exchange", "exchange all", "copy", "rename", "cut", "remove", "damage"))
+        if how.startswith("exchange"):
+            for path in files if how == "exchange all" else [one]:
+                target = other.with_suffix(path.suffix)
+                if path.stem == one.stem and target.exists():
+                    path.rename(folder / ".aside")
+                    target.rename(path)
+                    (folder / ".aside").rename(target)
+        elif how == "copy":
+            shutil.copy(one, other)
+        elif how == "rename":
+            name = one.name.translate(str.maketrans("0123", "1032"))
+            one.replace(folder / name)
+        elif how == "remove":
+            one.unlink()
+        else:
+            data = bytearray(one.read_bytes())
+            at = rng.randrange(len(data))
+            data[at] ^= 1 << rng.randrange(8)
+            one.write_bytes(data[:at] if how == "cut" else data)
+
+
+def run_case(originals: list[Sweep | Replayed], seed: int, folder: Path) -> str:
+    """Return what became of a changed folder: "whole", or a finding."""
+    rng = random.Random(seed)  # noqa: S311  cases, not secrets
+    original, path = rng.choice(originals), folder / "case"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(original.path, path)
+    mutate(rng, path / "parts")
+    table, missing = original.go_on(path)
+    if missing:
+        return f"finding: {missing} cells are missing"
+    return "whole" if table.equals(original.table) else "finding: another Table"
+
+
+def main() -> None:
+    """Run the cases, and print what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        originals = make_originals(Path(folder))
+        for seed in range(given.seed, given.seed + given.cases):
+            outcome = run_case(originals, seed, Path(folder))
+            counts[outcome] += 1
+            if outcome != "whole":
+                print(f"seed {seed}: {outcome}")
+    print(dict(counts))
+
+
+def make_originals(folder: Path) -> list[Sweep | Replayed]:
+    """Record two traces, and sweep them both ways."""
+    paths = []
+    for seed in range(2):
+        paths.append(str(folder / f"t{seed}.zarr"))
+        trace = traces.make(seed, mixed=False)
+        header = replace(trace.header, name=f"t{seed}")
+        kvsim.Trace(trace.source, header, dtype=trace.dtype).save(paths[-1])
+    return [Sweep(folder, paths), Replayed(folder, paths)]
+
+
+if __name__ == "__main__":
+    main()
