@@ -26,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvsim.errors import CaptureError, OutputError, error_line, suggest
 from kvsim.files import lock, published, refused
 from kvsim.recorder.gguf_file import MAGIC, UnusableError, Weight, configuration, read, weights
@@ -270,7 +272,7 @@ def _has_rows(folder: Path, parts: Mapping[str, Weight]) -> bool:
         same = file.read(len(head)) == head
         for part in parts.values():
             row = secrets.randbelow(len(part.rows))
-            expected = part.bytes(slice(row, row + 1))
+            expected = part.values(slice(row, row + 1)).tobytes()
             start = file.tell()
             file.seek(row * len(expected), os.SEEK_CUR)
             same &= file.read(len(expected)) == expected
@@ -287,8 +289,14 @@ def _build(path: Path, digest: str, folder: Path, content: _Content) -> None:
         try:
             with (draft / _WEIGHTS).open("wb") as file:
                 file.write(_head(content.weights))
-                for part in content.weights.values():
-                    file.write(part.bytes())
+                for name, part in content.weights.items():
+                    values = part.values()
+                    if not np.isfinite(values).all():
+                        raise CaptureError(
+                            f"{path} has values in {name} that are not finite, expected numbers; "
+                            "download it again"
+                        )
+                    file.write(values.tobytes())
         except NotImplementedError as error:
             raise CaptureError(
                 f"{path} has weights that the package gguf cannot dequantise "

@@ -68,7 +68,9 @@ class Tensor:
         """Return rows as float32 [len(rows), columns], dequantised by the package `gguf`."""
         from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415  an extra
 
-        return np.asarray(dequantize(self.data[rows], GGMLQuantizationType[self.kind]), np.float32)
+        with np.errstate(all="ignore"):  # a scale of a damaged file may be infinite
+            values = dequantize(self.data[rows], GGMLQuantizationType[self.kind])
+        return np.asarray(values, "<f4")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +80,9 @@ class Weight:
     tensor: Tensor
     rows: NDArray[np.int64]
 
-    def bytes(self, at: slice = slice(None)) -> bytes:
-        """Return the values of some rows as little-endian float32."""
-        return self.tensor.values(self.rows[at]).astype("<f4", copy=False).tobytes()
+    def values(self, at: slice = slice(None)) -> NDArray[np.float32]:
+        """Return some rows as little-endian float32 [rows, columns]."""
+        return self.tensor.values(self.rows[at])
 
 
 class _Bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 
 #: Most bytes of arrays: a number for each byte of the file, and one for files of any size.
 _PER_BYTE, _FREE = 64, 16 << 20
+
+#: Errors of a damaged zip, and of a damaged header of an array.
+_UNREADABLE = zipfile.BadZipFile, zlib.error, EOFError, SyntaxError, tokenize.TokenError
 
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -48,7 +52,7 @@ def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
                 member.filename.removesuffix(".npy"): _array(archive, member)
                 for member in _members(data)
             }
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (*_UNREADABLE, NotImplementedError, RuntimeError) as error:
         raise ValueError(str(error)) from error
 
 

@@ -1,7 +1,6 @@
 """GGUF files: read, refused, and dequantised into the cache."""
 
 import hashlib
-import itertools
 import json
 import resource
 import shutil
@@ -21,10 +20,7 @@ from kvsim.errors import CaptureError, KvsimError
 from kvsim.recorder import capture, gguf_tokenizer, load_model
 from kvsim.recorder import gguf as files
 from kvsim.recorder.models import describe_model
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-TOKENS = ["<unk>", "<s>", "</s>", *LETTERS, "Ġ", "1", "2", "ab", "ĠĠ"]
-LAYERS, HIDDEN, HEADS, INNER = 2, 32, 2, 32
+from tests.small_gguf import HEADS, HIDDEN, LAYERS, TOKENS, write
 
 
 @pytest.fixture(autouse=True)
@@ -32,89 +28,6 @@ def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kvsim" / "models"
-
-
-def write(
-    path,
-    *,
-    architecture="llama",
-    tokenizer=True,
-    omit=(),
-    extra=(),
-    seed=0,
-    add_bos=False,
-    merges=("a b", "Ġ Ġ"),
-    numbers=(),
-    texts=(),
-    kinds=("Q4_1",),
-):
-    """Write a random model of two layers, its projections quantised; return its tensors by name.
-
-    numbers, texts: more metadata by name, behind the architecture; kinds: of quantisation, in turn.
-    """
-    rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    sizes = {"block_count": LAYERS, "feed_forward_length": INNER, **dict(numbers)}
-    for name, value in sizes.items():
-        writer.add_uint32(f"{architecture}.{name}", value)
-    for name, value in dict(texts).items():
-        writer.add_string(f"{architecture}.{name}", value)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(1)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(TOKENS)
-        writer.add_token_types([3, 3, 3, *[1] * (len(TOKENS) - 3)])
-        writer.add_token_merges(list(merges))
-        writer.add_unk_token_id(0)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_add_bos_token(add_bos)
-    shapes = {"token_embd": (len(TOKENS), HIDDEN), "output_norm": (HIDDEN,)}
-    for layer in range(LAYERS):
-        inside = {
-            "attn_norm": (HIDDEN,),
-            "ffn_norm": (HIDDEN,),
-            "attn_q": (HIDDEN, HIDDEN),
-            "attn_k": (HIDDEN // HEADS, HIDDEN),
-            "attn_v": (HIDDEN // HEADS, HIDDEN),
-            "attn_output": (HIDDEN, HIDDEN),
-            "ffn_gate": (INNER, HIDDEN),
-            "ffn_up": (INNER, HIDDEN),
-            "ffn_down": (HIDDEN, INNER),
-        }
-        if architecture == "qwen3":
-            inside |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (HIDDEN // HEADS,))
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in inside.items()}
-        if architecture == "qwen2":
-            sizes = {"attn_q": HIDDEN, "attn_k": HIDDEN // HEADS, "attn_v": HIDDEN // HEADS}
-            shapes |= {f"blk.{layer}.{name}.bias": (size,) for name, size in sizes.items()}
-    shapes |= dict.fromkeys(extra, (4,))
-    tensors, turns = {}, itertools.cycle(kinds)
-    for name, shape in shapes.items():
-        if name in omit:
-            continue
-        values = rng.standard_normal(shape, dtype=np.float32)
-        full = name if name.endswith(".bias") else f"{name}.weight"
-        if len(shape) == 2 and name != "token_embd":
-            kind = gguf.GGMLQuantizationType[next(turns)]
-            packed = gguf.quants.quantize(values, kind)
-            values = gguf.quants.dequantize(packed, kind)
-            writer.add_tensor(full, packed, raw_dtype=kind)
-        else:
-            writer.add_tensor(full, values)
-        tensors[name] = values
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
 
 
 def test_a_file_is_dequantised_once(tmp_path, cache):
@@ -331,6 +244,15 @@ def _cut(path, size):
     path.write_bytes(content[:size])
 
 
+def _infinite(path):
+    """A weight with an infinite number."""
+    write(path)
+    content = bytearray(path.read_bytes())
+    at = gguf.GGUFReader(path).tensors[1].data_offset
+    content[at : at + 4] = struct.pack("<f", float("inf"))
+    path.write_bytes(content)
+
+
 def _endless(path):
     """A list of 2^60 numbers, which the library's reader would count through."""
     head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x"
@@ -344,6 +266,7 @@ def _endless(path):
         (lambda path: path.write_bytes(b""), "is not a GGUF file"),
         (lambda path: path.write_bytes(b"GGUF" + bytes(64)), "is not a complete GGUF file"),
         (_endless, "is not a complete GGUF file"),
+        (_infinite, "that are not finite"),
         (lambda path: (write(path), _cut(path, 700)), "is not a complete GGUF file"),
         (lambda path: (write(path), _cut(path, -1)), "is not a complete GGUF file"),
         (lambda path: write(path, architecture="clip"), "its architecture is clip, expected llama"),
@@ -357,8 +280,8 @@ def _endless(path):
         (lambda path: write(path, merges=["a c"]), "its tokenizer merges 'a c'"),
     ],
     ids=[
-        "renamed", "empty", "zeros", "endless", "cut-head", "cut-tensor", "architecture", "encoder",
-        "no-tokenizer", "no-weight", "rope", "experts", "scaling", "head", "merges",
+        "renamed", "empty", "zeros", "endless", "infinite", "cut-head", "cut-tensor",
+        "architecture", "encoder", "no-tokenizer", "no-weight", "rope", "experts", "scaling", "head", "merges",
     ],
 )  # fmt: skip
 def test_bad_files_get_one_line(tmp_path, cache, make, message):
