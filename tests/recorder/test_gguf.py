@@ -281,7 +281,8 @@ def _endless(path):
     ],
     ids=[
         "renamed", "empty", "zeros", "endless", "infinite", "cut-head", "cut-tensor",
-        "architecture", "encoder", "no-tokenizer", "no-weight", "rope", "experts", "scaling", "head", "merges",
+        "architecture", "encoder", "no-tokenizer", "no-weight", "rope", "experts", "scaling",
+        "head", "merges",
     ],
 )  # fmt: skip
 def test_bad_files_get_one_line(tmp_path, cache, make, message):
