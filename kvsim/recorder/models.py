@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.core.digest import document_digest
+from kvsim.core.threads import threads_for
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
 from kvsim.recorder.hooks import attention_modules, kernel_name
@@ -358,20 +359,23 @@ def weights_digest(model: PreTrainedModel) -> str | None:
     saved = model.state_dict()
     tensors: list[Tensor] = list(model.parameters())  # tied ones once
     tensors += [x for name, x in model.named_buffers() if name in saved and x.is_floating_point()]
-    digests = []
-    for x in tensors:
-        if x.is_meta:  # of a device map that leaves weights on the disk
-            return None
-        sha = hashlib.sha256(f"{list(x.shape)}".encode())
-        matrix = torch.atleast_2d(x.detach()).flatten(0, -2)
-        columns = torch.zeros(matrix.shape[1], dtype=torch.int32, device=x.device)
-        for rows in matrix.split(max(1, _BLOCK // max(1, matrix.shape[1]))):
-            bits = rows.to(torch.bfloat16).view(torch.int16).int()
-            columns += bits.sum(0, dtype=torch.int32)  # modulo 2^32
-            sha.update(bits.sum(1, dtype=torch.int32).cpu().numpy().astype("<i4").tobytes())
-        sha.update(columns.cpu().numpy().astype("<i4").tobytes())
-        digests.append(sha.hexdigest())
-    return f"sha256:{hashlib.sha256(' '.join(sorted(digests)).encode()).hexdigest()}"
+    if any(x.is_meta for x in tensors):  # of a device map that leaves weights on the disk
+        return None
+    with threads_for(model):
+        text = " ".join(sorted(map(_tensor_digest, tensors)))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _tensor_digest(x: Tensor) -> str:
+    sha = hashlib.sha256(f"{list(x.shape)}".encode())
+    matrix = torch.atleast_2d(x.detach()).flatten(0, -2)
+    columns = torch.zeros(matrix.shape[1], dtype=torch.int32, device=x.device)
+    for rows in matrix.split(max(1, _BLOCK // max(1, matrix.shape[1]))):
+        bits = rows.to(torch.bfloat16).view(torch.int16).int()
+        columns += bits.sum(0, dtype=torch.int32)  # modulo 2^32
+        sha.update(bits.sum(1, dtype=torch.int32).cpu().numpy().astype("<i4").tobytes())
+    sha.update(columns.cpu().numpy().astype("<i4").tobytes())
+    return sha.hexdigest()
 
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
