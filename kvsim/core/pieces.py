@@ -141,6 +141,10 @@ class Schedule:
             return prompt
         return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
 
+    def decodes(self, prompt_len: int, n_pos: int) -> bool:
+        """Whether an event fires behind the prompt in a trace of n_pos tokens."""
+        return self.interval is not None and prompt_len - 1 + self.interval < n_pos
+
     def longest(self, prompt_len: int, budget: int, n_pos: int) -> int:
         """The most entries that a head holds before an event in n_pos tokens, if cut to the budget.
 

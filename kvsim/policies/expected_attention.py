@@ -89,7 +89,8 @@ class ExpectedAttention(Scorer):
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """A buffer of rows since the last event holds two samples behind its first ones."""
-        if self.origin == "buffer" and (schedule.interval or self.sink + 2) < self.sink + 2:
+        fires = schedule.decodes(trace.prompt_len, trace.n_pos)
+        if self.origin == "buffer" and fires and (schedule.interval or 0) < self.sink + 2:
             raise PolicyError(
                 f"expected_attention: interval is {schedule.interval}, and the first {self.sink} "
                 "rows (sink) of those since the last event are left out; expected at least "

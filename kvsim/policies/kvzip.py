@@ -83,7 +83,7 @@ class KVzip(Scorer):
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
         """A note that events in decoding leave little of the context."""
-        if schedule.interval is None:
+        if not schedule.decodes(trace.prompt_len, trace.n_pos):
             return ""
         return (
             "has no scores of the response, whose entries rank above the context and fill the "

@@ -81,9 +81,12 @@ def same_events(trial: Trial) -> None:
     """
     case, policy = trial.case, trial.policy
     beyond = case.n - case.prompt_len + 1 + trial.salt % case.n
-    alone = replace(trial, interval=beyond, prefill=True)
-    if _has_rule(alone):
-        record = run(case.trace(), policy, trial.budget, Schedule(interval=None), Options())
+    alone, none = replace(trial, interval=beyond, prefill=True), Schedule(interval=None)
+    try:
+        record = run(case.trace(), policy, trial.budget, none, Options())
+    except (BudgetError, PolicyError):
+        require(not _has_rule(alone), f"refused with no interval, and not with {beyond}")
+    else:
         alone.same(record.evicted_at, f"no interval instead of {beyond}, behind the trace")
     if policy.bounded and policy.propagation is None and trial.budget >= case.prompt_len:
         fires = case.prompt_len - 1 not in trial.rows
