@@ -150,7 +150,7 @@ def config(shape: Shape) -> Qwen2Config:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.heads // GROUP,
-        head_dim=HEAD_DIM,
+        head_dim=HEAD_DIM,  # type: ignore[call-arg]  # configurations take any attribute
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
         initializer_range=0.07,

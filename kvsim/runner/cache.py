@@ -340,7 +340,7 @@ class LiveLayer(DynamicLayer):
     is_croppable = False
 
     def __init__(self, source: LiveSource, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.source, self.index = source, index
 
     def update(

@@ -113,7 +113,8 @@ class Decoding:
                 "single layers"
             )
         # windows bound the caches of their layers by themselves
-        self.cache = Cache(DynamicCache(config=running.model.config).layers)
+        self._parts: list[Any] = DynamicCache(config=running.model.config).layers
+        self.cache = Cache(self._parts)
         self._decoder = None if policy.propagation is None else Decoder(running.model)
         if self._decoder is None:
             self._make_blocks()
@@ -184,7 +185,7 @@ class Decoding:
             )
         with self._adding(n):
             self._make_room(0)
-            for layer, part in enumerate(self.cache.layers):
+            for layer, part in enumerate(self._parts):
                 keys, values = prefix.keys[layer], prefix.values[layer]
                 if isinstance(part, LiveLayer) and isinstance(part.source, PagedSource):
                     part.source.begin(part.index, prefix.tokens, keys, values)
@@ -241,7 +242,7 @@ class Decoding:
         self._descent = down.descent
         self._make_blocks()
         self._make_room(0)
-        for part, call in zip(self.cache.layers, down.calls, strict=True):
+        for part, call in zip(self._parts, down.calls, strict=True):
             part.update(call.k[None], call.v[None])
             if isinstance(part, LiveLayer):
                 part.source.note_queries(part.index, call.q)
@@ -378,7 +379,7 @@ class Decoding:
     def _other_bytes(self) -> int:
         arrays = (
             array
-            for part in self.cache.layers
+            for part in self._parts
             if not isinstance(part, LiveLayer)
             for array in (part.keys, part.values)
         )

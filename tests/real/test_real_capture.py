@@ -7,8 +7,8 @@ import torch
 
 import kvsim
 import reference
-from kvsim.recorder.cache import cache_of
 from kvsim.analysis.prediction import calibration_of
+from kvsim.recorder.cache import cache_of
 from kvsim.schema import NEVER
 from kvsim.store import verify
 
