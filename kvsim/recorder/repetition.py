@@ -21,6 +21,7 @@ from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import rendered
+from kvsim.recorder.tokenization import knows
 
 #: What asks for the first chunk, and for a later one behind the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
@@ -115,10 +116,9 @@ def read_probe(
 
 def _encoded(text: str, tokenizer: Any) -> list[int]:
     """Return the ids of a text, none where the vocabulary lacks a word of it."""
-    if tokenizer is None:
+    if tokenizer is None or not knows(tokenizer, text):
         return []
-    ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    return [] if tokenizer.unk_token_id in ids else ids
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _turn(tokenizer: Any) -> str:

@@ -55,13 +55,19 @@ def _unknown_words(text: str, ids: list[int], tokenizer: Any) -> list[str]:
 
     Special tokens that the text names are no words: many tokenizers take one as the unknown token.
     """
-    token = tokenizer.unk_token_id
-    if token is None or token not in ids:
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
         return []
     words = dict.fromkeys(re.sub(_special_tokens(text, tokenizer), " ", text).split())
-    return [
-        word for word in words if token in tokenizer(word, add_special_tokens=False)["input_ids"]
-    ]
+    return [word for word in words if not knows(tokenizer, word)]
+
+
+def knows(tokenizer: Any, text: str) -> bool:
+    """Return whether no part of a text becomes the unknown token, but for one that it names."""
+    token = tokenizer.unk_token_id
+    parts = [] if token is None else re.split(_special_tokens(text, tokenizer), text)
+    return all(
+        token not in tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts
+    )
 
 
 def _special_tokens(text: str, tokenizer: Any) -> str:

@@ -10,6 +10,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many
+from kvsim.recorder.repetition import repetition
 from kvsim.recorder.tokenization import describe_tokenizer
 from kvsim.runner.closed import check_recorded
 from small_model import UNKNOWN, small, words_tokenizer
@@ -79,6 +80,17 @@ def test_chats_of_a_tokenizer_whose_first_token_is_the_unknown_one():
     trace = capture(small(300), bytes_tokenizer(template=CHAT), "a b", chat=True, max_new_tokens=0)
 
     assert trace.token_text == [END, "a", " ", "b"]
+
+
+def test_a_request_to_repeat_ends_as_a_chat_whose_turns_end_with_the_unknown_token():
+    """What a template writes between two messages is kept where the unknown token is part of it."""
+    template = "{% for m in messages %}{{ m.content }}" + END + "{% endfor %}A:"
+    tokenizer = bytes_tokenizer(template=template)
+
+    probe = repetition([1, 2, 3], tokenizer, chat=True)
+
+    request = "\n\nRepeat the previous context exactly." + END + "A:"
+    assert list(probe.tokens) == [*tokenizer(request)["input_ids"], 1, 2, 3]
 
 
 def test_unknown_words_next_to_special_tokens_are_refused():
