@@ -13,7 +13,8 @@ leaves out by definition may differ. Anything else is a finding, printed with th
 case i of a run has the seed `--seed` + i.
 
 An older format does not bind its chunks: `--format 1` and `--format 2` change headers only.
-`--runs` changes run folders instead, as `run_mutations.py` says.
+`--runs` changes run folders instead, as `run_mutations.py` says, and `--dumps` dumps of kept sets
+(`dump_mutations.py`).
 """
 
 from __future__ import annotations
@@ -475,6 +476,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", type=int, default=kvsim.schema.FORMAT_VERSION)
     parser.add_argument("--runs", action="store_true", help="change run folders and not traces")
+    parser.add_argument("--dumps", action="store_true", help="change dumps of kept sets instead")
     options = parser.parse_args()
     outcomes = Counter[str]()
     with tempfile.TemporaryDirectory() as name:
@@ -484,6 +486,11 @@ def main() -> None:
 
             run = run_mutations.OriginalRun(Path(name))
             judge = lambda seed: run_mutations.run_case([run], seed, Path(name))  # noqa: E731
+        elif options.dumps:
+            import dump_mutations
+
+            dumps = dump_mutations.Originals(Path(name))
+            judge = lambda seed: dump_mutations.run_case(dumps, seed, Path(name))  # noqa: E731
         else:
             originals = list(originals_in(Path(name), options.format))
             for original in originals:
