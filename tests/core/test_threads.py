@@ -16,8 +16,8 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["zero_keys", "repeated_keys", "zero_values", "grid", "steep"])
-@pytest.mark.parametrize("name", ["gemfilter", "streaming_llm@original", "tova"])
+@pytest.mark.parametrize("kind", ["zero_keys", "repeated_keys"])
+@pytest.mark.parametrize("name", ["gemfilter", "streaming_llm@original"])
 def test_threads_change_last_digits_alone(threads, name, kind):
     """One and two threads keep the same entries, and values differ by less than 1e-6."""
     sizes = {"layers": 3, "heads": 2, "n": 64, "dim": 8, "prompt_len": 60, "dtype": np.float32}
