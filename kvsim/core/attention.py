@@ -13,9 +13,8 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, Finite, Parameter, check_fields
 from kvsim.errors import TraceError
 
@@ -25,7 +24,7 @@ Group = Literal["mean", "max", "sum"]
 # torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
 # It is a private operator: where it is missing, and on other devices, `_attend_blocks` answers.
 # It takes the last axis as dense without looking at its stride: see `_dense_rows`.
-_FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_FUSED: str | None = "_scaled_dot_product_flash_attention_for_cpu"
 
 # Logits that the unfused path holds at once.
 _BLOCK_LOGITS = 1 << 24
@@ -196,14 +195,15 @@ def attend(
         )
     if k.shape[-2] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf)
-    if _FUSED is None or q.device.type != "cpu" or formula.softcap is not None:
+    fused = getattr(torch.ops.aten, _FUSED, None) if _FUSED else None
+    if fused is None or q.device.type != "cpu" or formula.softcap is not None:
         return _attend_blocks(q, k, v, formula, causal, mask)
     groups = q.shape[1]
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
     # torch.where keeps the layout of the mask
     bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype).contiguous()
-    out, lse = _FUSED(q, k, v, 0.0, causal, attn_mask=bias, scale=formula.scale)
+    out, lse = fused(q, k, v, 0.0, causal, attn_mask=bias, scale=formula.scale)
     if mask is not None:  # the kernel gives 0 where nothing is seen
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
     return out, lse

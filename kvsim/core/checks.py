@@ -10,22 +10,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import PolicyError, PositionError, TraceError, error_line
 from kvsim.schema import AXES, projections_folder
 
 ArrayLike = Tensor | np.ndarray[Any, Any]
 Positions = Sequence[int] | slice | Tensor
 
+
+class _Names(dict[Any, str]):
+    """Names by dtype, which is found by its text, so that torch is loaded for none of them."""
+
+    def __missing__(self, dtype: object) -> str:
+        if isinstance(dtype, str):
+            raise KeyError(dtype)
+        return self[str(dtype)]
+
+    def __contains__(self, dtype: object) -> bool:
+        return super().__contains__(str(dtype))
+
+
 #: Names of the dtypes that an array of a trace may have in the model.
-DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+DTYPES = _Names({f"torch.{name}": name for name in ("float16", "bfloat16", "float32", "float64")})
 
 #: Largest magnitude that float16 holds.
 FLOAT16_MAX = 65504.0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+from kvsim.core.lazy import Tensor, torch
 
 
 class Entries:

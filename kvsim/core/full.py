@@ -7,11 +7,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Formula, attention_weights, causal_attention
 from kvsim.core.checks import DTYPES, relative_error
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.sources import Source
 from kvsim.errors import TraceError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from torch import Tensor
+from kvsim.core.lazy import Tensor
 
 T = TypeVar("T")
 

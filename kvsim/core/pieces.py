@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.trace import Trace
 from kvsim.core.view import View

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor
 from kvsim.errors import TraceError
 
 #: Its key in `meta`.

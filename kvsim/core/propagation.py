@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor
 from kvsim.core.pieces import Piece
 from kvsim.core.view import View
 from kvsim.errors import PolicyError

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvsim.core.attention import Formula
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
 from kvsim.core.trace import Trace
 

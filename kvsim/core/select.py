@@ -6,8 +6,8 @@ No policy ranks or rounds by itself. Everything here is exact and ends for every
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
+
+from kvsim.core.lazy import Tensor, torch
 
 # Fractions that differ by less than this are equal: what rounding left of a tie.
 _FRACTION = 2.0**-32

@@ -10,9 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
 from kvsim.core.attention import Formula, Rope
+from kvsim.core.lazy import Tensor
 from kvsim.core.probe import ProbeRows
 
 T = TypeVar("T")

@@ -14,10 +14,8 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from kvsim.core.checks import compute_dtype
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER

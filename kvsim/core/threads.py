@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-import torch
-
+from kvsim.core.lazy import torch
 from kvsim.core.trace import Trace
 
 #: Tokens of a trace, and parameters of a model, below which a second thread makes nothing faster.

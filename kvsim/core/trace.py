@@ -15,9 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import (
     DTYPES,
@@ -38,6 +35,7 @@ from kvsim.core.digest import array_digest
 from kvsim.core.display import Displayed
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
@@ -79,7 +77,7 @@ class Trace(Displayed):
         source: Source,
         header: Header,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         token_text: Sequence[str] | None = None,
         digest: str | None = None,
         path: Path | str | None = None,
@@ -87,7 +85,7 @@ class Trace(Displayed):
     ) -> None:
         self.source: Final = source
         self.header: Final = header
-        self.dtype: Final = dtype
+        self.dtype: Final[torch.dtype] = dtype or torch.float32
         self.token_text: Final = None if token_text is None else [*map(str, token_text)]
         self.path: Final = path
         self._digest, self._base = digest, base
@@ -110,7 +108,7 @@ class Trace(Displayed):
         self.memo: Final = Memo()
         same = None if base is None else base.full_attention
         self.full_attention: FullAttention = FullAttention(
-            source, header.formulas, dtype, cache=path is None, base=same
+            source, header.formulas, self.dtype, cache=path is None, base=same
         )
 
     # --- building and saving ---

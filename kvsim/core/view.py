@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Formula, Group, Rope, reduce_group, softmax
 from kvsim.core.entries import Entries, gather
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
 from kvsim.core.setting import Setting, Source
 from kvsim.errors import PolicyError

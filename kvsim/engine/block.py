@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
-import torch
-from torch import Tensor
-
 from kvsim.core.entries import Entries
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Plan, Policy, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select

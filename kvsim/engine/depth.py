@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from kvsim.core.entries import Entries
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.propagation import Propagation, Selection
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting, Source, View

@@ -13,10 +13,9 @@ from math import ceil, prod
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import Pages, Reader, Reads
 from kvsim.core.trace import Trace
 from kvsim.errors import MemoryLimitError, PolicyError

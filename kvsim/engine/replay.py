@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvsim.core.arguments import resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.lazy import torch
 from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
 from kvsim.core.record import Plans, Record

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Group, reduce_group
 from kvsim.core.entries import gather
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scores
 from kvsim.core.view import View
 from kvsim.engine.block import Block, check

@@ -7,9 +7,7 @@ from copy import deepcopy
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.probe import ProbeRows
 from kvsim.core.sources import Source as Arrays

@@ -9,15 +9,14 @@ import math
 from typing import Any, Final
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from kvsim.analysis.arrays import mean_known
 from kvsim.analysis.attention.expectation import Projections, check_rows
 from kvsim.analysis.attention.fit import LEAST_SAMPLES, fit_normal, normal_ks
 from kvsim.analysis.attention.normality import Normality, States, histogram, quantiles, states
 from kvsim.analysis.axes import trace_layer
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.plots.style import (
     CELLS,

@@ -19,8 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import Between
 from kvsim.core.policy import Allocator, Plan
 from kvsim.core.select import compete

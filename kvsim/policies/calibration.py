@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self, cast
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Rope
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
 from kvsim.core.policy import Schedule, Scorer
 from kvsim.core.trace import Trace

@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Finite
 from kvsim.core.policy import Scores, Wrapper, protected_by
 from kvsim.core.select import select

@@ -32,9 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Parameter, integer, is_finite, parameters
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule
 from kvsim.core.select import apportion, select

@@ -37,11 +37,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Rope
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.policy import Protection, Schedule, Scorer
 from kvsim.core.trace import Trace

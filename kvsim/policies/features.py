@@ -20,10 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-from torch.nn.functional import normalize
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
 
 #: Rows whose attention is read, and the parts of them that have a mean of their own.
@@ -133,8 +130,8 @@ def features(
 
 def _shape(view: View, x: Tensor) -> list[Tensor]:
     """Norm and direction of keys or values x [L, H, n, d] beside those of their head."""
-    unit = normalize(x, dim=-1, eps=_LEAST)
-    direction = normalize(unit.sum(2), dim=-1, eps=_LEAST)
+    unit = torch.nn.functional.normalize(x, dim=-1, eps=_LEAST)
+    direction = torch.nn.functional.normalize(unit.sum(2), dim=-1, eps=_LEAST)
     cosine = (unit @ direction.unsqueeze(-1)).squeeze(-1)
     return [_centred(view, (x.norm(dim=-1) + _LEAST).log()), cosine]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
+from kvsim.core.lazy import torch
 from kvsim.core.view import Source
 from kvsim.errors import MemoryLimitError
 from kvsim.policies.optimum import Floats, Ints, Optimum, solve

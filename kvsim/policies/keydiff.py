@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
@@ -30,9 +28,9 @@ class KeyDiff(Scorer):
     def score(self, view: View) -> Tensor:
         """s_j = -cos(k_j, a) with a = mean over live entries of k_i / ||k_i||; [L, H, n]."""
         keys = view.keys  # 0 on pads, which add nothing to the sum
-        total = normalize(keys, dim=-1, eps=1e-12).sum(2)
+        total = torch.nn.functional.normalize(keys, dim=-1, eps=1e-12).sum(2)
         anchor = total / view.count.unsqueeze(-1).clamp(min=1)  # [L, H, d]
-        return -cosine_similarity(keys, anchor.unsqueeze(2), dim=-1, eps=1e-8)
+        return -torch.nn.functional.cosine_similarity(keys, anchor.unsqueeze(2), dim=-1, eps=1e-8)
 
     def flops(self, event: Event) -> Flops:
         """Unit keys (3), their mean (1), cosines with it (4)."""

@@ -30,14 +30,13 @@ whole context and to the rows of its chunk before it. `kvsim cost` says how many
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Scores
 from kvsim.core.select import compete
@@ -63,7 +62,7 @@ class KVzip(Scorer):
     sink: Annotated[int, AtLeast(0)] = 0
 
     #: the score of an entry of the context
-    columns: ClassVar[Mapping[str, float]] = {"importance": torch.nan}
+    columns: ClassVar[Mapping[str, float]] = {"importance": math.nan}
     needs = frozenset({"probe_q", "probe_k"})
 
     def protection(self, budget: int) -> Protection:

@@ -29,8 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import torch
-
+from kvsim.core.lazy import torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer, Scores
 from kvsim.core.view import View

@@ -27,9 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Schedule, Scorer, Scores
 from kvsim.core.trace import Trace

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.policies.future import best

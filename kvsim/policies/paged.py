@@ -31,10 +31,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan, Scorer
 from kvsim.core.select import select

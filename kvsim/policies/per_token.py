@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.storing import Clock, Codec
 
+#: Names of dtypes in torch.
 _FORMATS = {
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "fp16": "float16",
+    "bf16": "bfloat16",
 }
 
 
@@ -74,13 +73,18 @@ class Floats(Codec):
         """One by one, behind the window."""
         return Clock(self.window), Clock(self.window)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        out: torch.dtype = getattr(torch, _FORMATS[self.format])
+        return out
+
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d]."""
-        form = _FORMATS[self.format]
+        form = self._dtype
         largest = torch.finfo(form).max
         return groups.clamp(-largest, largest).to(form).to(groups.dtype)
 
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers."""
-        both = float(dim * torch.finfo(_FORMATS[self.format]).bits)
+        both = float(dim * torch.finfo(self._dtype).bits)
         return both, both

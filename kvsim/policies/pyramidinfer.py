@@ -26,10 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Below, Between
 from kvsim.core.propagation import Propagation, Step
 from kvsim.core.view import LOGIT_BYTES, View

@@ -25,9 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion

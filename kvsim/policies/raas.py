@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, ClassVar
 
-import torch
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import torch
 from kvsim.core.parameters import AtLeast, Between
 from kvsim.core.policy import Protection, Scorer, Scores
 from kvsim.core.view import View

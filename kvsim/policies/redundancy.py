@@ -22,10 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import View
 
 # Similarities that are held at once; blocks that stay in the processor's cache are faster.

@@ -36,10 +36,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Protection, Scores, protected_by
 from kvsim.core.view import View

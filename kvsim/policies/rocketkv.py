@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2, sqrt
 from typing import Annotated
 
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
 from kvsim.core.reading import Pages, Reader, highest
 from kvsim.core.trace import Trace

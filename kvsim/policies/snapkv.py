@@ -19,9 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, over_heads, pooled_flops, smooth

@@ -19,9 +19,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
 

@@ -27,11 +27,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Rope
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Protection, protected_by
 from kvsim.core.view import View
 from kvsim.policies.calibration import Calibrated

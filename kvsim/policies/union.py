@@ -27,10 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError

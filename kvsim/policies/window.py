@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
-
 from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
@@ -59,7 +56,9 @@ def smooth(scores: Tensor, pool: Pool, kernel: int) -> Tensor:
     if pool is None or scores.shape[-1] == 0:
         return scores
     flat, half = scores.flatten(0, -2), kernel // 2
-    pooled = (max_pool1d if pool == "max" else avg_pool1d)(flat, kernel, stride=1, padding=half)
+    of_torch = torch.nn.functional
+    pooling = of_torch.max_pool1d if pool == "max" else of_torch.avg_pool1d
+    pooled = pooling(flat, kernel, stride=1, padding=half)
     out: Tensor = pooled.view(scores.shape)
     return out
 

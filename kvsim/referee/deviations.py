@@ -7,15 +7,14 @@ documented, with their tests, in docs/kvpress.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Protection, Scores, Uniform, Wrapper
 from kvsim.core.view import View
@@ -241,7 +240,7 @@ class _Scrambled(Wrapper):
     recent: int = 0
     by_slot: int = 0
 
-    columns: ClassVar[Mapping[str, float]] = {"place": torch.inf}
+    columns: ClassVar[Mapping[str, float]] = {"place": math.inf}
 
     def score(self, view: View) -> Scores:
         """Minus the place in the top-k, so that what it chose stays; [L, H, n]."""

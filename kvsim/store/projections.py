@@ -15,11 +15,9 @@ from pathlib import Path
 from reprlib import repr as short_repr
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from kvsim.core.checks import DTYPES, as_stored, check_finite, stored_dtype
 from kvsim.core.digest import ContentDigest, document_digest
+from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import published
 from kvsim.schema import is_url, projections_folder

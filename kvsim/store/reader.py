@@ -12,10 +12,9 @@ from reprlib import repr as short_repr
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsim.core.checks import check_finite, check_shapes, first_row
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvsim.core.attention import attention_weights, causal_attention
 from kvsim.core.checks import first_row, relative_error, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
+from kvsim.core.lazy import torch
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.layout import DENSE

@@ -9,13 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsim.core.attention import Formula, attention_weights
 from kvsim.core.checks import DTYPES, as_stored, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path

@@ -17,11 +17,11 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import polars as pl
-import torch
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import columns_of, measure
+from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

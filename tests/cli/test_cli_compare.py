@@ -7,6 +7,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import polars as pl
 import pytest
@@ -245,6 +247,26 @@ def test_one_run_has_one_share_of_each_level(run, folder, tmp_path):
 
     assert len(shares) == 1
     assert documents[0]["fidelity"] == documents[1]["fidelity"]
+
+
+def test_commands_that_read_tables_load_no_torch(folder, tmp_path):
+    """Nor zarr or transformers, in a new interpreter that runs one after the other."""
+    run = str(folder / "one")
+    commands = [
+        *(["compare", run], ["table", run], ["info", run]),
+        ["plot", "pareto", run, "--out", str(tmp_path / "a.png")],
+        ["report", run, "--out", str(tmp_path / "a.html")],
+    ]
+    code = (
+        "import sys; from kvsim.cli import main\n"
+        f"for command in {commands!r}:\n"
+        "    try: main(command)\n"
+        "    except SystemExit as end: assert not end.code, (command, end.code)\n"
+        "print(*{'torch', 'transformers', 'zarr'} & {*sys.modules}, sep=',')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert done.stdout.splitlines()[-1] == ""
 
 
 def test_what_is_no_run_is_refused(run, folder, tmp_path):

@@ -39,14 +39,13 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.attention import Formula
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.source import TraceSource

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import scipy
-import torch
-from torch import Tensor
+
+from kvsim.core.lazy import Tensor, torch
 
 #: Samples that the bias corrections need.
 LEAST_SAMPLES = 4

@@ -17,8 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.expectation import check_rows
@@ -26,6 +24,7 @@ from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, nor
 from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.prompt.tables import task_of
 from kvsim.analysis.wide import places, wide
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from kvsim.analysis.arrays import Bools, Floats, mean_known, share
 from kvsim.analysis.attention.windows import (
@@ -32,6 +30,7 @@ from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.walk import by_layer
 from kvsim.analysis.wide import wide
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 

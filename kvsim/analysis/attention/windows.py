@@ -27,14 +27,13 @@ from math import comb
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
 
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.attention.agreement import places
 from kvsim.analysis.axes import trace_head, trace_layer
 from kvsim.analysis.kept.retention import SINK
 from kvsim.core.attention import sees
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
-import torch
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Floats, Ints, share
 from kvsim.analysis.axes import record_head, record_layer, trace_layer
 from kvsim.analysis.kept.retention import RECENT, SINK, event_row, last_event
 from kvsim.analysis.walk import by_layer
+from kvsim.core.lazy import torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PolicyError

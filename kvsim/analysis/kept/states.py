@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 import polars as pl
-import torch
 
 from kvsim.analysis.arrays import Bools, EvictedAt, Ints
 from kvsim.analysis.axes import record_head, record_layer, trace_head, trace_layer
@@ -16,6 +15,7 @@ from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.coverage import kept_coverage
 from kvsim.analysis.kept.retention import event_row, last_event, wipeout
 from kvsim.analysis.output.error import check_record
+from kvsim.core.lazy import torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

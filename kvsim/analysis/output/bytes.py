@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.output.partial import first_row
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import visible
 from kvsim.core.record import Record
 from kvsim.core.storing import stored_after

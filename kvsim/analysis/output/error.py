@@ -16,15 +16,14 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.output.layer import Layer, Rows, length
 from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.analysis.walk import by_layer
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

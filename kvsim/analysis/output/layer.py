@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from kvsim.core.attention import Formula, Rope, attend, with_sinks
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 
 #: exp of less is no normal float32, and products with such numbers are a hundred times slower.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import torch
 
+from kvsim.core.lazy import torch
 from kvsim.core.pieces import Even, Schedule
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Schedule
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record

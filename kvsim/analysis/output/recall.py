@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, share
 from kvsim.analysis.attention.windows import log_attention, row_blocks
 from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 

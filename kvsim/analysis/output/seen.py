@@ -15,10 +15,8 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows, length, marked, take
+from kvsim.core.lazy import Tensor, torch
 from kvsim.schema import NEVER
 
 #: Rows of a block.

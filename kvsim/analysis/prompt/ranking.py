@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvsim.analysis.arrays import Floats, Ints
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.depth import Look, recorded
