@@ -236,7 +236,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_recomputed_prefill_equals_a_live_one(recorded, case):
-    """Every layer's output, rows and first-token logits, to 1e-5 relative in float32."""
+    """Every layer's output, rows and first-token logits, to 2e-5 relative in float32."""
     model, trace = recorded
     params, budget = CASES[case]
     name = case.partition(",")[0]
@@ -257,10 +257,10 @@ def test_a_recomputed_prefill_equals_a_live_one(recorded, case):
         assert found.record.selection.layer == layers // 3
     for layer, one in found.layers.items():
         assert one.rows.tolist() == live.of_layer[layer]
-        assert largest(one.out, live.out[layer]) < 1e-5
-        assert largest(one.k, live.qk[layer][1]) < 1e-5
-    assert largest(found.logits, live.logits) < 1e-5
-    assert found.check < 1e-5
+        assert largest(one.out, live.out[layer]) < 2e-5
+        assert largest(one.k, live.qk[layer][1]) < 2e-5
+    assert largest(found.logits, live.logits) < 2e-5
+    assert found.check < 2e-5
     assert max(map(len, live.of_layer)) > min(map(len, live.of_layer)) or not found.layers
 
 
@@ -512,7 +512,7 @@ def test_a_model_of_16_bits_is_recomputed_in_its_precision():
         return list(rows) if layer == 2 else None
 
     live = Live(model, trace.tokens[: trace.prompt_len].tolist(), given)
-    assert largest(found.logits, live.logits.float()) < 0.05
+    assert largest(found.logits, live.logits.float()) < 0.1
     assert found.check < 0.02
 
 
