@@ -18,7 +18,6 @@ libraries. Everything that is not listed in ``__all__`` may move between release
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvsim import renamed
 from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
@@ -92,9 +91,6 @@ _HOME = {
     "sweep": "sweeps.driver",
     "to_xarray": "store.labelled",
 }
-
-
-renamed.install()
 
 
 def __getattr__(name: str) -> object:

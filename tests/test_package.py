@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 import kvsim
-from kvsim import renamed
 from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.prediction import write_calibrations
 from kvsim.cli import main
@@ -110,22 +109,6 @@ def test_the_package_runs_as_a_module():
 def test_module_says_what_it_is(name):
     """Every module opens with a docstring."""
     assert importlib.import_module(name).__doc__
-
-
-@pytest.mark.parametrize(("old", "homes"), renamed.MODULES.items())
-def test_an_old_module_name_works_and_warns(old, homes, monkeypatch):
-    """An old module name still has all of its names, and the warning gives the new one."""
-    monkeypatch.delitem(sys.modules, old, raising=False)
-    public = [name for name in vars(importlib.import_module(homes[0])) if not name.startswith("_")]
-
-    with pytest.warns(DeprecationWarning, match=rf"{old} is {homes[0]}"):
-        module = importlib.import_module(old)
-
-    assert all(
-        getattr(module, name) is getattr(importlib.import_module(homes[0]), name) for name in public
-    )
-    with pytest.raises(AttributeError, match="without 'nothing'"):
-        _ = module.nothing
 
 
 def test_import_is_light():

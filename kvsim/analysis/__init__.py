@@ -20,9 +20,6 @@ validity    values of a replay next to those of the running model
 prediction  live divergence from the layer error of a replay, with an interval
 """
 
-import warnings
-from importlib import import_module
-
 from kvsim.analysis.attention.expectation import (
     Expectation,
     Projections,
@@ -122,16 +119,3 @@ __all__ += ["Curve", "Diagnosis", "Grid", "RankPattern", "Ranking", "answer_fact
 __all__ += ["check_positions", "diagnose", "distribution", "find_text", "layer_table"]
 __all__ += ["overlap_table", "rank_pattern", "ranking", "selection_table", "sparsity_table"]
 __all__ += ["task_of", "window_attention"]
-
-
-def __getattr__(name: str) -> object:
-    """A name of the last release, with a warning (PEP 562)."""
-    former = import_module("kvsim.analysis.former")
-    if name not in former.INSTEAD:
-        raise AttributeError(f"module 'kvsim.analysis' has no attribute {name!r}")
-    warnings.warn(
-        f"kvsim.analysis.{name} goes with the next release; use {former.INSTEAD[name]}",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return getattr(former, name)

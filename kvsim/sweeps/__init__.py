@@ -1,7 +1,5 @@
 """Policies times budgets times traces."""
 
-import warnings
-
 from kvsim.core.arguments import resolve_budget
 from kvsim.sweeps.outcome import Failure, Run
 from kvsim.sweeps.parts import check_output
@@ -17,15 +15,3 @@ __all__ = [
     "shared_prefill",
     "summarise",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Return `replay_all` by its former name, `sweep`, for one release."""
-    if name != "sweep":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "kvsim.sweeps.sweep is kvsim.sweeps.replay_all now; for grids there is kvsim.sweep",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return replay_all

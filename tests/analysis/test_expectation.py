@@ -254,22 +254,6 @@ def test_tables_hold_what_the_arrays_do():
     assert key_table([]).height == 0
 
 
-def test_tables_of_the_last_release_still_work():
-    """With a warning, and the same numbers in columns of their own."""
-    found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
-    with pytest.warns(DeprecationWarning, match="expectation_table goes with the next release"):
-        table = kvsim.analysis.expectation_table([found])
-    with pytest.warns(DeprecationWarning, match=r"use measure\(trace, metrics=\['attention_loss'"):
-        loss = kvsim.analysis.loss_table([found], (0.0, 0.3))
-
-    assert (table.height, loss.height) == (4 * 3 * 8, len(ORDERS) * 3 * 8 * 2)
-    row = table.row(by_predicate=at(step="normal", layer=2, qhead=5), named=True)
-    assert row["recall_25"] == found.recall(0.25)[1, 2, 5]
-    assert {"trace": "sample", "cut": 60, "rows": 412, "keys": 56, "head": 2}.items() <= row.items()
-    row = loss.row(by_predicate=at(order="oracle", layer=1, qhead=0, removed=0.3), named=True)
-    assert row["loss"] == found.loss((0.3,))[-1, 1, 0, 0]
-
-
 def at(**values):
     """The rows where columns have these values."""
     return pl.all_horizontal(pl.col(name) == value for name, value in values.items())

@@ -475,21 +475,6 @@ def test_overlap_of_layers_is_that_of_their_first_tokens():
     assert table["chance"].to_list() == pytest.approx([shared / (40 - shared)] * 5)
 
 
-def test_names_of_the_last_release_still_work():
-    """`findings` and what it lists, with a warning."""
-    trace = settling(3)
-    with pytest.warns(DeprecationWarning, match="findings goes with the next release"):
-        findings = kvsim.analysis.findings
-    with pytest.warns(DeprecationWarning, match="FINDINGS goes with the next release"):
-        names = list(kvsim.analysis.FINDINGS)
-
-    assert names == list(DEFINED)
-    assert findings(trace, ks=(9,)).equals(measured(trace, ks=(9,)))
-    assert findings(trace, ["layer_entropy"]).equals(measured(trace, ("layer_entropy",)))
-    with pytest.raises(AttributeError, match="no attribute 'found'"):
-        kvsim.analysis.found  # noqa: B018 - the access is what is tested
-
-
 def test_what_no_metric_reads_is_not_analysed():
     """In the order asked for; each analysis once, and only if something needs it."""
     sample = kvsim.open_trace(kvsim.sample_trace())

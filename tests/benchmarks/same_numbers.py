@@ -154,11 +154,10 @@ def analyses(trace, frames):
         except kvsim.KvsimError as error:
             out[name] = pl.DataFrame({"error": [type(error).__name__]})
 
-    add("findings", lambda: home("findings", *where)(trace))
+    add("findings", lambda: kvsim.measure(trace))
     expected = home("expected_and_observed", *where)
     cut = max(1, trace.prompt_len)
-    for name in ("expectation_table", "loss_table", "key_table"):
-        add(name, lambda name=name: home(name, *where)([expected(trace, cut)]))
+    add("key_table", lambda: home("key_table", *where)([expected(trace, cut)]))
     add(
         "normality",
         lambda: home("normality_table", *where)([home("state_normality", *where)(trace)]),
