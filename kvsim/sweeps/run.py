@@ -352,7 +352,8 @@ def fidelity_shares(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame
     shown = measured & {*SUMMARY, *LIVE_SUMMARY} or measured
     of_cell = ("trace", "policy", "params", "budget", "share", "interval", "prefill", "metric")
     values = main_variants(table, shown).drop_nulls("value")
-    return level_shares(values.unique([*of_cell, "layer", "fidelity"]), by)
+    values = values.unique([*of_cell, "layer", "fidelity"], maintain_order=True)
+    return level_shares(values, by)
 
 
 def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET)) -> pl.DataFrame:
