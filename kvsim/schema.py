@@ -87,7 +87,7 @@ def merged(remarks: Iterable[str]) -> list[str]:
     groups: dict[tuple[str, ...], dict[str, None]] = {}
     values: dict[tuple[str, ...], list[list[str]]] = {}
     for remark in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
-        name, text = re.fullmatch(r"(?:(\S+): )?(.*)", remark).groups("")  # type: ignore[union-attr]
+        name, text = re.fullmatch(r"(?:(\S+|[^:]{1,40}): )?(.*)", remark).groups("")  # type: ignore[union-attr]
         sized = re.search(r"\bbudget \d|over half of \d|\d tokens?\b", text)
         fixed = not sized or re.search(r"\blayers? \d", text)
         pieces = (text,) if fixed else tuple(re.split(_NUMBER, text))

@@ -297,7 +297,7 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())
     counts = show.counts(dict(traces.iter_rows()), "trace")
     over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
-    over += ", of each model" * bool(of_model(table))
+    over = "layers, heads and the traces of each model" if of_model(table) else over
     parts = [f"Means over {over}, of rows over those after the prompt"]
     parts += [text for name, text in _MEANING.items() if name in shown]
     if not {"response_kl", "nll_increase", "top_agreement"}.isdisjoint(shown):

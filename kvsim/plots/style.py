@@ -307,7 +307,7 @@ def name_axes(axis: Axes, x: str | None = None, y: str | None = None) -> None:
     if x is not None:
         axis.set_xlabel(x, fontsize=8)
     if y is not None:
-        axis.set_ylabel("\n".join(textwrap.wrap(y, 44)) if "\n" not in y else y, fontsize=8)
+        axis.set_ylabel(y, fontsize=8)
     axis.tick_params(labelsize=7)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
         points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
         ends, share = of_metric["high"].drop_nulls(), METRICS[name].unit == "share"
         clip_far(axis, points, styles, ends=ends, share=share)
-        plain(axis, _budget_label(budgets), metric_label(name))
+        plain(axis, _budget_label(budgets), fill(metric_label(name), 44))
     finish(figure, axes[0], f"Mean over {counted(means['n'])}", means["fidelity"], columns=6)
     return figure
 
@@ -140,7 +141,7 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
         if cost != "entries_seen":
             axis.set_xscale("log")
             log_ticks(axis.xaxis, unit="B")
-        plain(axis, COSTS[cost], metric_label(name))
+        plain(axis, COSTS[cost], fill(metric_label(name), 44))
     neutral = any(METRICS[name].better is None for name, _ in shown)
     marked = "on the front" + ", where one direction is better" * neutral
     what = f"Mean over {counted(means['n'])}; filled: {marked}"
