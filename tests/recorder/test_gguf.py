@@ -104,10 +104,11 @@ def test_weights_are_those_of_the_reader(tmp_path, architecture):
     assert model.config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_tokenizer_follows_the_file(tmp_path):
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_tokenizer_follows_the_file(tmp_path, architecture):
     """Special tokens, their places and separate digits are the file's, not transformers' guess."""
-    write(tmp_path / "plain.gguf")
-    write(tmp_path / "begun.gguf", add_bos=True)
+    write(tmp_path / "plain.gguf", architecture=architecture)
+    write(tmp_path / "begun.gguf", architecture=architecture, add_bos=True)
 
     _, plain = load_model(tmp_path / "plain.gguf")
     _, begun = load_model(tmp_path / "begun.gguf")
