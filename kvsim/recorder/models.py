@@ -19,9 +19,11 @@ from typing import Any, cast
 import httpx
 import torch
 from huggingface_hub import constants, get_session
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -54,6 +56,15 @@ _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential", "disk")
 
 #: Classes of a tokenizer whose tokenizer.json is complete.
 _PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+#: Most parameters, and layers, for a byte of weights, which have a bit at least.
+_PER_BYTE, _LAYERS_PER_BYTE = 8, 1 / 64
+
+#: Errors of a configuration that describes no model.
+_UNUSABLE = (
+    *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(StrictDataclassError, TypeError, ValueError),
+)
 
 #: Files that a folder with a tokenizer has.
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -120,7 +131,7 @@ def load_model(
         here = local or offline is not None  # the hub's cache counts as local
         shared = {"trust_remote_code": trust_remote_code, "local_files_only": here}
         if local:
-            _require_safetensors(Path(place))
+            _check_weights(Path(place), trust_remote_code=trust_remote_code)
         try:
             both: Any = AutoModelForCausalLM.from_pretrained(
                 place,
@@ -132,7 +143,7 @@ def load_model(
                 **shared,
                 **{key: value for key, value in options.items() if value is not None},
             )
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             if offline and isinstance(error, OSError):
                 reason = "it is not a folder, the hub's cache does not have all of it, and "
@@ -248,14 +259,35 @@ def _is_here(place: str | int) -> bool:
     return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
 
 
-def _require_safetensors(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
+def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raise CaptureError for a folder without safetensors, or with far fewer than it describes.
+
+    transformers allocates what the configuration says before it compares shapes.
+    """
+    weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    if not weights:
         files = [path.name for end in ("*.bin", "*.pt*") for path in sorted(folder.glob(end))]
-        weights = f"only {', '.join(files)}" if files else "no weights"
+        found = f"only {', '.join(files)}" if files else "no weights"
         raise CaptureError(
-            f"{folder} has {weights}, expected *.safetensors; pickled weights can run code and are "
+            f"{folder} has {found}, expected *.safetensors; pickled weights can run code and are "
             "never loaded, convert them with save_pretrained first"
         )
+    size = sum(weights)
+    trust = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **trust)
+        layers = config.get_text_config().num_hidden_layers
+        if layers <= size * _LAYERS_PER_BYTE:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **trust)
+            if sum(each.numel() for each in model.parameters()) <= size * _PER_BYTE:
+                return
+    except _UNUSABLE:
+        return  # loading says what is wrong
+    raise CaptureError(
+        f"{folder} has {size:,} bytes of weights, expected those of the model in its config.json, "
+        "which is far larger; copy or convert it again, or correct its config.json"
+    )
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder

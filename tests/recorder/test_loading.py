@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import socketserver
@@ -86,6 +87,34 @@ def test_weights_that_would_be_random_are_refused(folder, tmp_path, change):
         load_model(path)
 
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 1 << 24}, {"num_hidden_layers": 10**6}])
+def test_a_folder_takes_no_more_than_it_has(folder, tmp_path, sizes):
+    """A configuration far larger than its weights is one line, before anything is allocated."""
+    path = shutil.copytree(folder, tmp_path / "large")
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config | sizes), "utf-8")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(CaptureError, match="bytes of weights, expected those of the model"):
+        load_model(path)
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KB
+
+
+def test_a_configuration_that_contradicts_itself_is_one_line(folder, tmp_path):
+    """A list of kinds of layers that is longer than the model is refused."""
+    path = shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((path / "config.json").read_text("utf-8"))
+    config |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 5}
+    (path / "config.json").write_text(json.dumps(config), "utf-8")
+
+    with pytest.raises(CaptureError, match="cannot be loaded") as error:
+        load_model(path)
+
+    assert "\n" not in str(error.value)
 
 
 def test_remote_code_is_not_run(folder, tmp_path):
