@@ -168,17 +168,17 @@ def _exclusive(folder: Path) -> Iterator[None]:
     """Keep other processes and users out of the cache; remove what an interrupted process left."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        if any(not _is_own_folder(each) for each in (folder.parent, folder)):
-            raise OutputError(
-                f"{folder} is a link or belongs to another user, expected a folder of yours that "
-                "kvsim writes to; remove it, or set XDG_CACHE_HOME to another folder"
-            )
-        folder.chmod(0o700)
-        file = Path(folder, ".lock").open("a")  # noqa: SIM115  closed below
+        own = all(_is_own_folder(each) for each in (folder.parent, folder))
+        if own:
+            folder.chmod(0o700)
+            file = Path(folder, ".lock").open("a")  # noqa: SIM115  closed below
     except OSError as error:
-        if isinstance(error, OutputError):
-            raise
         raise refused(folder, error) from error
+    if not own:
+        raise OutputError(
+            f"{folder} is a link or belongs to another user, expected a folder of yours that "
+            "kvsim writes to; remove it, or set XDG_CACHE_HOME to another folder"
+        )
     with file:
         lock(file, wait=True)
         for remnant in (*folder.glob(".kvsim-*"), *folder.glob(".*.old-*")):
@@ -235,15 +235,15 @@ def _is_complete(folder: Path, digest: str, content: _Content) -> bool:
     if folder.is_symlink():
         folder.unlink()
     try:
-        if any(not stat.S_ISREG(path.lstat().st_mode) for path in folder.iterdir()):
+        kinds = {path.name: stat.S_IFMT(path.lstat().st_mode) for path in folder.iterdir()}
+        if kinds != dict.fromkeys((*content.files, _MANIFEST, _WEIGHTS), stat.S_IFREG):
             return False
-        files = {path.name: path for path in folder.iterdir()}
-        names = {*content.files, _MANIFEST, _WEIGHTS}
-        small = {name: (folder / name).read_bytes() for name in content.files}
-        if files.keys() != names or small != content.files:
-            return False
-        manifest = json.loads(files[_MANIFEST].read_bytes())
-        return bool(manifest == _manifest(folder, digest)) and _has_rows(folder, content.weights)
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+        return (
+            all((folder / name).read_bytes() == text for name, text in content.files.items())
+            and manifest == _manifest(folder, digest)
+            and _has_rows(folder, content.weights)
+        )
     except (OSError, ValueError):
         return False
 

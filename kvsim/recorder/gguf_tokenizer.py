@@ -44,6 +44,9 @@ _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 
 _SPACE = "▁"
 
+#: Most characters of a token: merges of a token with a score take the square of its length.
+_LONGEST = 1000
+
 
 def tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer of a file, and the settings that transformers has next to it.
@@ -57,8 +60,11 @@ def tokenizer(fields: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
         )
     tokens = _strings(fields, "tokenizer.ggml.tokens")
     ids = {token: at for at, token in enumerate(tokens)}
-    if len(ids) < len(tokens):
-        raise UnusableError("its tokenizer has a token twice, expected each once; convert it again")
+    if len(ids) < len(tokens) or max(map(len, tokens), default=0) > _LONGEST:
+        raise UnusableError(
+            f"its tokenizer has a token twice or one of more than {_LONGEST} characters, expected "
+            "each once and shorter; convert it again"
+        )
     special = {}
     for ours, theirs in SPECIAL.items():
         at = field(fields, f"tokenizer.ggml.{theirs}_token_id", int, -1)

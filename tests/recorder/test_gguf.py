@@ -380,6 +380,14 @@ def test_sentencepiece_merges_by_score(tmp_path):
     assert settings == {"bos_token": "<s>", "unk_token": "<unk>"}
 
 
+@pytest.mark.parametrize("tokens", [["a", "b", "a"], ["a", "b" * 1001]], ids=["twice", "long"])
+def test_tokens_that_no_model_has(tokens):
+    """A token that is listed twice, or of thousands of characters, is refused."""
+    fields = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    with pytest.raises(ValueError, match="a token twice or one of more than 1000 characters"):
+        gguf_tokenizer.tokenizer(fields)
+
+
 def test_missing_file_and_packages(tmp_path, monkeypatch):
     """A missing file, a missing extra and a missing package name what to do."""
     write(tmp_path / "small.gguf")
