@@ -251,7 +251,8 @@ def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ra
         app.query_params = {}  # as a browser goes on to another page
         app.run()
     assert app.selectbox(key="trace").value == "b.zarr"
-    assert app.query_params["trace"] == "b.zarr"
+    # a list before Streamlit 1.65
+    assert app.query_params["trace"] in ("b.zarr", ["b.zarr"])
 
 
 @pytest.mark.parametrize("control", ["metric", "variant", "by", "base"])
