@@ -13,6 +13,7 @@ from itertools import pairwise
 import gguf
 import numpy as np
 import pytest
+import regex
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +21,7 @@ from kvsim.errors import CaptureError, KvsimError
 from kvsim.recorder import capture, gguf_tokenizer, load_model
 from kvsim.recorder import gguf as files
 from kvsim.recorder.models import describe_model
-from tests.small_gguf import HEADS, HIDDEN, LAYERS, TOKENS, write
+from tests.small_gguf import HEADS, HIDDEN, LAYERS, LETTERS, TOKENS, write
 
 
 @pytest.fixture(autouse=True)
@@ -339,6 +340,40 @@ def test_sizes_are_compared_before_they_are_allocated(tmp_path, capfd, make, mes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KB
     assert time.monotonic() - began < 10
     assert capfd.readouterr() == ("", "")
+
+
+# the expressions of llama.cpp, src/llama-vocab.cpp
+SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+EXPRESSIONS = {
+    "gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama-bpe": SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,
+    "qwen2": SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,
+    "tekken": r"[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))*((?=[\p{L}])([^A-Z]))+"
+    r"|[^\r\n\p{L}\p{N}]?((?=[\p{L}])([^a-z]))+((?=[\p{L}])([^A-Z]))*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_words_are_those_of_llama_cpp(name):
+    """Text is split by the rule that the file names, and a word that is a token stays whole."""
+    rest = [f"<0x{number:02X}>" for number in range(256)]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": [*LETTERS, "abc", *rest],
+        "tokenizer.ggml.merges": [],
+    }
+    text = "We'LL don't  HTTPServer aBc 1234567 x=y/2 //\r\n\n  end\t\n don'T  "
+
+    backend, _ = gguf_tokenizer.tokenizer(fields)
+
+    words = backend.pre_tokenizer.pre_tokenize_str(text)
+    expected = [match.group() for match in regex.finditer(EXPRESSIONS[name], text)]
+    assert [text[begin:end] for _, (begin, end) in words] == expected
+    whole = ["abc"] if name in ("llama-bpe", "tekken") else ["a", "b", "c"]
+    assert backend.encode("abc", add_special_tokens=False).tokens == whole
 
 
 def spell(text, scores):
