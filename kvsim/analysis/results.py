@@ -16,6 +16,7 @@ from typing import Any
 
 import polars as pl
 
+from kvsim.core.header import printable
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
 from kvsim.policies import policy
@@ -69,7 +70,7 @@ def check_distinct(traces: Sequence[Trace]) -> None:
 
 def model_name(trace: Trace) -> str | None:
     """Return the name of a trace's model, of a path or hub id the last part; None if unknown."""
-    return str(model_of(trace)["name"]).rstrip("/").rpartition("/")[2] or None
+    return printable(str(model_of(trace)["name"])).rstrip("/").rpartition("/")[2] or None
 
 
 def several_models(traces: Iterable[tuple[str | None, str]]) -> str:

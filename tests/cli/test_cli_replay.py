@@ -481,8 +481,9 @@ def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace)
     _, text, _ = run("replay", trace, "--policy", "ams+snapkv", *asked)
 
     assert status == 0
-    (remark,) = found["remarks"]
-    assert remark.startswith("ams+snapkv: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries")
+    assert found["remarks"][0].startswith(
+        "ams+snapkv: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries"
+    )
     assert "Note: ams+snapkv: budget 20 holds 4 of 4 sinks" in text
 
 

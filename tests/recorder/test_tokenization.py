@@ -10,6 +10,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many
+from kvsim.recorder.models import describe_model
 from kvsim.recorder.repetition import repetition
 from kvsim.recorder.tokenization import describe_tokenizer
 from kvsim.runner.closed import check_recorded
@@ -214,4 +215,4 @@ def test_traces_without_a_digest_are_accepted():
     model, tokenizer = kvsim.recorder.load_model("tiny")
 
     assert "tokenizer" not in sample.meta
-    assert check_recorded(sample, model, tokenizer) == sample.tokens.tolist()
+    assert check_recorded(sample, describe_model(model), tokenizer) == sample.tokens.tolist()
