@@ -30,7 +30,7 @@ from fidelity_page.plan import STUDIES, Study
 from fidelity_page.text import page
 from kvsim.analysis.prediction import Calibration, config_digest, fit, write_calibrations
 from kvsim.recorder import load_model
-from kvsim.recorder.models import describe_model
+from kvsim.recorder.provenance import describe_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATIONS = ROOT / "kvsim" / "analysis" / "calibrations.json"

@@ -10,8 +10,9 @@ from typing import Any
 
 from kvsim import Trace, open_trace
 from kvsim.recorder import Prompt, capture_many, load_model
-from kvsim.recorder.models import describe_model, load_tokenizer
+from kvsim.recorder.models import load_tokenizer
 from kvsim.recorder.prompts import token_count
+from kvsim.recorder.provenance import describe_model
 from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH, tasks
 from kvsim.tiny.vocabulary import DOMAINS

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
-from kvsim.recorder.models import describe_model, load_model
+from kvsim.recorder.models import load_model
 from kvsim.recorder.options import Options, check_in_memory, takes_options
 from kvsim.recorder.prompts import (
     Labels,
@@ -21,6 +21,7 @@ from kvsim.recorder.prompts import (
     file_name,
     with_distinct_ids,
 )
+from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
 from kvsim.schema import is_url

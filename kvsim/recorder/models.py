@@ -1,17 +1,12 @@
-"""Models: loading, and what a trace says about one."""
+"""Models: loading, and their names."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from glob import escape, glob
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +16,6 @@ import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,12 +28,8 @@ from transformers.utils import logging as transformers_logging
 
 from kvsim import tiny
 from kvsim.core.checks import resolve_device
-from kvsim.core.digest import document_digest
-from kvsim.core.threads import threads_for
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
-from kvsim.recorder.hooks import attention_modules, kernel_name
-from kvsim.recorder.positions import context_length
 from kvsim.tiny import vocabulary
 
 #: The models that have a name, in words: those that ship, and one in a package.
@@ -68,15 +58,6 @@ _UNUSABLE = (
 
 #: Files that a folder with a tokenizer has.
 _TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
-
-# Not in the configuration's digest: the place of a copy and its writer change no number.
-_VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
-
-#: Values of a matrix whose bits are added up at a time.
-_BLOCK = 1 << 20
-
-#: In the configuration but not in its digest: the precision is compared by itself.
-NOTED = ("architectures", "dtype")
 
 
 def load_model(
@@ -355,14 +336,19 @@ def is_tiny(model: PreTrainedModel) -> bool:
 
 def model_name(model: PreTrainedModel) -> str:
     """Return a short name: of a shipped model or GGUF file, the hub id, or a path's last part."""
-    if hasattr(model, _GGUF):
-        return str(getattr(model, _GGUF)[0])
+    if (source := gguf_source(model)) is not None:
+        return source[0]
     origin = _origin(model)
     for name, path in tiny.MODELS.items():
         if str(path) == origin:
             return name
     local = Path(origin).is_absolute() or Path(origin).exists()
     return Path(origin).name if local and origin else origin or str(model.config.model_type)
+
+
+def gguf_source(model: PreTrainedModel) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and the provenance of the GGUF file that a model was loaded from, or None."""
+    return cast("tuple[str, dict[str, Any]] | None", getattr(model, _GGUF, None))
 
 
 def _origin(model: PreTrainedModel) -> str:
@@ -374,75 +360,3 @@ def softcap(model: PreTrainedModel) -> float | None:
     """Return the softcap of attention logits in the model's configuration (Gemma 2), or None."""
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return None if cap is None else float(cap)
-
-
-def weights_digest(model: PreTrainedModel) -> str | None:
-    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not in memory.
-
-    Every parameter, and every buffer of floating-point numbers that is saved with them, counts by
-    its shape and its values rounded to bfloat16: their bits as integers, added up over the rows and
-    over the columns of each matrix. So one changed value, two exchanged rows or a training step
-    give another digest. A file format, a device, a kernel, names and an order that a version of
-    transformers chooses, or a wider precision than that of the checkpoint give the same. Changes
-    below the precision of bfloat16 go unnoticed, and so do two matrices of one shape that change
-    places, and what a forger does who leaves all sums of rows and columns as they are. It reads the
-    weights once, which takes about as long as to compute one token.
-    """
-    saved = model.state_dict()
-    tensors: list[Tensor] = list(model.parameters())  # tied ones once
-    tensors += [x for name, x in model.named_buffers() if name in saved and x.is_floating_point()]
-    if any(x.is_meta for x in tensors):  # of a device map that leaves weights on the disk
-        return None
-    with threads_for(model):
-        text = " ".join(sorted(map(_tensor_digest, tensors)))
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _tensor_digest(x: Tensor) -> str:
-    sha = hashlib.sha256(f"{list(x.shape)}".encode())
-    matrix = torch.atleast_2d(x.detach()).flatten(0, -2)
-    columns = torch.zeros(matrix.shape[1], dtype=torch.int32, device=x.device)
-    for rows in matrix.split(max(1, _BLOCK // max(1, matrix.shape[1]))):
-        bits = rows.to(torch.bfloat16).view(torch.int16).int()
-        columns += bits.sum(0, dtype=torch.int32)  # modulo 2^32
-        sha.update(bits.sum(1, dtype=torch.int32).cpu().numpy().astype("<i4").tobytes())
-    sha.update(columns.cpu().numpy().astype("<i4").tobytes())
-    return sha.hexdigest()
-
-
-def describe_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights."""
-    weights = weights_digest(model)
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    config = {key: value for key, value in config.items() if key not in _VOLATILE}
-    compared = {key: value for key, value in config.items() if key not in NOTED}
-    return {
-        "name": model_name(model),
-        **({"source": getattr(model, _GGUF)[1]} if hasattr(model, _GGUF) else {}),
-        "type": model.config.model_type,
-        "config": config,
-        "config_digest": document_digest(compared),
-        **({} if weights is None else {"weights": weights}),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": kernel_name(model),
-        "device": model.device.type,
-        "context": context_length(model),
-        "layers": len(attention_modules(model)),
-    }
-
-
-#: The metadata of a package are a file, and every trace names its libraries.
-_version = cache(version)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of kvsim and of the libraries that run the model."""
-    from kvsim import __version__  # noqa: PLC0415  the package names its submodules lazily
-
-    return {
-        "kvsim": __version__,
-        "torch": str(torch.__version__),
-        "transformers": _version("transformers"),
-        "tokenizers": _version("tokenizers"),
-        "python": platform.python_version(),
-    }

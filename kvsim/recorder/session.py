@@ -24,11 +24,12 @@ from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import Projections, Residual
-from kvsim.recorder.models import is_tiny, model_name, softcap, versions
+from kvsim.recorder.models import is_tiny, model_name, softcap
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
 from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Prompt, encode
+from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
 from kvsim.schema import AXES
@@ -162,8 +163,8 @@ class Session:
             "it is stored in": (stored, options.store_dtype or exact),
         }
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
-        if recorded.get("config_digest") != model["config_digest"]:
-            differing.append("its model has another configuration")
+        if keys := config_differences(trace.meta, model):
+            differing.append(f"its model has another configuration ({', '.join(keys)})")
         if (other := tokenizer_difference(trace, self.tokenizer)) is not None:
             differing.append(other)
         if self.probe is not None and trace.header.probe != self.probe:

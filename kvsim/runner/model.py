@@ -22,10 +22,11 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import check_logits, device_of, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
-from kvsim.recorder.models import describe_model, model_name
+from kvsim.recorder.models import model_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 
 #: Kernels whose masks are known: added to the logits, or true where a row sees an entry.

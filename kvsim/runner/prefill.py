@@ -31,7 +31,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.models import describe_model
+from kvsim.recorder.provenance import describe_model
 from kvsim.runner.decoder import Computed, Decoder
 from kvsim.runner.recorded import check_model, relative_change
 from kvsim.store.opening import TraceLike, as_trace

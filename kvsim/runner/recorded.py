@@ -12,7 +12,7 @@ from kvsim.core.checks import DTYPES, tolerance
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
-from kvsim.recorder.models import NOTED
+from kvsim.recorder.provenance import config_differences
 
 #: Of the tolerance of a precision (`kvsim.core.checks`), what the first layer may differ by in one
 #: row, and what may add up over all layers. On shipped models, other kernels, threads and block
@@ -28,12 +28,9 @@ def check_model(trace: Trace, described: Mapping[str, Any]) -> None:
     digest of the weights, which traces recorded before there was one lack (`Comparison`).
     """
     recorded_model = trace.meta.get("model", {})
-    expected = recorded_model.get("config")
-    if expected is None:
+    if recorded_model.get("config") is None:
         return
-    config = described["config"]
-    keys = sorted((set(config) | set(expected)) - set(NOTED))
-    differing = [key for key in keys if config.get(key) != expected.get(key)]
+    differing = config_differences(trace.meta, described)
     if differing:
         raise CaptureError(
             f"the model {described['name']} differs from the recorded {recorded_model.get('name')} "

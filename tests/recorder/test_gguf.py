@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from kvsim.errors import CaptureError, KvsimError
 from kvsim.recorder import capture, gguf_tokenizer, load_model
 from kvsim.recorder import gguf as files
-from kvsim.recorder.models import describe_model
+from kvsim.recorder.provenance import describe_model
 from tests.small_gguf import HEADS, HIDDEN, LAYERS, LETTERS, TOKENS, write
 
 

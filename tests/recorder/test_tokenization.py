@@ -10,7 +10,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many
-from kvsim.recorder.models import describe_model
+from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.repetition import repetition
 from kvsim.recorder.tokenization import describe_tokenizer
 from kvsim.runner.closed import check_recorded

@@ -11,9 +11,9 @@ from recorder_models import small
 
 from kvsim.analysis.prediction import calibration_of
 from kvsim.errors import CaptureError
-from kvsim.recorder import capture, capture_many, load_model, models
-from kvsim.recorder.models import weights_digest
+from kvsim.recorder import capture, capture_many, load_model, provenance
 from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.provenance import config_differences, describe_model, weights_digest
 
 
 def by_definition(model):
@@ -31,7 +31,7 @@ def by_definition(model):
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])
 def test_the_digest_is_that_of_its_definition(block, monkeypatch):
     """Sums over rows and columns, however many values are added up at a time."""
-    monkeypatch.setattr(models, "_BLOCK", block)
+    monkeypatch.setattr(provenance, "_BLOCK", block)
 
     assert weights_digest(small("qwen2")) == by_definition(small("qwen2"))
 
@@ -87,7 +87,7 @@ def test_weights_that_are_not_in_memory_have_no_digest():
         model = type(small("llama"))(small("llama").config)
 
     assert weights_digest(model) is None
-    assert "weights" not in models.describe_model(model)
+    assert "weights" not in describe_model(model)
 
 
 def test_a_shipped_calibration_names_the_weights_of_its_model():
@@ -110,3 +110,28 @@ def test_a_resumed_capture_refuses_other_weights(tmp_path):
     assert kept.meta["model"]["weights"] != weights_digest(model)
     with pytest.raises(CaptureError, match="the digest of its weights is sha256:"):
         capture_many(model, None, prompts, tmp_path, max_new_tokens=1, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("release", "changes", "differing"),
+    [
+        ("same", {}, []),
+        ("same", {"added": 1}, ["added"]),
+        ("other", {"added": 1, "rope_parameters": {}}, []),
+        ("other", {"added": 1, "weights": None}, []),
+        ("other", {"rope_parameters": {}, "weights": None}, ["rope_parameters"]),
+        ("other", {"rope_parameters": {}, "weights": "sha256:0"}, ["rope_parameters"]),
+    ],
+)
+def test_releases_of_transformers_do_not_make_another_model(release, changes, differing):
+    """Between two releases keys come and go; equal weights, or else the keys of both, decide."""
+    trace, described = (
+        capture(small("qwen2"), None, [1, 2, 3], max_new_tokens=0),
+        describe_model(small("qwen2")),
+    )
+    versions = trace.meta["versions"] | ({"transformers": "5.0"} if release == "other" else {})
+    model = {**trace.meta["model"], "weights": changes.get("weights", described["weights"])}
+    model["config"] = {**model["config"], **changes}
+    model["config"].pop("weights", None)
+
+    assert config_differences({"model": model, "versions": versions}, described) == differing

@@ -1,0 +1,119 @@
+"""What a trace says about the model that it was recorded from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsim.core.digest import document_digest
+from kvsim.core.threads import threads_for
+from kvsim.recorder.hooks import attention_modules, kernel_name
+from kvsim.recorder.models import gguf_source, model_name
+from kvsim.recorder.positions import context_length
+from kvsim.store.metadata import object_at
+
+# Not in the configuration's digest: the place of a copy and its writer change no number.
+_VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
+
+#: In the configuration but not in its digest: the precision is compared by itself.
+_NOTED = ("architectures", "dtype")
+
+#: Values of a matrix whose bits are added up at a time.
+_BLOCK = 1 << 20
+
+
+def weights_digest(model: PreTrainedModel) -> str | None:
+    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not in memory.
+
+    Every parameter, and every buffer of floating-point numbers that is saved with them, counts by
+    its shape and its values rounded to bfloat16: their bits as integers, added up over the rows and
+    over the columns of each matrix. So one changed value, two exchanged rows or a training step
+    give another digest. A file format, a device, a kernel, names and an order that a version of
+    transformers chooses, or a wider precision than that of the checkpoint give the same. Changes
+    below the precision of bfloat16 go unnoticed, and so do two matrices of one shape that change
+    places, and what a forger does who leaves all sums of rows and columns as they are. It reads the
+    weights once, which takes about as long as to compute one token.
+    """
+    saved = model.state_dict()
+    tensors: list[Tensor] = list(model.parameters())  # tied ones once
+    tensors += [x for name, x in model.named_buffers() if name in saved and x.is_floating_point()]
+    if any(x.is_meta for x in tensors):  # of a device map that leaves weights on the disk
+        return None
+    with threads_for(model):
+        text = " ".join(sorted(map(_tensor_digest, tensors)))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _tensor_digest(x: Tensor) -> str:
+    sha = hashlib.sha256(f"{list(x.shape)}".encode())
+    matrix = torch.atleast_2d(x.detach()).flatten(0, -2)
+    columns = torch.zeros(matrix.shape[1], dtype=torch.int32, device=x.device)
+    for rows in matrix.split(max(1, _BLOCK // max(1, matrix.shape[1]))):
+        bits = rows.to(torch.bfloat16).view(torch.int16).int()
+        columns += bits.sum(0, dtype=torch.int32)  # modulo 2^32
+        sha.update(bits.sum(1, dtype=torch.int32).cpu().numpy().astype("<i4").tobytes())
+    sha.update(columns.cpu().numpy().astype("<i4").tobytes())
+    return sha.hexdigest()
+
+
+def describe_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights."""
+    weights, source = weights_digest(model), gguf_source(model)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config = {key: value for key, value in config.items() if key not in _VOLATILE}
+    compared = {key: value for key, value in config.items() if key not in _NOTED}
+    return {
+        "name": model_name(model),
+        **({} if source is None else {"source": source[1]}),
+        "type": model.config.model_type,
+        "config": config,
+        "config_digest": document_digest(compared),
+        **({} if weights is None else {"weights": weights}),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": kernel_name(model),
+        "device": model.device.type,
+        "context": context_length(model),
+        "layers": len(attention_modules(model)),
+    }
+
+
+def config_differences(meta: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
+    """Return in which keys the configuration of a trace's model differs from that of another.
+
+    meta: of the trace. described: the other model, by `describe_model`. Releases of transformers
+    add, drop and default keys, so of two releases only keys of both are compared, and none where
+    the weights are known and equal.
+    """
+    recorded = object_at(meta, "model")
+    config, other = recorded.get("config") or {}, described["config"]
+    keys = config.keys() | other.keys()
+    if object_at(meta, "versions").get("transformers") != _version("transformers"):
+        same = recorded.get("weights") == described.get("weights") is not None
+        keys = set() if same else config.keys() & other.keys()
+    return sorted(key for key in keys - {*_NOTED} if config.get(key) != other.get(key))
+
+
+#: The metadata of a package are a file, and every trace names its libraries.
+_version = cache(version)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of kvsim and of the libraries that run the model."""
+    from kvsim import __version__  # noqa: PLC0415  the package names its submodules lazily
+
+    return {
+        "kvsim": __version__,
+        "torch": str(torch.__version__),
+        "transformers": _version("transformers"),
+        "tokenizers": _version("tokenizers"),
+        "python": platform.python_version(),
+    }
