@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,9 @@ LARGE = ("matplotlib", "polars", "scipy", "torch", "transformers", "zarr")
 
 
 def submodules():
-    """The names of all modules of the package."""
-    return [m.name for m in pkgutil.walk_packages(kvsim.__path__, "kvsim.")]
+    """The names of all modules of the package that can be imported here."""
+    names = [m.name for m in pkgutil.walk_packages(kvsim.__path__, "kvsim.")]
+    return [name for name in names if name != "kvsim.interop.kvpress" or find_spec("kvpress")]
 
 
 def loaded_after(code):

