@@ -126,7 +126,7 @@ CASES = {
         _press("PyramidKVPress", window_size=8),
         "pyramidkv@kvpress",
         {"window": 8},
-        differs={"rule": "fixed"},
+        differs={"window": 9},
         length=160,
         ratios=(0.375, 0.5, 0.25),
     ),
