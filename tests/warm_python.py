@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -100,10 +100,13 @@ def load() -> None:
     import kvsim
 
     for module in pkgutil.walk_packages(kvsim.__path__, "kvsim."):
-        if module.name not in ("kvsim.__main__", "kvsim.interop.kvpress"):
+        if not module.name.startswith(
+            ("kvsim.__main__", "kvsim._dashboard", "kvsim.interop.kvpress")
+        ):
             importlib.import_module(module.name)
     for name in LATER:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
 
     import typer
 
