@@ -151,7 +151,7 @@ METRICS: Mapping[str, Metric] = {
         "first factor of the output error: attention on evicted entries",
         "rows", "share", "lower", "error = missing x distance", _rows("missing")),
     "error_distance": Metric(
-        "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-5 is missing",
+        "second factor: |o_evicted - o_seen| / |o_full|, where at least 1e-4 is missing",
         "rows", "relative", None, "as missing_mass", _rows("distance")),
     "sparsity_compressed": Metric(
         "sparsity over the entries that the last row still sees, attention over what rows see",

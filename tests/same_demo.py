@@ -1,0 +1,38 @@
+"""`python tests/same_demo.py DEMO OTHER`: whether two environments gave the same demo.
+
+Kept sets must be equal, entry by entry, and means of all metrics within the rounding of float32.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import polars as pl
+
+from kvsim.store.records import read_records
+
+RUNS = ("run", "smollm2-run")
+KEYS = ("policy", "budget", "metric")
+
+
+def means(folder: str) -> pl.DataFrame:
+    """Return the mean of each metric of a run, by policy and budget."""
+    table = pl.read_parquet(f"{folder}/results.parquet")
+    return table.group_by(KEYS).agg(pl.col("value").mean()).sort(KEYS)
+
+
+def main(demo: str, other: str) -> None:
+    """Compare two folders of `kvsim demo`."""
+    for run in RUNS:
+        ours, theirs = (read_records(f"{folder}/{run}/records.zarr") for folder in (demo, other))
+        for record, twin in zip(ours, theirs, strict=True):
+            assert np.array_equal(record.evicted_at, twin.evicted_at), record
+        table, twin = (means(f"{folder}/{run}") for folder in (demo, other))
+        assert table.select(KEYS).equals(twin.select(KEYS))
+        values = (part["value"].to_numpy() for part in (table, twin))
+        np.testing.assert_allclose(*values, rtol=1e-3, atol=1e-6)
+        print(f"{run}: the kept sets of {len(ours)} records and {len(table)} means are the same")
+
+
+main(*sys.argv[1:])
