@@ -160,8 +160,8 @@ def test_curve_and_grid_equal_loops(scores, data):
     for layer in range(first, layers):
         expected = naive_variance(ranked, layer, used, k)[0] / base if base else 0.0
         assert curve.relative[layer] == pytest.approx(expected, rel=1e-12)
-    near_tie = np.isclose(curve.relative[first:], tau, rtol=1e-9, atol=0).any()
-    if not near_tie or tau == 1.0:  # the first layer's own 1 is exact
+    # the first layer's own 1 is exact
+    if not np.isclose(curve.relative[first + 1 :], tau, rtol=1e-9, atol=0).any():
         assert curve.selected() == naive_selected(ranked, first, back, k, tau)
     firsts, backs = tuple(range(layers)), (1, 2, 4, 9)
     grid = one.grid(k + 4, firsts, backs)
