@@ -347,7 +347,7 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
     out: dict[str, dict[str, list[Value]]] = {name: {} for name in names}
     parsed = [(text, *_owners(text.partition("=")[0].strip(), names)) for text in settings]
     # that of one policy wins over that of a part, and that over that of all
-    for text, owners, title in sorted(parsed, key=lambda each: (each[2] in names, each[2] > "")):
+    for text, owners, title in sorted(parsed, key=lambda each: ("+" in each[2], each[2] > "")):
         left, equals, right = text.partition("=")
         bare = left.strip()[len(title) + 1 if title else 0 :]
         pairs = [parse_set(f"{bare}{equals}{value}") for value in right.split(",")]

@@ -402,8 +402,9 @@ def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
     """Wrapped, behind a wrapper with the same key, before a codec; a whole name is one policy."""
     names = ["snapkv", "adakv+snapkv", "ams+snapkv", "snapkv+kivi", "snapkv@kvpress"]
     asked = ["--policy", ",".join(names), "--budget", "12", "--interval", "8", "--json"]
-    sets = ["--set", "snapkv.window=3", "--set", "snapkv@kvpress.window=6", "--set", "window=7"]
-    status, out, err = run("replay", trace, *asked, *sets, "--set", "adakv+snapkv.window=5")
+    sets = ["--set", "adakv+snapkv.window=5", "--set", "snapkv.window=3"]
+    sets += ["--set", "snapkv@kvpress.window=6", "--set", "window=7"]
+    status, out, err = run("replay", trace, *asked, *sets)
     document = json.loads(out)
     windows = [
         (x["policy"], [value for key, value in x["params"].items() if key.endswith("window")])
