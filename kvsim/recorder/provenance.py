@@ -27,6 +27,9 @@ _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "t
 #: In the configuration but not in its digest: the precision is compared by itself.
 _NOTED = ("architectures", "dtype")
 
+#: For training alone, and with another default in another release of transformers.
+_TRAINING = "router_aux_loss_coef"
+
 #: Values of a matrix whose bits are added up at a time.
 _BLOCK = 1 << 20
 
@@ -90,16 +93,21 @@ def config_differences(meta: Mapping[str, Any], described: Mapping[str, Any]) ->
     """Return in which keys the configuration of a trace's model differs from that of another.
 
     meta: of the trace. described: the other model, by `describe_model`. Releases of transformers
-    add, drop and default keys, so of two releases only keys of both are compared, and none where
-    the weights are known and equal.
+    add and drop keys, so of two releases only keys of both are compared, at any depth.
     """
-    recorded = object_at(meta, "model")
-    config, other = recorded.get("config") or {}, described["config"]
-    keys = config.keys() | other.keys()
-    if object_at(meta, "versions").get("transformers") != _version("transformers"):
-        same = recorded.get("weights") == described.get("weights") is not None
-        keys = set() if same else config.keys() & other.keys()
-    return sorted(key for key in keys - {*_NOTED} if config.get(key) != other.get(key))
+    config, other = object_at(meta, "model").get("config") or {}, described["config"]
+    keys = (config.keys() | other.keys()) - {*_NOTED, _TRAINING}
+    if object_at(meta, "versions").get("transformers") == _version("transformers"):
+        return sorted(key for key in keys if config.get(key) != other.get(key))
+    both = keys & config.keys() & other.keys()
+    return sorted(key for key in both if not _agree(config[key], other[key]))
+
+
+def _agree(value: object, other: object) -> bool:
+    """Whether two values are equal in all keys that both have."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return all(_agree(value[key], other[key]) for key in value.keys() & other.keys())
+    return value == other
 
 
 #: The metadata of a package are a file, and every trace names its libraries.
