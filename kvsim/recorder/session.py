@@ -163,8 +163,8 @@ class Session:
             "it is stored in": (stored, options.store_dtype or exact),
         }
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
-        if keys := config_differences(trace.meta, model):
-            differing.append(f"its model has another configuration ({', '.join(keys)})")
+        if config := config_differences(trace.meta, model):
+            differing.append(f"its model has another configuration ({', '.join(config)})")
         if (other := tokenizer_difference(trace, self.tokenizer)) is not None:
             differing.append(other)
         if self.probe is not None and trace.header.probe != self.probe:
