@@ -2,8 +2,7 @@
 
 `run.json` has its own digest and those of `results.parquet` and of the metadata of `records.zarr`,
 which has those of its files. A folder is untrusted input: nothing is parsed before it is known to
-be a regular file of reasonable size with its digest. Runs of earlier versions
-have no digests, and a remark says so.
+be a regular file of reasonable size with its digest.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ def read_run(path: str | Path) -> Saved:
             return Saved(folder, {}, _table(folder, folder, read_file(folder, _RESULTS)))
         parameters, files = _description(folder)
         # an entry that is missing fits no file
-        expected = None if files is None else files.get(RESULTS) or {}
-        data = read_file(folder / RESULTS, _RESULTS, expected)
+        data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS) or {})
     except FileNotFoundError as error:
         if (folder / "sweep.json").is_file():
             raise OutputError(
@@ -190,29 +188,17 @@ def holds_run(url: str) -> bool:
     return True
 
 
-def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Return the content of `run.json` without digests, and the digests of the other files.
-
-    These are None where an earlier version wrote none.
-    """
+def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the content of `run.json` without digests, and the digests of the other files."""
     path = folder / RUN
-    document = read_document(path)
-    bound = not {"digest", "files"}.isdisjoint(document)
-    if bound:
-        document = unsealed(document, path)
-    files = document.pop("files", {}) if bound else None
+    document = unsealed(read_document(path), path)
+    files = document.pop("files", None)
     shapes = {"traces": dict, "remarks": list}
-    if bound and not isinstance(files, dict):
+    if not isinstance(files, dict):
         raise damaged(path, "its list of files is of another type")
     typed = all(isinstance(document.get(name, kind()), kind) for name, kind in shapes.items())
     if not typed or not all(isinstance(remark, str) for remark in document.get("remarks", ())):
         raise damaged(path, "its traces or remarks are of another type")
-    if not bound:
-        remark = (
-            f"{folder.name} was written without digests by an earlier version, so changes of its "
-            "files go unnoticed"
-        )
-        document["remarks"] = [*document.get("remarks", ()), remark]
     return document, files
 
 
@@ -222,7 +208,7 @@ def _table(folder: Path, file: Path, data: bytes) -> pl.DataFrame:
         table = decode_table(data)
     except ValueError as error:
         raise damaged(file, str(error)) from error
-    # runs of version 0.1.0 do not name the model
+    # runs of earlier builds do not name the model
     missing = [name for name in COLUMNS if name not in (*table.columns, "model")]
     if missing:
         raise OutputError(

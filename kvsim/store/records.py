@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -71,31 +70,26 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
 def read_records(path: str | Path) -> list[Record]:
     """Return the records that `write_records` stored.
 
-    Raises OutputError without any, or where a file is damaged. Records of earlier versions have no
-    digests, and a warning says so.
+    Raises OutputError without any, or where a file is damaged.
     """
     folder = local_path(path, OutputError)
-    run = folder.parent / "run.json"
+    run, entry = folder.parent / "run.json", None
     try:
-        bound = read_document(run).get("files") if run.exists() else None
-        # an entry that is missing, here and below, fits no file
-        entry = bound.get(f"{folder.name}/zarr.json") or {} if isinstance(bound, dict) else None
+        if run.exists():
+            bound = read_document(run).get("files")
+            # an entry that is missing, here and below, fits no file
+            entry = (bound if isinstance(bound, dict) else {}).get(f"{folder.name}/zarr.json") or {}
         attributes = read_document(folder / "zarr.json", entry).get("attributes")
     except FileNotFoundError as error:
         raise OutputError(f"{path} holds no records: {error} is missing") from error
     attributes = attributes if isinstance(attributes, dict) else {}
-    version, files = (attributes.get(name) for name in ("kvsim_records", "files"))
+    version, files = attributes.get("kvsim_records"), attributes.get("files")
     if version != RECORD_VERSION:
         raise OutputError(f"{path} has records of version {version}; expected {RECORD_VERSION}")
-    if files is None:
-        warnings.warn(
-            f"{path} was written without digests by an earlier version, so changes of its files go "
-            "unnoticed",
-            stacklevel=2,
-        )
+    if not isinstance(files, dict):
+        raise damaged(folder, "its list of files is missing, or of another type")
     try:
-        names = files or [child.name for child in folder.iterdir() if child.is_dir()]
-        count = len({name.partition("/")[0] for name in names})
+        count = len({name.partition("/")[0] for name in files})
         total = _Total()
         return [_read_record(folder, f"{number}/", files, total) for number in range(count)]
     except FileNotFoundError as error:
@@ -118,15 +112,15 @@ class _Total:
             raise ValueError(f"records have {self._decoded} bytes, at most {self._limit} fit")
 
 
-def _read_record(folder: Path, prefix: str, files: Digests | None, total: _Total) -> Record:
+def _read_record(folder: Path, prefix: str, files: Digests, total: _Total) -> Record:
     """Return one record.
 
     Decoded here and not by zarr, so that no file makes the process allocate more than an array of
     reasonable size. Raises ValueError and its like for what `write_records` does not write.
     """
 
-    def entry(name: str) -> Mapping[str, Any] | None:
-        return None if files is None else files[prefix + name] or {}
+    def entry(name: str) -> Mapping[str, Any]:
+        return files[prefix + name] or {}
 
     def layers(name: str, dtype: str) -> tuple[NDArray[Any], list[bytes]]:
         """An empty array as its document declares it, and the stored bytes of its layers."""

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import warnings
 from dataclasses import replace
 
 import polars as pl
@@ -19,8 +18,9 @@ from kvsim.analysis.folder import bind
 from kvsim.analysis.verdict import answer
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
-from kvsim.report import read_run, write_report
+from kvsim.report import read_run
 from kvsim.store import inputs
+from kvsim.store.inputs import digests
 from kvsim.store.records import read_records
 from kvsim.sweeps.run import replay_all, summarise
 
@@ -136,49 +136,20 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(run, tmp_path):
     assert [line for line in refused if "damaged" not in line or "\n" in line] == []
 
 
-def test_a_flipped_bit_in_a_run_without_digests_is_no_foreign_error(run, tmp_path):
-    """Runs of earlier versions: what does not read ends in one line of kvsim's, or in numbers."""
-    folder = unbound(run.save(tmp_path / "run"))
+@pytest.mark.parametrize("name", ["run.json", "records.zarr/zarr.json"])
+def test_a_run_without_digests_is_refused(run, tmp_path, name):
+    """A file that could be bound to others and is not may have been changed."""
+    folder = run.save(tmp_path / "run")
+    document = json.loads((folder / name).read_text())
+    for place in (document, document.get("attributes", {})):
+        for key in ("digest", "files"):
+            place.pop(key, None)
+    (folder / name).write_text(json.dumps(document))
+    if name != "run.json":
+        bind(folder, json.loads((folder / "run.json").read_text()))
 
-    refused = []
-    for _ in flips(folder, 200, seed=1):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                contents(folder)
-            except OutputError as error:
-                refused.append(str(error))
-
-    assert len(refused) > 50
-    assert [line for line in refused if "\n" in line] == []
-
-
-def unbound(folder):
-    """Make a run folder as earlier versions wrote it."""
-    for path, place in (
-        (folder / "run.json", lambda document: document),
-        (folder / "records.zarr" / "zarr.json", lambda document: document["attributes"]),
-    ):
-        document = json.loads(path.read_text())
-        for name in ("digest", "files"):
-            place(document).pop(name, None)
-        path.write_text(json.dumps(document))
-    return folder
-
-
-def test_a_run_without_digests_is_read_and_says_so(run, tmp_path):
-    """Earlier versions wrote none: a remark in the report, a warning for records."""
-    folder = unbound(run.save(tmp_path / "run"))
-
-    saved = read_run(folder)
-    with pytest.warns(UserWarning, match="written without digests by an earlier version"):
-        (record,) = read_records(folder / "records.zarr")
-
-    assert saved.table.equals(run.table)
-    assert (record.evicted_at == run.records[0].evicted_at).all()
-    assert "without digests" in saved.parameters["remarks"][-1]
-    page = write_report([folder], tmp_path / "r.html").read_text()
-    assert "was written without digests by an earlier version" in page
+    with pytest.raises(OutputError, match="damaged"):
+        contents(folder)
 
 
 @pytest.mark.parametrize("name", ["run.json", "results.parquet", "records.zarr/0/zarr.json"])
@@ -228,18 +199,22 @@ def test_a_table_that_would_fill_the_memory_is_not_decoded(run, tmp_path):
 )
 def test_metadata_of_records_bound_what_is_decoded(run, tmp_path, name, value):
     """Shapes, types and codecs that `write_records` does not write."""
-    folder = unbound(run.save(tmp_path / "run"))
+    folder = run.save(tmp_path / "run")
     path = folder / "records.zarr" / "0" / "evicted_at" / "zarr.json"
     document = json.loads(path.read_text()) | {name: value}
     if name == "shape" and value[2:] and value != "x":
         document["chunk_grid"]["configuration"]["chunk_shape"] = [1, *value[1:]]
     path.write_text(json.dumps(document))
+    root = folder / "records.zarr" / "zarr.json"
+    document = json.loads(root.read_text())
+    files = document["attributes"]["files"]
+    files |= digests(folder / "records.zarr", *files)
+    root.write_text(json.dumps(document))
+    bind(folder, json.loads((folder / "run.json").read_text()))
 
-    with (
-        pytest.warns(UserWarning, match="without digests"),
-        pytest.raises(OutputError, match="damaged"),
-    ):
+    with pytest.raises(OutputError, match="damaged") as error:
         read_records(folder / "records.zarr")
+    assert "SHA-256" not in str(error.value)
 
 
 def test_records_of_another_run_are_refused(run, tmp_path):
