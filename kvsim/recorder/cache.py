@@ -28,8 +28,3 @@ def cache_of(container: Any) -> Any:
     if isinstance(container, Mapping):
         return next((container[name] for name in _NAMES if name in container), None)
     return next((getattr(container, name) for name in _NAMES if hasattr(container, name)), None)
-
-
-def remove_rows(cache: Cache, count: int) -> None:
-    """Remove the last `count` rows from every layer of a cache that keeps all rows."""
-    cache.crop(-count)  # a positive number has been the length that is left, and the rows to remove

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvsim.schema import first_of
+
 T = TypeVar("T")
 
 #: The first bytes of every file.
@@ -244,16 +246,13 @@ def weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
             expected[each] = ours.replace(".0.", f".{layer}."), tuple(value.shape)
     if config["tie_word_embeddings"]:
         del expected["output.weight"]
-    wrong = sorted(
-        {each for each, (_, shape) in expected.items() if _shape(tensors, each) != shape}
-        | (tensors.keys() - expected.keys())
-    )
-    if wrong:
-        first = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+    stored = {each: tensor.shape for each, tensor in tensors.items()}
+    wrong = {each: shape for each, (_, shape) in expected.items()}.items() ^ stored.items()
+    if differing := sorted({each for each, _ in wrong}):
         raise UnusableError(
-            f"{len(wrong)} of its weights are missing, more, or of other shapes ({first}), "
-            f"expected those of a {name} model with its metadata; download it again, or give the "
-            "model as a folder with safetensors"
+            f"{len(differing)} of its weights are missing, more, or of other shapes "
+            f"({first_of(differing)}), expected those of a {name} model with its metadata; "
+            "download it again, or give the model as a folder with safetensors"
         )
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     parts = {}
@@ -264,7 +263,3 @@ def weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
             rows = rows.reshape(count, -1, 2).swapaxes(1, 2).ravel()
         parts[ours] = Weight(tensors[each], rows)
     return parts
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    return tensors[name].shape if name in tensors else None

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option, remove_rows
+from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
@@ -108,7 +108,7 @@ def read_probe(
         for chunk in probe.chunks:
             begin, end = end, end + chunk.rows
             forward(probe.tokens[begin:end], len(context))
-            remove_rows(cache, chunk.rows)
+            cache.crop(-chunk.rows)  # releases of transformers differ in what a positive number is
     parts = [[torch.cat(rows, dim=1) for rows in zip(*calls[at], strict=True)] for at in layers]
     queries, keys = (torch.stack(arrays) for arrays in zip(*parts, strict=True))
     return queries, keys

@@ -11,6 +11,7 @@ from typing import Any
 from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
+from kvsim.schema import first_of
 
 _SHOWN_WORDS = 8
 _SHOWN_CHARACTERS = 24
@@ -35,17 +36,15 @@ def tokenize(text: str, tokenizer: Any, *, special: bool, tiny: bool) -> list[in
     """
     need_tokenizer(tokenizer, "text", "one that encodes it")
     ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    unknown = _unknown_words(text, ids, tokenizer)
-    if unknown:
-        shown = ", ".join(repr(word) for word in unknown[:_SHOWN_WORDS])
-        more = f" and {len(unknown) - _SHOWN_WORDS} more" if len(unknown) > _SHOWN_WORDS else ""
+    if unknown := _unknown_words(text, ids, tokenizer):
         advice = (
             "tiny reads only the ledger language, in which `kvsim prompts` writes prompts"
             if tiny
             else "use other words"
         )
         raise CaptureError(
-            f"the tokenizer does not know {shown}{more}, expected words of its vocabulary; {advice}"
+            f"the tokenizer does not know {first_of([*map(repr, unknown)], _SHOWN_WORDS)}, "
+            f"expected words of its vocabulary; {advice}"
         )
     return ids
 

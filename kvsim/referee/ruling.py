@@ -16,7 +16,7 @@ from kvsim.errors import DumpError, PolicyError
 from kvsim.referee.deviations import Deviation, explains, hypotheses
 from kvsim.referee.dump import Dump, read_dump
 from kvsim.referee.judging import Case, Difference
-from kvsim.schema import plural
+from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
 
 #: Scores closer than this share of the layer's largest are tied: two libraries round differently.
@@ -196,6 +196,4 @@ def _words(difference: Difference) -> str:
 
 
 def _positions(positions: Sequence[int]) -> str:
-    shown = ", ".join(map(str, positions[:6]))
-    more = len(positions) - 6
-    return f"{shown} and {more} more" if more > 0 else shown
+    return first_of([*map(str, positions)], 6)

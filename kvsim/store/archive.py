@@ -34,7 +34,7 @@ def encode_arrays(arrays: Mapping[str, Any]) -> bytes:
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     try:
-        _members(data.getvalue())
+        _check_size(zipfile.ZipFile(data), data.getvalue())
     except ValueError:  # compressed beyond the bounds: long runs of equal values
         data = io.BytesIO()
         np.savez(data, **arrays)
@@ -48,21 +48,16 @@ def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return {
-                member.filename.removesuffix(".npy"): _array(archive, member)
-                for member in _members(data)
-            }
+            _check_size(archive, data)
+            return {x.filename.removesuffix(".npy"): _array(archive, x) for x in archive.infolist()}
     except (*_UNREADABLE, NotImplementedError, RuntimeError) as error:
         raise ValueError(str(error)) from error
 
 
-def _members(data: bytes) -> list[zipfile.ZipInfo]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-    size, limit = sum(member.file_size for member in members), _FREE + _PER_BYTE * len(data)
-    if size > limit:
+def _check_size(archive: zipfile.ZipFile, data: bytes) -> None:
+    size = sum(member.file_size for member in archive.infolist())
+    if size > (limit := _FREE + _PER_BYTE * len(data)):
         raise ValueError(f"it has {size} bytes of arrays in {len(data)} bytes, at most {limit} fit")
-    return members
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
