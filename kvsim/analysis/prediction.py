@@ -321,7 +321,7 @@ def calibration_of(traces: Sequence[Trace], path: str | Path | None = None) -> C
             f"{available}; a curve of one model says nothing of another: make one of your own with "
             "kvsim fidelity --calibration FILE"
         )
-    return fitting[0]
+    return min(fitting, key=lambda each: each.weights is None)
 
 
 @cache

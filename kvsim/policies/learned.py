@@ -126,7 +126,8 @@ class Network:
         try:
             network = cls._of(facts, tensors)
         except (KeyError, TypeError, ValueError) as error:
-            raise _refused(path, f"its tensors are {_shapes(tensors)}: {error}") from error
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in sorted(tensors.items()))
+            raise _refused(path, f"its tensors are {shapes}: {error}") from error
         if network.digest != facts.get("sha256"):
             raise _refused(path, "its SHA-256 is not the one that it names, so it was changed")
         return network
@@ -257,10 +258,6 @@ def _rows(value: object) -> int:
     if rows is None or not 0 <= rows <= NEVER:
         raise ValueError(f"{reprlib.repr(value)} is no number of rows")
     return rows
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items()))
 
 
 def _refused(path: Path, reason: str) -> PolicyError:

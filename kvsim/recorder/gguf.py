@@ -306,18 +306,3 @@ def _build(path: Path, digest: str, folder: Path, content: _Content) -> None:
         (draft / _MANIFEST).write_text(json.dumps(_manifest(draft, digest)) + "\n", "ascii")
         if _checked_digest(GgufFile(path.stem, path)) != digest:
             raise CaptureError(f"{path} changed while it was read, expected one content; try again")
-
-
-def check_complete(place: str | Path, report: Mapping[str, Any], advice: str) -> None:
-    """Raise CaptureError if weights of a model are random: transformers only warns.
-
-    report: the loading info of transformers. advice: what users can do.
-    """
-    mismatched = {name for name, *_ in report["mismatched_keys"]}
-    random = sorted({*report["missing_keys"], *mismatched})
-    if random:
-        first = ", ".join(random[:3]) + (", ..." if len(random) > 3 else "")
-        raise CaptureError(
-            f"{place} lacks {len(random)} of the model's weights or has them in other shapes "
-            f"({first}), expected all as in its configuration; {advice}"
-        )

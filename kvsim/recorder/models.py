@@ -29,7 +29,8 @@ from transformers.utils import logging as transformers_logging
 from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
-from kvsim.recorder.gguf import SMOLLM2, check_complete, dequantised, find_gguf
+from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
+from kvsim.schema import first_of
 from kvsim.tiny import vocabulary
 
 #: The models that have a name, in words: those that ship, and one in a package.
@@ -118,7 +119,7 @@ def load_model(
                 place,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `check_complete` refuses them
+                ignore_mismatched_sizes=True,  # refused below
                 dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                 adapter_kwargs={"local_files_only": here},  # peft looks for one by itself
                 **shared,
@@ -135,7 +136,14 @@ def load_model(
                 f"{_NAMED}{_close(str(name))}"
             ) from error
         model, report = both
-        check_complete(place, report, "copy or convert it again, or correct its config.json")
+        # transformers fills these with random numbers, and only warns
+        lacking = sorted({*report["missing_keys"], *(x for x, *_ in report["mismatched_keys"])})
+        if lacking:
+            raise CaptureError(
+                f"{place} lacks {len(lacking)} of the model's weights or has them in other shapes "
+                f"({first_of(lacking)}), expected all as in its configuration; copy or convert it "
+                "again, or correct its config.json"
+            )
         tokenizer = _load_tokenizer(place, shared)
     loaded = cast("PreTrainedModel", model)
     if source is not None:

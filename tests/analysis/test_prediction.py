@@ -236,6 +236,8 @@ def test_other_weights_are_another_model(tmp_path):
         calibration_of([Traced(weights="other")], path)
     write_calibrations(tmp_path / "old.json", [calibrate(*tables_of, [older])])
     assert calibration_of([tuned], tmp_path / "old.json").weights is None
+    write_calibrations(tmp_path / "both.json", [calibrate(*tables_of, [older]), curves[1]])
+    assert calibration_of([tuned], tmp_path / "both.json") == curves[1]
 
 
 def test_other_models_and_files_are_refused(tmp_path):
