@@ -167,7 +167,8 @@ class _Todo:
         return any(True for _ in self._remaining())
 
     def _remaining(self) -> Iterator[Task]:
-        done = self._kept.done
+        parts = (part for name, part in self._kept.parts.items() if name not in self._before)
+        done = self._kept.done.union(*(part.failed for part in parts))
         for task in self._tasks:
             rest = task.without(done)
             if rest is not None and rest.key not in self._tried and not self._seen(rest):
