@@ -25,6 +25,7 @@ from kvsim.core.storing import Spec
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import plural, schedule, visible
+from kvsim.store.metadata import object_at
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.run import SUMMARY, summarise
 
@@ -54,8 +55,7 @@ def _parts(shown: object) -> Iterable[Markup]:
 
 @_parts.register
 def _trace(trace: Trace) -> Iterable[Markup]:
-    model = trace.meta.get("model")
-    facts = model if isinstance(model, dict) else {}
+    facts = object_at(trace.meta, "model")
     of = f" of {facts['layers']}" if isinstance(facts.get("layers"), int) else ""
     after = trace.n_pos - trace.prompt_len
     yield _title("Trace", trace.name)

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save
 
 import kvsim
-from kvsim.analysis.prediction import _SHIPPED, read_calibrations
+from kvsim.analysis.prediction import _SHIPPED, calibration_of, read_calibrations
+from kvsim.analysis.results import model_name
 from kvsim.cost import estimate
 from kvsim.cost.model import Model
 from kvsim.errors import KvsimError, PolicyError
@@ -23,6 +24,7 @@ from kvsim.interop.masks import read_masks
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Learned, Network
 from kvsim.policies.model import model_of
+from kvsim.runner.recorded import Comparison, check_model
 from kvsim.testing import strategies
 
 #: What takes the place of each value, at any depth.
@@ -176,3 +178,48 @@ def test_a_learned_file_has_whole_numbers_of_rows(name, value, trace, tmp_path):
     path.write_bytes(learned(made, {**made._facts(), name: value}))
     with pytest.raises(PolicyError, match=r"no number of rows"):
         Learned(str(path))
+
+
+#: What a trace says of its model, and of the response.
+META = {
+    "model": {
+        "name": "m",
+        "type": "qwen2",
+        "config": {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e4}},
+        "dtype": "float32",
+        "weights": "sha256:0",
+        "source": {"sha256": "0"},
+        "layers": 2,
+    },
+    "versions": {"transformers": "5.2"},
+    "generation": {"temperature": 0},
+}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        model_of,
+        model_name,
+        lambda trace: calibration_of([trace]),
+        Model.from_trace,
+        lambda trace: check_model(trace, META["model"]),
+        lambda trace: Comparison(trace, torch.float32).check(torch.ones(12, 4)),
+    ],
+    ids=["model", "name", "calibration", "cost", "check", "comparison"],
+)
+def test_no_value_that_a_trace_says_of_its_model_is_an_uncaught_error(read, trace):
+    """Provenance is untrusted input, too: a line refuses it, or it is read."""
+    uncaught = []
+    arrays = [trace.read(name) for name in ("q", "k", "v")]
+    for path, value, meta in changed(META):
+        if path:
+            try:
+                tokens = torch.zeros(trace.n_pos, dtype=torch.int64)
+                terms = {"prompt_len": 12, "tokens": tokens, "meta": meta}
+                read(kvsim.Trace.from_arrays(*arrays, rope=trace.ropes, **terms))
+            except KvsimError as error:
+                assert "\n" not in str(error)  # noqa: PT017
+            except Exception as error:  # noqa: BLE001  it is what is looked for
+                uncaught.append((path, repr(value)[:20], f"{type(error).__name__}: {error}"[:60]))
+    assert uncaught == []

@@ -34,6 +34,7 @@ from kvsim.core.parameters import Above, AtLeast, Finite, check_fields, integer,
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, OutputError, PolicyError, local_path
 from kvsim.files import write_file
+from kvsim.store.metadata import object_at
 
 #: Nats; what is below is counted as this much.
 FLOOR = 0.01
@@ -369,7 +370,7 @@ _Facts = tuple[str, str | None]
 
 
 def _model(trace: Trace) -> tuple[str, _Facts]:
-    model = trace.meta.get("model") or {}
+    model = object_at(trace.meta, "model")
     name, weights = str(model.get("name", "an unknown model")), model.get("weights")
     return name, (config_digest(model), weights if isinstance(weights, str) else None)
 
@@ -390,6 +391,6 @@ def config_digest(model: Mapping[str, Any]) -> str:
 
     The precision is left out. The digest in the trace itself may be of an earlier version of kvsim.
     """
-    config = model.get("config") or {}
+    config = object_at(model, "config")
     compared = {name: x for name, x in config.items() if name not in ("architectures", "dtype")}
     return document_digest(compared)

@@ -168,9 +168,10 @@ def live(
 def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool) -> Any:
     """Load the model in the precision of the recording."""
     from kvsim.recorder import load_model
+    from kvsim.store.metadata import object_at
 
     values.quiet_transformers()
-    dtype = recorded[0].meta.get("model", {}).get("dtype") if recorded else None
+    dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None
     return load_model(
         model,
         dtype=dtype,

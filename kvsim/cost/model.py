@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from kvsim.core.parameters import Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
+from kvsim.store.metadata import object_at
 
 GIB = 1 << 30
 
@@ -162,7 +163,7 @@ class Model:
     @classmethod
     def from_trace(cls, trace: Trace, *, number_bytes: float | None = None) -> Model:
         """The model that a trace was recorded from, as its provenance has the configuration."""
-        model: Mapping[str, Any] = trace.meta.get("model") or {}
+        model: Mapping[str, Any] = object_at(trace.meta, "model")
         config = model.get("config")
         if not isinstance(config, Mapping):
             raise ModelError(

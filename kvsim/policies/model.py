@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
+from kvsim.store.metadata import object_at
 
 
 def model_of(trace: Trace) -> dict[str, Any]:
@@ -17,14 +18,12 @@ def model_of(trace: Trace) -> dict[str, Any]:
     digest: of what the trace says of it, name, type and checksum of its file; empty for nothing. Of
     a hub id the name is the last part, as of a folder. weights: their digest, where it is known.
     """
-    recorded = trace.meta.get("model")
-    model = recorded if isinstance(recorded, dict) else {}
-    file = model.get("source")
+    model = object_at(trace.meta, "model")
     name = model.get("name")
     facts = [
         name.rpartition("/")[2] if isinstance(name, str) else name,
         model.get("type"),
-        file.get("sha256") if isinstance(file, dict) else None,
+        object_at(model, "source").get("sha256"),
     ]
     if trace.layer_ids != tuple(range(trace.n_layers)):  # what was learned belongs to these layers
         facts.append(list(trace.layer_ids))

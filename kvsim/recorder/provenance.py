@@ -95,7 +95,7 @@ def config_differences(meta: Mapping[str, Any], described: Mapping[str, Any]) ->
     meta: of the trace. described: the other model, by `describe_model`. Releases of transformers
     add and drop keys, so of two releases only keys of both are compared, at any depth.
     """
-    config, other = object_at(meta, "model").get("config") or {}, described["config"]
+    config, other = object_at(object_at(meta, "model"), "config"), described["config"]
     keys = (config.keys() | other.keys()) - {*_NOTED, _TRAINING}
     if object_at(meta, "versions").get("transformers") == _version("transformers"):
         return sorted(key for key in keys if config.get(key) != other.get(key))

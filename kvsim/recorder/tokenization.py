@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.schema import first_of
+from kvsim.store.metadata import object_at
 
 _SHOWN_WORDS = 8
 _SHOWN_CHARACTERS = 24
@@ -138,8 +139,8 @@ def _digest(tokenizer: Any, _size: int) -> str:
 
 def tokenizer_difference(trace: Trace, tokenizer: Any) -> str | None:
     """Return in words how a tokenizer differs from that of a trace; None where either has none."""
-    recorded: Any = trace.meta.get("tokenizer")
-    if tokenizer is None or not isinstance(recorded, Mapping) or "digest" not in recorded:
+    recorded = object_at(trace.meta, "tokenizer")
+    if tokenizer is None or "digest" not in recorded:
         return None
     other = describe_tokenizer(tokenizer)
     if other["digest"] == recorded["digest"]:

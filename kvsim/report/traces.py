@@ -18,6 +18,7 @@ from kvsim.analysis.summaries import Interval, averages
 from kvsim.report.html import broken, cell, details, image, interval, lines, section, table_of, tag
 from kvsim.report.study import METHODS, RATIOS, Study
 from kvsim.schema import first_of, plural
+from kvsim.store.metadata import object_at
 
 #: Layers at most in a table without a click, in a figure with a panel and in one with a row each.
 _LAYERS, _PANELS, _ROWS = 8, 7, 4
@@ -47,7 +48,7 @@ def _traces(study: Study) -> str:
     rows = [
         [
             trace.name,
-            str(trace.meta.get("model", {}).get("name", "")),
+            str(object_at(trace.meta, "model").get("name", "")),
             *(str(n) for n in (trace.n_pos, trace.prompt_len, trace.n_layers, trace.n_qheads)),
             tag("code", trace.digest),
         ]

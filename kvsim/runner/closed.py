@@ -33,6 +33,7 @@ from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import Comparison, check_model, relative_change
+from kvsim.store.metadata import object_at
 from kvsim.text.answers import is_right
 from kvsim.tiny import ledger
 
@@ -234,7 +235,7 @@ class ClosedLoop:
             tokens=tokens,
             right=self._right(tokens),
             answered=self._answered(tokens),
-            full_right=(self.trace.meta.get("answer_check") or {}).get("right"),
+            full_right=object_at(self.trace.meta, "answer_check").get("right"),
             seconds=seconds,
         )
         return generated, decoding.decode_peak_bytes, decoding.full_bytes
@@ -259,7 +260,7 @@ class ClosedLoop:
         trace, writing = self.trace, self.writing
         if writing is None:
             return ()
-        generation, recorded = trace.meta.get("generation", {}), self._ids[trace.prompt_len :]
+        generation, recorded = object_at(trace.meta, "generation"), self._ids[trace.prompt_len :]
         greedy = writing.temperature == 0 == generation.get("temperature")
         stopped, long = generation.get("stopped"), len(recorded) >= writing.new_tokens
         if greedy and (stopped == "eos" or (long and stopped != "given")):
@@ -291,7 +292,7 @@ class ClosedLoop:
 
     def _right(self, tokens: Sequence[int]) -> bool | None:
         """Whether a response has the right answer; None where the trace does not say what is."""
-        check, text = self.trace.meta.get("answer_check") or {}, self._text(tokens)
+        check, text = object_at(self.trace.meta, "answer_check"), self._text(tokens)
         if text is None or check.get("right") is None:
             return None
         if check.get("kind") == "ledger":

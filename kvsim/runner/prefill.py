@@ -34,6 +34,7 @@ from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.provenance import describe_model
 from kvsim.runner.decoder import Computed, Decoder
 from kvsim.runner.recorded import check_model, relative_change
+from kvsim.store.metadata import object_at
 from kvsim.store.opening import TraceLike, as_trace
 
 
@@ -280,7 +281,7 @@ def _compare_with_full(trace: Trace, down: _Descending, record: Record) -> Recom
 
 def _check_token(trace: Trace, logits: Tensor) -> None:
     """Raise CaptureError if a greedy response begins with another token than the full prefill."""
-    greedy = trace.meta.get("generation", {}).get("temperature") == 0
+    greedy = object_at(trace.meta, "generation").get("temperature") == 0
     if not greedy or not trace.has("tokens") or trace.n_pos == trace.prompt_len:
         return
     recorded_token = int(trace.read("tokens")[trace.prompt_len])

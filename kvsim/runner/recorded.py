@@ -13,6 +13,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.provenance import config_differences
+from kvsim.store.metadata import object_at
 
 #: Of the tolerance of a precision (`kvsim.core.checks`), what the first layer may differ by in one
 #: row, and what may add up over all layers. On shipped models, other kernels, threads and block
@@ -27,7 +28,7 @@ def check_model(trace: Trace, described: Mapping[str, Any]) -> None:
     described: what `describe_model` returns. Configuration and precision are compared, and the
     digest of the weights, which traces recorded before there was one lack (`Comparison`).
     """
-    recorded_model = trace.meta.get("model", {})
+    recorded_model = object_at(trace.meta, "model")
     if recorded_model.get("config") is None:
         return
     differing = config_differences(trace.meta, described)
@@ -100,7 +101,7 @@ class Comparison:
             expected = torch.tensor(trace.response_logprobs, device=logits.device)
             gap = (own - logits.logsumexp(-1) - expected).abs()
             self._compare("log-likelihood of the response", relative(gap, size), _DEEP, start)
-        elif trace.meta.get("generation", {}).get("temperature") == 0:
+        elif object_at(trace.meta, "generation").get("temperature") == 0:
             # a near-tie may go either way
             self._compare("likeliest token", relative(most - own, size), _DEEP, start)
 
