@@ -109,8 +109,12 @@ _NUMBER = r"\d+(?:\.\d+)?"
 
 
 def rounded(value: float, form: str) -> str:
-    """Format a number; significant digits have no power of ten from 0.0001 up to a million."""
-    text = format(value, form)
+    """Format a number; significant digits have no power of ten from 0.0001 up to a million.
+
+    Three decimals that would show a millionth or more as zero give way to two significant digits.
+    """
+    small = form.endswith(".3f") and 1e-6 <= abs(value) < 5e-4
+    text = format(value, form.replace(".3f", ".2g") if small else form)
     short = form.endswith("g") and re.search(r"e\+0[1-5]$", text)
     return format(float(text), f"{form.partition('.')[0]}.0f") if short else text
 

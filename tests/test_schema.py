@@ -27,14 +27,23 @@ def test_other_numbers_are_as_python_formats_them(value, form, text):
     assert rounded(value, form) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "form", "text"),
+    [(2.4e-5, ".3f", "2.4e-05"), (-4e-4, "+z.3f", "-0.0004"), (-1e-9, "+z.3f", "+0.000")],
+)
+def test_three_decimals_show_a_small_number(value, form, text):
+    """Two small divergences are no column of zeros; noise of rounding is a zero without a minus."""
+    assert rounded(value, form) == text
+
+
 def test_remarks_that_differ_in_names_and_numbers_are_one():
     """Names are counted, numbers are ranges, `--set` has the smallest; layers are no numbers."""
     of_traces = [f"t{place}: asks {place + 8} tokens (1.{place} times)" for place in range(5)]
-    budgets = [f"snapkv: over half of {n}; --set snapkv.window={n // 4}" for n in (32, 64)]
+    budgets = [f"snapkv: exceeds half of {n}; --set snapkv.window={n // 4}" for n in (32, 64)]
     windows = [f"windows in layers 0, {layer}" for layer in (2, 3, 2)]
 
     assert merged(of_traces) == ["t0, t1, t2 and 2 more: asks 8 to 12 tokens (1.0 to 1.4 times)"]
-    assert merged(budgets) == ["snapkv: over half of 32 to 64; --set snapkv.window=8"]
+    assert merged(budgets) == ["snapkv: exceeds half of 32 to 64; --set snapkv.window=8"]
     assert merged(windows) == ["windows in layers 0, 2", "windows in layers 0, 3"]
     assert merged(["a: 2 prompts", "b: 3 prompts"]) == ["a: 2 prompts", "b: 3 prompts"]
     assert merged(["a: x\nof all", "b: x\nof all", ""]) == ["a, b: x", "of all"]

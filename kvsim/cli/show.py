@@ -43,7 +43,7 @@ _COLUMNS = {
     "possible_share": ("of the\npossible", ".0%"),
     "oracle_regret": ("oracle\nregret", "+.1%"),
     "response_kl": ("KL\n(nats)", ".3f"),
-    "nll_increase": ("NLL\nincrease", "+.3f"),
+    "nll_increase": ("NLL\nincrease", "+z.3f"),
     "top_agreement": ("same\ntop", ".1%"),
     "answer_right": ("answer\nright", ".0%"),
     "answer_kept": ("answer\nkept", ".0%"),

@@ -84,7 +84,9 @@ def interval(row: dict[str, Any]) -> str:
     mean, low, high = (np.nan if row[end] is None else row[end] for end in ("mean", "low", "high"))
     digits = _DIGITS.get(row["unit"], 3)
     sign = "+" if "base" in row else ""
-    return Interval(mean, low, high, row["n"]).text(f"{sign}.{digits}f")
+    small = digits == 3 and 1e-6 <= abs(mean) < 5e-4
+    form = f"{sign}.2g" if small else f"{sign}z.{digits}f"
+    return Interval(mean, low, high, row["n"]).text(form)
 
 
 def cell(part: pl.DataFrame, *, chance: bool = False) -> str:
