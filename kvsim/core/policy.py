@@ -344,12 +344,10 @@ class Policy(Displayed):
             options = (
                 f"--set {self.name}.{self._key(length)}={length.at(budget)}" for length in large
             )
-            verb, entries = (
-                "is" if len(large) == 1 else "are",
-                max(length.entries for length in large),
-            )
+            verb, exceed = ("is", "exceeds") if len(large) == 1 else ("are", "exceed")
+            entries = max(length.entries for length in large)
             remarks.append(
-                f"{given} {verb} meant for budget {entries}, and over half of {budget}; "
+                f"{given} {verb} meant for budget {entries} and {exceed} half of {budget}; "
                 f"compare with {' '.join(options)}, or all lengths with --fit"
             )
         text = "; ".join(filter(None, remarks))

@@ -147,7 +147,7 @@ def test_a_policy_is_chosen_by_its_name_where_schedules_differ(run, folder, tmp_
 
 def test_notes_are_about_policies_that_are_shown(run, folder):
     """A note that begins with the name of another policy is left out."""
-    note = "Note: gkv: window=16 is meant for budget 512, and over half of 24"
+    note = "Note: gkv: window=16 is meant for budget 512 and exceeds half of 24"
 
     assert note in run("compare", folder / "one")[1]
     assert note not in run("compare", folder / "one", "--policy", "tova,streaming_llm")[1]
