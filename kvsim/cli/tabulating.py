@@ -119,11 +119,12 @@ def _means(
 
 def _meaning(means: pl.DataFrame, by: list[str]) -> str:
     most = means.group_by("metric", maintain_order=True).max().select("metric", "n")
-    prompts = "up to " * bool(by) + show.counts(dict(most.iter_rows()), "prompt")
+    prompts = "up to " * (bool(by) and most["n"].max() > 1) + show.counts(dict(most.iter_rows()), "prompt")
     labels = ", ".join(sorted(means["fidelity"].cast(str).unique()))
     return (
         f"Means over {prompts}, of layers, heads and events within a prompt first"
-        f"{show.brackets(max(means['n']))}; chance: of random sets. Fidelity: {labels}."
+        f"{show.brackets(max(means['n']))}; chance: of random sets. "
+        f"Fidelity, the weakest of the values in a mean: {labels}."
     )
 
 

@@ -91,7 +91,7 @@ def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
     assert "% Means over up to 3 prompts" in tex
     assert len([line for line in marked if line.startswith("|")]) == 2 + 3 * 2
     assert plain.splitlines()[1].split()[:3] == ["early", "tova", "25%"]
-    assert "Fidelity: " in plain
+    assert "Fidelity, the weakest of the values in a mean: open." in plain
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,12 @@ def test_prompts_without_a_value_are_not_counted(run, folder, tmp_path):
     assert means(table.filter(trace="a"), ["retained_iou"]).startswith(
         "Means over layers and heads,"
     )
+
+
+def test_the_line_below_a_table_explains_the_columns_that_it_has(folder):
+    """A metric without a value has no column, and nothing is said of it."""
+    table = pl.read_parquet(folder / "results.parquet")
+    lacking = table.with_columns(metric=pl.lit("wipeout"), value=pl.lit(None, pl.Float64))
+
+    assert means(table, ["output_error", "wipeout"]).endswith("rows over those after the prompt.")
+    assert "wiped" not in means(pl.concat([table, lacking]), ["output_error", "wipeout"])
