@@ -119,7 +119,9 @@ def _means(
 
 def _meaning(means: pl.DataFrame, by: list[str]) -> str:
     most = means.group_by("metric", maintain_order=True).max().select("metric", "n")
-    prompts = "up to " * (bool(by) and most["n"].max() > 1) + show.counts(dict(most.iter_rows()), "prompt")
+    counts = dict(most.iter_rows())
+    parts = bool(by) and max(counts.values()) > 1
+    prompts = "up to " * parts + show.counts(counts, "prompt")
     labels = ", ".join(sorted(means["fidelity"].cast(str).unique()))
     return (
         f"Means over {prompts}, of layers, heads and events within a prompt first"

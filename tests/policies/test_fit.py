@@ -106,8 +106,8 @@ def test_remarks_that_differ_in_the_budget_are_one():
     )
     large = (
         "ams: the window of 128 rows is cut to the budget, 108 to 119; window=128 is meant for "
-        "budget 512 and exceeds half of 108 to 119; compare with --set ams.window=27, or all lengths "
-        "with --fit"
+        "budget 512 and exceeds half of 108 to 119; compare with --set ams.window=27, or all "
+        "lengths with --fit"
     )
     assert lines == [scaled, large, *other[:2]]
 
