@@ -120,10 +120,10 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
     evicting = [name for name in policies if "wipeout" in set(shown.filter(policy=name)["metric"])]
     base = base or (evicting or policies)[0]
     note = Markup(
-        "Each policy minus <code>{}</code> on the same prompts at the same budget, as they were "
-        "replayed: schedules may differ, and with them the entries that rows saw."
+        "Each policy minus <code>{}</code> on the same prompts at the same budget. Schedules may "
+        "differ, and with them the entries that rows saw."
     ).format(base)
-    if not few(_prompts(table)):
+    if _prompts(table) > 1 and not few(_prompts(table)):
         note += " An interval without 0 is a difference that other prompts would likely show too."
     return section(f"Compared with {base}", note, _wide(compare(shown, base), "policy"))
 

@@ -161,6 +161,21 @@ def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
     assert "kvsim report RUN TRACE..." in page.text
 
 
+def test_one_prompt_has_no_sentence_on_intervals(tmp_path):
+    """Differences of one prompt have none; those of many say what an interval without 0 means."""
+    one, many = (
+        read(write_report([saved(tmp_path / name, values)], tmp_path / f"{name}.html"))
+        for name, values in {
+            "one": {"tova": [0.3], "h2o": [0.1]},
+            "many": {"tova": [0.3] * 9, "h2o": [0.1] * 9},
+        }.items()
+    )
+
+    assert "Each policy minus tova on the same prompts at the same budget." in one.text
+    assert "An interval without 0" not in one.text
+    assert "An interval without 0" in many.text
+
+
 def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
     """By default the first one of which regions can be lost, or the one that is asked for."""
     folder = saved(tmp_path / "r", {"full": [0.0, 0.0], "tova": [0.3, 0.5], "h2o": [0.1, 0.2]})
