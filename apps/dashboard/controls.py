@@ -106,7 +106,8 @@ def sidebar(shown: Sequence[str]) -> None:
             choose("Trace", "trace", list(traces()))
             if not find_traces(root()):
                 st.caption(
-                    "Samples that come with kvsim, because this folder has no trace. Record one: "
+                    "Samples that come with kvsim, because this folder has no trace. Record some: "
+                    "`kvsim prompts --n 4 --out prompts.jsonl`, then "
                     "`kvsim capture --model tiny --prompts prompts.jsonl --out traces`"
                 )
         if "layer" not in shown:

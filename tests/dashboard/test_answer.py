@@ -122,10 +122,11 @@ def test_a_policy_that_cannot_be_replayed_says_why(opened, tmp_path):
 
 
 def test_a_run_without_a_ranking_says_so(opened, ran, tmp_path):
-    """Nothing that has a better direction was measured."""
+    """Nothing that has a better direction was measured; the page names what shows the rest."""
     run = replay_all([made(0)], [kvsim.policy("tova")], [32], interval=16, metrics=["entries_seen"])
     run.save(tmp_path / "run")
     app = opened(tmp_path)
 
     assert not app.exception
-    assert "nothing to compare" in app.info[0].value
+    assert "no metric that ranks policies" in app.info[0].value
+    assert "another run" in app.info[0].value

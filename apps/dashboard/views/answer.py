@@ -31,7 +31,10 @@ def _run(run: runs.Run) -> None:
     policies = run.policies
     metric = next(ranking(run.best, METRICS), None)
     if metric is None:
-        st.info("This run has no values of policies, so there is nothing to compare.")
+        st.info(
+            "This run has no metric that ranks policies, so there is no verdict. *Compare* shows "
+            "the metrics that it has; another run can be chosen on the left."
+        )
         runs.provenance(run)
         return
     verdict = runs.verdict(run.origin, policies, metric)
