@@ -49,7 +49,8 @@ FIDELITY = ("exact", "open", "semi", "closed")
 
 #: Meaning of each level of fidelity, for pages.
 FIDELITY_MEANING = {
-    "exact": "a live run that is fed the same tokens would show it",
+    "exact": "a live run that is fed the same tokens would show it; of a layer replayed alone, one "
+    "in which this layer alone evicts",
     "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
     "also add up from layer to layer",
     "semi": "layers behind a selection were computed again, tokens are the recorded ones",

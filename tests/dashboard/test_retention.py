@@ -71,7 +71,7 @@ def test_numbers_are_those_of_measure(page):
             assert row[name] == told["value"].item()
         assert told["fidelity"].item() == "exact"
     assert [row["policy"] for row in numbers(app).to_dicts()] == ["tova", "ams@scaled+tova"]
-    assert any("fidelity **exact**" in one for one in spoken(app))
+    assert any("fidelity **exact**" in one and "alone" in one for one in spoken(app))
 
 
 def test_text_has_the_states_of_the_event(page):
