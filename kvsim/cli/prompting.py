@@ -143,7 +143,9 @@ def prompts(
         return
     write_file(out, written + "\n", overwrite=overwrite)
     what = "with their responses " if shipped else ""
-    typer.echo(f"{out}: {n} prompts, {what}{min(lengths)} to {max(lengths)} tokens")
+    low, high = min(lengths), max(lengths)
+    tokens = plural(high, "token") if low == high else f"{low} to {high} tokens"
+    typer.echo(f"{out}: {plural(n, 'prompt')}, {what}{tokens}")
 
 
 def _on_text(
