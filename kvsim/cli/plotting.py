@@ -246,7 +246,11 @@ def _check_given(
     missing = [text for option, text in required.items() if not given[option]]
     if missing:
         expected = " and ".join(missing)
-        raise OptionError(f"{name} of traces shows policies (`kvsim policies`); give {expected}")
+        folder = f", or the folder of a run ({sources[0]} has no run.json)"
+        raise OptionError(
+            f"{name} of traces shows policies (`kvsim policies`); give {expected}"
+            f"{folder * (name in _RUNS)}"
+        )
     surplus = [f"--{key}" for key in given if key in unused and given[key] not in (None, [])]
     if surplus:
         raise OptionError(f"{lead}; leave {', '.join(surplus)} out")

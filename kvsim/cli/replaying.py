@@ -35,6 +35,8 @@ _MEANING = {
     "same entries protected",
     "possible_share": "of the possible: 0% is what random sets retain, 100% what the best ones do, "
     "with nothing protected; mean of the shares of layers",
+    "peak_share": "peak bytes: the largest cache while decoding over the full cache at the end; "
+    "what a codec has rounded counts in the model's precision",
 }
 
 

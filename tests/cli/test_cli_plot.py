@@ -96,7 +96,7 @@ def test_help_lists_the_figures(run):
     ("command", "complaint"),
     [
         ("parteo --policy tova --budget 8", "'parteo'; did you mean 'pareto'?; figures: over_b"),
-        ("pareto --budget 8", "give --policy NAME"),
+        ("pareto --budget 8", "give --policy NAME, or the folder of a run ("),
         ("pareto --policy tova", "give --budget N"),
         ("pareto --policy tofa --budget 8", "tofa"),
         ("pareto --policy tova --budget x", "budget is 'x'"),
