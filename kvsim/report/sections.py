@@ -182,6 +182,8 @@ def _claims(table: pl.DataFrame) -> str:
     ).format(
         len(every), len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, NOT, OPEN))
     )
+    if caution := few(prompts):
+        note += f" These verdicts are no more than a hint: {caution}."
     parts = (_paper(paper, of_paper, prompts) for paper, of_paper in by_paper.items())
     return section("What the papers say", note, lines(parts))
 

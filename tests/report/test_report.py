@@ -161,19 +161,22 @@ def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
     assert "kvsim report RUN TRACE..." in page.text
 
 
-def test_one_prompt_has_no_sentence_on_intervals(tmp_path):
-    """Differences of one prompt have none; those of many say what an interval without 0 means."""
-    one, many = (
-        read(write_report([saved(tmp_path / name, values)], tmp_path / f"{name}.html"))
-        for name, values in {
-            "one": {"tova": [0.3], "h2o": [0.1]},
-            "many": {"tova": [0.3] * 9, "h2o": [0.1] * 9},
-        }.items()
+def test_sentences_on_intervals_are_those_of_so_many_prompts(tmp_path):
+    """One has no interval, those of four hint at verdicts, and those of many say something."""
+    one, few, many = (
+        read(
+            write_report(
+                [saved(tmp_path / str(n), {"tova": [0.3] * n, "h2o": [0.1] * n})],
+                tmp_path / f"{n}.html",
+            )
+        )
+        for n in (1, 4, 9)
     )
 
     assert "Each policy minus tova on the same prompts at the same budget." in one.text
     assert "An interval without 0" not in one.text
     assert "An interval without 0" in many.text
+    assert ["no more than a hint" in page.text for page in (one, few, many)] == [False, True, False]
 
 
 def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
