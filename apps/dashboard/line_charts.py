@@ -81,7 +81,7 @@ def over_budgets(
     means: of `kvsim.analysis.summaries.averages` or `compare`; `by` is a column. of: styles of the
     policies. label: of what is drawn. zero: mark 0. logarithmic: the scale.
     """
-    most = far_off(means["mean"])
+    most = _far_off(means)
     if most is not None and not (zero or logarithmic):
         beyond = means.filter(pl.col("mean") > most).select("policy", "asked", "mean").rows()
         names = ", ".join(
@@ -136,11 +136,15 @@ def _over_budgets(
     figure.update_yaxes(title=label, col=1)
     if logarithmic:
         figure.update_yaxes(type="log")
-    elif (most := far_off(means["mean"])) is not None and not zero:
+    elif (most := _far_off(means)) is not None and not zero:
         least = min(means["mean"].drop_nulls())
         margin = 0.08 * ((most - least) or most)
         figure.update_yaxes(range=[least - margin, most + margin])
     return figure
+
+
+def _far_off(means: pl.DataFrame) -> float | None:
+    return far_off(means["mean"].to_list(), means["policy"].to_list())
 
 
 def _line(part: pl.DataFrame, x: list[float], policy: str, look: Style, *, legend: bool) -> Any:

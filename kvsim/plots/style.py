@@ -218,16 +218,19 @@ class Panels:
 FAR = 3
 
 
-def far_off(values: Iterable[float | None]) -> float | None:
+def far_off(values: Sequence[float | None], names: Sequence[str] = ()) -> float | None:
     """The largest value that a chart is drawn for, where some are far above all others; else None.
 
-    They would press the others onto one line.
+    They would press the others onto one line. names: of the series of each value; where most series
+    have such values, as at a smaller budget, None.
     """
     rising = sorted(value for value in values if value is not None and not math.isnan(value))
     half = max(1, len(rising) // 2)
     for last, following in zip(rising[half - 1 :], rising[half:], strict=False):
         if 0 < FAR * last < following:
-            return last
+            pairs = zip(names, values, strict=bool(names))
+            far = {name for name, value in pairs if value is not None and value > last}
+            return last if len(far) <= max(1, len({*names}) // 2) else None
     return None
 
 
@@ -247,7 +250,7 @@ def clip_far(
     points: name of a series, place and value of each. ends: of intervals, in view as far as they
     are not far off either. share: values are shares, and the axis is linear.
     """
-    most = far_off(value for _, _, value in points)
+    most = far_off([value for *_, value in points], [name for name, *_ in points])
     if most is None:
         rising = sorted(value for _, _, value in points)
         if share or not rising or not 0 < 5 * rising[len(rising) // 2] < rising[-1]:

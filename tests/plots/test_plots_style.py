@@ -71,6 +71,19 @@ def test_a_line_that_is_far_off_is_named_at_the_edge():
     assert [text.get_text() for text in axis.texts] == ["above: b 7"]
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_what_is_far_off_in_most_lines_stays_in_view(share):
+    """A smaller budget, at which every policy loses more, is no line far off."""
+    _, axis = lines(["a", "b"])
+    points = [("a", 0, 0.3), ("a", 1, 0.07), ("b", 0, 0.29), ("b", 1, 0.07)]
+    axis.plot([value for _, _, value in points])
+
+    clip_far(axis, points, series(["a", "b"]), share=share)
+
+    assert axis.get_ylim()[1] > 0.3
+    assert not axis.texts
+
+
 @pytest.mark.parametrize(
     "name",
     ["x" * 5000, "walk " * 200, "a" * 90, "short", "$\\frac{", "\x1b[31m\u202e\ud800漢\x00", ""],
