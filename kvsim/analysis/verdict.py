@@ -15,12 +15,12 @@ from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import is_live, mixed
 from kvsim.analysis.significance import MOST, undecidable
+from kvsim.analysis.validity import OUTCOMES
 from kvsim.errors import PolicyError
 from kvsim.schema import rounded
 
-#: What ranks policies, the first that is measured; of live runs, what the model itself did.
+#: What ranks policies, the first that is measured; of live runs `OUTCOMES` do.
 RANKING = ("output_error", "layer_error", "retained_mass", "wipeout")
-LIVE_RANKING = ("response_kl", "nll_increase", "top_agreement", "answer_right")
 
 #: Most policies that a verdict names at a time, and how many of more: the next in rank.
 _NAMES, _FIRST = 6, 3
@@ -145,7 +145,7 @@ def ranking(table: pl.DataFrame, metrics: Iterable[str]) -> Iterator[str]:
     measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*METRICS}
     metrics = [*metrics]
     first = (name for name in RANKING if name in metrics)
-    for name in LIVE_RANKING if is_live(table) else dict.fromkeys((*first, *metrics)):
+    for name in OUTCOMES if is_live(table) else dict.fromkeys((*first, *metrics)):
         if name in measured and METRICS[name].better:
             yield name
 

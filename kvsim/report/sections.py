@@ -13,13 +13,8 @@ from kvsim.analysis.folder import Saved
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import few
-from kvsim.analysis.summaries import (
-    averages,
-    compare,
-    layers_of,
-    main_variants,
-    uneven,
-)
+from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
+from kvsim.analysis.validity import OUTCOMES
 from kvsim.analysis.verdict import answer
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
@@ -58,7 +53,7 @@ def sections(
 
 #: The metrics of the first table; all others are in the Parquet file.
 _SHOWN = (
-    *("response_kl", "nll_increase", "top_agreement", "answer_right"),
+    *OUTCOMES,
     *("output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_share", "entries_seen"),
     *("needle_recall", "needle_wipeout", "regret", "possible_share"),
