@@ -12,6 +12,7 @@ import torch
 
 import kvsim
 from apps.dashboard import line_charts, runs
+from kvsim.analysis.folder import bind
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
@@ -310,7 +311,7 @@ def test_names_are_text_and_nothing_else(opened, ran, tmp_path, hostile_tokens):
     folder = tmp_path / "<img src='x'> [a](b)"
     folder.mkdir()
     table.write_parquet(folder / "results.parquet")
-    (folder / "run.json").write_text(json.dumps({"note": "<script>"}))
+    bind(folder, {"note": "<script>"})
     app = opened(tmp_path, "compare", run=folder.name, by="domain")
 
     assert not app.exception

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.folder import bind
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import between_levels, level_shares
 from kvsim.core.record import Record
@@ -145,8 +146,8 @@ def test_runs_that_contradict_each_other_are_a_message(opened, folder, tmp_path)
     other = first.with_columns(value=pl.col("value") + 1)
     for name, table in {"one": first, "two": pl.concat([other, again])}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text("{}")
         table.write_parquet(tmp_path / name / "results.parquet")
+        bind(tmp_path / name, {})
     app = opened(tmp_path, "fidelity", run="one", other="two")
 
     assert not app.exception
@@ -183,7 +184,7 @@ def test_names_are_text_and_nothing_else(opened, folder, tmp_path, hostile_token
     )
     (tmp_path / "<script>run").mkdir()
     table.write_parquet(tmp_path / "<script>run" / "results.parquet")
-    (tmp_path / "<script>run" / "run.json").write_text("{}")
+    bind(tmp_path / "<script>run", {})
     app = opened(tmp_path, "fidelity", run="<script>run")
 
     assert not app.exception

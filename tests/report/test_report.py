@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from html.parser import HTMLParser
 
@@ -11,6 +10,7 @@ import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.folder import bind
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.cli import _status
@@ -61,7 +61,7 @@ def saved(folder, values, **more):
                 row |= {"variant": METRICS[name].main, "budget": 64, "layer": 0, "params": "{}"}
                 rows.append(row | {"unit": METRICS[name].unit, "fidelity": "open"} | more)
     pl.DataFrame(rows, schema=COLUMNS).write_parquet(folder / "results.parquet")
-    (folder / "run.json").write_text(json.dumps({"budgets": ["64"], "remarks": [HOSTILE]}))
+    bind(folder, {"budgets": ["64"], "remarks": [HOSTILE]})
     return folder
 
 
@@ -185,6 +185,7 @@ def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
     table = pl.read_parquet(folder / "results.parquet")
     kept = table.filter((pl.col("policy") != "full") | (pl.col("metric") != "wipeout"))
     kept.write_parquet(folder / "results.parquet")
+    bind(folder, {})
     page = read(write_report([folder], tmp_path / "r.html"))
     asked = read(write_report([folder], tmp_path / "b.html", "h2o"))
 
@@ -200,6 +201,7 @@ def test_labels_split_the_results(tmp_path):
     table = pl.read_parquet(folder / "results.parquet")
     domain = pl.when(pl.col("trace") == "t1").then(pl.lit("fruit")).otherwise(pl.col("domain"))
     table.with_columns(domain=domain).write_parquet(folder / "results.parquet")
+    bind(folder, {})
     page = read(write_report([folder], tmp_path / "r.html"))
 
     assert "By domain" in page.text
@@ -218,6 +220,7 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
         read_run(damaged)
     old = saved(tmp_path / "old", {"tova": [0.1]})
     pl.read_parquet(old / "results.parquet").drop("domain").write_parquet(old / "results.parquet")
+    bind(old, {})
     with pytest.raises(OutputError, match="no columns domain"):
         read_run(old)
     (tmp_path / "there.html").write_text("mine")
