@@ -114,13 +114,11 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
     measured = set(means["metric"])
     shown = [(name, cost) for name in metrics if name in measured for cost in costs]
     if not shown or not set(costs) <= measured:
-        others = [name for name in COSTS if name in set(table["metric"]) and name not in costs]
+        others = ", ".join(name for name in COSTS if name in {*table["metric"]} - {*costs})
         raise PolicyError(
             f"a Pareto figure needs {' and '.join(costs)} and one of {', '.join(metrics)}; the "
             f"table has {', '.join(sorted(measured))}; replay with --metric "
-            f"{','.join([*metrics, *costs])}"
-            + f", or name another axis: {', '.join(others)}"
-            * bool(others)
+            f"{','.join([*metrics, *costs])}{', or name another axis: ' * bool(others)}{others}"
         )
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = _panels(len(shown), (4.2, 3.1), (0.4, 0.7 + 0.05 * len(styles)), share=False)

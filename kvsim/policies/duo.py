@@ -69,8 +69,8 @@ class HeadPlan:
                 facts = json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             raise _refused(path, str(error)) from error
-        if not isinstance(facts, dict) or integer(facts.get("version")) != VERSION:
-            version = facts.get("version") if isinstance(facts, dict) else None
+        version = facts.get("version") if isinstance(facts, dict) else None
+        if integer(version) != VERSION:
             raise _refused(path, f"its version is {version}, expected {VERSION}")
         scores, training = facts.get("scores"), facts.get("training", {})
         rows: list[Any] = scores if isinstance(scores, list) and scores else [[]]

@@ -120,8 +120,8 @@ class Network:
         except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
             reason = "no learned scorer" if isinstance(error, KeyError) else error
             raise _refused(path, str(reason)) from error
-        if not isinstance(facts, dict) or integer(facts.get("version")) != VERSION:
-            version = facts.get("version") if isinstance(facts, dict) else None
+        version = facts.get("version") if isinstance(facts, dict) else None
+        if integer(version) != VERSION:
             raise _refused(path, f"its version is {version}, expected {VERSION}")
         try:
             network = cls._of(facts, tensors)
