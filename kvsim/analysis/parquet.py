@@ -29,11 +29,11 @@ _MAGIC = b"PAR1"
 #: What stands before a SHA-256.
 _SEAL = b"kvsim sha256 "
 
-# Of enums: a column's physical type, codec and encodings of a page. Others are not what polars
-# writes for a Table, and some decode to more than rows and bytes of pages say.
+# Of enums: a column's physical type, codec and encodings of a page. Others are not what polars,
+# pandas and pyarrow write by default, and some decode to more than rows and bytes of pages say.
 _FLAT = (0, 1, 2, 4, 5, 6)  # all but INT96 and FIXED_LEN_BYTE_ARRAY
 _REQUIRED, _OPTIONAL = 0, 1
-_UNCOMPRESSED, _ZSTD = 0, 6
+_UNCOMPRESSED, _SNAPPY, _ZSTD = 0, 1, 6
 _PLAIN, _PLAIN_DICTIONARY, _RLE, _RLE_DICTIONARY = 0, 2, 3, 8
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 
@@ -144,7 +144,7 @@ def _pages(data: bytes, stop: int, column: dict[int, Any]) -> tuple[int, int]:
     end = at + column[7]
     if not len(_MAGIC) <= at <= column[9] <= end <= stop or 5 not in column:
         raise ValueError("a column lies outside the file")
-    if column[4] not in (_UNCOMPRESSED, _ZSTD):
+    if column[4] not in (_UNCOMPRESSED, _SNAPPY, _ZSTD):
         raise ValueError(f"a column is compressed with codec {column[4]}")
     values = size = 0
     while at < end:

@@ -119,7 +119,17 @@ def many_rows():
 
 def other_codec():
     """A codec that writes more than it is asked for is none that kvsim uses."""
-    return written(results(), compression="snappy")
+    return written(results(), compression="gzip")
+
+
+def snappy_length():
+    """A page of snappy that says of itself that it has a gigabyte."""
+    data = bytearray(written(results(), compression="snappy"))
+    column = decoder._Thrift(data, footer(data)).struct(decoder._FILE)[4][0][1][0][3]
+    reader = decoder._Thrift(data, column.get(11, column[9]))
+    reader.struct(decoder._PAGE)
+    data[reader.at : reader.at + 5] = bytes([255, 255, 255, 255, 3])
+    return bytes(data)
 
 
 def fewer_values():
@@ -135,7 +145,7 @@ def long_footer():
 
 FORGERS = [
     *(long_text, lying_totals, lying_pages, many_groups, shared_prefixes, second_version, lists),
-    *(fixed_length, many_rows, other_codec, fewer_values, long_footer),
+    *(fixed_length, many_rows, other_codec, snappy_length, fewer_values, long_footer),
 ]
 
 
@@ -204,7 +214,7 @@ def test_the_largest_table_that_is_decoded_takes_bounded_memory(tmp_path, warm_p
 
 
 @pytest.mark.parametrize("rows", [0, 1, 100, 300_000])
-@pytest.mark.parametrize("compression", ["zstd", "uncompressed"])
+@pytest.mark.parametrize("compression", ["zstd", "snappy", "uncompressed"])
 def test_tables_of_any_size_are_decoded(rows, compression):
     """Tables as kvsim and its earlier versions write them, with several groups of rows."""
     table = results(rows)

@@ -263,6 +263,14 @@ def test_files_hold_what_was_dumped(trace, tmp_path):
     assert read_dump(tmp_path / "d.parquet").trace is None
 
 
+def test_a_dump_of_another_writer_of_parquet_is_read(trace, tmp_path):
+    """pandas and pyarrow compress with snappy by default."""
+    table = dump_of(trace).table()
+    table.write_parquet(tmp_path / "d.parquet", compression="snappy")
+
+    assert read_dump(tmp_path / "d.parquet").table().equals(table)
+
+
 def test_each_flipped_bit_of_a_parquet_dump_is_refused(trace, tmp_path, capfd):
     """By its checksum, before a decoder panics; a file without one is read as it is."""
     dump = dump_of(trace)
