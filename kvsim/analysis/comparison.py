@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ from kvsim.policies import policy
 from kvsim.policies.naming import examples
 from kvsim.schema import FIDELITY, first_of, plural, schedule
 
+#: Values are equal that differ by no more than this share, as sums in another order do.
+ROUNDING = 1e-6
 VERDICTS = ("better", "worse", "undecided", "equal")
 
 #: Columns of `Comparison.table`, one row per policy and budget.
@@ -244,7 +246,7 @@ def _ranked(
     rows: pl.DataFrame, values: Floats, ranked: np.ndarray, *, higher: bool
 ) -> pl.DataFrame:
     """The results with their ranks, means, intervals and number of prompts that they lead on."""
-    better = -values if higher else values  # lower is better from here on
+    better = _even(-values if higher else values)  # lower is better from here on
     rank, leads = np.full((2, len(values)), np.nan)
     for places in _by_budget(rows, ranked):
         rank[places] = scipy.stats.rankdata(better[places].mean(1), method="min")
@@ -252,6 +254,17 @@ def _ranked(
     numbers = pl.DataFrame([vars(interval) for interval in Interval.of_each(list(values))])
     numbers = numbers.with_columns(rank=rank, leads=leads)
     return rows.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None)))
+
+
+def _even(values: Floats) -> Floats:
+    """Values of results in prompts, equal where they differ by no more than rounding."""
+    order = values.argsort(0, kind="stable")
+    rising = np.take_along_axis(values, order, 0)
+    for lower, upper in pairwise(rising):
+        upper[...] = np.where(upper - lower <= ROUNDING * np.abs(upper), lower, upper)
+    even = np.empty_like(values)
+    np.put_along_axis(even, order, rising, 0)
+    return even
 
 
 def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
@@ -268,6 +281,7 @@ def _tested(
     rows: pl.DataFrame, values: Floats, ranked: np.ndarray, against: str | None, *, higher: bool
 ) -> tuple[pl.DataFrame, int]:
     """The results with their differences to the base of their budget; the number of comparisons."""
+    values = _even(values)
     policies, means = rows["policy"].to_numpy(), values.mean(1) * (-1 if higher else 1)
     pairs: list[tuple[int, int]] = []
     bases: dict[int, int] = {}

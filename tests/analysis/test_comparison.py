@@ -379,6 +379,22 @@ def test_equal_values_are_equal():
     assert rows["needed"].count() == 0
 
 
+@pytest.mark.parametrize("metric", ["output_error", "retained_mass"])
+def test_rounding_leads_on_no_prompt_and_decides_nothing(metric):
+    """Values of one set, added up in another order, are equal; a thousandth is a difference."""
+    first = np.linspace(0.1, 0.9, 12)
+    sign = -1 if metric == "retained_mass" else 1  # where higher is better
+    values = {"tova": first * (1 + sign * 1e-8), "h2o": first, "snapkv": first * (1 + sign * 1e-3)}
+
+    comparison = compare(table(values, metric), metric)
+
+    rows = {row["policy"]: row for row in comparison.table.to_dicts()}
+    assert [rows[name]["rank"] for name in values] == [1, 1, 3]
+    assert [rows[name]["leads"] for name in values] == [12, 12, 0]
+    assert rows["snapkv"]["verdict"] == "worse"
+    assert "equal" in (rows["tova"]["verdict"], rows["h2o"]["verdict"])
+
+
 def test_means_are_over_shared_prompts():
     """A prompt that one policy has no value for is left out of all means, and a remark names it."""
     values = table({"tova": [1.0, 2.0, 9.0], "h2o": [2.0, 3.0]})
