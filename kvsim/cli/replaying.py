@@ -301,9 +301,9 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
     over = "layers, heads and the traces of each model" if of_model(table) else over
     parts = [f"Means over {over}, of rows over those after the prompt"]
-    parts += [text for name, text in _MEANING.items() if name in set(traces["metric"])]
     if not {"response_kl", "nll_increase", "top_agreement"}.isdisjoint(shown):
         parts.append("of tokens over those of the recorded response")
+    parts += [text for name, text in _MEANING.items() if name in set(traces["metric"])]
     return f"{'; '.join(parts)}."
 
 
