@@ -89,7 +89,7 @@ def merged(remarks: Iterable[str]) -> list[str]:
     values: dict[tuple[str, ...], list[list[str]]] = {}
     for remark in dict.fromkeys(line for each in remarks for line in each.split("\n") if line):
         name, text = re.fullmatch(r"(?:(\S+|[^:]{1,40}): )?(.*)", remark).groups("")  # type: ignore[union-attr]
-        sized = re.search(r"\bbudget \d|exceeds? half of \d|\d tokens?\b", text)
+        sized = re.search(r"\bbudget \d|half of \d|\d tokens?\b", text)
         fixed = not sized or re.search(r"\blayers? \d", text)
         pieces = (text,) if fixed else tuple(re.split(_NUMBER, text))
         groups.setdefault(pieces, {})[name] = None
