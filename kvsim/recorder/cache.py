@@ -1,4 +1,4 @@
-"""The cache of a forward under the name that the installed release of transformers gives it.
+"""Caches of transformers, and the name under which the installed release takes one.
 
 The option was `past_key_values` up to transformers 5.23, and is `cache` since; the outputs of
 models changed with it.
@@ -7,14 +7,37 @@ models changed with it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvsim.errors import CaptureError
 
 #: Names of the option and of the output, newest first.
 _NAMES = ("cache", "past_key_values")
+
+
+def full_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty cache with the kinds of layers of the model, which keeps every entry.
+
+    Also of layers with a sliding window, whose entries are recorded and checked like any other.
+    Raises CaptureError for a model that takes only a class of caches of its own.
+    """
+    home = model.__module__
+    for name, part in vars(sys.modules[home]).items():
+        if name.endswith("Cache") and getattr(part, "__module__", None) == home:
+            raise CaptureError(
+                f"{type(model).__name__} takes a {name} alone, expected a model that runs with the "
+                "caches of transformers; this model cannot be recorded"
+            )
+    cache = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[number] = DynamicLayer()
+    return cache
 
 
 def cache_option(model: PreTrainedModel, cache: Cache) -> dict[str, Cache]:

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.positions import reset_frequencies
 
 #: What ended a response by itself: a token that ends one, or a stop string.
@@ -113,9 +113,7 @@ def check_logits(logits: Tensor, start: int) -> Tensor:
 
 
 def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
-    # without the model's configuration it keeps every entry, also outside sliding windows: each is
-    # recorded and checked
-    cache = cache_option(model, DynamicCache())
+    cache = cache_option(model, full_cache(model))
     return {**cache, "use_cache": True, **last_logits(model, logits)}
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
@@ -89,7 +89,7 @@ def read_probe(
             calls[call.layer].append((call.q.clone(), call.k[:, call.start :].clone()))
 
     check_length(model, len(context), probe)
-    device, cache = device_of(model), DynamicCache()
+    device, cache = device_of(model), full_cache(model)
 
     def forward(ids: Sequence[int], start: int) -> None:
         at = torch.arange(start, start + len(ids), device=device)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.subject import Forced, Generated, Outcome
@@ -25,6 +24,7 @@ from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError
+from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
@@ -177,7 +177,9 @@ class ClosedLoop:
             intercepting(model, receive),
             self._residual.following(),
         ):
-            logits = self.running.forward(self._ids, 0, DynamicCache(), n_pos - prompt_len + 1)
+            logits = self.running.forward(
+                self._ids, 0, full_cache(self.running.model), n_pos - prompt_len + 1
+            )
         comparison.check(logits[:-1])
         return logits[:-1], rows.outputs, rows.inputs
 
@@ -265,7 +267,8 @@ class ClosedLoop:
         stopped, long = generation.get("stopped"), len(recorded) >= writing.new_tokens
         if greedy and (stopped == "eos" or (long and stopped != "given")):
             return tuple(recorded[: writing.new_tokens])
-        model, cache, prompt = self.running.model, DynamicCache(), self._ids[: trace.prompt_len]
+        model, prompt = self.running.model, self._ids[: trace.prompt_len]
+        cache = full_cache(model)
 
         def feed(token: int) -> Tensor:
             row = cache.get_seq_length()

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from kvsim.core.attention import Formula
 from kvsim.core.policy import Policy
@@ -19,7 +19,7 @@ from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import Memory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option
+from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, device_of, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
 from kvsim.recorder.models import model_name
@@ -181,8 +181,8 @@ def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
     def receive(call: KernelCall) -> None:
         queries[call.layer] = call.q
 
-    cache = DynamicCache()
     model = running.model
+    cache = full_cache(model)
     with torch.inference_mode(), evaluating(model), intercepting(model, receive):
         logits = running.forward(ids, 0, cache, 1)[0]
     keys, values = (

@@ -437,6 +437,22 @@ REFUSED = {
         ),
         "called the kernel of transformers' table 0 times",
     ),
+    "a class of caches of its own": (
+        lambda: transformers.MiniMaxForCausalLM(
+            transformers.MiniMaxConfig(
+                vocab_size=64,
+                hidden_size=48,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=12,
+                num_local_experts=2,
+                layer_types=["full_attention"] * 2,
+            )
+        ),
+        "takes a MiniMaxCache alone",
+    ),
     "a rotation that returns one tensor, or a kernel of its own": (
         lambda: transformers.GPTJForCausalLM(
             transformers.GPTJConfig(vocab_size=64, n_embd=48, n_layer=2, n_head=6, rotary_dim=4)
@@ -657,3 +673,24 @@ def test_opt_has_both(tmp_path):
     expected = torch.stack([weight.T.unflatten(0, (6, 8)) for weight in weights])
     assert torch.equal(trace.o_proj, expected)
     assert store.verify(trace.path, deep=True).ok
+
+
+def test_a_model_with_other_layers_beside_attention_gets_their_caches():
+    """Falcon-H1 has a recurrent state in each layer next to its attention, which is recorded."""
+    sizes = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    state = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    torch.manual_seed(0)
+    model = transformers.FalconH1ForCausalLM(transformers.FalconH1Config(**sizes, **heads, **state))
+
+    if hasattr(sys.modules[model.__module__], "FalconHybridMambaAttentionDynamicCache"):
+        with pytest.raises(CaptureError, match="takes a FalconHybrid"):  # until transformers 5.3
+            kvsim.capture(model.eval(), None, ids(20), max_new_tokens=4)
+        return
+    trace = kvsim.capture(model.eval(), None, ids(20), max_new_tokens=4)
+
+    assert trace.n_layers == 2
+    for layer in range(2):
+        expected = by_definition(trace, layer, model)
+        actual = trace.read("attn_out", slice(layer, layer + 1))[0].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
