@@ -125,7 +125,7 @@ class Calibration:
 
     @property
     def facts(self) -> _Facts:
-        """What says which model it is of."""
+        """Digests of the configuration and the weights of its model."""
         return self.config, self.weights
 
     def __post_init__(self) -> None:

@@ -365,10 +365,10 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
                 f"{suggest(typed, listed)}; parameters: {', '.join(listed) or 'none'}"
             )
         if len(takers) > 1:
-            one = next((name for name in takers if "+" in name), next(iter(takers)))
-            alone = f"{one}.{takers[one].replace('scorer__', 'scorer.')}={right}"
+            example = next((name for name in takers if "+" in name), next(iter(takers)))
+            alone = f"{example}.{takers[example].replace('scorer__', 'scorer.')}={right}"
             echo_error(
-                f"Note: --set {text} changes {', '.join(takers)}; --set {alone} would change {one} "
+                f"Note: --set {text} changes {', '.join(takers)}; --set {alone} would change {example} "
                 "alone."
             )
         for name, taken in takers.items():

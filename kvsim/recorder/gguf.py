@@ -195,7 +195,7 @@ def _is_own_folder(path: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """What a cache folder has to hold: weights and small files by name; and the provenance."""
+    """Content of a cache folder: weights and small files by name, and their provenance."""
 
     weights: Mapping[str, Weight]
     files: Mapping[str, bytes]
