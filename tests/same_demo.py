@@ -30,8 +30,11 @@ def main(demo: str, other: str) -> None:
             assert np.array_equal(record.evicted_at, twin.evicted_at), record
         table, twin = (means(f"{folder}/{run}") for folder in (demo, other))
         assert table.select(KEYS).equals(twin.select(KEYS))
-        values = (part["value"].to_numpy() for part in (table, twin))
-        np.testing.assert_allclose(*values, rtol=1e-3, atol=1e-6)
+        values = [part["value"].to_numpy() for part in (table, twin)]
+        ratio = (table["metric"] == "error_distance").to_numpy()  # of small numbers
+        for rows, rounding in ((ratio, 5e-3), (~ratio, 1e-3)):
+            pair = (of_all[rows] for of_all in values)
+            np.testing.assert_allclose(*pair, rtol=rounding, atol=1e-6)
         print(f"{run}: the kept sets of {len(ours)} records and {len(table)} means are the same")
 
 

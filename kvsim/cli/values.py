@@ -368,8 +368,8 @@ def settings_of(names: Sequence[str], settings: Iterable[str]) -> dict[str, dict
             example = next((name for name in takers if "+" in name), next(iter(takers)))
             alone = f"{example}.{takers[example].replace('scorer__', 'scorer.')}={right}"
             echo_error(
-                f"Note: --set {text} changes {', '.join(takers)}; --set {alone} would change {example} "
-                "alone."
+                f"Note: --set {text} changes {', '.join(takers)}; --set {alone} would change "
+                f"{example} alone."
             )
         for name, taken in takers.items():
             out[name][taken] = [value for _, value in pairs]
