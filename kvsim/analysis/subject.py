@@ -297,7 +297,8 @@ class Forced:
     negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
     cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
     stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
-    the prompt. output: the error of the attention output of the record's layers, all rows.
+    the prompt. output: the error of the attention output of the record's layers, all rows; None
+    where a replay was judged.
     """
 
     nll: Floats
@@ -305,7 +306,7 @@ class Forced:
     kl: Floats
     agreement: Floats
     stream_error: Floats
-    output: OutputError
+    output: OutputError | None = None
 
 
 @dataclass(frozen=True)
@@ -326,21 +327,21 @@ class Generated:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Both ways of running one prompt under one policy; None for what was not run.
+    """Both ways of running one prompt under one policy, or a replay that was judged.
 
-    peak_bytes: most bytes of keys and values that were live at once in decoding, from the event
-    that ends the prefill on; full_bytes: of the full cache at the end.
+    None for what was not run. peak_bytes: most bytes of keys and values that were live at once in
+    decoding, from the event that ends the prefill on; full_bytes: of the full cache at the end.
     """
 
     forced: Forced | None
-    generated: Generated | None
-    peak_bytes: int
-    full_bytes: int
+    generated: Generated | None = None
+    peak_bytes: int | None = None
+    full_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class LiveSubject:
-    """A trace, the record of a live run of its tokens or its prompt, and the outcome."""
+    """A trace, a record of its tokens or its prompt, and what its model did: live, or judged."""
 
     trace: Trace
     record: Record

@@ -31,9 +31,13 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 #: layer's number, the queries [1, qhead, w, dim] and that mask.
 Masking = Callable[[int, Tensor, Tensor | None], Tensor | None]
 
-#: Returns what the kernel of a layer would, [1, w, qhead, dim], from the layer's number and the
-#: queries [1, qhead, w, dim]; None where the kernel is to compute it.
-Attending = Callable[[int, Tensor], Tensor | None]
+#: The kernel of a layer with its options: from queries [B, qhead, w, dim], keys and values
+#: [B, head, n, dim] and a mask to the output [B, w, qhead, dim].
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+#: Returns what the kernel of a layer would, [1, w, qhead, dim], from the layer's number, the
+#: queries [1, qhead, w, dim], keys, values and the kernel; None where the kernel is to compute it.
+Attending = Callable[[int, Tensor, Tensor, Tensor, Attention], Tensor | None]
 
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
@@ -300,7 +304,13 @@ def intercepting(
             layer = interceptor.layer_of.get(id(module))
             if masking is not None and layer is not None:
                 attention_mask = masking(layer, query, attention_mask)
-            computed = None if attending is None or layer is None else attending(layer, query)
+
+            def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+                return original(module, q, k, v, mask, *args, **options)[0]
+
+            computed = None
+            if attending is not None and layer is not None:
+                computed = attending(layer, query, key, value, attention)
             if computed is None:
                 result = original(module, query, key, value, attention_mask, *args, **options)
             else:

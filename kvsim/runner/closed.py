@@ -8,8 +8,8 @@ own response, which is compared with the right answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,16 +23,15 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
-from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
-from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
+from kvsim.runner.full import FullPass, Rows, compared
 from kvsim.runner.paged import Paging
-from kvsim.runner.recorded import Comparison, check_model, relative_change
+from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.store.metadata import object_at
 from kvsim.text.answers import is_right
 from kvsim.tiny import ledger
@@ -45,33 +44,6 @@ class Writing:
     new_tokens: int
     temperature: float = 0.0
     seed: int = 0
-
-
-@dataclass
-class _Rows:
-    """Attention output [qhead, n, d] and input [n, D] of each layer for rows from `first` on."""
-
-    first: int
-    residual: Residual
-    out: dict[int, list[Tensor]] = field(default_factory=dict)
-    stream: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    def add(self, call: KernelCall, start: int) -> None:
-        skip = max(0, self.first - start)
-        if skip >= call.q.shape[1]:
-            return
-        self.out.setdefault(call.layer, []).append(call.out[:, skip:])
-        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """Attention output of each layer, [qhead, n, d] in float64."""
-        return [torch.cat(self.out[layer], dim=1).double() for layer in sorted(self.out)]
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Residual stream before each layer, [n, D] in float64."""
-        return [torch.cat(self.stream[layer]).double() for layer in sorted(self.stream)]
 
 
 class ClosedLoop:
@@ -161,32 +133,13 @@ class ClosedLoop:
         _ = self._full
 
     @cached_property
-    def _full(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Of the full cache: logits [R, V], and outputs and inputs of rows after the prompt."""
-        prompt_len, n_pos = self.trace.prompt_len, self.trace.n_pos
-        rows, model = _Rows(prompt_len, self._residual), self.running.model
-        comparison = Comparison(self.trace, model.dtype)
-
-        def receive(call: KernelCall) -> None:
-            comparison.receive(call)
-            rows.add(call, 0)
-
-        with (
-            torch.inference_mode(),
-            evaluating(model),
-            intercepting(model, receive),
-            self._residual.following(),
-        ):
-            logits = self.running.forward(
-                self._ids, 0, full_cache(self.running.model), n_pos - prompt_len + 1
-            )
-        comparison.check(logits[:-1])
-        return logits[:-1], rows.outputs, rows.inputs
+    def _full(self) -> FullPass:
+        return FullPass(self.running, self.trace, self._residual)
 
     def _forced(self, decoding_of: Callable[..., Decoding]) -> tuple[Record, Forced, int, int]:
         trace, n_rows = self.trace, self.trace.n_pos - self.trace.prompt_len
-        expected, full_outputs, full_inputs = self._full
-        rows = _Rows(trace.prompt_len, self._residual)
+        full = self._full
+        rows = Rows(trace.prompt_len, self._residual)
 
         def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
@@ -200,14 +153,14 @@ class ClosedLoop:
                 more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
         forced = Forced(
-            **_compared(logits, expected, response),
-            stream_error=_moved_streams(rows, full_inputs, n_rows),
-            output=self._moved_outputs(rows, full_outputs, decoding.layers),
+            **compared(logits, full.logits, response),
+            stream_error=_moved_streams(rows, full.inputs, n_rows),
+            output=self._moved_outputs(rows, full.outputs, decoding.layers),
         )
         return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _moved_outputs(
-        self, rows: _Rows, full: Sequence[Tensor], layers: Sequence[int]
+        self, rows: Rows, full: Sequence[Tensor], layers: Sequence[int]
     ) -> OutputError:
         """The error of the attention output of some layers; rows of the prompt have none."""
         trace, projections = self.trace, self.running.projections
@@ -309,48 +262,7 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
 
 
-def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = None) -> list[int]:
-    """Return the tokens of a trace that is to be run again on its model, as it is described.
-
-    Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
-    CaptureError for another model or tokenizer than the recorded ones.
-    """
-    if trace.tokens is None or not trace.whole:
-        missing = "no tokens" if trace.tokens is None else "only some layers of its model"
-        raise NeedsError(
-            f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
-            "to be run again; record it with kvsim capture"
-        )
-    check_model(trace, described)
-    other = tokenizer_difference(trace, tokenizer)
-    if other is not None:
-        raise CaptureError(f"{trace.name}: {other}; give the one that it was recorded with")
-    if trace.n_layers != described["layers"]:
-        raise CaptureError(
-            f"{trace.name} has {trace.n_layers} layers, and the model {described['name']} has "
-            f"{described['layers']}; give the model that it was recorded from"
-        )
-    tokens: list[int] = trace.tokens.tolist()
-    return tokens
-
-
-def _compared(logits: Tensor, expected: Tensor, response: Sequence[int]) -> dict[str, Any]:
-    """Compare predictions, logits [R, V], with those of the full cache."""
-    if not response:
-        empty = np.empty(0)
-        return dict.fromkeys(("nll", "full_nll", "kl", "agreement"), empty)
-    live, full = (x.double().log_softmax(-1) for x in (logits, expected))
-    at = torch.tensor(response, device=live.device)[:, None]
-    values = {
-        "nll": -live.gather(1, at)[:, 0],
-        "full_nll": -full.gather(1, at)[:, 0],
-        "kl": (full.exp() * (full - live)).sum(-1).clamp(min=0),
-        "agreement": (live.argmax(-1) == full.argmax(-1)).double(),
-    }
-    return {name: value.cpu().numpy() for name, value in values.items()}
-
-
-def _moved_streams(rows: _Rows, full: Sequence[Tensor], n_rows: int) -> Any:
+def _moved_streams(rows: Rows, full: Sequence[Tensor], n_rows: int) -> Any:
     """|h' - h| / |h| of the residual stream before each layer, [L, n]."""
     if not n_rows:
         return np.empty((len(full), 0))

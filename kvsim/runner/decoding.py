@@ -346,7 +346,7 @@ class Decoding:
         added, reads = self.running.added, self._reads
         return part.source.mask(part.index, query, given, added=added, reads=reads)
 
-    def _attend(self, layer: int, query: Tensor) -> Tensor | None:
+    def _attend(self, layer: int, query: Tensor, *_: object) -> Tensor | None:
         """Return the attention of new rows over the blocks of a layer that evicts."""
         part = self.cache.layers[layer]
         if not self._busy or not isinstance(part, LiveLayer):

@@ -139,6 +139,13 @@ class RunningModel:
         header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
         return Trace(Memory(arrays), header.within(n_pos), dtype=example.dtype)
 
+    def logits_of(self, rows: int | Tensor) -> dict[str, Any]:
+        """Return the option of a forward that computes logits of the last rows, or of some, alone.
+
+        Empty where the model has none, and computes them of all rows.
+        """
+        return {"logits_to_keep": rows} if self._last else {}
+
     def forward(
         self, ids: Sequence[int], start: int, cache: Cache, logits: int, *, back: int = 0
     ) -> Tensor:
@@ -148,14 +155,13 @@ class RunningModel:
         are not finite.
         """
         at = torch.arange(start, start + len(ids), device=self.device)
-        keep: dict[str, Any] = {"logits_to_keep": max(1, logits)} if self._last else {}
         out: Tensor = self.model(
             torch.tensor([list(ids)], device=self.device),
             position_ids=at[None] - back,
             cache_position=at,
             use_cache=True,
             **cache_option(self.model, cache),
-            **keep,
+            **self.logits_of(max(1, logits)),
         ).logits[0]
         return check_logits(out[len(out) - logits :], start + len(ids) - logits)
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.provenance import config_differences
+from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.store.metadata import object_at
 
 #: Of the tolerance of a precision (`kvsim.core.checks`), what the first layer may differ by in one
@@ -50,6 +51,31 @@ def check_model(trace: Trace, described: Mapping[str, Any]) -> None:
             f"the model {described['name']} has weights {given}, {trace.name} was recorded with "
             f"{recorded}; give the model that it was recorded from"
         )
+
+
+def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = None) -> list[int]:
+    """Return the tokens of a trace that is to be run again on its model, as it is described.
+
+    Raises NeedsError for a trace without tokens, or of some layers of the model alone, and
+    CaptureError for another model or tokenizer than the recorded ones.
+    """
+    if trace.tokens is None or not trace.whole:
+        missing = "no tokens" if trace.tokens is None else "only some layers of its model"
+        raise NeedsError(
+            f"{trace.name} has {missing}, expected the tokens and all layers of a sequence that is "
+            "to be run again; record it with kvsim capture"
+        )
+    check_model(trace, described)
+    other = tokenizer_difference(trace, tokenizer)
+    if other is not None:
+        raise CaptureError(f"{trace.name}: {other}; give the one that it was recorded with")
+    if trace.n_layers != described["layers"]:
+        raise CaptureError(
+            f"{trace.name} has {trace.n_layers} layers, and the model {described['name']} has "
+            f"{described['layers']}; give the model that it was recorded from"
+        )
+    tokens: list[int] = trace.tokens.tolist()
+    return tokens
 
 
 class Comparison:

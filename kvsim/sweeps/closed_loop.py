@@ -25,9 +25,10 @@ from kvsim.errors import PolicyError
 from kvsim.recorder import load_model
 from kvsim.recorder.progress import with_bar
 from kvsim.runner.checks import check_live
-from kvsim.runner.closed import ClosedLoop, Writing, check_recorded
+from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import RunningModel
 from kvsim.runner.paged import Paging
+from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Cells, Progress
 from kvsim.sweeps.outcome import Run

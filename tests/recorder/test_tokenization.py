@@ -13,7 +13,7 @@ from kvsim.recorder import Prompt, capture, capture_many
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.repetition import repetition
 from kvsim.recorder.tokenization import describe_tokenizer
-from kvsim.runner.closed import check_recorded
+from kvsim.runner.recorded import check_recorded
 from small_model import UNKNOWN, small, words_tokenizer
 
 END, FIRST = "<|endoftext|>", "<s>"

@@ -10,7 +10,7 @@ import numpy as np
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.contents import NGRAMS, max_loop, repetition
-from kvsim.analysis.subject import Forced, Generated, LiveSubject, Outcome
+from kvsim.analysis.subject import Forced, Generated, LiveSubject
 
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
@@ -52,8 +52,13 @@ def _repetition(subject: LiveSubject) -> Iterator[Cells]:
                 yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
 
 
-def _outcome(value: Callable[[Outcome], float]) -> Values:
-    return lambda subject: iter([Cells(None, np.array([float(value(subject.outcome))]))])
+def _peak(*, share: bool) -> Values:
+    def cells(subject: LiveSubject) -> Iterator[Cells]:
+        peak, full = subject.outcome.peak_bytes, subject.outcome.full_bytes
+        if peak is not None and full is not None:
+            yield Cells(None, np.array([peak / full if share else float(peak)]))
+
+    return cells
 
 
 def _kept_right(generated: Generated) -> float | None:
@@ -103,8 +108,8 @@ METRICS: Mapping[str, Metric] = {
         cells=_generated(lambda x: x.seconds / max(1, len(x.tokens)))),
     "peak_bytes": _metric(
         "most bytes of live keys and values at once in decoding, without padding",
-        unit="bytes", better="lower", cells=_outcome(lambda x: x.peak_bytes)),
+        unit="bytes", better="lower", cells=_peak(share=False)),
     "peak_share": _metric(
         "peak_bytes as a share of the full cache at the end",
-        unit="share", better="lower", cells=_outcome(lambda x: x.peak_bytes / x.full_bytes)),
+        unit="share", better="lower", cells=_peak(share=True)),
 }  # fmt: skip

@@ -36,13 +36,14 @@ def measure_live(
     blocks: list[Block] = []
     for live, subject in zip(subjects, replayed, strict=True):
         forced = live.outcome.forced
+        output = None if forced is None else forced.output
         for name, entry in chosen.items():
             if entry.kind == "live":
                 blocks += blocks_of(live, name, entry, events=events)
             elif entry.kind == "sets":
                 blocks += blocks_of(subject, name, entry, events=events)
-            elif forced is not None and (name != "layer_error" or forced.output.added is not None):
-                measured = replace(subject, output=partial(_same, forced.output))
+            elif output is not None and (name != "layer_error" or output.added is not None):
+                measured = replace(subject, output=partial(_same, output))
                 blocks += blocks_of(measured, name, entry, events=events)
     return table_of(blocks)
 

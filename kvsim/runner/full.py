@@ -1,0 +1,98 @@
+"""A recorded sequence on its model with the full cache: what runs under policies compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsim.core.trace import Trace
+from kvsim.recorder.cache import full_cache
+from kvsim.recorder.generation import evaluating
+from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.layers import Residual
+from kvsim.runner.model import RunningModel
+from kvsim.runner.recorded import Comparison
+
+#: Numbers of predictions that are compared at once.
+_COMPARED = 1 << 24
+
+
+@dataclass
+class Rows:
+    """Attention output [qhead, n, d] and input [n, D] of each layer for rows from `first` on."""
+
+    first: int
+    residual: Residual
+    out: dict[int, list[Tensor]] = field(default_factory=dict)
+    stream: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, call: KernelCall, start: int) -> None:
+        """Keep the rows of a kernel call, the first of which is row `start`."""
+        skip = max(0, self.first - start)
+        if skip >= call.q.shape[1]:
+            return
+        self.out.setdefault(call.layer, []).append(call.out[:, skip:])
+        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Attention output of each layer, [qhead, n, d] in float64."""
+        return [torch.cat(self.out[layer], dim=1).double() for layer in sorted(self.out)]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Residual stream before each layer, [n, D] in float64."""
+        return [torch.cat(self.stream[layer]).double() for layer in sorted(self.stream)]
+
+
+class FullPass:
+    """A pass of a model over the tokens of a trace, each row with all rows before it.
+
+    logits [R, V] predict the R tokens of the response. keys, values [H, T, d] of each layer.
+    outputs, inputs: of the rows after the prompt (`Rows`). Raises CaptureError unless the model
+    computes what was recorded (`Comparison`).
+    """
+
+    def __init__(self, running: RunningModel, trace: Trace, residual: Residual) -> None:
+        rows = Rows(trace.prompt_len, residual)
+        comparison, cache = Comparison(trace, running.model.dtype), full_cache(running.model)
+
+        def receive(call: KernelCall) -> None:
+            comparison.receive(call)
+            rows.add(call, 0)
+
+        with (
+            torch.inference_mode(),
+            evaluating(running.model),
+            intercepting(running.model, receive),
+            residual.following(),
+        ):
+            wanted = trace.n_pos - trace.prompt_len + 1
+            self.logits = running.forward(trace.read("tokens").tolist(), 0, cache, wanted)[:-1]
+        comparison.check(self.logits)
+        self.outputs, self.inputs = rows.outputs, rows.inputs
+        self.keys, self.values = (
+            [getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values")
+        )
+
+
+def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str, Any]:
+    """Compare predictions with those of the full cache, as `Forced` has them.
+
+    logits: [R, V] or, of several runs, [B, R, V]. full: [R, V]. response: the R tokens.
+    """
+    at = torch.tensor(response, dtype=torch.long, device=logits.device)[:, None]
+    step = max(1, _COMPARED // max(1, logits[..., :1, :].numel()))
+    parts: dict[str, list[Tensor]] = {"nll": [], "full_nll": [], "kl": [], "agreement": []}
+    for rows in (slice(i, i + step) for i in range(0, max(1, len(response)), step)):
+        live, expected = (x[..., rows, :].double().log_softmax(-1) for x in (logits, full))
+        token = at[rows]
+        parts["nll"].append(-live.gather(-1, token.expand(*live.shape[:-1], 1))[..., 0])
+        parts["full_nll"].append(-expected.gather(-1, token)[:, 0])
+        parts["kl"].append((expected.exp() * (expected - live)).sum(-1).clamp(min=0))
+        parts["agreement"].append((live.argmax(-1) == expected.argmax(-1)).double())
+    return {name: torch.cat(each, dim=-1).cpu().numpy() for name, each in parts.items()}

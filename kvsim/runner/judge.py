@@ -1,0 +1,352 @@
+"""What the decisions of replays do to their model: one forward pass over the response judges them.
+
+Records of one trace are applied together. All rows that an eviction can reach go through the model
+at once, those of several records as one sequence; in every layer a row attends to the entries that
+its record retains, with the keys and values that the layers below have made of the evictions. The
+rows before are those of the full cache, computed once for all records.
+
+A live run decides again on what its own evictions have changed; here the decisions are those of the
+replay. Where none would change, both are equal.
+
+Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries, d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsim.analysis.subject import Forced, Outcome
+from kvsim.core.pieces import Schedule
+from kvsim.core.reading import Reads
+from kvsim.core.record import Record
+from kvsim.core.storing import Codec, round_marked, stored_after
+from kvsim.core.trace import Trace
+from kvsim.engine.layers import DEFAULT_MEMORY
+from kvsim.errors import PolicyError
+from kvsim.policies.naming import codec_of
+from kvsim.recorder.generation import check_logits, evaluating
+from kvsim.recorder.hooks import Attention, KernelCall, intercepting, kernel_mask
+from kvsim.recorder.layers import Residual
+from kvsim.runner.full import FullPass, compared
+from kvsim.runner.model import RunningModel
+from kvsim.runner.recorded import check_recorded, relative_change
+from kvsim.schema import NEVER
+
+#: Rows that attend to one selection of entries.
+_ROWS = 64
+
+
+class Judge:
+    """A recorded sequence on its model, to which records of replays are applied.
+
+    memory: bytes that a batch of records may take, 2 GiB by default. The pass with the full cache
+    runs when the first record is judged, or at `check`.
+
+    Raises:
+        NeedsError: a trace without tokens, or of some layers of the model alone.
+        CaptureError: another model than the recorded one.
+    """
+
+    def __init__(self, running: RunningModel, trace: Trace, memory: int | None = None) -> None:
+        self._ids = check_recorded(trace, running.described)
+        running.check_length(trace.n_pos)
+        self.running, self.trace = running, trace
+        self._memory = DEFAULT_MEMORY if memory is None else memory
+        self._residual = Residual(running.model)
+
+    @cached_property
+    def _full(self) -> FullPass:
+        return FullPass(self.running, self.trace, self._residual)
+
+    def check(self) -> None:
+        """Raise CaptureError unless the model computes what was recorded, with the full cache."""
+        _ = self._full
+
+    def outcomes(self, records: Sequence[Record]) -> list[Outcome]:
+        """Judge replays of the trace; returns their outcomes in the same order.
+
+        Raises PolicyError for a record that a forward pass cannot show (`check_judged`).
+        """
+        for record in records:
+            check_judged(record, self.trace)
+        starts = [_first_row(record, self.trace) for record in records]
+        kinds = [(x, r.codec is None) for x, r in zip(starts, records, strict=True)]
+        order = sorted(range(len(records)), key=kinds.__getitem__)
+        out: dict[int, Outcome] = {}
+        for (start, _), group in groupby(order, kinds.__getitem__):
+            numbers, size = list(group), self._together(start)
+            for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
+                judged = self._judge([records[number] for number in part], start)
+                out.update(zip(part, judged, strict=True))
+        return [out[number] for number in range(len(records))]
+
+    def _together(self, start: int) -> int:
+        """Records of a batch, whose rows begin at `start`."""
+        model, rows = self.running.model, self.trace.n_pos - start
+        config = model.config.get_text_config()
+        # logits and a copy, and about twenty activations of the hidden size
+        of_row = 2 * config.vocab_size + 20 * config.hidden_size
+        return max(1, int(self._memory // max(1, rows * of_row * max(4, model.dtype.itemsize))))
+
+    def _judge(self, records: Sequence[Record], start: int) -> Iterator[Outcome]:
+        """Judge records whose first rows, before row `start`, see everything."""
+        trace, full, n = self.trace, self._full, self.trace.n_pos
+        first = max(start, trace.prompt_len)
+        moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
+        logits = full.logits.expand(len(records), -1, -1)
+        if start < n:
+            entries = Entries(trace, full, records, start, self.running)
+
+            def receive(call: KernelCall) -> None:
+                rows = self._residual.rows(call).unflatten(0, (len(records), -1))
+                rows = rows[:, first - start :].double()
+                change = relative_change(rows, full.inputs[call.layer][first - trace.prompt_len :])
+                moved[:, call.layer, first - trace.prompt_len :] = change.cpu().numpy()
+
+            running = self.running
+            with (
+                torch.inference_mode(),
+                evaluating(running.model),
+                intercepting(running.model, receive, attending=entries.attend),
+                self._residual.following(),
+            ):
+                own = self._forward(start, len(records))
+            logits = torch.cat([logits[:, : logits.shape[1] - own.shape[1]], own], dim=1)
+        of_each = compared(logits, full.logits, self._ids[trace.prompt_len :])
+        full_nll = of_each.pop("full_nll")
+        for number, change in enumerate(moved):
+            values = {name: each[number] for name, each in of_each.items()}
+            yield Outcome(Forced(**values, full_nll=full_nll, stream_error=change))
+
+    def _forward(self, start: int, count: int) -> Tensor:
+        """Run the rows from `start` on of so many records; returns what predicts [B, w, V].
+
+        The last logits are of the row before the last token.
+        """
+        running, n = self.running, self.trace.n_pos
+        position = torch.arange(start, n, device=running.device)
+        first = max(start, self.trace.prompt_len - 1) - start
+        wanted = torch.arange(count, device=running.device)[:, None] * len(position)
+        wanted = (wanted + torch.arange(first, len(position) - 1, device=running.device)).flatten()
+        ids = torch.tensor(self._ids[start:], device=running.device)
+        # a mask of four axes is taken as it is, so that none is made; `attend` makes its own
+        any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=running.device)
+        out: Tensor = running.model(
+            ids.repeat(count)[None],
+            position_ids=position.repeat(count)[None],
+            attention_mask=any_mask,
+            use_cache=False,
+            **running.logits_of(wanted),
+        ).logits[0]
+        out = out if len(out) == len(wanted) else out[wanted]
+        logits: Tensor = check_logits(out, start + first).unflatten(0, (count, -1))
+        return logits
+
+
+class _Layer(NamedTuple):
+    """What rows of a layer may attend to: candidates for entries of each record.
+
+    keys, values [H, n, d], those of all records one after the other; key_at, value_at [B, H, M]
+    where candidates are in them. pos [M]; first, last [B, H or qhead, M]: the rows that see one.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_at: Tensor
+    value_at: Tensor
+    pos: Tensor
+    first: Tensor
+    last: Tensor
+
+
+class Entries:
+    """The attention of rows from `start` on under each of some records."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        full: FullPass,
+        records: Sequence[Record],
+        start: int,
+        running: RunningModel,
+    ) -> None:
+        self._trace, self._full, self._records, self._start = trace, full, records, start
+        self._added = running.added
+        self._pos = torch.arange(trace.n_pos, device=running.device)
+        own = torch.arange(len(records), device=running.device)[:, None] * (trace.n_pos - start)
+        #: where the rows of each record are, behind those that all share [B, T]
+        self._rows = torch.where(self._pos < start, self._pos, self._pos + own)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention: Attention
+    ) -> Tensor:
+        """Attention output [1, B * w, qhead, d] of queries [1, qhead, B * w, d]."""
+        q = query[0].unflatten(1, (len(self._records), -1)).transpose(0, 1)
+        of_layer = self._of_layer(layer, key[0], value[0])
+        parts = []
+        for first in range(self._start, self._trace.n_pos, _ROWS):
+            rows = slice(first, min(first + _ROWS, self._trace.n_pos))
+            part = q[:, :, rows.start - self._start : rows.stop - self._start]
+            keys, values, seen = self._seen(layer, of_layer, rows, part.shape[1])
+            mask = kernel_mask(seen, part, added=self._added)
+            parts.append(attention(part, keys, values, mask))
+        return torch.cat(parts, dim=1).flatten(0, 1)[None]
+
+    def _gone(self, layer: int, record: Record) -> Tensor:
+        """The last row that sees each entry of a layer, int32 [H or qhead, T]."""
+        if layer in record.layers:
+            gone = torch.from_numpy(record.evicted_at[record.layers.index(layer)])
+            return gone.to(self._pos.device)
+        heads = record.evicted_at.shape[1]
+        return torch.full((heads, len(self._pos)), NEVER, dtype=torch.int32).to(self._pos.device)
+
+    def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> _Layer:
+        """The candidates of a layer; key, value [H, B * w, d] of the rows of all records."""
+        trace, full, start = self._trace, self._full, self._start
+        shared = (full.keys[layer][:, :start], full.values[layer][:, :start])
+        tables = [torch.cat(pair, dim=1) for pair in zip(shared, (key, value), strict=True)]
+        gone = [self._gone(layer, record) for record in self._records]
+        heads = max(map(len, gone))
+        last = torch.stack([x.repeat_interleave(heads // len(x), 0) for x in gone])
+        window = trace.formulas[layer].window
+        if window is not None:
+            last = torch.minimum(last, (self._pos + window - 1).int())
+        at = self._rows[:, None].expand(-1, len(key), -1)
+        first = self._pos.expand_as(last)
+        if self._records[0].codec is None:
+            keys, values = tables
+            return _Layer(keys, values, at, at, self._pos, first, last)
+        return self._rounded(tables, last, first, at)
+
+    def _rounded(self, tables: list[Tensor], last: Tensor, first: Tensor, at: Tensor) -> _Layer:
+        """Four candidates for each entry: its key, and its value, exact and rounded."""
+        after, places, n = [], [], len(self._pos)
+        for which, exact in enumerate(tables):
+            rounded, rows = [], []
+            for record, gone, mine in zip(self._records, last, self._rows, strict=True):
+                codec = codec_of(cast("Codec", record.codec))
+                begin = _prefilled(record, self._trace) - 1
+                rows.append(stored_after(gone, codec.clocks[which], begin))
+                rounded.append(exact[:, mine].clone())
+                round_marked(codec, which, rounded[-1], rows[-1] != NEVER)
+            tables[which] = torch.cat([exact, *rounded], dim=1)
+            after.append(torch.stack(rows))
+            copies = torch.arange(len(self._records), device=at.device)[:, None, None] * n
+            places.append((at, (exact.shape[1] + copies + self._pos).expand_as(at)))
+        until = [torch.minimum(x, last) for x in after]
+        since = [torch.maximum(first, x.long() + 1) for x in after]
+        both = torch.minimum(*until), torch.maximum(*since)
+        # exact and exact; rounded key; rounded value; both rounded
+        begins = (first, since[0], since[1], both[1])
+        ends = (both[0], until[1], until[0], last)
+        keys, values = places
+        return _Layer(
+            tables[0],
+            tables[1],
+            torch.cat([keys[i] for i in (0, 1, 0, 1)], dim=-1),
+            torch.cat([values[i] for i in (0, 0, 1, 1)], dim=-1),
+            self._pos.repeat(4),
+            torch.cat(begins, dim=-1),
+            torch.cat(ends, dim=-1),
+        )
+
+    def _seen(
+        self, layer: int, of: _Layer, rows: slice, qheads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [B, H, m, d] that some of the rows see, and which, [B, qhead, w, m]."""
+        heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
+        some = (of.last >= rows.start) & (of.first < rows.stop) & (of.last >= of.first)
+        some = some.unflatten(1, (heads, group)).any(2)  # [B, H, M]
+        slot = some.cumsum(-1) - 1
+        m = int(slot.amax()) + 1
+        index = slot.new_zeros(*slot.shape[:-1], m + 1)
+        candidates = torch.arange(slot.shape[-1], device=slot.device)
+        index.scatter_(-1, slot.where(some, m), candidates.expand_as(slot))
+        index = index[..., :m]
+        valid = torch.arange(m, device=slot.device) < some.sum(-1, keepdim=True)
+        base = torch.arange(heads, device=slot.device)[:, None] * of.keys.shape[1]
+        keys, values = (
+            table.flatten(0, 1)[at.gather(-1, index) + base]
+            for table, at in ((of.keys, of.key_at), (of.values, of.value_at))
+        )
+        wide = index.repeat_interleave(group, 1)
+        first, last = (x.gather(-1, wide)[:, :, None] for x in (of.first, of.last))
+        row = torch.arange(rows.start, rows.stop, device=slot.device)[:, None]
+        seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
+        seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
+        for number, record in enumerate(self._records):
+            if record.reads is None or layer not in record.layers:
+                continue
+            read = self._read(layer, record, record.reads, rows).to(slot.device)
+            place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
+            read = read.repeat_interleave(qheads // len(read), 0)
+            seen[number] &= read.gather(-1, place.expand(-1, read.shape[1], -1))
+        return keys, values, seen
+
+    def _read(self, layer: int, record: Record, reads: Reads, rows: slice) -> Tensor:
+        """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
+        gone, begin = self._gone(layer, record), min(max(rows.start, reads.first), rows.stop)
+        everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
+        if begin == rows.stop:
+            return everything
+        read = reads.entries(record.layers.index(layer), slice(begin, rows.stop), gone)
+        everything = everything.to(read.device).repeat_interleave(len(read) // len(gone), 0)
+        return torch.cat([everything, read], dim=1)
+
+
+def _prefilled(record: Record, trace: Trace) -> int:
+    """The first row after the first event of the prefill."""
+    return min(Schedule(compress=record.compress).ends(trace.prompt_len, trace.context_len))
+
+
+def _first_row(record: Record, trace: Trace) -> int:
+    """The first row that may not see all rows before it as they are; the end if all do."""
+    start = min(int(record.evicted_at.min(initial=NEVER)) + 1, trace.n_pos)
+    if record.reads is not None:
+        start = min(start, record.reads.first)
+    if record.codec is not None:
+        start = min(start, _prefilled(record, trace))
+    return start
+
+
+def check_judged(record: Record, trace: Trace) -> None:
+    """Raise PolicyError for a record that a forward pass over the recorded tokens cannot show."""
+    shape = (trace.n_pos, trace.prompt_len, trace.name)
+    given = (record.n_pos, record.prompt_len, record.trace)
+    if shape != given:
+        raise PolicyError(
+            f"{record.policy}: the record is of {given[0]} tokens ({given[1]} of the prompt) of "
+            f"{given[2]}; expected {shape[0]} ({shape[1]}) of {shape[2]}"
+        )
+    reasons = {
+        "keys are rotated to their slots, which depend on what else is held": (
+            record.positions != "absolute"
+        ),
+        "rows of the prompt are dropped on the way down, so that they have no deeper keys": (
+            record.selection is not None
+        ),
+        "rounds keys and values, and has sets per query head": (
+            record.codec is not None and record.per_query_head
+        ),
+        "is a live run, which has judged itself": record.closed,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise PolicyError(
+            f"{record.policy}: {reason}; a pass over the recorded tokens cannot show it: run it "
+            "on the model (kvsim live), or judge the others"
+        )
+
+
+def judge_outcomes(
+    model: Any, trace: Trace, records: Sequence[Record], memory: int | None = None
+) -> list[Outcome]:
+    """Judge replays of a trace by its model. Arguments and errors are those of `Judge`."""
+    return Judge(RunningModel(model), trace, memory).outcomes(records)
