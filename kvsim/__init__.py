@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvsim.recorder import capture
     from kvsim.referee.ruling import conform
     from kvsim.runner import recompute
+    from kvsim.runner.judging import judge
     from kvsim.store import open_trace, save_trace
     from kvsim.store.labelled import to_xarray
     from kvsim.sweeps.closed_loop import live
@@ -55,6 +56,7 @@ __all__ = [
     "capture",
     "compare",
     "conform",
+    "judge",
     "live",
     "measure",
     "open_trace",
@@ -79,6 +81,7 @@ _HOME = {
     "capture": "recorder",
     "compare": "analysis.comparison",
     "conform": "referee.ruling",
+    "judge": "runner.judging",
     "live": "sweeps.closed_loop",
     "measure": "analysis",
     "open_trace": "store",

@@ -27,7 +27,7 @@ from kvsim.errors import PolicyError
 from kvsim.schema import plural, schedule, visible
 from kvsim.store.metadata import object_at
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.run import SUMMARY, summarise
+from kvsim.sweeps.run import PREDICTIONS, SUMMARY, summarise
 
 #: Rows and columns of the picture of a record, and the shades between gone and retained.
 _ROWS, _COLUMNS, _SHADES = 24, 48, 5
@@ -148,7 +148,9 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
     except (PolicyError, StopIteration):  # one policy alone, or no prompt with values of all
         pass
     if measured:
-        names = [name for name in SUMMARY if name in measured] or sorted(measured)[:6]
+        names = [name for name in (*PREDICTIONS, *SUMMARY) if name in measured] or sorted(measured)[
+            :6
+        ]
         means = summarise(labelled(run.table), names)
         hidden = ("params", "share", "interval", "prefill")
         yield _table(means.with_columns(budget=REQUESTED).drop(hidden))

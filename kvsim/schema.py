@@ -45,7 +45,7 @@ AXES = {
 LABELS = ("task", "domain", "level", "length", "depth")
 
 #: How far a result can be trusted (architecture section 5).
-FIDELITY = ("exact", "open", "semi", "closed")
+FIDELITY = ("exact", "open", "semi", "judged", "closed")
 
 #: Meaning of each level of fidelity, for pages.
 FIDELITY_MEANING = {
@@ -54,6 +54,8 @@ FIDELITY_MEANING = {
     "open": "open loop: computed from recorded queries, keys and values; in a live run errors "
     "also add up from layer to layer",
     "semi": "layers behind a selection were computed again, tokens are the recorded ones",
+    "judged": "measured on the model as it ran with the kept sets of the replay (`--judge`): "
+    "effects are real, decisions those made on what was recorded",
     "closed": "measured in a live run",
 }
 

@@ -277,7 +277,13 @@ def over_layers(
 
 
 #: Colours of the levels of fidelity.
-LEVELS = {"exact": COLOURS[2], "closed": COLOURS[5], "semi": COLOURS[3], "open": COLOURS[4]}
+LEVELS = {
+    "exact": COLOURS[2],
+    "closed": COLOURS[5],
+    "judged": COLOURS[6],
+    "semi": COLOURS[3],
+    "open": COLOURS[4],
+}
 
 
 def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str) -> None:

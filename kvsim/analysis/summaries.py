@@ -212,7 +212,7 @@ def over_layers(
 
 
 #: Fidelities from the strongest; in a mean of several the weakest speaks.
-_STRENGTH = pl.Enum(("exact", "closed", "semi", "open"))
+_STRENGTH = pl.Enum(("exact", "closed", "judged", "semi", "open"))
 _LABEL = pl.Enum(FIDELITY)
 _LEVEL = pl.col("fidelity").cast(pl.String).cast(_STRENGTH)
 #: The weakest label of several values.

@@ -49,12 +49,14 @@ TYPES: dict[str, Any] = {
 COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _NUMBERS}
 
 
-#: Records that metrics compare with (`Metric.beside`), and those about the optimum.
+#: Records that metrics compare with (`Metric.beside`), those about the optimum, and what a pass of
+#: the model says of a replay (`kvsim.runner.judging`).
 BESIDE = {
     "optimum": "optimum",
     "unprotected": "optimum without protected entries",
     "oracle": "mass oracle",
 }
+JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
 REGRET = tuple(x for x, entry in METRICS.items() if entry.beside in ("optimum", "unprotected"))
 
 #: Called with (metrics done, metrics, what is being measured).
@@ -179,10 +181,15 @@ def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
 
 
 def choose(
-    metrics: Sequence[str] | None, *, beside: Collection[str] = (), records: bool = True
+    metrics: Sequence[str] | None,
+    *,
+    beside: Collection[str] = (),
+    records: bool = True,
+    judged: bool = False,
 ) -> dict[str, Metric]:
     """The metrics by name, or the default ones of records or of a trace alone.
 
+    judged: with those of a judge (`JUDGED`).
     beside: which records there are to compare with (`Metric.beside`); what compares with them is
     among the default ones then. Raises PolicyError for an unknown name, and for a metric that needs
     a record that there is not.
@@ -191,13 +198,13 @@ def choose(
         return {name: entry for name, entry in METRICS.items() if entry.kind == "trace"}
     if metrics is None:
         comparable = {"", *beside}
-        return {name: x for name, x in METRICS.items() if x.default and x.beside in comparable}
-    chosen = {name: metric(name) for name in names_of(metrics)}
+        metrics = [name for name, x in METRICS.items() if x.default and x.beside in comparable]
+    names = names_of(metrics)
+    chosen = {name: metric(name) for name in dict.fromkeys([*names, *(JUDGED if judged else ())])}
     for name, entry in chosen.items():
-        if entry.kind == "live":
-            raise PolicyError(
-                f"{name} is about a running model, and a replay runs none; take kvsim live"
-            )
+        if entry.kind == "live" and not (judged and name in JUDGED):
+            way = "give --judge, or take kvsim live" if name in JUDGED else "take kvsim live"
+            raise PolicyError(f"{name} is about a running model, and a replay runs none; {way}")
         if not records and entry.kind != "trace":
             raise PolicyError(
                 f"{name} is about a record, and only a trace was given; give a record "
@@ -373,15 +380,15 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
     below, of what left, of what was not read and of what was rounded. A value of all layers
     (`layer` is None) has the weakest label of the record's layers.
 
-    What a running model did is closed loop.
+    What a running model did is closed loop, or judged: it ran with the kept sets of the replay.
 
     Where only some rows of the prompt propagate, layers behind the first selection compute what the
     recorded run did not. The layer right behind it still has exact inputs, so its own sets and the
     rows that it propagates are exact; deeper sets are so where nothing is chosen there, and "semi"
     where these layers were computed again (`kvsim.recompute`).
     """
-    if record.closed:
-        return "closed"
+    if record.closed or kind == "live":
+        return "closed" if record.closed else "judged"
     across = record.selection is not None and record.selection.layer is not None
     alone = len(record.layers) == 1 and not across  # rows are dropped for many layers at once
     if kind == "trace" or alone:

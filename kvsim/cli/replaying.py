@@ -76,6 +76,8 @@ def replay(
             "--regret", help="Show how much more attention the best possible kept sets retain."
         ),
     ] = False,
+    judge: values.Judge = False,
+    model: values.JudgingModel = None,
     memory: values.Memory = None,
     device: values.Device = "cpu",
     jobs: values.Jobs = None,
@@ -101,7 +103,8 @@ def replay(
 
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, *REGRET]))
-    choose(metric, beside=BESIDE if regret else ())
+    judging: bool | str = model or judge
+    choose(metric, beside=BESIDE if regret else (), judged=bool(judging))
     protect = Protection(sink, recent, prompt=protect_prompt)
     policies = values.build_policies(policy, settings, protect, fit=fit)
     opened = values.open_traces(traces)
@@ -118,6 +121,7 @@ def replay(
                 own_schedule=own_schedule,
                 metrics=metric if metric or out is not None else available(SUMMARY, opened),
                 regret=regret,
+                judge=judging,
                 events=events,
                 memory=limit,
                 device=device,
@@ -162,6 +166,7 @@ def show_run(
     they are not among them.
     """
     from kvsim.analysis.table import REGRET
+    from kvsim.sweeps.run import PREDICTIONS
 
     total = len(opened) * len(policies) * len(run.parameters["budgets"])
     if not run.records and run.interrupted:
@@ -171,7 +176,7 @@ def show_run(
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
     measured = set(run.table["metric"])
-    shown = [name for name in dict.fromkeys([*metrics, *REGRET]) if name in measured]
+    shown = [name for name in dict.fromkeys([*PREDICTIONS, *metrics, *REGRET]) if name in measured]
     if as_json:
         show.echo_json(_document(run, shown, out))
     else:
@@ -294,6 +299,7 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     import polars as pl
 
     from kvsim.analysis.results import of_model
+    from kvsim.sweeps.run import PREDICTIONS
 
     values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
     traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())
@@ -301,7 +307,7 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     over = "layers and heads" if counts == "1 trace" else f"layers, heads and {counts}"
     over = "layers, heads and the traces of each model" if of_model(table) else over
     parts = [f"Means over {over}, of rows over those after the prompt"]
-    if not {"response_kl", "nll_increase", "top_agreement"}.isdisjoint(shown):
+    if not set(PREDICTIONS).isdisjoint(shown):
         parts.append("of tokens over those of the recorded response")
     parts += [text for name, text in _MEANING.items() if name in set(traces["metric"])]
     return f"{'; '.join(parts)}."

@@ -29,12 +29,13 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     from kvsim.analysis.folder import RECORDS, read_run
     from kvsim.analysis.live.table import responses
     from kvsim.store.records import read_records
-    from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY, summarise
+    from kvsim.sweeps.run import LIVE_SUMMARY, PREDICTIONS, SUMMARY, summarise
 
     saved = read_run(path)
     closed = saved.parameters.get("loop") == "closed"
     measured = saved.table["metric"].unique(maintain_order=True).to_list()
-    requested = measured if saved.parameters.get("metrics") else LIVE_SUMMARY if closed else SUMMARY
+    usual = LIVE_SUMMARY if closed else (*PREDICTIONS, *SUMMARY)
+    requested = measured if saved.parameters.get("metrics") else usual
     shown = [name for name in requested if name in measured]
     summary = summarise(saved.table, shown)
     document = {"run": str(path), **saved.parameters, **show.verdict(saved.table, shown)}

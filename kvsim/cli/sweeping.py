@@ -63,6 +63,8 @@ def sweep(
     records: Annotated[
         bool, typer.Option("--records", help="Keep what each cell would have kept, too.")
     ] = False,
+    judge: values.Judge = False,
+    model: values.JudgingModel = None,
     memory: values.Memory = None,
     device: values.Device = "cpu",
     out: Annotated[
@@ -122,6 +124,7 @@ def sweep(
         "layers": layers,
         "metrics": metric,
         "records": records or None,
+        "judge": model or judge or None,
         "memory": memory,
         "device": None if device == "cpu" else device,
     }
@@ -322,11 +325,11 @@ def _show(
 ) -> None:
     """Print the results, or what of them is there, and end with the right status."""
     from kvsim.cli.replaying import fidelity_line, means, unbounded
-    from kvsim.sweeps.run import summarise
+    from kvsim.sweeps.run import PREDICTIONS, summarise
 
     standing, total = _standing(plan, kept, run.parameters["done"]), len(plan.cells)
     metrics = [name for name in run.parameters["metrics"] if name in set(run.table["metric"])]
-    summary = summarise(run.table, metrics)
+    summary = summarise(run.table, list(dict.fromkeys([*PREDICTIONS, *metrics])))
     if as_json:
         cells = show.cells(summary) if summary.height else []
         verdict = show.verdict(run.table, metrics)

@@ -149,6 +149,18 @@ RecordedModel = Annotated[
         "GGUF file, or a hub id."
     ),
 ]
+Judge = Annotated[
+    bool,
+    typer.Option(
+        "--judge",
+        help="Apply what was decided to the model that was recorded, in one forward pass, and "
+        "measure its predictions; they rank the policies.",
+    ),
+]
+JudgingModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="Judge by this model, as `kvsim live` takes it."),
+]
 ModelDevice = Annotated[
     str, typer.Option(callback=parse_device, help=f"Where the model runs: {DEVICES}")
 ]

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from kvsim.analysis.definition import Metric
+from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.optimum import Terms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, available, columns_of, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
+from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import replay
 from kvsim.errors import KvsimError, TraceError, error_line
@@ -55,6 +57,11 @@ class Cell(NamedTuple):
 def flops_of(trace: Trace, layers: int) -> float:
     """Floating-point operations of the attention outputs of a cell in some layers, about."""
     return layers * trace.n_qheads * trace.dim * 2.0 * trace.n_pos**2
+
+
+def named(judge: bool | str) -> str:
+    """The name of the model that judges; empty for the one that a trace names."""
+    return "" if judge is True else str(judge)
 
 
 class Share(NamedTuple):
@@ -130,6 +137,7 @@ class Cells:
         self._failures: list[Failure] = []
         self._unmeasurable: set[int] = set()
         self._interrupted = False
+        self._judge: Any = None  # of the trace at hand
         self._release(self.measured)
 
     @property
@@ -312,7 +320,30 @@ class Cells:
             options["optima"] = [each.optimum for each in replayed]
             options["unprotected"] = [each.unprotected for each in replayed]
         trace, records = cells[0].trace, [each.record for each in replayed]
-        return measure(trace, records, available(names, [trace]), **options)
+        of_replay = [name for name in names if METRICS[name].kind != "live"]
+        table = measure(trace, records, available(of_replay, [trace]), **options)
+        if len(of_replay) == len(names):
+            return table
+        return in_order([table, self._judged(cells, [x for x in names if x not in of_replay])])
+
+    def _judged(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
+        """What the model says of the records of cells; of others, a remark says why it cannot."""
+        from kvsim.runner.judging import judge_of, unjudged  # noqa: PLC0415  transformers
+
+        trace, records = cells[0].trace, []
+        for cell in cells:
+            each = self._replayed[cell.number]
+            reason = unjudged(each.record)
+            if not reason:
+                records.append(each.record)
+                continue
+            remark = "\n".join(filter(None, (each.record.remark, reason)))
+            self._replayed[cell.number] = each._replace(record=replace(each.record, remark=remark))
+        if self._judge is None or self._judge.trace is not trace:
+            self._judge = judge_of(trace, self._parameters["judge"], **self._limits)
+        with threads_for(self._judge.running.model):
+            outcomes = self._judge.outcomes(records)
+        return measure_judged(trace, records, outcomes, names)
 
     def _measure(self, cells: Sequence[Cell], *, store: bool = True) -> None:
         """Measure replayed cells of a trace; with the first of a trace, the trace itself."""

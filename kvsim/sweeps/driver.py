@@ -23,6 +23,7 @@ from kvsim.sweeps.grid import Grid, Keys
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
+from kvsim.sweeps.run import check_judge
 from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Outcome, Task, compute
 from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
@@ -114,6 +115,7 @@ def work(
 ) -> bool:
     """Compute what is not finished yet; False if Ctrl-C ended it."""
     mine = plan.share(shard)
+    check_judge(plan.grid.judge, plan.traces, plan.grid.device)
     count = processes(jobs, plan.flops, len(mine), plan.traces)
     if scheduler is not None and any(trace.path is None for trace in plan.traces):
         raise ConfigError(IN_MEMORY)

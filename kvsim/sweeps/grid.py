@@ -47,6 +47,7 @@ class Keys(TypedDict, total=False):
     protect: Protection | Mapping[str, Any]
     fit: bool
     regret: bool
+    judge: bool | str
     events: bool
     records: bool
     memory: int | str | None
@@ -80,6 +81,7 @@ class Grid:
     protect: Protection = field(default_factory=Protection)
     fit: bool = False
     regret: bool = False
+    judge: bool | str = False
     events: bool = False
     records: bool = False
     memory: int | None = None
@@ -112,7 +114,7 @@ class Grid:
     def chosen(self, traces: Sequence[Trace]) -> list[str]:
         """The metrics by name, checked against the arrays of the traces."""
         wanted = available(SUMMARY, traces) if self.metrics is None else self.metrics
-        return list(measurable(wanted, traces, regret=self.regret))
+        return list(measurable(wanted, traces, regret=self.regret, judged=bool(self.judge)))
 
     def schedules(self, policies: Sequence[Policy]) -> list[tuple[Terms, str]]:
         """The schedules of policies that are compared, and a remark on each."""

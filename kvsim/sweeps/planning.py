@@ -141,7 +141,16 @@ class Plan(NamedTuple):
 
     def _parameters(self, done: int, missing: int) -> dict[str, Any]:
         """Parameters and counts of the run, ready for JSON."""
-        names = ("budgets", "intervals", "prefill", "compress", "layers", "regret", "events")
+        names = (
+            "budgets",
+            "intervals",
+            "prefill",
+            "compress",
+            "layers",
+            "regret",
+            "judge",
+            "events",
+        )
         return {
             "policies": params_of(self.grid.built()),
             **{name: getattr(self.grid, name) for name in (*names, "memory", "device")},

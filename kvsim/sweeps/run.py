@@ -29,7 +29,7 @@ from kvsim.recorder.progress import with_bar
 from kvsim.schema import plural, schedule
 from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records
-from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of
+from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of, named
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.parts import Parts, is_complete, other_sweep, plan, plan_digest
 from kvsim.sweeps.workers import processes
@@ -159,6 +159,7 @@ def replay_all(
     fit: bool = False,
     metrics: str | Sequence[str] | None = None,
     regret: bool = False,
+    judge: bool | str = False,
     events: bool = False,
     memory: int | None = None,
     device: str = "cpu",
@@ -182,7 +183,11 @@ def replay_all(
 
     regret: compute the optimum on the terms of each cell, and measure by how much it retains more
     (`regret`, `regret_gap` and `possible_share`; `oracle_regret` by name). Policies that no budget
-    binds have none. What metrics read of the decisions at events (`Metric.notes`) is noted and
+    binds have none. judge: after the replays of a trace, apply its records to the model in one
+    forward pass (`kvsim.judge`), and measure its predictions: `response_kl`, `nll_increase`,
+    `top_agreement` and `stream_error`, of fidelity `judged`. True takes the model that the trace
+    names, a name what `kvsim.recorder.load_model` takes. Records that no such pass can show have a
+    remark instead. What metrics read of the decisions at events (`Metric.notes`) is noted and
     measured; the records are returned without it.
 
     jobs: processes on this machine, each with one thread; None chooses, by the size of the work.
@@ -215,9 +220,9 @@ def replay_all(
     check_distinct(traces)
     terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
     if metrics is None:
-        chosen = choose(None, beside=BESIDE if regret else ())
+        chosen = choose(None, beside=BESIDE if regret else (), judged=bool(judge))
     else:
-        chosen = measurable(metrics, traces, regret=regret)
+        chosen = measurable(metrics, traces, regret=regret, judged=bool(judge))
         metrics = list(chosen)
     cells = cells_of(traces, policies, budgets, [terms])
     for cell in cells:
@@ -231,7 +236,9 @@ def replay_all(
         "events": events,
         "memory": memory,
         "device": resolve_device(device),
+        **({"judge": named(judge)} if judge else {}),
     }
+    check_judge(judge, traces, device)
     flops = sum(flops_of(cell.trace, cell.trace.n_layers) for cell in cells)
     count = processes(jobs, flops, len(cells), traces)
     notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
@@ -243,6 +250,15 @@ def replay_all(
         return replace(done, notes=notes)
 
     return in_folder(out, traces, policies, parameters, compute, notes, resume=resume)
+
+
+def check_judge(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
+    """Raise NeedsError or CaptureError for a trace that the judging model did not record."""
+    if judge:
+        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
+
+        for trace in traces:
+            judge_of(trace, named(judge), resolve_device(device), None)
 
 
 def in_folder(
@@ -279,14 +295,18 @@ def in_folder(
 
 
 def measurable(
-    metrics: str | Sequence[str], traces: Sequence[Trace], *, regret: bool = False
+    metrics: str | Sequence[str],
+    traces: Sequence[Trace],
+    *,
+    regret: bool = False,
+    judged: bool = False,
 ) -> dict[str, Metric]:
-    """Return metrics by name, with those of the regret if it is measured.
+    """Return metrics by name, with those of the regret and of the judge if they are measured.
 
     Raises PolicyError for an unknown one, NeedsError where a trace has not what one reads.
     """
     names = list(dict.fromkeys([*names_of(metrics), *(REGRET if regret else ())]))
-    chosen = choose(names, beside=BESIDE if regret else ())
+    chosen = choose(names, beside=BESIDE if regret else (), judged=judged)
     for trace in traces:
         check_arrays(trace, chosen)
     return chosen
@@ -334,9 +354,12 @@ SUMMARY = (
     *("needle_recall", "needle_wipeout"),  # of traces with a needle
 )
 
+#: What the model itself says, live or as a judge of the replay.
+PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
+
 #: The same of a running model.
 LIVE_SUMMARY = (
-    *("response_kl", "nll_increase", "top_agreement", "layer_error", "output_error"),
+    *(*PREDICTIONS, "layer_error", "output_error"),
     *("retained_iou", "needle_recall", "answer_right", "answer_kept", "peak_share"),
 )
 
@@ -356,7 +379,9 @@ def fidelity_shares(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame
     return level_shares(values, by)
 
 
-def summarise(table: pl.DataFrame, metrics: Sequence[str] = (*SUMMARY, *REGRET)) -> pl.DataFrame:
+def summarise(
+    table: pl.DataFrame, metrics: Sequence[str] = (*PREDICTIONS, *SUMMARY, *REGRET)
+) -> pl.DataFrame:
     """One row per policy, parameters and budget as asked for, with the mean of each metric.
 
     And for each model, where traces are of several.

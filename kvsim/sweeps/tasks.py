@@ -26,7 +26,7 @@ from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY, replayed
-from kvsim.sweeps.cells import Cell, Cells, failure, reopened
+from kvsim.sweeps.cells import Cell, Cells, failure, named, reopened
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.parts import code_of, identity
@@ -117,6 +117,8 @@ def _of_one(
 ) -> Iterator[Task]:
     names = ("regret", "events", "memory", "device", "records")
     options = {name: getattr(grid, name) for name in names}
+    if grid.judge:
+        options["judge"] = named(grid.judge)
     layers = replayed(trace, grid.layers)
     of_trace = tuple(name for name in metrics if METRICS[name].kind == "trace")
     of_records = tuple(name for name in metrics if METRICS[name].kind != "trace")
@@ -140,7 +142,7 @@ def _of_one(
         yield task([], layers, of_trace)
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
-    together = any(METRICS[name].together for name in of_records)
+    together = "judge" in options or any(METRICS[name].together for name in of_records)
     of_single = [layers] if together else _blocks(trace, layers)
     for part, blocks in ((single, of_single), (whole, [layers])):
         for block in blocks:
@@ -184,7 +186,7 @@ def _key(
         "trace": [trace.name, identity(trace)],
         "layers": layers,
         "metrics": metrics,
-        "options": {name: options[name] for name in ("regret", "events", "records", "device")},
+        "options": {x: y for x, y in options.items() if x != "memory"},
         "versions": {name: version(name) for name in ("kvsim", "torch")},
     }
     if cell is not None:

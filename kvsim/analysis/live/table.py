@@ -12,9 +12,10 @@ import polars as pl
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import LiveSubject
+from kvsim.analysis.subject import LiveSubject, Outcome
 from kvsim.analysis.table import Block, blocks_of, subjects_of, table_of
 from kvsim.core.record import Record
+from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 
 #: Metrics of rows that a live run has values of, beside those of sets and of kind "live".
@@ -46,6 +47,22 @@ def measure_live(
                 measured = replace(subject, output=partial(_same, output))
                 blocks += blocks_of(measured, name, entry, events=events)
     return table_of(blocks)
+
+
+def measure_judged(
+    trace: Trace, records: Sequence[Record], outcomes: Sequence[Outcome], metrics: Iterable[str]
+) -> pl.DataFrame:
+    """A Table of what a pass of the model says of replays (`JUDGED`); fidelity judged."""
+    return table_of(
+        [
+            block
+            for record, outcome in zip(records, outcomes, strict=True)
+            for name in metrics
+            for block in blocks_of(
+                LiveSubject(trace, record, outcome), name, metric(name), events=False
+            )
+        ]
+    )
 
 
 def _same(output: OutputError) -> OutputError:

@@ -14,23 +14,30 @@ Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
+from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.subject import Forced, Outcome
+from kvsim.analysis.table import JUDGED
 from kvsim.core.pieces import Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
+from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
-from kvsim.errors import PolicyError
+from kvsim.errors import CaptureError, PolicyError
+from kvsim.policies.model import model_of
 from kvsim.policies.naming import codec_of
+from kvsim.recorder import load_model
 from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.layers import Residual
@@ -38,6 +45,8 @@ from kvsim.runner.full import FullPass, compared
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.schema import NEVER
+from kvsim.store.metadata import object_at
+from kvsim.store.opening import TraceLike, as_trace
 
 #: Rows that attend to one selection of entries.
 _ROWS = 64
@@ -325,28 +334,78 @@ def check_judged(record: Record, trace: Trace) -> None:
             f"{record.policy}: the record is of {given[0]} tokens ({given[1]} of the prompt) of "
             f"{given[2]}; expected {shape[0]} ({shape[1]}) of {shape[2]}"
         )
+    if reason := unjudged(record):
+        raise PolicyError(reason)
+
+
+def unjudged(record: Record) -> str:
+    """Return why a forward pass over the recorded tokens cannot show a record; empty if it can."""
     reasons = {
         "keys are rotated to their slots, which depend on what else is held": (
             record.positions != "absolute"
         ),
-        "rows of the prompt are dropped on the way down, so that they have no deeper keys": (
-            record.selection is not None
+        "rows of the prompt are dropped on the way down, and have no deeper keys": (
+            record.selection is not None and record.selection.layer is not None
         ),
-        "rounds keys and values, and has sets per query head": (
+        "keys and values are rounded, and sets are those of query heads": (
             record.codec is not None and record.per_query_head
         ),
-        "is a live run, which has judged itself": record.closed,
+        "it is a live run": record.closed,
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
-    if reason is not None:
-        raise PolicyError(
-            f"{record.policy}: {reason}; a pass over the recorded tokens cannot show it: run it "
-            "on the model (kvsim live), or judge the others"
-        )
+    if reason is None:
+        return ""
+    return (
+        f"{record.policy}: {reason}, so that no pass over the recorded tokens judges it; run it on "
+        "the model (kvsim live)"
+    )
 
 
-def judge_outcomes(
-    model: Any, trace: Trace, records: Sequence[Record], memory: int | None = None
-) -> list[Outcome]:
-    """Judge replays of a trace by its model. Arguments and errors are those of `Judge`."""
-    return Judge(RunningModel(model), trace, memory).outcomes(records)
+def judge(
+    model: Any,
+    trace: TraceLike,
+    records: Record | Sequence[Record],
+    *,
+    memory: int | None = None,
+) -> pl.DataFrame:
+    """Judge replays of a trace by a forward pass of its model; returns a Table (`kvsim.measure`).
+
+    Rows are of `response_kl`, `nll_increase`, `top_agreement` and `stream_error` [layer], their
+    fidelity is `judged`: the kept sets are those of the replay, their effects those of the model.
+
+    Args:
+        model: a model of transformers, or what `kvsim.recorder.load_model` takes.
+        trace: the trace, its path or URL, of all layers of the model, with its tokens.
+        records: replays of it (`kvsim.replay`).
+        memory: bytes that a batch of records may take, 2 GiB by default.
+
+    Raises:
+        NeedsError: a trace without tokens, or of some layers alone.
+        CaptureError: another model than the recorded one.
+        PolicyError: a record that a forward pass cannot show: keys rotated to their slots, rows of
+            the prompt dropped on the way down, a live run.
+    """
+    trace = as_trace(trace)
+    records = [records] if isinstance(records, Record) else [*records]
+    if isinstance(model, str | Path):
+        model = load_model(model, dtype=object_at(trace.meta, "model").get("dtype"))[0]
+    with threads_for(model):
+        outcomes = Judge(RunningModel(model), trace, memory).outcomes(records)
+    return measure_judged(trace, records, outcomes, JUDGED)
+
+
+def judge_of(trace: Trace, model: str, device: str, memory: int | None) -> Judge:
+    """Return the judge of a trace by a model of that name, or by the recorded one without a name.
+
+    Raises as `Judge`, and CaptureError where the model cannot be loaded.
+    """
+    name = model or str(model_of(trace)["name"] or "")
+    if not name:
+        raise CaptureError(f"{trace.name} does not say of which model it is; name it by --model")
+    dtype = object_at(trace.meta, "model").get("dtype")
+    return Judge(_running(name, dtype, device), trace, memory)
+
+
+@lru_cache(maxsize=1)
+def _running(name: str, dtype: str | None, device: str) -> RunningModel:
+    return RunningModel(load_model(name, dtype=dtype, device=device)[0])
