@@ -39,7 +39,8 @@ from apps.tiny.card import fill, proportion, table
 from apps.tiny.curriculum import collate
 from apps.tiny.evaluate import Results, digest
 from kvsim import Policy, Record, Trace, policy
-from kvsim.runner.masked import masked_logits
+from kvsim.runner.judging import Judge
+from kvsim.runner.model import RunningModel
 from kvsim.tiny import PATH
 from kvsim.tiny.tasks import TASKS, Sample, prompts
 
@@ -163,6 +164,7 @@ def gold_trace(model: PreTrainedModel, tokens: Tensor, prompt_len: int) -> Trace
         whole.q,
         whole.k,
         whole.v,
+        tokens=tokens,
         attn_out=whole.attn_out,
         lse=whole.lse,
         prompt_len=prompt_len,
@@ -195,8 +197,8 @@ def measure_sample(
         for share in budgets[:1] if name == FULL else budgets:
             budget = round(share * len(tokens))
             records[name, share] = kvsim.replay(trace, one, budget, interval=INTERVAL, prefill=True)
-    likely = masked_logits(model, tokens, list(records.values())).argmax(-1)
-    right = likely[:, :-1] == tokens[prompt_len:]
+    likely = Judge(RunningModel(model), trace).logits(list(records.values())).argmax(-1)
+    right = likely == tokens[prompt_len:]
     return {key: judge(sample, row) for key, row in zip(records, right, strict=True)}
 
 

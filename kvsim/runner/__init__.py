@@ -10,12 +10,12 @@ paged     the cache in blocks, with block tables
 blocks    attention over blocks, and moves of entries between them
 model     that model: what its attention computes, and a shared prefill
 descent   its prefill in depth order, for a policy that drops rows on the way down
-masked    the logits of a model whose rows see only the entries that a Record retains
+judging   what the decisions of replays do to the model, several at once, in one forward pass
+full      a pass with the full cache, with which runs under policies are compared
 prefill   a prefill that drops rows, recomputed after its first selection
 decoder   single decoder layers, on rows at any positions
 """
 
-from kvsim.runner.masked import masked_logits
 from kvsim.runner.prefill import Recomputed, recompute
 
-__all__ = ["Recomputed", "masked_logits", "recompute"]
+__all__ = ["Recomputed", "recompute"]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import polars as pl
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.live.table import measure_judged
@@ -83,18 +84,39 @@ class Judge:
 
         Raises PolicyError for a record that a forward pass cannot show (`check_judged`).
         """
+        out: dict[int, Outcome] = {}
+        for numbers, logits, moved in self._batches(records):
+            of_each = compared(logits, self._full.logits, self._ids[self.trace.prompt_len :])
+            full_nll = of_each.pop("full_nll")
+            for place, number in enumerate(numbers):
+                values = {name: each[place] for name, each in of_each.items()}
+                forced = Forced(**values, full_nll=full_nll, stream_error=moved[place])
+                out[number] = Outcome(forced)
+        return [out[number] for number in range(len(records))]
+
+    def logits(self, records: Sequence[Record]) -> Tensor:
+        """Logits [B, R, V] that predict the R tokens of the response under each record.
+
+        Raises as `outcomes`.
+        """
+        out: dict[int, Tensor] = {}
+        for numbers, logits, _ in self._batches(records):
+            out.update(zip(numbers, logits, strict=True))
+        return torch.stack([out[number] for number in range(len(records))])
+
+    def _batches(
+        self, records: Sequence[Record]
+    ) -> Iterator[tuple[list[int], Tensor, NDArray[np.float64]]]:
+        """Yield the numbers of records that are judged together, and what `_judge` returns."""
         for record in records:
             check_judged(record, self.trace)
         starts = [_first_row(record, self.trace) for record in records]
         kinds = [(x, r.codec is None) for x, r in zip(starts, records, strict=True)]
         order = sorted(range(len(records)), key=kinds.__getitem__)
-        out: dict[int, Outcome] = {}
         for (start, _), group in groupby(order, kinds.__getitem__):
             numbers, size = list(group), self._together(start)
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
-                judged = self._judge([records[number] for number in part], start)
-                out.update(zip(part, judged, strict=True))
-        return [out[number] for number in range(len(records))]
+                yield part, *self._judge([records[number] for number in part], start)
 
     def _together(self, start: int) -> int:
         """Records of a batch, whose rows begin at `start`."""
@@ -104,8 +126,11 @@ class Judge:
         of_row = 2 * config.vocab_size + 20 * config.hidden_size
         return max(1, int(self._memory // max(1, rows * of_row * max(4, model.dtype.itemsize))))
 
-    def _judge(self, records: Sequence[Record], start: int) -> Iterator[Outcome]:
-        """Judge records whose first rows, before row `start`, see everything."""
+    def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
+        """Run records whose first rows, before row `start`, see everything.
+
+        Returns logits [B, R, V], and |h' - h| / |h| of the input of each layer [B, L, R].
+        """
         trace, full, n = self.trace, self._full, self.trace.n_pos
         first = max(start, trace.prompt_len)
         moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
@@ -128,11 +153,7 @@ class Judge:
             ):
                 own = self._forward(start, len(records))
             logits = torch.cat([logits[:, : logits.shape[1] - own.shape[1]], own], dim=1)
-        of_each = compared(logits, full.logits, self._ids[trace.prompt_len :])
-        full_nll = of_each.pop("full_nll")
-        for number, change in enumerate(moved):
-            values = {name: each[number] for name, each in of_each.items()}
-            yield Outcome(Forced(**values, full_nll=full_nll, stream_error=change))
+        return logits, moved
 
     def _forward(self, start: int, count: int) -> Tensor:
         """Run the rows from `start` on of so many records; returns what predicts [B, w, V].

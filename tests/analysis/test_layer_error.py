@@ -15,12 +15,12 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import averages, between_levels, compare, per_prompt, stages
 from kvsim.errors import NeedsError
 from kvsim.recorder import load_model
-from kvsim.runner.masked import masked_logits
 from kvsim.schema import NEVER
 from kvsim.sweeps.run import replay_all, summarise
 from kvsim.testing import strategies
 from kvsim.tiny import tasks
 from reference import metrics as loop_metrics
+from tests.reference.masked import masked_logits
 
 NAMES = ["layer_error", "layer_error_relative"]
 PROMPT, HIDDEN = 20, 12

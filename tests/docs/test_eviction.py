@@ -83,16 +83,16 @@ def test_a_model_that_knows_the_answer_is_exact(model, sample, monkeypatch):
     tried = {name: eviction.policy(name) for name in ("full", "knorm", "tova")}
     asked = []
 
-    def knowing(_model, given, records):
-        assert torch.equal(given, tokens)
+    def knowing(judge, records):
+        assert torch.equal(judge.trace.tokens, tokens)
         asked.extend((record.policy, record.budget) for record in records)
         logits = torch.nn.functional.one_hot(tokens[start:], 1000).float()
-        logits = torch.cat([logits, logits[:1]]).repeat(len(records), 1, 1)
+        logits = logits.repeat(len(records), 1, 1)
         logits[-1, 7] = 0.0  # the last record forgets a word
         logits[-1, 7, 999] = 1.0
         return logits
 
-    monkeypatch.setattr(eviction, "masked_logits", knowing)
+    monkeypatch.setattr(eviction.Judge, "logits", knowing)
     found = eviction.measure_sample(model, sample, tried, (0.25, 0.5))
 
     n = len(tokens)

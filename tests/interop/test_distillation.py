@@ -11,9 +11,9 @@ import kvsim
 from kvsim.interop.distillation import divergence, evicted
 from kvsim.interop.masks import Masks
 from kvsim.runner.decoding import RunningModel
-from kvsim.runner.masked import masked_logits
 from kvsim.schema import NEVER
 from small_model import small
+from tests.reference.masked import masked_logits
 
 PROMPT, N, BUDGET, INTERVAL = 30, 60, 20, 8
 IDS = [*range(1, 61)]

@@ -14,9 +14,9 @@ import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.errors import CaptureError, OutputError, PolicyError
 from kvsim.interop.masks import DEFECTS, Masks, masking, read_masks, write_masks
-from kvsim.runner.masked import masked_logits
 from kvsim.sweeps.run import replay_all
 from small_model import small
+from tests.reference.masked import masked_logits
 
 PROMPT, N, BUDGET, INTERVAL = 30, 90, 20, 15
 EVENTS = list(range(PROMPT - 1, N, INTERVAL))

@@ -7,9 +7,9 @@ from transformers import DynamicCache
 
 import kvsim
 from kvsim.recorder.cache import cache_option
-from kvsim.runner import masked_logits
 from kvsim.runner.decoding import Decoding, RunningModel
 from live_runs import logits_behind_masks, output_gap, run_live
+from tests.reference.masked import masked_logits
 
 pytestmark = pytest.mark.real
 

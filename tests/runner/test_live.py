@@ -17,10 +17,11 @@ from families import FAMILIES
 from kvsim.errors import CaptureError, NeedsError, PolicyError, ScoreError
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
-from kvsim.runner import masked_logits, recompute
+from kvsim.runner import recompute
 from kvsim.runner.cache import LiveSource, Table
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from live_runs import live_policies, logits_behind_masks, output_gap, run_live
+from tests.reference.masked import masked_logits
 
 CLOSE = 1e-5
 PROMPT, LENGTH, INTERVAL, BUDGET = 80, 104, 8, 64

@@ -18,8 +18,8 @@ import kvsim
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.hooks import kernel_name
-from kvsim.runner.masked import masked_logits
 from kvsim.schema import NEVER
+from tests.reference.masked import masked_logits
 
 PROMPT, NEW, BUDGET, INTERVAL = 24, 30, 12, 5
 LAYERS, HEADS = 3, 2

@@ -125,7 +125,7 @@ def kvsim_running(model):
 
 def test_divergence_is_that_of_the_masked_model(model, trace):
     """The record as a mask over the whole model gives the same predictions, computed apart."""
-    from kvsim.runner import masked_logits
+    from tests.reference.masked import masked_logits
 
     run = kvsim.live(model, [trace], policies("tova", "knorm"), [16], interval=8)
     full = kvsim.live(model, [trace], policies("full"), [16], interval=8)

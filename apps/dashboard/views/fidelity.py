@@ -15,6 +15,8 @@ LEVELS = {
     "exact": "A live run that is fed the recorded tokens would show this very number. This holds "
     "for numbers of the trace alone, for the first layer, for a layer that was replayed alone, and "
     "for sets that are decided once, at the end of the prompt, before any eviction.",
+    "judged": "Measured on the model as it ran over the recorded tokens with the kept sets of the "
+    "replay (--judge). Effects are real; a live run would decide again on what they change.",
     "closed": "Measured in a live run in which the policy evicts: errors add up over layers, "
     "queries and keys drift, and the model may write other tokens.",
     "semi": "For policies that do not propagate all rows of the prompt: the layers behind the "

@@ -1,0 +1,271 @@
+"""Replays judged by their model, against live runs, dense masks, and each record alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from families import FAMILIES
+from kvsim.analysis.table import JUDGED
+from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.policies import names, parameters
+from kvsim.recorder import load_model
+from kvsim.runner.judging import Judge, unjudged
+from kvsim.runner.model import RunningModel
+from kvsim.sweeps import replay_all
+from live_runs import live_policies, run_live
+from tests.reference.masked import masked_logits
+
+CLOSE = 1e-5
+PROMPT, LENGTH, INTERVAL, BUDGET = 80, 152, 8, 64
+TOKENS = torch.randperm(256, generator=torch.Generator().manual_seed(0))[:LENGTH].tolist()
+READING = {
+    "quest": {"page": 4, "dense_layers": 0, "share": 0.5},
+    "topp": {},
+    "h2o+quest": {"page": 4, "dense_layers": 0, "heads": "layer", "share": 0.4},
+    "adakv+snapkv+quest": {"page": 4, "dense_layers": 1, "heads": "kv", "share": 0.4, "window": 8},
+}
+ROUNDING = {
+    "int4": {},
+    "kivi": {"group": 8, "window": 16},
+    "h2o+kivi": {"group": 4, "window": 8},
+    "adakv+expected_attention+kivi": {"group": 8, "window": 8},
+}
+
+
+@functools.cache
+def running(name):
+    """A small random model of a family."""
+    family = FAMILIES[name]
+    changes = {**family.changes, "vocab_size": 256}
+    family = replace(family, changes=changes)
+    return RunningModel(family.build(family.kernels[0], torch.float32))
+
+
+@functools.cache
+def recorded(name):
+    """Its trace of `TOKENS`."""
+    return kvsim.capture(running(name).model, None, TOKENS[:PROMPT], response=TOKENS[PROMPT:])
+
+
+@functools.cache
+def tiny():
+    """The shipped model, its sample trace and its judge."""
+    run, trace = RunningModel(load_model("tiny")[0]), kvsim.open_trace(kvsim.sample_trace())
+    return run, trace, Judge(run, trace)
+
+
+def lived(name, policy, budget=BUDGET, **options):
+    """A live run, its logits of the rows that predict the response, and its record as a replay."""
+    live = run_live(running(name), policy, budget, TOKENS, PROMPT, interval=INTERVAL, **options)
+    record = replace(live.record, closed=False, trace=recorded(name).name)
+    return record, live.logits[PROMPT - 1 : -1]
+
+
+def gap(mine, expected):
+    """The largest difference of rows [..., V], relative to the row."""
+    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
+    return float(gap.max())
+
+
+# ------------------------------------------------ decisions of a live run: its own predictions
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss"])
+def test_decisions_of_a_live_run_have_its_predictions(family):
+    """Whatever the family's attention does, and however ragged heads and layers are."""
+    some = None if family == "llama" else 5
+    policies = [*live_policies().items()][::some]
+    runs = [lived(family, policy, 96 if x == "triattention" else BUDGET) for x, policy in policies]
+    found = Judge(running(family), recorded(family)).logits([record for record, _ in runs])
+
+    moved = 0
+    for (name, _), logits, (record, expected) in zip(policies, found, runs, strict=True):
+        assert gap(logits, expected) < 2 * CLOSE, name
+        moved += bool(record.events)
+    assert moved > len(policies) // 2
+
+
+@pytest.mark.parametrize("name", [*READING, *ROUNDING])
+def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
+    """Pages of each row, of ragged heads too; keys and values rounded after their rows."""
+    policy = kvsim.policy(name, **(READING | ROUNDING)[name])
+    record, expected = lived("llama", policy)
+    plain = replace(record, reads=None, codec=None)
+    judge = Judge(running("llama"), recorded("llama"))
+
+    mine, unread = judge.logits([record, plain])
+
+    assert gap(mine, expected) < 2 * CLOSE
+    assert gap(unread, expected) > 1e-3  # reads and codecs matter
+
+
+# ------------------------------------------------------------------------- replays
+
+
+def test_where_one_layer_evicts_the_live_run_is_judged():
+    """Its decisions read what no eviction has touched: divergence and stream errors are equal."""
+    run, trace, judge = tiny()
+    terms = {"interval": 32, "layers": [1]}
+    policies = ("h2o", "tova", "snapkv", "adakv+snapkv")
+    live = kvsim.live(run.model, [trace], policies, 64, metrics=JUDGED, **terms)
+    records = [kvsim.replay(trace, name, 64, prefill=True, **terms) for name in policies]
+
+    table = kvsim.judge(run.model, trace, records)
+
+    keys = ["policy", "metric", "layer"]
+    both = table.join(live.table, on=keys, suffix="_live", nulls_equal=True)
+    assert both.height == live.table.height == table.height
+    assert (both["value"] - both["value_live"]).abs().max() < CLOSE
+    assert set(table["fidelity"]) == {"judged"}
+    assert judge.trace.name == trace.name
+
+
+def test_predictions_are_those_of_masks_over_the_whole_sequence():
+    """A forward of all rows with a dense mask, row by row from the record, has the same logits."""
+    run, trace, judge = tiny()
+    kept = ("random", "h2o", "adakv+snapkv", "cake", "oracle")
+    records = [kvsim.replay(trace, name, 64, interval=32, prefill=True) for name in kept]
+    by_query_head = kvsim.policy("oracle", by="output")
+    records.append(kvsim.replay(trace, by_query_head, 64, interval=32))
+
+    found = judge.logits(records)
+
+    expected = masked_logits(run.model, trace.tokens, records)[:, :-1]
+    assert gap(found, expected) < 5 * CLOSE
+
+
+def test_records_together_are_each_alone():
+    """However many fit the memory, and whatever starts later or rounds; in the given order."""
+    run, trace, judge = tiny()
+    kept = ("tova", "full", "kivi", "snapkv", "h2o+int4", "quest", "streaming_llm")
+    records = [kvsim.replay(trace, name, 96, interval=32, prefill=True) for name in kept]
+    together = judge.outcomes(records)
+
+    small = Judge(run, trace, memory=1)
+    for name, one, (alone,) in zip(
+        kept, together, (small.outcomes([record]) for record in records), strict=True
+    ):
+        for value in ("kl", "nll", "full_nll", "agreement", "stream_error"):
+            mine, expected = (getattr(x.forced, value) for x in (one, alone))
+            assert np.allclose(mine, expected, rtol=1e-4, atol=CLOSE), (name, value)
+    assert not together[1].forced.kl.any()
+    assert small._together(trace.prompt_len) == 1 < judge._together(trace.prompt_len)
+
+
+def test_rows_before_an_eviction_are_those_of_the_full_cache():
+    """One entry of one head leaves: predictions change from the next row on, and never before."""
+    _, trace, judge = tiny()
+    record = kvsim.replay(trace, "full", 64)
+    row = trace.prompt_len + 100  # within a block of rows
+    evicted_at = record.evicted_at.copy()
+    evicted_at[1, 2, :200] = row
+    (outcome,) = judge.outcomes([replace(record, evicted_at=evicted_at)])
+
+    kl = outcome.forced.kl
+    assert not kl[: row - trace.prompt_len + 2].any()
+    assert kl[row - trace.prompt_len + 2] > 0
+    assert outcome.forced.stream_error[1].max() < CLOSE
+    assert outcome.forced.stream_error[2, row - trace.prompt_len + 1 :].all()
+
+
+def test_every_policy_of_the_catalogue_is_judged_or_refused_in_one_line():
+    """No row is left without entries; refusals name the policy and what to do."""
+    _, trace, judge = tiny()
+    refused = set()
+    for name in names():
+        try:
+            given = {"calibration": "prefix:16"} if "calibration" in parameters(name) else {}
+            if "protect_prompt" in parameters(name):
+                given["protect_prompt"] = False
+            record = kvsim.replay(trace, kvsim.policy(name, **given), 96, interval=32)
+        except (PolicyError, NeedsError):  # a composition alone, or of other traces
+            continue
+        reason = unjudged(record)
+        if reason:
+            refused.add(name.partition("@")[0])
+            assert reason.startswith(f"{name}: ")
+            assert "\n" not in reason
+            with pytest.raises(PolicyError, match="kvsim live"):
+                judge.outcomes([record])
+            continue
+        (outcome,) = judge.outcomes([record])
+        assert np.isfinite(outcome.forced.kl).all(), name
+        assert np.isfinite(outcome.forced.nll).all(), name
+    assert refused <= {"streaming_llm", "asl", "asl_2pass", "fastkv", "gemfilter", "pyramidinfer"}
+
+
+def test_records_of_other_sequences_are_refused():
+    """Other lengths and traces, and live runs, which need no judge."""
+    _, trace, judge = tiny()
+    record = kvsim.replay(trace, "h2o", 64, interval=32)
+    unfit = {
+        "the record is of 471 tokens": replace(record, evicted_at=record.evicted_at[..., :-1]),
+        "of other": replace(record, trace="other"),
+        "it is a live run": replace(record, closed=True),
+    }
+    for said, one in unfit.items():
+        with pytest.raises(PolicyError, match=said):
+            judge.outcomes([record, one])
+
+
+# ------------------------------------------------------------------------- sweeps
+
+
+def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypatch):
+    """In one piece or in shares, resumed or not; what cannot be judged has a remark, no value."""
+    monkeypatch.setattr(
+        "kvsim.sweeps.cells.in_processes",
+        lambda work, shares, _: ((share, work(share)) for share in shares),
+    )
+    _, trace, judge = tiny()
+    policies = ["h2o", "snapkv", "streaming_llm@original"]
+    terms = {"interval": 32, "metrics": ["retained_mass"], "judge": True}
+    run = replay_all([trace.path], policies, [64, 96], **terms)
+    again = replay_all([trace.path], policies, [64, 96], jobs=2, out=tmp_path / "run", **terms)
+    resumed = replay_all(
+        [trace.path], policies, [64, 96], out=tmp_path / "run", resume=True, **terms
+    )
+
+    assert run.table.equals(again.table)
+    assert run.table.equals(resumed.table)
+    kl = run.table.filter(metric="response_kl")
+    assert set(kl["fidelity"]) == {"judged"}
+    assert kl["policy"].to_list() == ["h2o", "h2o", "snapkv", "snapkv"]
+    expected = [x.forced.kl.mean() for x in judge.outcomes(run.records[:4])]
+    assert np.allclose(kl["value"].to_numpy(), expected, atol=CLOSE)
+    assert any(x.startswith("streaming_llm@original: keys are rotated") for x in run.remarks)
+
+
+def test_a_grid_is_judged_as_its_cells_are():
+    """`kvsim.sweep` cuts traces into layers, and a judged trace stays whole."""
+    _, trace, _ = tiny()
+    terms = {"interval": 32, "metrics": ["retained_mass"], "judge": "tiny"}
+    cells = replay_all([trace.path], ["h2o", "tova"], [64], **terms).table
+    terms["intervals"] = terms.pop("interval")
+    grid = kvsim.sweep(traces=trace.path, policies=["h2o", "tova"], budgets=64, **terms).table
+
+    keys = ["policy", "metric", "layer", "head"]
+    judged = pl.col("fidelity") == "judged"
+    both = cells.filter(judged).join(grid.filter(judged), on=keys, nulls_equal=True)
+    assert both.height == cells.filter(judged).height == grid.filter(judged).height > 0
+    assert (both["value"] - both["value_right"]).abs().max() < CLOSE
+
+
+def test_another_model_judges_nothing():
+    """Before a cell is replayed: of other weights or sizes; a trace of some layers; no metric."""
+    _, trace, _ = tiny()
+    with pytest.raises(CaptureError, match="tiny-deep differs from the recorded tiny"):
+        replay_all([trace], "h2o", 64, judge="tiny-deep")
+    with pytest.raises(NeedsError, match="only some layers of its model"):
+        replay_all([kvsim.sample_trace("smollm2")], "h2o", 64, judge="tiny")
+    with pytest.raises(PolicyError, match="give --judge, or take kvsim live"):
+        replay_all([trace], "h2o", 64, metrics="response_kl")
+    with pytest.raises(PolicyError, match="answer_right is about a running model"):
+        replay_all([trace], "h2o", 64, metrics="answer_right", judge=True)
