@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +28,7 @@ from kvsim.cli.show import (
 from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 from kvsim.files import check_writable, published, refused
-from kvsim.tiny.sample import sample_trace
+from kvsim.tiny.sample import sample_judged, sample_trace
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
@@ -146,7 +146,7 @@ class _Demo:
         from kvsim.sweeps.run import SUMMARY, summarise
 
         first, shown = not prefix, available(SUMMARY, [trace])
-        run, seconds = self._replay(trace)
+        run, seconds = self._replay(trace, judge=first)
         with self._step("figures"):
             self._draw(trace, run, prefix, head)
             run.save(self.folder / f"{prefix}run")
@@ -216,8 +216,14 @@ class _Demo:
             f"model's own by at most {max(report.output_error):.0e} (relative)."
         )
 
-    def _replay(self, trace: Trace) -> tuple[Run, dict[tuple[str, int], float]]:
-        """Return the sweep, and the seconds of each policy and budget."""
+    def _replay(self, trace: Trace, *, judge: bool) -> tuple[Run, dict[tuple[str, int], float]]:
+        """Return the sweep, and the seconds of each policy and budget.
+
+        judge: by the model `tiny`; what SmolLM2 says of the other trace is stored.
+        """
+        import polars as pl
+
+        from kvsim.analysis.table import in_order
         from kvsim.policies import policy
         from kvsim.sweeps.run import replay_all
 
@@ -228,12 +234,16 @@ class _Demo:
                 starts.append(time.perf_counter())
                 report(done, total, label)
 
-            run = replay_all([trace], policies, BUDGETS, interval=INTERVAL, progress=note)
+            run = replay_all(
+                [trace], policies, BUDGETS, interval=INTERVAL, judge=judge, progress=note
+            )
         end = time.perf_counter()
         if run.interrupted:
             raise KeyboardInterrupt
         if run.failures:
             raise TraceError(f"a replay failed: {run.failures[0].error}")
+        if not judge:
+            run = replace(run, table=in_order([run.table, pl.read_parquet(sample_judged())]))
         self.seconds["replay"] += starts[-1] - starts[0]
         self.seconds["measure"] += end - starts[-1]
         durations = (after - before for before, after in itertools.pairwise(starts))
@@ -257,7 +267,8 @@ class _Demo:
             f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
             f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
             "documentation. A sentence with a code is hidden in the prompt, and nothing but the "
-            "end of the text asks for it, after the policies have evicted."
+            "end of the text asks for it, after the policies have evicted. KL and what stands with "
+            "it were judged by the whole model, in which all 30 layers evict."
         )
 
     def _times(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvsim.errors import TraceNotFoundError, suggest
 
-__all__ = ["SAMPLES", "sample_trace"]
+__all__ = ["SAMPLES", "sample_judged", "sample_trace"]
 
 #: The names that commands take, and the model that each was recorded from.
 SAMPLES = {"sample": "tiny", "sample-smollm2": "smollm2"}
@@ -32,11 +32,22 @@ def sample_trace(model: str = "tiny") -> Path:
             f"there is no sample trace of {model!r}{suggest(str(model), models)}; "
             f"expected one of {', '.join(models)}"
         )
-    name = f"{tuple(SAMPLES)[models.index(model)]}.zarr"
+    return _shipped(f"{tuple(SAMPLES)[models.index(model)]}.zarr")
+
+
+def sample_judged() -> Path:
+    """Return the path of a Table in parquet: the policies of the demo, judged by SmolLM2.
+
+    All its layers evicted, over the text of the sample trace (`docs/smollm2_sample.py` made it).
+    """
+    return _shipped("sample-smollm2-judged.parquet")
+
+
+def _shipped(name: str) -> Path:
     places = (_PACKAGE / f"_{name}", _PACKAGE.parent / "traces" / name)
     for place in places:
-        if place.is_dir():
+        if place.exists():
             return place
     raise TraceNotFoundError(
-        f"there is no sample trace, expected it at {places[0]} or {places[1]}; install kvsim again"
+        f"there is no {name}, expected it at {places[0]} or {places[1]}; install kvsim again"
     )
