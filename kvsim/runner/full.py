@@ -18,7 +18,7 @@ from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import Comparison
 
 #: Numbers of predictions that are compared at once.
-_COMPARED = 1 << 24
+_COMPARED = 1 << 22
 
 
 @dataclass

@@ -122,8 +122,8 @@ class Judge:
         """Records of a batch, whose rows begin at `start`."""
         model, rows = self.running.model, self.trace.n_pos - start
         config = model.config.get_text_config()
-        # logits and a copy, and about twenty activations of the hidden size
-        of_row = 2 * config.vocab_size + 20 * config.hidden_size
+        # logits with their copies, and about twenty activations of the hidden size
+        of_row = 4 * config.vocab_size + 20 * config.hidden_size
         return max(1, int(self._memory // max(1, rows * of_row * max(4, model.dtype.itemsize))))
 
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:

@@ -208,3 +208,15 @@ def test_paged_benchmark_prints_what_compaction_frees(capsys):
         print("", *lines, sep="\n")
     assert all(each["blocks"] > 0 for each in figures.values())
     assert figures["head ragged 1"]["empty"] == 0 < figures["layer ragged 1"]["empty"]
+
+
+def test_judge_benchmark_prints_its_ratios(capsys):
+    """Next to the forward pass of the response, and to a live run."""
+    judge = load("judge")
+
+    ratios, lines = judge.run(judge.SHAPES["smallest"])
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert set(ratios) == {"judged", "live"}
+    assert all(value > 0 for value in ratios.values())

@@ -1,0 +1,223 @@
+# ruff: noqa: INP001, T201 - a script, not a module, and it says what it did
+"""Which number orders policies as the running model does, at one budget: a part of fidelity.md.
+
+    python docs/validity.py              print the tables of the stored values
+    python docs/validity.py --measure    record, replay, judge and run live again: two hours
+
+`validity-results.parquet` has a row for each model, prompt, policy, budget, metric and way: `open`
+the replay, `judged` its records judged by the model, `closed` the live run that is fed the recorded
+response. Prompts, policies and budgets were fixed before the first of them ran.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+import kvsim
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import per_prompt
+from kvsim.recorder import capture_many, load_model
+from kvsim.sweeps import replay_all
+from results_page.plan import SMALL, Plan, Sizes
+from results_page.policies import scaled
+from results_page.traces import samples
+
+RESULTS = Path(__file__).with_name("validity-results.parquet")
+#: Policies that somebody might deploy, and `random`, which no correlation counts.
+POLICIES = (
+    *("streaming_llm", "h2o", "tova", "snapkv", "keydiff", "expected_attention", "gkv", "ams"),
+    *("pyramidkv", "adakv+snapkv", "adakv+expected_attention", "morphkv", "rkv", "cake", "lagkv"),
+    *("snapkv@gkv", "random"),
+)
+OPEN = (
+    *("layer_error", "layer_error_relative", "output_error", "concat_error"),
+    *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
+    *("oracle_regret", "needle_recall", "needle_wipeout", "global_eviction"),
+)
+PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
+_SMALLER = Sizes(SMALL.largest | {"window": 16}, SMALL.ams, SMALL.recent, 16)
+#: Prompts, budgets, and the tokens that a model writes where the response is not given.
+STUDIES: dict[str, tuple[Plan, tuple[int, ...], int]] = {
+    "smollm2": (
+        Plan(
+            model="smollm2",
+            prompts=30,
+            seed=11,
+            lengths=(512,),
+            interval=32,
+            prefill=True,
+            presets=False,
+            sizes=_SMALLER,
+        ),
+        (64, 128, 256),
+        24,
+    ),
+    "tiny": (Plan(prompts=30, seed=11), (96, 192, 288), 320),
+}
+_RESAMPLES = 500
+
+Matrix = NDArray[np.float64]
+
+
+@cache
+def values() -> pl.DataFrame:
+    """The stored values."""
+    return pl.read_parquet(RESULTS).with_columns(pl.col(pl.Categorical).cast(pl.String))
+
+
+def matrix(
+    model: str, budget: int, metric: str, way: str, *, answers: bool | None = None
+) -> Matrix:
+    """Values [prompt, policy], the smaller the better; `random` is not among them.
+
+    answers: only prompts whose response is a short answer, or only those that go on with a text.
+    """
+    rows = values().filter(
+        pl.col("policy") != "random", model=model, budget=budget, metric=metric, fidelity=way
+    )
+    if answers is not None:
+        rows = rows.filter((pl.col("task") != "text") == answers)
+    wide = rows.sort("prompt", "policy").pivot(on="policy", index="prompt", values="value")
+    sign = -1.0 if METRICS[metric].better == "higher" else 1.0
+    return sign * wide.drop("prompt").to_numpy().astype(np.float64)
+
+
+def correlation(x: Matrix, y: Matrix) -> Matrix:
+    """Spearman's correlation along the last axis."""
+    a, b = (rankdata(each, axis=-1) for each in (x, y))
+    a, b = (each - each.mean(-1, keepdims=True) for each in (a, b))
+    with np.errstate(invalid="ignore"):
+        out: Matrix = (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    return out
+
+
+def between(x: Matrix, y: Matrix) -> tuple[float, float, float]:
+    """The correlation of means over prompts, and its 95 % bootstrap over prompts and policies."""
+    rng = np.random.default_rng(0)
+    n, policies = x.shape
+    prompts = rng.integers(n, size=(_RESAMPLES, n))
+    drawn = rng.integers(policies, size=(_RESAMPLES, policies))
+    means = (np.take_along_axis(each[prompts].mean(1), drawn, 1) for each in (x, y))
+    low, high = np.nanquantile(correlation(*means), (0.025, 0.975))
+    return float(correlation(x.mean(0), y.mean(0))), float(low), float(high)
+
+
+def _cell(x: Matrix, y: Matrix) -> str:
+    rho, low, high = between(x, y)
+    return f"{rho:.2f} [{low:.2f}, {high:.2f}], {np.nanmean(correlation(x, y)):.2f}"
+
+
+def _table(model: str, rows: dict[str, tuple[str, str]], **of: Any) -> Iterator[str]:
+    """Lines of a table; rows: metric and way by label."""
+    budgets = STUDIES[model][1]
+    yield f"| {model}: ranked by | {' | '.join(f'{each} entries' for each in budgets)} |"
+    yield f"| --- | {' | '.join('---:' for _ in budgets)} |"
+    for label, (metric, way) in rows.items():
+        cells = [
+            _cell(
+                matrix(model, budget, metric, way, **of),
+                matrix(model, budget, "response_kl", "closed", **of),
+            )
+            for budget in budgets
+        ]
+        yield f"| {label} | {' | '.join(cells)} |"
+
+
+def _ratios() -> Iterator[str]:
+    for model, (_, budgets, _) in STUDIES.items():
+        parts, same = [], 0
+        for budget in budgets:
+            judged, live = (
+                matrix(model, budget, "response_kl", way) for way in ("judged", "closed")
+            )
+            low, middle, high = np.quantile((judged / live)[live > 0], (0.05, 0.5, 0.95))
+            parts.append(f"{middle:.2f} [{low:.2f}, {high:.2f}] at {budget}")
+            same += int(judged.mean(0).argmin() == live.mean(0).argmin())
+        yield (
+            f"* {model}: judged KL by live KL of a cell, median and 90 % of the cells: "
+            f"{', '.join(parts)}. The policy with the lowest mean is the same at {same} of "
+            f"{len(budgets)} budgets."
+        )
+
+
+def part() -> str:
+    """The tables, from the stored values."""
+    judged = {"judged KL": ("response_kl", "judged")}
+    offline = {
+        f"`{name}`": (name, "open") for name in OPEN if METRICS[name].better and name in OPEN[:9]
+    }
+    few = judged | {f"`{name}`": (name, "open") for name in ("layer_error", "output_error")}
+    apart = [
+        [title, "", *_table("smollm2", few, answers=answers)]
+        for title, answers in (
+            ("Answers of up to 24 tokens, nothing evicted but after the prompt:", True),
+            ("Texts that go on for about 128 tokens, with events in them:", False),
+        )
+    ]
+    blocks = [[*_table(model, judged | offline)] for model in STUDIES]
+    return "\n\n".join("\n".join(lines) for lines in (*blocks, [*_ratios()], *apart))
+
+
+# ---------------------------------------------------------------------------------- measuring
+
+
+def measure() -> pl.DataFrame:
+    """Record every prompt, replay, judge and run live every policy at every budget."""
+    parts = []
+    for name, (plan, budgets, tokens) in STUDIES.items():
+        model, tokenizer = load_model(name)
+        policies = [scaled(plan.sizes, each) for each in POLICIES]
+        terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
+        for prompt in samples(plan)[1:]:
+            writes = {} if prompt.response is not None else {"max_new_tokens": tokens}
+            with tempfile.TemporaryDirectory() as folder:
+                (trace,) = capture_many(
+                    model, tokenizer, [prompt], folder, residual=True, o_proj=True, **writes
+                )
+                given = {"metrics": OPEN, "regret": True, "judge": name}
+                replayed = replay_all([trace], policies, budgets, **given, **terms)
+                live = kvsim.live(model, [trace], policies, budgets, tokenizer=tokenizer, **terms)
+                parts += [_stored(replayed.table, trace, name), _stored(live.table, trace, name)]
+            print(f"{trace.name} is done")
+    return pl.concat(parts)
+
+
+def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame:
+    """One value for each policy, budget and metric."""
+    closed = pl.col("fidelity") == "closed"
+    asked = ~closed & pl.col("metric").is_in(OPEN) | pl.col("metric").is_in(PREDICTIONS)
+    main = {name: METRICS[name].main for name in (*OPEN, *PREDICTIONS)}
+    rows = table.filter(pl.col("policy").is_not_null(), asked).filter(
+        pl.col("variant") == pl.col("metric").replace_strict(main)
+    )
+    way = pl.when(pl.col("fidelity").is_in(("judged", "closed"))).then(
+        pl.col("fidelity").cast(pl.String)
+    )
+    return per_prompt(rows).select(
+        model=pl.lit(model),
+        prompt=pl.lit(trace.name),
+        task=pl.lit(trace.labels.get("task")),
+        tokens=pl.lit(trace.n_pos, pl.Int32),
+        response=pl.lit(trace.n_pos - trace.prompt_len, pl.Int32),
+        policy="policy",
+        budget=pl.col("asked").cast(pl.Int32),
+        metric="metric",
+        fidelity=way.otherwise(pl.lit("open")),
+        value=pl.col("value").cast(pl.Float32),
+    )
+
+
+if __name__ == "__main__":
+    if "--measure" in sys.argv[1:]:
+        measure().write_parquet(RESULTS)
+    print(part())
