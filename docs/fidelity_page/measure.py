@@ -53,6 +53,7 @@ def _key(number: int, study: Study) -> str:
     policies = [(each.name, each.params) for each in study.policies]
     prompt = samples(study.prompts)[number]
     decides = [study.prompts, prompt, study.budgets, study.new_tokens, OFFLINE, policies]
+    decides.append("KL after the first token")  # older measurements count it
     digest = hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
     return f"{study.prompts.model}-{number:03}-{digest}"
 

@@ -40,9 +40,10 @@ model, nor about other models or much longer prompts."""
 
 _PREDICTED = """\
 Live KL: divergence of the model's predictions from those with the full cache, in nats per token of
-the recorded response, mean over traces. The interval covers at least 90 % of prompts and policies
-that are new to the calibration, if they are like those that it was fitted on. Answer lost: share of
-answers, right with the full cache, that were wrong in live runs with such a layer error."""
+the recorded response after its first, mean over traces. The interval covers at least 90 % of
+prompts and policies that are new to the calibration, if they are like those that it was fitted on.
+Answer lost: share of answers, right with the full cache, that were wrong in live runs with such a
+layer error."""
 
 
 def fidelity(

@@ -58,13 +58,13 @@ def values(table):
     return dict(rows)
 
 
-def test_likelihoods_are_means_over_the_response():
-    """Of three tokens, in nats."""
+def test_likelihoods_are_means_over_the_response_after_its_first_token():
+    """Of three tokens, in nats; the last row of the prompt predicts the first."""
     table = measure_live([subject()])
 
-    assert values(table)["response_kl"] == pytest.approx(0.2)
-    assert values(table)["nll_increase"] == pytest.approx((3.0 + 1.0 + 2.0 - 3 * 0.5) / 3)
-    assert values(table)["top_agreement"] == pytest.approx(2 / 3)
+    assert values(table)["response_kl"] == pytest.approx(0.25)
+    assert values(table)["nll_increase"] == pytest.approx((1.0 + 2.0 - 2 * 0.5) / 2)
+    assert values(table)["top_agreement"] == pytest.approx(1 / 2)
     residual = table.filter(metric="stream_error").select("layer", "value").rows()
     assert residual == [(0, 0.0), (1, pytest.approx(0.3))]
     assert set(table["fidelity"]) == {"closed"}
@@ -108,6 +108,29 @@ def test_a_run_without_a_response_of_its_own_has_none_of_its_metrics():
     assert {"response_kl", "peak_share"} <= alone.keys()
     assert alone.keys().isdisjoint({"answer_right", "response_loop", "decode_seconds"})
     assert written.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
+
+
+def test_a_response_of_one_token_has_no_likelihoods():
+    """Only the last row of the prompt predicts it."""
+    forced = outcome().forced
+    names = ("nll", "full_nll", "kl", "agreement")
+    one = replace(forced, **{name: getattr(forced, name)[:1] for name in names})
+    found = values(measure_live([subject(Outcome(one, None, 10, 20))]))
+
+    assert found.keys().isdisjoint({"response_kl", "nll_increase", "top_agreement"})
+
+
+def test_an_event_after_the_context_reaches_the_first_token_too():
+    """The last row of the prompt sees what such an event has left."""
+    given = subject()
+    q, k, v = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
+    size = {"prompt_len": 21, "context_len": 12}
+    trace = kvsim.Trace.from_arrays(q, k, v, **size, rope=Rope.default(8))
+    for compress, expected in (("prompt", 0.25), ("context", 0.2), ("both", 0.2)):
+        record = replace(given.record, compress=compress)
+        table = measure_live([LiveSubject(trace, record, outcome())], ["response_kl"])
+
+        assert values(table) == {"response_kl": pytest.approx(expected)}
 
 
 def test_rows_have_the_errors_of_the_live_run():

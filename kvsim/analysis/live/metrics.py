@@ -11,17 +11,23 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.contents import NGRAMS, max_loop, repetition
 from kvsim.analysis.subject import Forced, Generated, LiveSubject
+from kvsim.core.pieces import Schedule
 
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
 
 def _forced(value: Callable[[Forced], Floats]) -> Values:
-    """The mean of a value of each token of the response."""
+    """The mean of a value of each token of the response that an event before it can reach.
+
+    The last row of the prompt predicts the first token: only events after the context reach it.
+    """
 
     def cells(subject: LiveSubject) -> Iterator[Cells]:
-        forced = subject.outcome.forced
-        if forced is not None and len(forced.nll):
-            yield Cells(None, np.array([value(forced).mean()]))
+        forced, trace = subject.outcome.forced, subject.trace
+        ends = Schedule(compress=subject.record.compress).ends(trace.prompt_len, trace.context_len)
+        first = int(ends[0] == trace.prompt_len)
+        if forced is not None and len(forced.nll) > first:
+            yield Cells(None, np.array([value(forced)[first:].mean()]))
 
     return cells
 
@@ -70,15 +76,16 @@ _metric = partial(Metric, kind="live", source="kvsim", default=False)
 
 METRICS: Mapping[str, Metric] = {
     "response_kl": _metric(
-        "KL(full || live) of the prediction of each token of the recorded response, mean",
+        "KL(full || live) of the prediction of each token of the recorded response after its first, "
+        "mean",
         unit="nats", better="lower", cells=_forced(lambda x: x.kl)),
     "nll_increase": _metric(
-        "negative log-likelihood of a token of the recorded response, beyond that with the full "
-        "cache, mean",
+        "negative log-likelihood of a token of the recorded response after its first, beyond that "
+        "with the full cache, mean",
         unit="nats", better="lower", cells=_forced(lambda x: x.nll - x.full_nll)),
     "top_agreement": _metric(
-        "share of tokens of the recorded response where the most likely token is that of the full "
-        "cache",
+        "share of tokens of the recorded response after its first where the most likely token is "
+        "that of the full cache",
         unit="share", better="higher", cells=_forced(lambda x: x.agreement)),
     "stream_error": _metric(
         "|h' - h| / |h| of the residual stream before a layer, mean over rows after the prompt",
