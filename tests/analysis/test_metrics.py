@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis import subject as subject_module
 from kvsim.analysis.attention.windows import window_overlap
+from kvsim.analysis.kept import chance
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, steps, wipeout
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.registry import METRICS
@@ -257,14 +258,14 @@ def test_wipe_out_grows_with_the_threshold_and_with_time():
 
 
 def test_iou_and_survival_obey_their_identity():
-    """J = s / (2 - s) for constant budgets, and the null is budget / (budget + 2 interval)."""
+    """J = s / (2 - s) for constant budgets; the null is nearly budget / (budget + 2 interval)."""
     trace = make_trace(tokens=300, prompt=60)
     last = kvsim.replay(trace, kvsim.policy("tova"), budget=40, interval=20).evicted_at[0]
 
     found = retained_iou(last)
 
     np.testing.assert_allclose(found.iou, found.survival / (2 - found.survival))
-    np.testing.assert_allclose(found.chance, 40 / (40 + 2 * 20))
+    np.testing.assert_allclose(found.chance, 40 / (40 + 2 * 20), rtol=0.005)
 
 
 @given(evictions(), st.integers(0, 5), st.integers(0, 9))
@@ -308,6 +309,32 @@ def test_random_eviction_has_the_iou_of_chance():
     found = retained_iou(last)
 
     assert found.iou.mean() == pytest.approx(found.chance.mean(), abs=0.01)
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 6))
+def test_the_iou_of_chance_is_the_mean_over_all_random_sets(first, second, since):
+    """Every set of the size once, from what was kept and what came since."""
+    kept, pool = set(range(first)), range(first + since)
+    sets = [set(of) for of in itertools.combinations(pool, min(second, len(pool)))]
+    expected = np.mean([len(kept & of) / len(kept | of) for of in sets])
+
+    found = chance.iou(np.array([first]), min(second, len(pool)), len(pool))
+
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("sizes", [(512, 512, 1024), (1500, 300, 4000), (3, 2900, 3000)])
+def test_the_iou_of_chance_of_large_sets_leaves_nothing_out(sizes):
+    """Terms far from the mean are left out; the sum over all of them, in fractions, is equal."""
+    first, second, total = sizes
+    terms = [
+        Fraction(comb(first, x) * comb(total - first, second - x), first + second - x) * x
+        for x in range(max(0, first + second - total), min(first, second) + 1)
+    ]
+
+    found = chance.iou(*map(np.array, sizes))
+
+    assert found == pytest.approx(float(sum(terms) / comb(total, second)), rel=1e-11)
 
 
 def test_fewer_than_two_events_have_no_iou():

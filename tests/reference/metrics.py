@@ -197,7 +197,7 @@ def wipeout(
 
 @dataclass(frozen=True)
 class Overlap:
-    """Retained-set IoU between two events, and that of a random choice of the same sizes."""
+    """Retained-set IoU between two events, and the mean of random choices of the same sizes."""
 
     iou: float
     survival: float
@@ -214,12 +214,15 @@ def retained_iou(
     last = np.asarray(evicted_at)[layer, head]
     kept = {p for p in range(first + 1) if last[p] > first}
     then = {p for p in range(second + 1) if last[p] > second}
-    pool = len(kept) + second - first
-    expected = len(then) * len(kept) / pool
+    a, b, pool = len(kept), len(then), len(kept) + second - first
+    random_iou = 0.0
+    for both in range(max(0, a + b - pool), min(a, b) + 1):
+        likely = Fraction(math.comb(a, both) * math.comb(pool - a, b - both), math.comb(pool, b))
+        random_iou += float(likely) * both / (a + b - both)
     return Overlap(
         iou=len(kept & then) / len(kept | then),
         survival=len(kept & then) / len(kept),
-        random_iou=expected / (len(kept) + len(then) - expected),
+        random_iou=random_iou,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from kvsim.analysis.arrays import Floats
+from kvsim.analysis.arrays import Floats, Ints, share
 
 
 def at_most(most: Any, marked: Any, total: Any, kept: Any) -> Floats:
@@ -36,6 +36,40 @@ _FEW = 16
 @lru_cache(1 << 16)
 def _at_most(most: int, marked: int, total: int, kept: int) -> float:
     return float(scipy.stats.hypergeom.cdf(most, total, marked, kept))
+
+
+def iou(first: Any, second: Any, total: Any) -> Floats:
+    """Expected intersection over union of two sets of sizes `first` and `second`; NaN if empty."""
+    given = np.stack(np.broadcast_arrays(first, second, total)).astype(np.int64)
+    cases, at = np.unique(given.reshape(3, -1), axis=1, return_inverse=True)
+    parts = range(0, max(1, cases.shape[1]), _CASES)
+    means = np.concatenate([_iou(*cases[:, i : i + _CASES, None]) for i in parts])
+    return means[at.ravel()].reshape(given.shape[1:])
+
+
+#: Cases whose terms are in memory together.
+_CASES = 1 << 13
+
+
+def _iou(a: Ints, b: Ints, n: Ints) -> Floats:
+    """Return the mean over the sizes of the intersection, which is hypergeometric; [cases, 1].
+
+    Sizes farther from their mean than 8 standard deviations and 30 are left out: by Bernstein's
+    inequality their probability is below 1e-18.
+    """
+    mean = a * b / n
+    spread = 8 * np.sqrt(mean * (n - a) / n * (n - b) / np.maximum(n - 1, 1)) + 30
+    low = np.maximum(np.maximum(0, a + b - n), np.ceil(mean - spread)).astype(np.int64)
+    high = np.minimum(np.minimum(a, b), mean + spread).astype(np.int64)
+    both = low + np.arange(int((high - low).max(initial=0)) + 1)
+    inside = both <= high
+    both = np.where(inside, both, low)
+    logs = scipy.special.gammaln(np.arange(n.max(initial=0) + 1) + 1.0)
+    terms = logs[both] + logs[a - both] + logs[b - both] + logs[n - a - b + both]
+    weight = np.where(inside, np.exp(terms.min(-1, keepdims=True) - terms), 0.0)
+    shares = share(both, a + b - both)
+    out: Floats = (weight * shares).sum(-1) / weight.sum(-1)
+    return out
 
 
 def n_runs(total: Any, kept: Any) -> Floats:

@@ -251,8 +251,8 @@ def steps(texts: Sequence[str], prompt_len: int, least: int = 8) -> Ints:
 class RetainedIoU:
     """Consecutive retained sets K, K' of one layer; rows [E - 1]: the first event of each pair.
 
-    [H, E - 1]: iou, |K and K'| / |K or K'|; chance, the IoU of a random choice of the size that
-    shares as many entries as expected from K and the entries that came since. survival,
+    [H, E - 1]: iou, |K and K'| / |K or K'|; chance, the mean IoU of K with a random choice of as
+    many entries as K' from K and the entries that came since. survival,
     |K and K'| / |K|, is the IoU over the positions there at the first event; middle that over
     positions [sink, N - recent), N those at the first event, NaN where nothing is kept there;
     survival_chance that of random choice for both.
@@ -283,13 +283,12 @@ def retained_iou(evicted_at: EvictedAt, sink: int = SINK, recent: int = RECENT) 
     first, second = sizes[:, :-1], sizes[:, 1:]
     both = first - lost
     pool = first + np.diff(rows)
-    expected = first * second / pool
     return RetainedIoU(
         rows[:-1],
         share(both, first + second - both),
         share(both, first),
         share(middle - lost_middle, middle),
-        share(expected, first + second - expected),
+        chance.iou(first, second, pool),
         share(second, pool),
     )
 
