@@ -97,6 +97,63 @@ def check_recall(case, last, full, recall, seen):
             assert seen[i // per_head, place] == pytest.approx(alive / (row + 1))
 
 
+def read_by(record, at, head, row):
+    """Positions that a row reads, by counting the pages of what its head holds."""
+    account, heads = record.reads, record.evicted_at.shape[1]
+    gone = record.evicted_at[at, head * heads // max(heads, account.bits.shape[1])]
+    held = [p for p in range(row + 1) if gone[p] >= row]
+    of_pages = head * account.bits.shape[1] // max(heads, account.bits.shape[1])
+    bits = account.bits[at, of_pages, row - account.first]
+    return [
+        p for i, p in enumerate(held) if bits[(page := i // account.page) // 8] >> 7 - page % 8 & 1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        *(("adakv+snapkv+quest", heads) for heads in ("query", "kv")),
+        *(("h2o+quest", heads) for heads in ("query", "kv", "layer")),
+        ("quest", "layer"),
+    ],
+)
+def test_under_a_reader_recall_counts_what_a_row_reads(name, heads):
+    """Row by row and entry by entry, in layers that read pages and in those that read all."""
+    case = make_case("sharp", heads=2, group=2, layers=2, n=60, prompt_len=30)
+    options = {"page": 3, "dense_layers": 1} | ({"window": 4} if "snapkv" in name else {})
+    policy = kvsim.policy(name, heads=heads, **options)
+    record = kvsim.replay(case.trace(), policy, budget=16, interval=8)
+    meta = {"spans": {"needle": [(3, 9), (12, 14)]}}
+    bare = case.trace()
+    sizes = {"prompt_len": 30, "rope": bare.rope, "scale": bare.scale}
+    trace = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, **sizes, meta=meta)
+
+    table = kvsim.measure(trace, record, ["topk_recall", "needle_recall", "needle_wipeout"])
+
+    of = {name: table.filter(metric=name).sort("layer", "head", "qhead") for name in METRICS}
+    accounts = max(record.reads.bits.shape[1], 2)
+    for at in range(2):
+        needle = np.zeros((4, 3))
+        for i in range(4):
+            attention, shares = weights(case, at, i), []
+            for row in range(30, 60):
+                read = set(read_by(record, at, i * accounts // 4, row))
+                best = sorted(range(row + 1), key=lambda p: -attention[row, p])[:10]
+                shares.append((len(read & set(best)) / 10, len(read) / (row + 1)))
+                spans = [set(range(3, 9)), set(range(12, 14))]
+                needle[i, 0] += len(read & set.union(*spans)) / 8 / 30
+                needle[i, 1] += len(read & set(range(30))) / 30 / 30
+                needle[i, 2] += sum(not read & span for span in spans) / 2 / 30
+            found = of["topk_recall"].filter(layer=at, qhead=i).select("value", "chance").row(0)
+            assert found == pytest.approx(np.mean(shares, 0), rel=1e-6)
+        for head, expected in enumerate(needle.reshape(2, 2, 3).mean(1)):
+            recall, wipeout = (
+                of[name].filter(layer=at, head=head).select("value", "chance").row(0)
+                for name in ("needle_recall", "needle_wipeout")
+            )
+            assert (*recall, wipeout[0]) == pytest.approx(expected)
+
+
 def check_lost(case, last, full, events, wiped):
     """Every event, head, length and threshold."""
     per_head = len(full) // len(last)

@@ -17,10 +17,14 @@ import numpy as np
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, present, share
 from kvsim.analysis.kept.retention import event_rows, last_event, rows_that_see
+from kvsim.core.lazy import torch
+from kvsim.core.reading import Reads
 
 #: Bins of the curve, and the part of the text that counts as its middle.
 BINS = 20
 MIDDLE = (Fraction(1, 3), Fraction(2, 3))
+#: Rows of an account that are unpacked at once.
+_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,10 @@ def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
 class Needle:
     """Visibility of needles in one layer, mean over the rows after the prompt; [H].
 
-    recall: share of the needles' entries that a row sees. chance: share of all entries of the
-    prompt that it sees, the expected recall of random sets of the same size. wipeout: share of the
-    needles of which it sees no entry. All are NaN without a row after the prompt.
+    recall: share of the needles' entries that a row sees: under a reader, that it reads. chance:
+    share of all entries of the prompt that it sees, the expected recall of random sets of the same
+    size. wipeout: share of the needles of which it sees no entry. All are NaN without a row after
+    the prompt.
     """
 
     recall: Floats
@@ -155,24 +160,54 @@ class Needle:
 
 
 def needle_visibility(
-    evicted_at: EvictedAt, prompt_len: int, spans: Sequence[tuple[int, int]]
+    evicted_at: EvictedAt,
+    prompt_len: int,
+    spans: Sequence[tuple[int, int]],
+    reads: Reads | None = None,
+    at: int = 0,
 ) -> Needle:
     """Return how much of the needles at `spans` [start, end) the rows after the prompt see.
 
-    evicted_at [H, T] of one layer. Spans that share positions count these once in `recall`.
+    evicted_at [H, T] of one layer, at its place `at` in the account `reads`, if it has one: values
+    of a head are then means over the query heads that read. Spans that share positions count these
+    once in `recall`.
     """
     rows = np.array(evicted_at.shape[-1] - prompt_len)
-    seen = rows_that_see(evicted_at, prompt_len)[:, :prompt_len]
+    if reads is None or reads.dense(at):
+        seen: Ints | Floats = rows_that_see(evicted_at, prompt_len)[:, :prompt_len]
+        # a needle is visible until its last entry leaves
+        visible = np.stack([seen[:, start:end].max(-1) for start, end in spans])  # [n, H]
+    else:
+        seen, visible = _rows_that_read(evicted_at, prompt_len, spans, reads, at)
     marked = np.zeros(prompt_len, dtype=np.bool_)
     for start, end in spans:
         marked[start:end] = True
-    # a needle is visible until its last entry leaves
-    visible = np.stack([seen[:, start:end].max(-1) for start, end in spans])  # [n, H]
     return Needle(
         recall=share(seen[:, marked].mean(-1), rows),
         chance=share(seen.mean(-1), rows),
         wipeout=1.0 - share(visible.mean(0), rows),
     )
+
+
+def _rows_that_read(
+    evicted_at: EvictedAt,
+    prompt_len: int,
+    spans: Sequence[tuple[int, int]],
+    reads: Reads,
+    at: int,
+) -> tuple[Floats, Floats]:
+    """Rows after the prompt that read each of its entries, [H, P], and of each needle some, [n, H].
+
+    Means over the query heads of a head.
+    """
+    (heads, total), gone = evicted_at.shape, torch.from_numpy(evicted_at)
+    seen, visible = np.zeros((heads, prompt_len)), np.zeros((len(spans), heads))
+    for start in range(prompt_len, total, _ROWS):
+        rows = slice(start, min(start + _ROWS, total))
+        read = reads.entries(at, rows, gone)[..., :prompt_len].unflatten(0, (heads, -1)).numpy()
+        seen += read.sum(2).mean(1)
+        visible += np.stack([read[..., i:j].any(-1).sum(2).mean(1) for i, j in spans])
+    return seen, visible
 
 
 def global_eviction(

@@ -185,10 +185,11 @@ def _global_eviction(subject: Subject) -> Iterator[Cells]:
 def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         if spans := subject.trace.spans.get("needle"):
-            for layers, evicted_at in subject.layer_groups:
-                needle = needle_visibility(evicted_at, subject.trace.prompt_len, spans)
+            record = subject.record
+            for at, gone in enumerate(record.gone_after):
+                needle = needle_visibility(gone, record.prompt_len, spans, record.reads, at)
                 chance = needle.chance if name == "recall" else None
-                yield Cells(layers, getattr(needle, name), "head", chance=chance)
+                yield Cells(record.layers[at], getattr(needle, name), "head", chance=chance)
 
     return cells
 

@@ -76,7 +76,7 @@ _metric = partial(Metric, kind="live", source="kvsim", default=False)
 
 METRICS: Mapping[str, Metric] = {
     "response_kl": _metric(
-        "KL(full || live) of the prediction of each token of the recorded response after its first, "
+        "KL(full || live) of the prediction of a token of the recorded response after its first, "
         "mean",
         unit="nats", better="lower", cells=_forced(lambda x: x.kl)),
     "nll_increase": _metric(

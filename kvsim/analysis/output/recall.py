@@ -18,6 +18,7 @@ from kvsim.analysis.arrays import EvictedAt, Floats, Ints, share
 from kvsim.analysis.attention.windows import log_attention, row_blocks
 from kvsim.analysis.kept.retention import LENGTHS, RECENT, SINK, THRESHOLDS, event_rows
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
@@ -34,9 +35,9 @@ class Attended:
     """Recall and wiped-out mass of one record; rows are those after the prompt.
 
     recall: share of the `top` entries with the most full attention (of equal ones the lower
-    positions; fewer in a row that has fewer) that the row still sees; float32 [layer, qhead, row].
-    seen: share of all entries before it that the row sees, which is the recall of a random choice;
-    float32 [layer, head, row].
+    positions; fewer in a row that has fewer) that the row still sees: under a reader, that it
+    reads; float32 [layer, qhead, row]. seen: share of all entries before it that the row sees,
+    which is the recall of a random choice; float32 [layer, head, row], of a reader's heads.
 
     events: for each layer the rows of its events [E]. wiped: for each layer, by (length,
     threshold), the share of the mass that all rows after an event put on the regions counted there
@@ -71,8 +72,8 @@ def attended(
     unit = gcd(*lengths)
     walks = [
         {
-            layer: _Walk(trace, gone, lengths, thresholds, sink, recent)
-            for layer, gone in zip(record.layers, record.gone_after, strict=True)
+            layer: _Walk(trace, gone, lengths, thresholds, sink, recent, record.reads, at)
+            for at, (layer, gone) in enumerate(zip(record.layers, record.gone_after, strict=True))
         }
         for record in records
     ]
@@ -122,7 +123,10 @@ def strongest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 class _Walk:
-    """One layer of one record, filled from its last row up; gone [H, T]: its `gone_after`."""
+    """One layer of one record, filled from its last row up.
+
+    gone [H, T]: its `gone_after`. reads, at: the record's account, and the layer's place in it.
+    """
 
     def __init__(
         self,
@@ -132,8 +136,11 @@ class _Walk:
         thresholds: Sequence[float],
         sink: int,
         recent: int,
+        reads: Reads | None,
+        at: int,
     ) -> None:
         self.last, self.recent = torch.from_numpy(gone), recent
+        self.reads, self.at = reads if reads is None or not reads.dense(at) else None, at
         heads, total = gone.shape
         row = np.arange(trace.prompt_len, total)
         self.start = trace.prompt_len
@@ -142,6 +149,8 @@ class _Walk:
         ordered = np.sort(gone, axis=-1)
         n_gone = np.stack([np.searchsorted(of_head, row) for of_head in ordered])
         self.seen = (1 - n_gone / (row + 1)).astype(np.float32)
+        if reads is not None:  # all layers have the heads of the account
+            self.seen = self.seen.repeat(max(1, reads.bits.shape[1] // heads), 0)
         self.events = event_rows(gone)
         # by length: the first region, and the row after which each is wiped out [threshold, H, R]
         self.first = {length: -(-sink // length) for length in lengths}
@@ -159,11 +168,18 @@ class _Walk:
     def look_up(self, rows: slice, entries: Tensor, real: Tensor) -> None:
         """Look up the strongest entries [H, G, w, top] of a block of rows, where they are real."""
         last = self.last.to(entries.device)
-        heads = entries if len(last) == len(entries) else entries.flatten(0, 1)
-        row = torch.arange(rows.start, rows.stop, device=entries.device)[:, None]
-        seen = (last.gather(1, heads.flatten(1)).view(entries.shape) >= row) & real
-        recall = (seen.sum(-1) / real.sum(-1)).flatten(0, 1)
-        self.recall[:, rows.start - self.start : rows.stop - self.start] = recall.cpu().numpy()
+        place = slice(rows.start - self.start, rows.stop - self.start)
+        row = torch.arange(rows.start, rows.stop, device=entries.device)
+        if self.reads is None:
+            heads = entries.flatten(0, 1).unflatten(0, (len(last), -1))
+            seen = last.gather(1, heads.flatten(1)).view(entries.shape) >= row[:, None]
+        else:
+            read = self.reads.entries(self.at, rows, last)
+            self.seen[:, place] = (read.sum(-1) / (row + 1)).cpu().numpy()
+            heads = entries.flatten(0, 1).unflatten(0, (len(read), -1))
+            seen = read[:, None].expand(-1, heads.shape[1], -1, -1).gather(-1, heads)
+        seen = seen.view(entries.shape) & real
+        self.recall[:, place] = (seen.sum(-1) / real.sum(-1)).flatten(0, 1).cpu().numpy()
 
     def lose(self, rows: slice, later: Floats, unit: int) -> None:
         """Look at events just before a block's rows; later [H, G, w, n]: mass of rows from each on.
