@@ -69,6 +69,13 @@ POLICIES: Mapping[str, Mapping[str, tuple[str, dict[str, Any]]]] = {
     },
 }
 KIND = {name: kind for kind, of_kind in POLICIES.items() for name in of_kind}
+#: What an error is compared among: rounding every entry and leaving some out are errors of two
+#: kinds, of which the model bears the first better.
+FAMILIES = {
+    **dict.fromkeys(POLICIES["store"], "rounding"),
+    **dict.fromkeys(POLICIES["combined"], "both"),
+    "h2o + quest, pages of 4": "entries",
+}
 #: Those that the budget does not bind.
 FREE = {"full", *POLICIES["store"]}
 
@@ -125,14 +132,25 @@ def points(rows: pl.DataFrame, model: str) -> pl.DataFrame:
     return wide.join(ends, on=["name", "budget"], maintain_order="left").with_columns(kind=kinds)
 
 
-def fronts(of_model: pl.DataFrame) -> pl.DataFrame:
-    """The same, with whether each is on the front against either cost; bounds never are."""
+def fronts(of_model: pl.DataFrame, *, mixed: bool = False) -> pl.DataFrame:
+    """The same, with whether each is on the front of its family against either cost; no bounds.
+
+    mixed: of all families together.
+    """
+    family = pl.col("name").replace_strict(FAMILIES, default="entries")
+    of_model = of_model.with_columns(family=pl.lit("all") if mixed else family)
     real = pl.col("name") != "topk (bound)"
     for cost in ("bytes_held", "bytes_read"):
-        candidates = of_model.filter(real)
-        best = front(candidates.select(seen=cost, mean="output_error"))
-        on = candidates.select("name", "budget", best.alias(f"front_{cost}"))
-        of_model = of_model.join(on, on=["name", "budget"], how="left", maintain_order="left")
+        parts = of_model.filter(real).partition_by("family", maintain_order=True)
+        on = [
+            part.select(
+                *("name", "budget"),
+                front(part.select(seen=cost, mean="output_error")).alias(f"front_{cost}"),
+            )
+            for part in parts
+        ]
+        keys = ["name", "budget"]
+        of_model = of_model.join(pl.concat(on), on=keys, how="left", maintain_order="left")
     return of_model.with_columns(pl.col("^front_.*$").fill_null(value=False))
 
 
@@ -190,12 +208,9 @@ def drawn(rows: pl.DataFrame) -> Figure:
                         label=kind if axis is axes[0, 0] and not bound else None,
                     )
             best = of_model.filter(pl.col(f"front_{cost}")).sort(cost)
-            axis.plot(best[cost], best["output_error"], color="0.6", lw=0.8, zorder=0)
-            above = float("inf")
-            for row in best.iter_rows(named=True):
-                if row["output_error"] > 0.82 * above:  # two labels would overlap
-                    continue
-                above = row["output_error"]
+            for part in best.partition_by("family", maintain_order=True):
+                axis.plot(part[cost], part["output_error"], color="0.6", lw=0.8, zorder=0)
+                row = part.row(-1, named=True)  # the one with the smallest error
                 label = row["name"] + ("" if row["name"] in FREE else f", {row['budget']}")
                 axis.annotate(  # nothing is better and cheaper, so there is room below to the left
                     label,
@@ -228,7 +243,7 @@ def drawn(rows: pl.DataFrame) -> Figure:
         loc="outside lower center",
         ncols=4,
         frameon=False,
-        title="filled: on the front; x: a bound, which reads all keys to choose",
+        title="filled: on the front of its family; x: a bound, which reads all keys to choose",
     )
     return figure
 

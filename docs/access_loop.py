@@ -47,10 +47,12 @@ Cell = tuple[Policy, int]
 def best(model: str) -> list[tuple[str, int]]:
     """Name and budget of the best on either front: of each policy the smallest error, then five.
 
-    The full cache and the bound are no candidates.
+    The fronts are those of all families together. The full cache and the bound are no candidates.
     """
     rows = pl.DataFrame(access.lines(), infer_schema_length=None)
-    of_model = access.fronts(access.points(rows, model)).filter(pl.col("name") != "full")
+    of_model = access.fronts(access.points(rows, model), mixed=True).filter(
+        pl.col("name") != "full"
+    )
     on = of_model.filter(pl.any_horizontal(f"front_{cost}" for cost in COSTS))
     smallest = on.sort("output_error").unique("name", keep="first", maintain_order=True)
     budget = pl.when(pl.col("name").is_in(FREE)).then(BUDGETS[-1]).otherwise("budget")
