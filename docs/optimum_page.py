@@ -19,6 +19,8 @@ from drawing import small
 from kvsim.analysis.significance import ALPHA, holm, sign_flip
 from kvsim.analysis.summaries import Interval
 from kvsim.plots.style import COLOURS
+from kvsim.policies import describe
+from kvsim.policies import names as catalogue
 
 BUDGETS = (64, 128)
 NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
@@ -52,11 +54,21 @@ SETS = {
 _COLUMNS = [{"model": model, "budget": budget} for model in NAMED for budget in BUDGETS]
 _HEAD = [f"{NAMED[c['model']]}, {c['budget']}" for c in _COLUMNS]
 _NOT_SURE = "°"
+#: The mark of what was fitted on other prompts of the model.
+_FITTED = "†"
 
 
 def shown(name: str) -> str:
-    """A policy or scorer as tables name it."""
-    return SHOWN.get(name, f"`{name}`")
+    """A policy or scorer as tables name it, marked where it was learned, tuned or calibrated."""
+    label = SHOWN.get(name, f"`{name}`")
+    policy = name.partition(",")[0].removesuffix("@scaled")
+    fitted = "learned" in label or "tuned" in name
+    return label + _FITTED * (fitted or any(map(is_calibrated, policy.split("+"))))
+
+
+def is_calibrated(name: str) -> bool:
+    """Whether a policy of the catalogue has learned from queries of other prompts."""
+    return name in catalogue() and "calibration" in describe(name).required
 
 
 def with_intervals(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
@@ -196,8 +208,10 @@ def paired(rows: pl.DataFrame) -> str:
     ahead = sum(sum(tested.sure(name)) for name in names)
     text = (
         f"In {ahead} of {len(tested.p)} comparisons with other policies the learned scorer is "
-        f"ahead beyond chance (p <= {ALPHA} after Holm's correction for all of them). These are "
-        "the simpler and the tuned ones, and all others that it is not ahead of in every column:"
+        f"ahead beyond chance (p <= {ALPHA} after Holm's correction for all of them). That is no "
+        "fair contest: it was trained on this very metric, on prompts of the same kind, and most "
+        "of the others were fitted on nothing. Below are the simpler and the tuned ones, and all "
+        "others that it is not ahead of in every column:"
     )
     table = [[shown(name), *tested.cells(name)] for name in near]
     return f"{text}\n\n{markdown(['learned less', *_HEAD], table)}"
