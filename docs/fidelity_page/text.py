@@ -14,8 +14,8 @@ from kvsim.analysis.prediction import FLOOR, FOLDS, Calibration, fit
 from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.validity import errors_by_layer, rank_correlations
 
-#: The aims of the page: the correlation of the best metric, and the coverage of intervals.
-AIM, COVERED = 0.9, 0.9
+#: The aim of the page: the coverage of intervals.
+COVERED = 0.9
 
 #: Why policies come in this order: what each one does, in the order of the tables.
 KINDS = {
@@ -96,6 +96,8 @@ Outcomes of the live run: *KL*, the divergence of its predictions from those wit
 
 `layer_error` was fixed before any of these prompts was run: it had been chosen among nine aggregates on ten to twelve other prompts of `tiny`, where its correlation was 0.96. It adds up over layers the length of what eviction adds to the residual stream, behind the output projection. `output_error` is the mean over heads and layers of *relative* errors, in which a head that adds next to nothing counts as much as one that the model depends on.
 
+These tables pool the budgets, and the budget drives both sides: at one budget the correlation is lower. On SmolLM2, over policy means at 64, 128, 192 and 320 entries, that of `layer_error` with live KL is 0.91, 0.83, 0.83 and 0.68; at 128 entries without `random` and `knorm`, that of `output_error` is 0.55.
+
 ![Live KL over layer error and over output error, for both models: a point for each policy and budget, points of a policy joined]({image})"""
     ]
     for of in measured:
@@ -138,36 +140,10 @@ def _interval(row: dict | None, kind: str) -> str:
 def _best(of: Loops, rows: dict, names: Sequence[str]) -> str:
     best = next(name for name in names if rows[name, "response_kl"]["prompts"] == of.prompts)
     of_best, of_layer = (_between(rows, name, "response_kl") for name in (best, "layer_error"))
-    reached = "reached" if of_best >= AIM else "missed"
-    text = (
-        f"The aim was {AIM} between the best metric and live KL: {reached}, with `{best}` at "
-        f"{of_best:.2f}."
-    )
-    if best != "layer_error":
-        text += f" `layer_error`, fixed beforehand, has {of_layer:.2f}."
-    if of_best < AIM or of_layer < AIM:
-        text += " " + _why_lower(of)
-    return text
-
-
-def _why_lower(of: Loops) -> str:
-    """Which policies the metric places wrongly, and what is left without them."""
-    cells = of.points().group_by("policy", "asked", maintain_order=True)
-    means = cells.agg(pl.col("error", "kl").mean())
-    gap = means.with_columns(off=pl.col("error").rank() - pl.col("kl").rank())
-    by_policy = gap.group_by("policy", maintain_order=True).agg(pl.col("off").mean())
-    worst = by_policy.sort(pl.col("off").abs(), descending=True).head(2)
-    without = means.filter(~pl.col("policy").is_in(worst["policy"]))
-    parts = [
-        f"`{name}` (its error ranks {abs(off):.0f} of {means.height} places too "
-        f"{'high' if off > 0 else 'low'})"
-        for name, off in worst.iter_rows()
-    ]
-    rest = spearmanr(without["error"], without["kl"]).statistic
-    return (
-        f"Whom it places wrongly: {' and '.join(parts)}. Without these two, `layer_error` has "
-        f"{rest:.2f}."
-    )
+    fixed = f"`layer_error`, fixed beforehand, has {of_layer:.2f}"
+    if best == "layer_error":
+        return f"{fixed}."
+    return f"{fixed}; `{best}` ({of_best:.2f}) is the best of {len(names)}, chosen afterwards."
 
 
 def _prediction(measured: Sequence[Loops], curves: Sequence[Calibration]) -> str:
@@ -307,10 +283,9 @@ def _order(measured: Sequence[Loops]) -> str:
             "retained mass."
         )
     return (
-        "### What the order goes with\n\nA policy diverges by what it takes from the residual "
-        "stream, and that is not the attention mass alone: a lost entry of little attention "
-        "counts where values are long and the output of the layer is large. Rank correlation of "
-        "live KL, over the policies, with:\n\n" + "\n".join(lines)
+        "### What the order goes with\n\nRank correlation of live KL, means over prompts and "
+        f"budgets, over the {len(KINDS)} policies; the differences are not tested:\n\n"
+        + "\n".join(lines)
     )
 
 

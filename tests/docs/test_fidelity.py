@@ -78,7 +78,7 @@ def test_the_page_has_the_planted_numbers(loops, tmp_path):
     assert 10_000 < (tmp_path / "x.png").stat().st_size <= LARGEST
     assert ranks["`layer_error`"][1].startswith(f"{rho:.2f} [")
     assert float(ranks["`wipeout`"][1].split()[0]) < 0.5
-    assert "reached, with `layer_error`" in text
+    assert "`layer_error`, fixed beforehand, has" in text
     answers = {row[0]: row for row in rows_below(text, "Sorted by live KL, mean over budgets.\n")}
     assert answers["`random`"][4].startswith("100% (")
     assert re.search(r"on `tiny` up to 1\.2 times", text)
