@@ -10,6 +10,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from kvsim.policies import describe, names
 from results_page.drawing import COLORS
 
 #: Places of the ranking.
@@ -20,6 +21,8 @@ _TABLE = re.compile(r"^### Budget (\d+)(?:: (.*))?\n\n((?:\|.*\n?)+)", re.MULTIL
 _NUMBER = re.compile(r"(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]")
 
 
+#: The mark of policies that have learned from queries of another prompt.
+CALIBRATED = "†"
 #: The heading of what follows the opening.
 MEASURED = "## How this was measured"
 
@@ -49,7 +52,7 @@ def rows(text: str) -> dict[str, list[Row]]:
         )
         places = head.index("output error"), head.index("wipe-out 32")
         for cells in lines:
-            label = cells[0].replace("`", "")
+            label = cells[0].replace("`", "").replace(CALIBRATED, "")
             found = [_NUMBER.match(cells[at]) for at in places]
             numbers = [tuple(map(float, one.groups())) for one in found if one]
             row = Row(label.partition(" (")[0], *numbers) if len(numbers) == len(places) else None
@@ -88,8 +91,9 @@ def opening(text: str, figure: str) -> str:
     meaning = (
         "Output error, mean and 95 % interval over prompts, of the best preset or combination of "
         "each policy; those without a budget, those that look ahead and chance are left out. "
-        "Intervals that overlap decide nothing by themselves. All rows are in the tables "
-        "[below](#what-policies-keep-and-lose)."
+        "Intervals that overlap decide nothing by themselves. "
+        f"{CALIBRATED} marks policies that were calibrated on another prompt of the same kind. "
+        "All rows are in the tables [below](#what-policies-keep-and-lose)."
     )
     alt = "Output error and wiped-out regions of the best preset or combination of each policy"
     parts = [
@@ -104,9 +108,16 @@ def opening(text: str, figure: str) -> str:
 
 
 def _cell(row: Row) -> str:
-    name, comma, rest = row.label.partition(",")
     mean, low, high = row.error
-    return f"`{name}`{comma}{rest} {mean:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{shown(row.label)} {mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def shown(label: str) -> str:
+    """A policy as tables name it, marked where it was calibrated."""
+    name, comma, rest = label.partition(",")
+    parts = [part for part in name.split("+") if part in names()]
+    mark = CALIBRATED * any("calibration" in describe(part).required for part in parts)
+    return f"`{name}`{mark}{comma}{rest}"
 
 
 def ranking_figure(text: str, path: Path) -> None:

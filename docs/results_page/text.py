@@ -16,7 +16,7 @@ from kvsim.claims import HOLDS, NOT, OPEN, Claim
 from kvsim.policies import names, parameters
 from results_page.claims import beside
 from results_page.groups import groups
-from results_page.opening import MEASURED, opening
+from results_page.opening import MEASURED, opening, shown
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
 from results_page.statistics import Results
@@ -218,7 +218,7 @@ def _sizes(plan: Plan) -> str:
     return (
         "AMS, G-KV and others are made for caches of hundreds or thousands of entries, so their "
         "windows and segments are made smaller here ([how](#parameters-made-smaller)). "
-        f"{_name(PAPER)} and {_name(RELEASE)}, are AMS with the numbers of the paper and of the "
+        f"{shown(PAPER)} and {shown(RELEASE)}, are AMS with the numbers of the paper and of the "
         "released code, which at these budgets leave little or nothing to choose: the most recent "
         f"entries alone take 32. The window of `ams` is {small:.0%} of the cache before an event "
         f"at the smallest budget and {large:.0%} at the largest; with 512 entries, an event every "
@@ -239,7 +239,7 @@ def _table(r: Results, policies: Mapping[str, Policy], budget: int) -> str:
                 found = Interval.of(r.chance(label, budget, metric))
                 cells.append(format(found.mean, form) if found.n else "")
         note = "" if one.bounded else " (no budget binds)"
-        row = f"| {_name(label)}{note} | " + " | ".join(cells) + " |"
+        row = f"| {shown(label)}{note} | " + " | ".join(cells) + " |"
         rows.append((float(np.nanmean(r.of(label, budget, "output_error"))), row))
     titles = [title for title, *_ in COLUMNS]
     titles.insert(titles.index(CHANCE) + 1, f"{CHANCE} by chance")
@@ -251,11 +251,6 @@ def _table(r: Results, policies: Mapping[str, Policy], budget: int) -> str:
     return "\n".join([title, "", head, rule, *(row for _, row in sorted(rows))])
 
 
-def _name(label: str) -> str:
-    name, comma, rest = label.partition(",")
-    return f"`{name}`{comma}{rest}"
-
-
 def _across(r: Results) -> str:
     """Policies that drop rows of the prompt, and what they are beside."""
     head = "| policy | " + " | ".join(f"budget {n}" for n in r.plan.budgets) + " | entries |"
@@ -265,7 +260,7 @@ def _across(r: Results) -> str:
         cells = [Interval.of(error).text(".3f") for error in errors]
         entries = [np.nanmean(r.of(one.name, n, "entries_seen")) for n in r.plan.budgets]
         seen = f"{min(entries):.0f} to {max(entries):.0f}"
-        label = _name(one.name.removeprefix(ACROSS))
+        label = shown(one.name.removeprefix(ACROSS))
         lines.append(f"| {label} | {' | '.join(cells)} | {seen} |")
     forced = (
         "Windows are 8 rows. In a model of three layers there is one layer behind a selection, and "
@@ -296,7 +291,7 @@ def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
             for metric in ("needle_recall", "needle_wipeout")
         )
         cells = [Interval.of(one).text(".2f") for one in (*recall, *gone)]
-        rows.append((-float(np.nanmean(recall[0])), f"| {_name(label)} | {' | '.join(cells)} |"))
+        rows.append((-float(np.nanmean(recall[0])), f"| {shown(label)} | {' | '.join(cells)} |"))
     by_chance = (r.chance("random", n, "needle_recall") for n in budgets)
     chance = [f"{np.nanmean(x):.2f}" for x in by_chance if not np.isnan(x).all()]
     return (
@@ -351,7 +346,7 @@ def _changed(policies: Mapping[str, Policy]) -> str:
             if default[key] != value and not key.endswith("calibration")
         ]
         if changed:
-            lines.append(f"| {_name(label)} | {', '.join(changed)} |")
+            lines.append(f"| {shown(label)} | {', '.join(changed)} |")
     return "\n".join(lines)
 
 
