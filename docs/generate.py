@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+import validity
 
 import drawing
 from kvsim.cli import app
@@ -255,6 +256,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "policies": policies,
     "policy_names": policy_names,
     "policy_notes": policy_notes,
+    "validity": validity.part,
 }
 
 

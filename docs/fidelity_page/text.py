@@ -7,12 +7,13 @@ from importlib.metadata import version
 
 import numpy as np
 import polars as pl
+import validity
 from scipy.stats import binomtest, spearmanr
 
 from fidelity_page.loops import AGREEMENT, Coverage, Loops, coverage, judged, summary
 from kvsim.analysis.prediction import FLOOR, FOLDS, Calibration, fit
 from kvsim.analysis.summaries import over_layers
-from kvsim.analysis.validity import errors_by_layer, rank_correlations
+from kvsim.analysis.validity import errors_by_layer
 
 #: The aim of the page: the coverage of intervals.
 COVERED = 0.9
@@ -36,7 +37,7 @@ KINDS = {
 
 def page(measured: Sequence[Loops], curves: Sequence[Calibration], image: str) -> str:
     """The whole page."""
-    parts = [_head(measured), _labels(), _ranks(measured, image), _prediction(measured, curves)]
+    parts = [_head(measured), _labels(), _ranks(), _prediction(measured, curves, image)]
     parts += [_answers(measured), _depth(measured), _kept(measured), _limits(), _yours()]
     return "\n\n".join(parts) + "\n"
 
@@ -83,70 +84,25 @@ def _labels() -> str:
 | `exact` | equals that of a live run that is fed the recorded tokens: the first layer, a layer replayed alone, sets decided once at the end of the prompt | nothing |
 | `open` | is computed from the recorded queries, keys and values | errors of a layer change the input of the next one; later decisions are made on what earlier ones changed; the model may write other tokens |
 | `semi` | equals that of a live prefill: deeper layers are computed again from the recorded residual stream (`kvsim recompute`) | the same, behind the prefill |
+| `judged` | is measured on the model as it runs over the recorded tokens with the kept sets of the replay (`--judge`) | later decisions are those made on the recording |
 | `closed` | is measured on the running model, all layers evicting (`kvsim live`) | nothing, but it costs a run of the model for every policy and budget |
 
-[Concepts](concepts.md#fidelity) says which results are exact. The rest of this page is about `open` next to `closed`."""
+[Concepts](concepts.md#fidelity) says which results are exact. The rest of this page is about `open` and `judged` next to `closed`."""
 
 
-def _ranks(measured: Sequence[Loops], image: str) -> str:
-    parts = [
-        f"""## Which metric orders policies as the model does
+def _ranks() -> str:
+    return f"""## Which number orders policies at one budget
 
-Outcomes of the live run: *KL*, the divergence of its predictions from those with the full cache, per token of the recorded response; *likelihood*, the loss of log-likelihood of that response; *answer*, whether the response that it writes itself is right. Spearman's rank correlation of each metric of the replay with them, 1 where both order alike: *between* cells, of means over prompts; *within*, over the cells of each prompt, mean over prompts.
+Other prompts than those above: 30 of each model, drawn by seed 11, 16 policies that somebody might deploy, and `random`, which is not counted. Each cell is Spearman's rank correlation with live KL over the 16 policies: of means over prompts, with a 95 % bootstrap interval over prompts and policies, and behind it the mean of the correlations within each prompt. Metrics of which more is better count with their sign turned. Values of every prompt are in `docs/validity-results.parquet`; `python docs/validity.py` prints these tables from it, and `--measure` makes it again in about two hours.
 
-`layer_error` was fixed before any of these prompts was run: it had been chosen among nine aggregates on ten to twelve other prompts of `tiny`, where its correlation was 0.96. It adds up over layers the length of what eviction adds to the residual stream, behind the output projection. `output_error` is the mean over heads and layers of *relative* errors, in which a head that adds next to nothing counts as much as one that the model depends on.
+<!-- generated: validity -->
+{validity.part()}
+<!-- /generated -->
 
-These tables pool the budgets, and the budget drives both sides: at one budget the correlation is lower. On SmolLM2, over policy means at 64, 128, 192 and 320 entries, that of `layer_error` with live KL is 0.91, 0.83, 0.83 and 0.68; at 128 entries without `random` and `knorm`, that of `output_error` is 0.55.
-
-![Live KL over layer error and over output error, for both models: a point for each policy and budget, points of a policy joined]({image})"""
-    ]
-    for of in measured:
-        table = rank_correlations(of.replayed, of.live)
-        rows = {(row["metric"], row["outcome"]): row for row in table.to_dicts()}
-        names = sorted(
-            {name for name, _ in rows}, key=lambda name: -_between(rows, name, "response_kl")
-        )
-        lines = [
-            "| metric of the replay | KL, between | KL, within | likelihood, between | answer, between | prompts |",
-            "| --- | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        for name in names:
-            cells = [
-                _interval(rows.get((name, outcome)), kind)
-                for outcome, kind in (
-                    *(("response_kl", "between"), ("response_kl", "within")),
-                    *(("nll_increase", "between"), ("answer_right", "between")),
-                )
-            ]
-            n = rows[name, "response_kl"]["prompts"]
-            lines.append(f"| `{name}` | {' | '.join(cells)} | {n} |")
-        parts += [f"### {_name(of)[0].upper()}{_name(of)[1:]}", "\n".join(lines)]
-        parts.append(_best(of, rows, names))
-    return "\n\n".join(parts)
+So the judge decides as the live run does, and no metric of the replay alone does so reliably: the best, `layer_error`, orders cells of different budgets well, because the budget moves both sides, and policies at one budget less well the more entries they have. It was chosen on earlier prompts of `tiny`. The two models disagree on `layer_error_relative`. An interval over policies is wide with 16 of them: it is for other policies than these."""
 
 
-def _between(rows: dict, name: str, outcome: str) -> float:
-    value = rows[name, outcome]["between"] if (name, outcome) in rows else None
-    return -2.0 if value is None else value
-
-
-def _interval(row: dict | None, kind: str) -> str:
-    if row is None or row[kind] is None:
-        return ""
-    mean, low, high = (row[name] for name in (kind, f"{kind}_low", f"{kind}_high"))
-    return f"{mean:.2f}" if low is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _best(of: Loops, rows: dict, names: Sequence[str]) -> str:
-    best = next(name for name in names if rows[name, "response_kl"]["prompts"] == of.prompts)
-    of_best, of_layer = (_between(rows, name, "response_kl") for name in (best, "layer_error"))
-    fixed = f"`layer_error`, fixed beforehand, has {of_layer:.2f}"
-    if best == "layer_error":
-        return f"{fixed}."
-    return f"{fixed}; `{best}` ({of_best:.2f}) is the best of {len(names)}, chosen afterwards."
-
-
-def _prediction(measured: Sequence[Loops], curves: Sequence[Calibration]) -> str:
+def _prediction(measured: Sequence[Loops], curves: Sequence[Calibration], image: str) -> str:
     lines = [
         "| fitted on | tested on | values | covered | lowest | cells covered | typical factor |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -175,6 +131,8 @@ def _prediction(measured: Sequence[Loops], curves: Sequence[Calibration]) -> str
     return f"""## Prediction
 
 `kvsim predict` has one model: log KL is a function of log `layer_error` that never falls, fitted by isotonic regression on prompts under policies at budgets, one curve per model. KL below {FLOOR} nats counts as {FLOOR}. Its interval is conformal, for at least 90 % of new values: its ends are quantiles of the residuals of prompts and policies that were left out of the fit, wider by what a policy may differ from {len(KINDS)} others ([hierarchical conformal prediction](https://arxiv.org/abs/2306.06342)). This correction was added when seven prompts of each model had been measured, because intervals without it covered 89.9 % and 90.1 % of unseen values; the others had no part in any choice.
+
+![Live KL over layer error and over output error, for both models: a point for each policy and budget, points of a policy joined]({image})
 
 Coverage below is that of values on which neither the curve nor its interval was fitted. A value is a prompt under a policy at a budget; *lowest* is the coverage of the worst prompt, policy or budget; *cells* are means over prompts of a policy at a budget; the *factor* is the median one between KL and its estimate. The number of values is that of those inside the layer errors of the fit; there are no others in an answer of `kvsim predict`.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from scipy.stats import spearmanr
 
 import fidelity
 from drawing import LARGEST
@@ -68,17 +67,7 @@ def test_the_page_has_the_planted_numbers(loops, tmp_path):
     curves = [fidelity.calibration(each) for each in loops]
     text = page(loops, curves, "figures/x.png")
     figure(loops, tmp_path / "x.png")
-    ranks = {row[0]: row for row in rows_below(text, "### `tiny`")}
-    rows = loops[0].rows.filter(loop="open", metric="layer_error")
-    error = rows.group_by("policy", "budget", maintain_order=True).agg(pl.col("value").mean())
-    kl = loops[0].rows.filter(metric="response_kl").group_by("policy", "budget")
-    pairs = error.join(kl.agg(kl=pl.col("value").mean()), on=["policy", "budget"])
-    rho = spearmanr(pairs["value"], pairs["kl"]).statistic
-
     assert 10_000 < (tmp_path / "x.png").stat().st_size <= LARGEST
-    assert ranks["`layer_error`"][1].startswith(f"{rho:.2f} [")
-    assert float(ranks["`wipeout`"][1].split()[0]) < 0.5
-    assert "`layer_error`, fixed beforehand, has" in text
     answers = {row[0]: row for row in rows_below(text, "Sorted by live KL, mean over budgets.\n")}
     assert answers["`random`"][4].startswith("100% (")
     assert re.search(r"on `tiny` up to 1\.2 times", text)

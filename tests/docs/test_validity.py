@@ -1,0 +1,51 @@
+"""docs/validity.py: the correlations of the page on fidelity, from the values in the repository."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+import validity
+from scipy.stats import spearmanr
+
+
+@pytest.mark.parametrize("model", validity.STUDIES)
+def test_cells_are_the_correlations_of_the_stored_values(model):
+    """Between policies and within prompts, from the rows with scipy; `random` is left out."""
+    rows = pl.read_parquet(validity.RESULTS).filter(
+        pl.col("policy").cast(pl.String) != "random", pl.col("model").cast(pl.String) == model
+    )
+    rows = rows.with_columns(pl.col(pl.Categorical).cast(pl.String))
+    budget = validity.STUDIES[model][1][1]
+    kl = rows.filter(budget=budget, metric="response_kl").pivot(
+        on="fidelity", index=["prompt", "policy"], values="value"
+    )
+    means = kl.group_by("policy").agg(pl.col("judged", "closed").mean())
+    within = [spearmanr(of["judged"], of["closed"]).statistic for _, of in kl.group_by("prompt")]
+    judged, live = (
+        validity.matrix(model, budget, "response_kl", way) for way in ("judged", "closed")
+    )
+
+    rho, low, high = validity.between(judged, live)
+
+    assert rho == pytest.approx(spearmanr(means["judged"], means["closed"]).statistic)
+    assert low <= rho <= high
+    assert validity.correlation(judged, live).mean() == pytest.approx(np.mean(within))
+    assert judged.shape == (30, len(validity.POLICIES) - 1)
+
+
+@pytest.mark.parametrize("model", validity.STUDIES)
+def test_the_judge_orders_policies_as_the_live_run(model):
+    """At each single budget: at least 0.95 between policies, 0.9 within prompts."""
+    for budget in validity.STUDIES[model][1]:
+        judged, live = (
+            validity.matrix(model, budget, "response_kl", way) for way in ("judged", "closed")
+        )
+        assert validity.between(judged, live)[0] >= 0.95
+        assert validity.correlation(judged, live).mean() >= 0.9
+
+
+def test_more_is_better_turns_the_sign():
+    """Retained mass and live KL order alike where more mass goes with less divergence."""
+    mass = validity.matrix("tiny", 96, "retained_mass", "open")
+    assert (mass <= 0).all()
