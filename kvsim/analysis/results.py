@@ -32,6 +32,9 @@ REQUESTED = pl.coalesce("share", pl.col("budget").cast(pl.String))
 #: From here on an interval asks for the event after the prompt alone: `--interval 1000000`.
 BEYOND = 1_000_000
 
+#: Kinds of results, by the fidelity of their values; all others are of replays.
+LOOPS = {"closed": "live runs", "judged": "judged replays"}
+
 Params = Mapping[str, Any]
 
 
@@ -98,27 +101,29 @@ def check_models(traces: Iterable[Trace]) -> None:
 
 
 def mixed(table: pl.DataFrame, by: Sequence[str] = ()) -> str:
-    """Return why no mean is over values of several models, or of replays and live runs.
+    """Return why no mean is over values of several models, or of several of `LOOPS`.
 
     Empty where a Table has none. by: what means are split by.
     """
     if "model" not in by and of_model(table):
         of_traces = table.select("model", "trace").unique(maintain_order=True)
         return several_models(of_traces.iter_rows())
-    closed, policy = pl.col("fidelity") == "closed", pl.col("policy")
-    loops = {
-        "live": policy.filter(closed).unique(maintain_order=True),
-        "replayed": policy.filter(~closed).unique(maintain_order=True),
-    }
-    values = table.drop_nulls(["policy", "value"]).group_by("metric", maintain_order=True)
-    for name, live, replayed in values.agg(**loops).iter_rows():
-        if live and replayed:
-            return (
-                f"{name} is of live runs ({first_of(live)}) and of replays ({first_of(replayed)}); "
-                "expected one kind, because no mean is over both; take them one by one (`kvsim "
-                "fidelity` compares both)"
-            )
-    return ""
+    loop = pl.col("fidelity").cast(pl.String).replace_strict(LOOPS, default="replays")
+    values = table.drop_nulls(["policy", "value"]).select("metric", "policy", loop=loop)
+    values = values.unique(maintain_order=True)
+    several = values.filter(pl.col("loop").n_unique().over("metric") > 1)
+    if not several.height:
+        return ""
+    name, kinds = several["metric"][0], several.filter(metric=several["metric"][0])
+    parts = (
+        f"of {loop} ({first_of(kinds.filter(loop=loop)['policy'].to_list())})"
+        for loop in (*LOOPS.values(), "replays")
+        if loop in kinds["loop"]
+    )
+    return (
+        f"{name} is {' and '.join(parts)}; expected one kind, because no mean is over several; "
+        "take them one by one (`kvsim fidelity` compares two)"
+    )
 
 
 def of_model(table: pl.DataFrame) -> list[str]:

@@ -212,7 +212,7 @@ def over_layers(
 
 
 #: Fidelities from the strongest; in a mean of several the weakest speaks.
-_STRENGTH = pl.Enum(("exact", "closed", "judged", "semi", "open"))
+_STRENGTH = pl.Enum((FIDELITY[0], *FIDELITY[:0:-1]))
 _LABEL = pl.Enum(FIDELITY)
 _LEVEL = pl.col("fidelity").cast(pl.String).cast(_STRENGTH)
 #: The weakest label of several values.
@@ -262,12 +262,11 @@ def _with_intervals(
 def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataFrame:
     """Every policy minus `base` on the same prompts, at the budget that was asked for.
 
-    `by`, policy, params, asked, metric, variant, unit, then `base`, `mean`, `low`, `high` of the
-    difference, `n` traces with both values of `of` with one, `above`: the share of traces where the
-    policy has more, ties half. PolicyError where the Table has no policy `base`, or several.
+    `by`, `KEYS`, then `base`, `mean`, `low`, `high` of the difference, `n` traces with both values
+    of `of` with one, `above`: the share of traces where the policy has more, ties half. PolicyError
+    where the Table has no policy `base`, or several.
     """
-    of_result = ("policy", "params", "asked", "metric", "variant", "unit")
-    table, by = _split_beside(as_table(table), by, of_result)
+    table, by = _split_beside(as_table(table), by, KEYS)
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
     policies = values["policy"].unique(maintain_order=True).to_list()
     if base not in policies:
@@ -289,8 +288,7 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
     paired = paired.with_columns(gap=gap, base=pl.lit(base))
     above = ((gap.sign() + 1).mean() / 2).alias("above")
     of = pl.len().cast(pl.Int64).alias("of")
-    keys = [*by, *of_result, "base"]
-    return _with_intervals(paired, keys, "gap", [of, above])
+    return _with_intervals(paired, [*by, *KEYS, "base"], "gap", [of, above])
 
 
 def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:

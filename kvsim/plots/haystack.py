@@ -12,6 +12,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from kvsim.analysis.folder import Tabular, as_table
+from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError
@@ -47,15 +48,15 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     table: with the metric. PolicyError unless it has values by length and depth, and for other
     metrics or several.
     """
-    table = as_table(table)
+    table = labelled(as_table(table))
     metrics = listed(metrics)
     (name, *more) = metrics
     if more or name not in _SHOWN:
         raise PolicyError(
             f"metrics are {', '.join(metrics)}; expected one of {', '.join(_SHOWN)} for needles"
         )
-    labelled = all(label in table for label in _LABELS)
-    complete = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if labelled else pl.lit(value=False)
+    named = all(label in table for label in _LABELS)
+    complete = pl.all_horizontal(pl.col(_LABELS).is_not_null()) if named else pl.lit(value=False)
     values = table.filter(complete, pl.col("metric") == name)
     means = averages(values, _LABELS) if values.height else values
     if not means.height:

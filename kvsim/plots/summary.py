@@ -266,7 +266,7 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
     stage that `kvsim.analysis.summaries.stages` adds; without that column the stages are those of
     the layers in the table. PolicyError if there is no such column, or no IoU with a value in it.
     """
-    table, _ = split_by(as_table(table), by)
+    table, _ = split_by(labelled(as_table(table)), by)
     values = table.filter(pl.col(by).is_not_null(), metric="retained_iou", variant="")
     means = averages(values, [by]).filter(pl.col("mean").is_not_null())
     if not means.height:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import polars as pl
 import pytest
@@ -22,6 +24,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
+from kvsim.schema import FIDELITY
 from kvsim.sweeps.run import fidelity_shares, replay_all, summarise
 
 
@@ -175,6 +178,16 @@ def test_differences_are_paired_by_prompt():
     assert apart[1]["low"] < apart[0]["mean"] < apart[1]["high"]  # unpaired nothing could be said
 
 
+def test_differences_are_of_one_schedule():
+    """A policy that was replayed on two schedules has a difference for each, never their mean."""
+    values = table(row("a", "tova", 1.0, interval=16))
+    values = values.vstack(table(*(row("a", "ams", x, interval=n) for x, n in ((2, 16), (9, 64)))))
+
+    found = compare(values, "tova")
+
+    assert dict(found.select("interval", "mean").rows()) == {16: 1.0, 64: 8.0}
+
+
 def test_a_policy_that_is_not_there_is_an_error():
     """With the names that are, and a suggestion."""
     with pytest.raises(PolicyError, match="no policy 'tov'; did you mean 'tova'"):
@@ -308,7 +321,7 @@ def test_stages_without_a_number_are_those_of_each_trace():
 
 # --- levels of fidelity ---
 
-LEVELS = ("exact", "closed", "semi", "open")
+LEVELS = ("exact", "closed", "judged", "semi", "open")
 
 
 def levelled(draws):
@@ -393,12 +406,12 @@ def test_the_strongest_level_speaks_for_a_place(draws):
 
 @given(DRAWS)
 def test_means_are_never_over_two_levels_of_one_value(draws):
-    """Means take the strongest level of each value, and none is over replays and live runs."""
+    """The strongest level of each value counts; none is over two of live, judged and replayed."""
     values = levelled(draws)
     levels = set(values.drop_nulls(["policy", "value"])["fidelity"])
 
-    if "closed" in levels and len(levels) > 1:
-        with pytest.raises(PolicyError, match="no mean is over both"):
+    if len({level if level in ("closed", "judged") else "open" for level in levels}) > 1:
+        with pytest.raises(PolicyError, match="no mean is over several"):
             averages(values)
     else:
         assert averages(values).equals(averages(strongest(values)))
@@ -408,13 +421,18 @@ def test_means_are_never_over_two_levels_of_one_value(draws):
     "mean", [averages, per_prompt, kvsim.compare, lambda values: compare(values, "tova")]
 )
 def test_replays_and_live_runs_have_no_common_mean(mean):
-    """Neither of one policy nor of two; the error says which are live. Each alone is fine."""
+    """Nor with judged ones, of one policy or of two; the error names both. Each alone is fine."""
     live = table(*(row("a", name, 0.12, fidelity="closed") for name in ("tova", "ams")))
     replayed = table(*(row("a", name, 0.07) for name in ("tova", "h2o")))
 
     for one, names in ((replayed, "tova, h2o"), (replayed.filter(policy="h2o"), "h2o")):
         with pytest.raises(PolicyError, match=rf"live runs \(tova, ams\) and of replays \({names}"):
             mean(pl.concat([one, live]))
+    judged = live.with_columns(fidelity=pl.lit("judged", pl.Enum(FIDELITY)))
+    for other, kinds in ((live, "live runs (tova, ams) and of judged"), (replayed, "judged")):
+        with pytest.raises(PolicyError, match=re.escape(f"output_error is of {kinds} replays (")):
+            mean(pl.concat([judged, other]))
+    assert mean(judged) is not None
     assert mean(replayed) is not None
     other = live.with_columns(metric=pl.lit("entries_seen"))
     assert averages(pl.concat([replayed, other])).height == 4  # of two metrics
