@@ -7,6 +7,7 @@ Texts of traces and runs are escaped. Traces are not read and matplotlib is not 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import singledispatch
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.results import REQUESTED, labelled
-from kvsim.analysis.verdict import lines, ranking, verdicts
+from kvsim.analysis.verdict import lines
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
 from kvsim.core.storing import Spec
@@ -142,11 +143,8 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
         }
     )
     measured = set(run.table.drop_nulls(["policy", "value"])["metric"])
-    try:
-        comparison = compare(run, next(ranking(run.table, measured)))
-        yield from _verdict(comparison)
-    except (PolicyError, StopIteration):  # one policy alone, or no prompt with values of all
-        pass
+    with suppress(PolicyError):  # one policy alone, or no prompt with values of all
+        yield from _verdict(compare(run))
     if measured:
         names = [name for name in (*PREDICTIONS, *SUMMARY) if name in measured] or sorted(measured)[
             :6
@@ -165,7 +163,7 @@ def _comparison(comparison: Comparison) -> Iterable[Markup]:
 
 
 def _verdict(comparison: Comparison) -> Iterable[Markup]:
-    for line in lines(comparison, verdicts(comparison)):
+    for line in lines(comparison):
         yield Markup('<p style="margin:2px 0">{}</p>').format(_text(line, 400))
     yield _dots(comparison)
 

@@ -13,6 +13,7 @@ import streamlit as st
 
 import kvsim
 from kvsim import Trace
+from kvsim.analysis.comparison import Comparison
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled, mixed
@@ -24,7 +25,7 @@ from kvsim.analysis.summaries import (
     stages,
     strongest,
 )
-from kvsim.analysis.table import in_order
+from kvsim.analysis.table import available, in_order
 from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import access_names, names
@@ -43,7 +44,7 @@ BUDGETS = ("64", "128")
 LONG, SHARES = 2048, ("10%", "25%")
 INTERVAL = 32
 MEASURED = (
-    *("output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
+    *("layer_error", "output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
     *("burst_share", "entries_seen", "bytes_held", "bytes_read"),
 )
 #: Tokens times layers up to which a trace is replayed without a click.
@@ -98,7 +99,7 @@ def load(origin: Origin) -> Run:
         list(origin.budgets),
         interval=origin.interval,
         fit=True,
-        metrics=MEASURED,
+        metrics=available(MEASURED, [trace]),
         regret=origin.regret,
         accounts=False,
     )
@@ -133,10 +134,12 @@ def means(
 
 
 @st.cache_data(max_entries=32, show_spinner="testing which differences are beyond chance")
-def verdict(origin: Origin, policies: Sequence[str], metric: str) -> list[str]:
-    """Return which policy is best at each budget, and how sure that is, in sentences."""
+def verdict(
+    origin: Origin, policies: Sequence[str], metric: str
+) -> tuple[Comparison | None, list[str]]:
+    """Compare policies by a metric; with sentences that say which is best at each budget."""
     named = pl.col("policy").is_in(list(policies))
-    return answer(load(origin).best.filter(named), [metric])[1]
+    return answer(load(origin).best.filter(named), [metric], metric)
 
 
 @st.cache_data(max_entries=32, show_spinner="counting values at each level of fidelity")

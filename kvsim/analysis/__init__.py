@@ -14,6 +14,7 @@ results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences
 fronts      which results no other one beats at what its cache costs
 significance  whether differences are beyond chance, and how many prompts tell
+evidence    what ranks policies
 comparison  which policy is best at a budget, how sure that is, and what a budget buys
 verdict     the answer of a comparison in a sentence per budget
 validity    values of a replay next to those of the running model

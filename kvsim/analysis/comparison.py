@@ -12,7 +12,7 @@ chance.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -22,13 +22,15 @@ import polars as pl
 import scipy
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import REQUESTED, extent, is_live, labelled, mixed
+from kvsim.analysis.results import REQUESTED, extent, labelled, mixed
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
+    ROUNDING,
     WEAKEST,
     Interval,
     layers_of,
@@ -45,8 +47,6 @@ from kvsim.policies import policy
 from kvsim.policies.naming import examples
 from kvsim.schema import FIDELITY, first_of, plural, schedule
 
-#: Values are equal that differ by no more than this share, as sums in another order do.
-ROUNDING = 1e-6
 VERDICTS = ("better", "worse", "undecided", "equal")
 
 #: Columns of `Comparison.table`, one row per policy and budget.
@@ -81,6 +81,8 @@ class Comparison(Displayed):
     table: one row per policy and budget, by budget and rank; its columns are those of `compare`.
     better: the direction in which `metric` is better. traces: the prompts behind every mean.
     comparisons: the number that p-values are corrected for. remarks: what limits the comparison.
+    unranked: candidates without a value of `metric`. evidence: by other metrics of `EVIDENCE`, the
+    best of the ranked policies at each budget, over the same prompts.
     """
 
     table: pl.DataFrame
@@ -91,6 +93,8 @@ class Comparison(Displayed):
     traces: tuple[str, ...]
     comparisons: int
     remarks: tuple[str, ...]
+    unranked: tuple[str, ...]
+    evidence: Mapping[str, Mapping[str, tuple[str, ...]]]
 
     def __repr__(self) -> str:
         return f"Comparison({self.metric!r}, {extent(self.table)}, prompts={len(self.traces)})"
@@ -111,8 +115,8 @@ def compare(
     Args:
         table: of `kvsim.measure` or a sweep, with several traces as prompts; or a run, or its
             folder.
-        metric: by name, one with a better direction; its main variant. By default `output_error`,
-            of live runs `response_kl`.
+        metric: by name, one with a better direction; its main variant. By default the first of
+            `ranking`.
         against: the policy that others are compared with, as it is labelled (`tova`, or
             `ams (window=8)` where the Table has several of one name); by default, at each budget,
             the best one.
@@ -132,14 +136,14 @@ def compare(
         (`smallest`).
 
     Raises:
-        PolicyError: the metric has no better direction or the Table no values of it, values are of
-            several models or of replays and live runs, no prompt has values of all policies,
+        PolicyError: the metric has no better direction or the Table no values of it, no mean is
+            over its values (`kvsim.analysis.results.mixed`), no prompt has values of all policies,
             `against` is none of them, or `target` is no finite number.
     """
     table = as_table(table)
     if remark := mixed(table):
         raise PolicyError(remark)
-    metric = metric or ("response_kl" if is_live(table) else "output_error")
+    metric = metric or next(ranking(table), EVIDENCE[-1])
     entry = metric_named(metric)
     if entry.better is None:
         raise PolicyError(
@@ -152,6 +156,8 @@ def compare(
     table = labelled(table)
     rows, values, traces, remarks = _values(table, metric)
     names = rows["policy"].unique(maintain_order=True).to_list()
+    measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
+    unranked = [x for x in measured if x not in names and not _is_reference(x)]
     if against is not None and against not in names:
         raise PolicyError(
             f"no policy {against!r}{suggest(against, names)} to compare with; there is "
@@ -171,9 +177,26 @@ def compare(
         for name, kind in COLUMNS.items()
     ]
     rows = rows.select(typed).sort("entries", "asked", "rank", nulls_last=True, maintain_order=True)
-    return Comparison(
-        *(rows, metric, entry.better, against, target, traces, comparisons, tuple(remarks))
+    candidates = rows.drop_nulls("rank")
+    shared = table.filter(
+        pl.col("trace").is_in(traces), pl.col("policy").is_in(candidates["policy"].to_list())
     )
+    leaders = {x: _leaders(shared, x, candidates.height) for x in EVIDENCE if x != metric}
+    return Comparison(
+        *(rows, metric, entry.better, against, target, traces, comparisons, tuple(remarks)),
+        *(tuple(unranked), {x: each for x, each in leaders.items() if each}),
+    )
+
+
+def _leaders(table: pl.DataFrame, metric: str, count: int) -> dict[str, tuple[str, ...]]:
+    """The policies with the lowest mean at each budget; none unless `count` results have values."""
+    try:
+        rows, values, _, _ = _values(table, metric)
+    except PolicyError:
+        return {}
+    rank, _ = _ranks(rows, values, np.ones(rows.height, bool), higher=False)
+    best = rows.filter(pl.Series(rank == 1)).group_by("asked", maintain_order=True).agg("policy")
+    return {asked: tuple(names) for asked, names in best.iter_rows() if rows.height == count}
 
 
 def _values(
@@ -246,14 +269,23 @@ def _ranked(
     rows: pl.DataFrame, values: Floats, ranked: np.ndarray, *, higher: bool
 ) -> pl.DataFrame:
     """The results with their ranks, means, intervals and number of prompts that they lead on."""
-    better = _even(-values if higher else values)  # lower is better from here on
-    rank, leads = np.full((2, len(values)), np.nan)
-    for places in _by_budget(rows, ranked):
-        rank[places] = scipy.stats.rankdata(better[places].mean(1), method="min")
-        leads[places] = (better[places] == better[places].min(0)).sum(1)
+    rank, leads = _ranks(rows, values, ranked, higher=higher)
     numbers = pl.DataFrame([vars(interval) for interval in Interval.of_each(list(values))])
     numbers = numbers.with_columns(rank=rank, leads=leads)
     return rows.with_columns(numbers.with_columns(pl.selectors.float().fill_nan(None)))
+
+
+def _ranks(
+    rows: pl.DataFrame, values: Floats, ranked: np.ndarray, *, higher: bool
+) -> tuple[Floats, Floats]:
+    """Rank of each result at its budget, and on how many prompts it leads; NaN for references."""
+    better = _even(-values if higher else values)  # lower is better from here on
+    means = _even(better.mean(1, keepdims=True))[:, 0]
+    rank, leads = np.full((2, len(values)), np.nan)
+    for places in _by_budget(rows, ranked):
+        rank[places] = scipy.stats.rankdata(means[places], method="min")
+        leads[places] = (better[places] == better[places].min(0)).sum(1)
+    return rank, leads
 
 
 def _even(values: Floats) -> Floats:
@@ -281,14 +313,13 @@ def _tested(
     rows: pl.DataFrame, values: Floats, ranked: np.ndarray, against: str | None, *, higher: bool
 ) -> tuple[pl.DataFrame, int]:
     """The results with their differences to the base of their budget; the number of comparisons."""
-    values = _even(values)
-    policies, means = rows["policy"].to_numpy(), values.mean(1) * (-1 if higher else 1)
+    values, policies = _even(values), rows["policy"].to_numpy()
     pairs: list[tuple[int, int]] = []
     bases: dict[int, int] = {}
     for places in _by_budget(rows, ranked | (policies == against)):
         if against is None:
             pairs += combinations(places.tolist(), 2)
-            base = places[means[places].argmin()]
+            base = places[rows["rank"].to_numpy()[places].argmin()]
         else:
             named = places[policies[places] == against]
             if not len(named):  # not replayed at this budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import KEYS
+from kvsim.analysis.summaries import KEYS, ROUNDING
 
 #: Metrics that say what a cache costs, and the words of an axis.
 COSTS = {
@@ -38,10 +38,11 @@ def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") 
 def front(points: pl.DataFrame, *, higher: bool = False) -> pl.Series:
     """Return which points (`seen`, `mean`) no other point beats in one and matches in the other.
 
-    higher: a larger mean is better.
+    higher: a larger mean is better. Means that differ by no more than rounding are equal.
     """
     seen = points["seen"].to_numpy()
     loss = points["mean"].to_numpy() * (-1 if higher else 1)
-    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss)
-    better = (seen[:, None] < seen) | (loss[:, None] < loss)
+    rounding = ROUNDING * abs(loss)
+    as_good = (seen[:, None] <= seen) & (loss[:, None] <= loss + rounding)
+    better = (seen[:, None] < seen) | (loss[:, None] < loss - rounding)
     return pl.Series(~(as_good & better).any(0))

@@ -33,6 +33,9 @@ from kvsim.schema import FIDELITY, first_of, numbered
 
 RESAMPLES = 4000
 
+#: Values are equal that differ by no more than this share, as sums in another order do.
+ROUNDING = 1e-6
+
 # Results that are resampled at once, and values of all their resamples that are in memory at once.
 _TOGETHER, _DRAWN = 64, 1 << 22
 
@@ -286,7 +289,8 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
     )
     gap = pl.col("value") - pl.col("other")
     paired = paired.with_columns(gap=gap, base=pl.lit(base))
-    above = ((gap.sign() + 1).mean() / 2).alias("above")
+    sign = pl.when(gap.abs() > ROUNDING * pl.col("other").abs()).then(gap.sign()).otherwise(0 * gap)
+    above = ((sign + 1).mean() / 2).alias("above")
     of = pl.len().cast(pl.Int64).alias("of")
     return _with_intervals(paired, [*by, *KEYS, "base"], "gap", [of, above])
 

@@ -1,26 +1,23 @@
-"""The answer of a comparison in a sentence per budget: which policy is best, and how sure that is.
+"""The answer of a comparison: which policy is best at each budget, and how sure that is.
 
-`kvsim replay`, `kvsim compare`, reports and the dashboard open with it.
+`kvsim replay` and `kvsim compare` open with sentences, reports and the dashboard with a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
 from kvsim.analysis.comparison import Comparison, compare
+from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import is_live, mixed
+from kvsim.analysis.results import mixed
 from kvsim.analysis.significance import MOST, undecidable
-from kvsim.analysis.validity import OUTCOMES
 from kvsim.errors import PolicyError
 from kvsim.schema import rounded
-
-#: What ranks policies, the first that is measured; of live runs `OUTCOMES` do.
-RANKING = ("output_error", "layer_error", "retained_mass", "wipeout")
 
 #: Most policies that a verdict names at a time, and how many of more: the next in rank.
 _NAMES, _FIRST = 6, 3
@@ -36,7 +33,8 @@ class Verdict:
     beaten: policies that it is better than beyond chance, corrected for the number of comparisons,
     by rank; undecided: the others, with the number of prompts that would decide where that can be
     said; equal: those that no prompt distinguishes. seen: entries that a row sees, if that is over
-    5 % more than under another policy. second: the policy that is next in rank, if any.
+    5 % more than under another policy. second: the policy that is next in rank, if any. contrary:
+    metrics of `EVIDENCE` by which others are best, with these.
     """
 
     asked: str
@@ -54,6 +52,15 @@ class Verdict:
     equal: tuple[str, ...]
     seen: float | None
     second: str | None
+    contrary: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @property
+    def dissent(self) -> str:
+        """What other evidence says is best, in a clause; empty where it agrees."""
+        metrics: dict[tuple[str, ...], list[str]] = {}
+        for metric, names in self.contrary:
+            metrics.setdefault(names, []).append(metric)
+        return "; ".join(f"by {_listed(by)} it is {_listed(x)}" for x, by in metrics.items())
 
     @property
     def text(self) -> str:
@@ -69,6 +76,9 @@ class Verdict:
         if self.prompts > 1:
             leads = "no policy is better" if self.tied or self.shared else "leads"
             parts[0] += f", and {leads} on {self.leads} of {self.prompts} prompts"
+        if self.contrary:
+            parts[0] += f"; {self.dissent}"
+        if self.prompts > 1:
             against = {
                 "beyond chance better than": self.beaten,
                 "not decided against": [*map(_needing, self.undecided)],
@@ -104,13 +114,13 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
     """The best policy at each budget that has two or more, and what it is better than."""
     ranked = comparison.table.drop_nulls("rank")
     return [
-        _verdict(comparison.metric, rows.to_dicts())
+        _verdict(comparison, rows.to_dicts())
         for rows in ranked.partition_by("asked", maintain_order=True)
         if rows.height > 1
     ]
 
 
-def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
+def _verdict(comparison: Comparison, rows: Sequence[dict[str, Any]]) -> Verdict:
     best, *rest = rows  # by rank
     if best["against"] is None:  # the others are compared with it
         pairs = [
@@ -120,9 +130,19 @@ def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
         ]
     else:  # with another one
         pairs = [(best["against"], best["verdict"], best)]
+    first = {row["policy"] for row in rows if row["rank"] == best["rank"]}
+    others = comparison.evidence if comparison.metric in EVIDENCE else {}
+    found = ((name, leaders.get(best["asked"], ())) for name, leaders in others.items())
     behind = [row["policy"] for row in rest if row["rank"] > best["rank"]]
     return Verdict(
-        *(best["asked"], metric, best["policy"], best["mean"], best["low"], best["high"]),
+        *(
+            best["asked"],
+            comparison.metric,
+            best["policy"],
+            best["mean"],
+            best["low"],
+            best["high"],
+        ),
         *(best["n"], best["leads"]),
         tied=tuple(row["policy"] for row in rest if row["rank"] == best["rank"]),
         shared=sum(row["leads"] for row in rows) > best["n"],
@@ -133,42 +153,86 @@ def _verdict(metric: str, rows: Sequence[dict[str, Any]]) -> Verdict:
         equal=tuple(name for name, verdict, _ in pairs if verdict == "equal"),
         seen=best["seen"] if best["unfair"] else None,
         second=behind[0] if behind else None,
+        contrary=tuple((name, names) for name, names in found if names and first.isdisjoint(names)),
     )
 
 
-def ranking(table: pl.DataFrame, metrics: Iterable[str]) -> Iterator[str]:
-    """Yield the measured metrics that rank the policies of a Table, what says most first.
+def answer(
+    table: pl.DataFrame, metrics: Sequence[str], metric: str | None = None
+) -> tuple[Comparison | None, list[str]]:
+    """Compare the policies of a Table by a metric, by default the first of `ranking`.
 
-    metrics: those that may rank replays. Of live runs what the model did ranks, and never an error
-    of single layers, which may say the opposite.
-    """
-    measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*METRICS}
-    metrics = [*metrics]
-    first = (name for name in RANKING if name in metrics)
-    for name in OUTCOMES if is_live(table) else dict.fromkeys((*first, *metrics)):
-        if name in measured and METRICS[name].better:
-            yield name
-
-
-def answer(table: pl.DataFrame, metrics: Sequence[str]) -> tuple[list[Verdict], list[str]]:
-    """The verdicts of a Table by the first metric of `ranking`.
-
-    And the lines in which to say them, with what is lacking for a decision. Both are empty where
-    there is nothing to compare: one policy, or no prompt with values of all.
+    And the lines in which to say what follows, with what is lacking for a decision. None and no
+    lines where there is nothing to compare: one policy, or no prompt with values of all.
     """
     if reason := mixed(table):
-        return [], [f"No verdict: {reason}."]
+        return None, [f"No verdict: {reason}."]
     try:
-        comparison = compare(table, next(ranking(table, metrics)))
+        comparison = compare(table, metric or next(ranking(table, metrics)))
     except (PolicyError, StopIteration):  # no prompt has values of all policies, or no metric
-        return [], []
-    each = verdicts(comparison)
-    return each, [*lines(comparison, each)]
+        return None, []
+    said = [*lines(comparison)]
+    return comparison if said else None, said
 
 
-def lines(comparison: Comparison, each: Sequence[Verdict]) -> Iterator[str]:
-    """Yield the lines of verdicts, and what is lacking for a decision."""
-    yield from (verdict.text for verdict in each)
+def lines(comparison: Comparison) -> Iterator[str]:
+    """Yield the verdicts, what they rank by, and what is lacking for a decision."""
+    each = [verdict.text for verdict in verdicts(comparison)]
+    yield from each
+    if each:
+        yield basis(comparison)
+        yield from _lacking(comparison)
+
+
+def _lacking(comparison: Comparison) -> Iterator[str]:
     lacking = undecidable(len(comparison.traces), comparison.comparisons)
-    if each and lacking:
+    if lacking:
         yield f"{lacking[0].upper()}{lacking[1:]}."
+
+
+def basis(comparison: Comparison) -> str:
+    """The number that a comparison ranks by and what it is, in a sentence."""
+    levels, by = {*comparison.table["fidelity"]}, f"Ranked by {comparison.metric}"
+    if "closed" in levels:
+        by += ", measured in live runs"
+    elif "judged" in levels:
+        by += " of the model's predictions under the kept sets of the replay (judged)"
+    elif EVIDENCE[0] not in comparison.evidence:
+        by += "; kvsim replay --judge ranks by the model's own predictions"
+    if comparison.unranked:
+        by += f"; {_listed(comparison.unranked)} without a value of it"
+    return f"{by}."
+
+
+#: Headers of `tabulated`.
+HEADERS = (
+    "budget",
+    "rank",
+    "policy",
+    "mean",
+    "95 % interval",
+    "against the best",
+    "prompts needed",
+)
+
+
+def tabulated(comparison: Comparison) -> tuple[str, list[list[str]]]:
+    """Return the verdict as a sentence and rows below `HEADERS`, the first of each budget."""
+    rows, said, many = [], [basis(comparison)], False
+    for part in comparison.table.drop_nulls("rank").partition_by("asked", maintain_order=True):
+        many |= part.height > _NAMES
+        tied = (part["rank"] == 1).sum() > 1
+        for row in part.head(_NAMES).iter_rows(named=True):
+            verdict = {"worse": "beyond chance", "undecided": "not decided"}.get(row["verdict"])
+            decided = verdict or row["verdict"] or "best"
+            if row["rank"] == 1:
+                decided = "tied" if tied else "best"
+            ends = [rounded(row[end], ".3g") for end in ("low", "high") if row[end] is not None]
+            needed = row["needed"] and ("≥ " * (row["needed"] >= MOST) + f"{row['needed']:,}")
+            cells = [row["asked"], str(row["rank"]), row["policy"], rounded(row["mean"], ".3g")]
+            cells += [" to ".join(ends), decided + ", but sees more entries" * row["unfair"]]
+            rows.append([*cells, needed or ""])
+    said += [f"At budget {x.asked} {x.dissent}." for x in verdicts(comparison) if x.contrary]
+    if many:
+        said.append(f"The first {_NAMES} of each budget.")
+    return " ".join([*said, *_lacking(comparison)]), rows

@@ -30,7 +30,8 @@ def compare(
         typer.Option(
             metavar="NAME",
             help="What policies are ranked by: a metric with a better direction, as "
-            "`kvsim metrics` lists it. Default: output_error, of live runs response_kl.",
+            "`kvsim metrics` lists it. Default: the best evidence that the runs have: response_kl, "
+            "live or judged, layer_error, output_error.",
         ),
     ] = None,
     against: Annotated[
@@ -98,7 +99,6 @@ def _document(
 ) -> dict[str, Any]:
     from kvsim.analysis.verdict import lines, verdicts
 
-    by_budget = verdicts(comparison)
     return {
         "metric": comparison.metric,
         "better": comparison.better,
@@ -106,8 +106,8 @@ def _document(
         "target": comparison.target,
         "prompts": comparison.traces,
         "comparisons": comparison.comparisons,
-        "verdict": [vars(verdict) for verdict in by_budget],
-        "verdict_text": [*lines(comparison, by_budget)],
+        "verdict": [vars(verdict) for verdict in verdicts(comparison)],
+        "verdict_text": [*lines(comparison)],
         "cells": show.cells(comparison.table),
         "fidelity": fidelity,
         "remarks": remarks,
@@ -116,13 +116,14 @@ def _document(
 
 def _print(comparison: Comparison, notes: Sequence[str], form: str) -> None:
     """Print verdicts, the comparison, and with a target which budgets are enough, with notes."""
-    from kvsim.analysis.verdict import verdicts
+    from kvsim.analysis.verdict import basis, verdicts
 
     tables = [_ranking(comparison)]
     if comparison.target is not None:
         tables.append(_targets(comparison))
     lead = _lead(comparison)
     verdict = [each.text for each in verdicts(comparison)]
+    verdict += [basis(comparison)] * bool(verdict)
     if form == "latex":
         show.echo_text("\n".join(f"% {line}" for line in (*verdict, lead, *notes)))
         (headers, rows), *more = tables

@@ -134,13 +134,14 @@ class _Demo:
         trace: Trace,
         prefix: str,
         head: tuple[int, int],
-        read: Callable[[Sequence[Mapping[str, Any]]], str],
+        read: Callable[[Sequence[Mapping[str, Any]], str], str],
     ) -> dict[str, Any]:
         """Replay, draw, save and print, and return what `--json` prints of it.
 
         prefix: of the names of the files. head: layer and KV head of the retention map. read:
-        returns sentences about the cells of the table.
+        returns sentences about the cells of the table, given the metric that ranks them.
         """
+        from kvsim.analysis.evidence import ranking
         from kvsim.analysis.table import available
         from kvsim.cli.replaying import fidelity_line, means
         from kvsim.sweeps.run import SUMMARY, summarise
@@ -161,7 +162,8 @@ class _Demo:
             echo_verdict(best)
             echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
             echo_text(f"\n{means(run.table, shown)}" if first else "")
-            echo_text(f"{fidelity_line(run.table)}\n{read(rows)}")
+            by = next(name for name in ranking(run.table, shown) if name in rows[0])
+            echo_text(f"{fidelity_line(run.table)}\n{read(rows, by)}")
         return {
             **run.describe(),
             **best,
@@ -280,17 +282,16 @@ class _Demo:
         times = {"replay\nms": f"{1000 * replay:.0f}"}
         return times | ({"capture\n/ replay": ratio} if recorded else {})
 
-    def _read_tiny(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        small = _by_error(rows, min(BUDGETS))
+    def _read_tiny(self, rows: Sequence[Mapping[str, Any]], by: str) -> str:
+        small = _ranked(rows, by, min(BUDGETS))
         best, worst = small[0], small[-1]
         streaming = next(row for row in small if row["policy"] == "streaming_llm")
         n_cells = len(POLICIES) * len(BUDGETS)
         return (
-            f"At budget {min(BUDGETS)}, {best['policy']} moves the attention output least, by "
-            f"{best['output_error']:.0%} of its size, and {worst['policy']} most, by "
-            f"{worst['output_error']:.0%}. streaming_llm, which reads no attention, wipes out "
-            f"{streaming['wipeout']:.0%} of the regions of the sequence, {best['policy']} "
-            f"{best['wipeout']:.0%}.\n"
+            f"At budget {min(BUDGETS)}, {best['policy']} is best by {by}, {best[by]:.3g}, and "
+            f"{worst['policy']} worst, {worst[by]:.3g}. streaming_llm, which reads no attention, "
+            f"wipes out {streaming['wipeout']:.0%} of the regions of the sequence, "
+            f"{best['policy']} {best['wipeout']:.0%}.\n"
             f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
             "column divides this by the time of one replay. Measuring all "
             f"{n_cells} cells, {len(BUDGETS)} of them in the line of full, took another "
@@ -299,22 +300,24 @@ class _Demo:
         )
 
 
-def _by_error(rows: Sequence[Mapping[str, Any]], budget: int) -> list[Mapping[str, Any]]:
-    """Return the cells of a budget, but for `full`, from the least output error on."""
+def _ranked(rows: Sequence[Mapping[str, Any]], by: str, budget: int) -> list[Mapping[str, Any]]:
+    """Return the cells of a budget, but for `full`, the best by a metric first."""
+    from kvsim.analysis.registry import METRICS
+
     cells = [row for row in rows if row["budget"] == budget and row["policy"] != "full"]
-    return sorted(cells, key=lambda row: float(row["output_error"]))
+    return sorted(cells, key=lambda row: float(row[by]), reverse=METRICS[by].better == "higher")
 
 
-def _read_smollm2(rows: Sequence[Mapping[str, Any]]) -> str:
-    best = _by_error(rows, min(BUDGETS))[0]
+def _read_smollm2(rows: Sequence[Mapping[str, Any]], by: str) -> str:
+    best = _ranked(rows, by, min(BUDGETS))[0]
     parts = []
     for budget in BUDGETS:
-        recall = {row["policy"]: row["needle_recall"] for row in _by_error(rows, budget)}
+        recall = {row["policy"]: row["needle_recall"] for row in _ranked(rows, by, budget)}
         chance = recall.pop("random")
         most = max(recall, key=recall.__getitem__)
         parts.append(f"{recall[most]:.0%} at budget {budget} ({most}; random {chance:.0%})")
     return (
-        f"At budget {min(BUDGETS)}, {best['policy']} moves the attention output least, by "
-        f"{best['output_error']:.0%} of its size. But no policy knows what will be asked: of the "
-        f"sentence with the code (the needle) rows see at most {' and '.join(parts)}."
+        f"At budget {min(BUDGETS)}, {best['policy']} is best by {by}, {best[by]:.3g}. But no "
+        "policy knows what will be asked: of the sentence with the code (the needle) rows see at "
+        f"most {' and '.join(parts)}."
     )

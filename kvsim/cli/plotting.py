@@ -139,6 +139,7 @@ def plot(
             )
         from kvsim.analysis.fronts import COSTS
         from kvsim.analysis.results import check_models
+        from kvsim.analysis.table import available
 
         traces = values.open_traces(sources)
         if figure.single and len(traces) > 1:
@@ -156,7 +157,7 @@ def plot(
         elif figure.replay == "plans":
             data = _planned(traces[0], policies[0], (budget or [])[0], schedule)
         else:
-            measured = figure.metrics if metric is None else (*metric, *COSTS)
+            measured = available(figure.metrics, traces) if metric is None else (*metric, *COSTS)
             schedule["own_schedule"] = own_schedule
             data = _swept(traces, policies, budget or [], schedule, measured)
 

@@ -142,10 +142,11 @@ def cells(summary: pl.DataFrame) -> list[dict[str, Any]]:
 
 def verdict(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
     """Return for JSON which policy is best at each budget, and how sure that is."""
-    from kvsim.analysis.verdict import answer
+    from kvsim.analysis.verdict import answer, verdicts
 
-    each, lines = answer(table, metrics)
-    return {"verdict": [vars(line) for line in each], "verdict_text": lines}
+    comparison, lines = answer(table, metrics)
+    each = [] if comparison is None else verdicts(comparison)
+    return {"verdict": [vars(verdict) for verdict in each], "verdict_text": lines}
 
 
 def echo_verdict(document: Mapping[str, Any]) -> None:

@@ -81,15 +81,15 @@ def _means(
     """
     import polars as pl
 
+    from kvsim.analysis.evidence import ranking
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
     from kvsim.analysis.summaries import averages, main_variants, split_by
-    from kvsim.analysis.verdict import ranking
     from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
 
     measured = set(table.drop_nulls(["policy", "value"])["metric"])
     if metrics is None:
-        main = dict.fromkeys((*(ranking(table, METRICS) if most else ()), *SUMMARY, *LIVE_SUMMARY))
+        main = dict.fromkeys((*(ranking(table) if most else ()), *SUMMARY, *LIVE_SUMMARY))
         metrics = [name for name in main if name in measured] or sorted(measured & set(METRICS))
         metrics = metrics[:most]
     if not metrics:

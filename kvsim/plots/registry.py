@@ -36,7 +36,7 @@ class Figure:
         inputs: its positional arguments.
         options: keywords that the command line can set.
         source: the paper and figure that it follows, or "kvsim".
-        metrics: those that its Table needs.
+        metrics: those that its Table needs, of which traces have recorded what they read.
         requires: what a trace or a policy must have, for users.
         command: the command that draws it.
     """
@@ -87,22 +87,22 @@ class Figure:
         return "; ".join(filter(None, parts))
 
 
-_PLACE = ("layer", "head")
+_PLACE, _ERRORS = ("layer", "head"), ("layer_error", "output_error")
 _summary, _records, _events = (partial(Figure, name) for name in ("summary", "records", "events"))
 _attention, _normality = partial(Figure, "attention"), partial(Figure, "normality")
 _layers = partial(Figure, "layers", command="layers")
 
 FIGURES: Final[Mapping[str, Figure]] = {
     "over_budgets": _summary(
-        "Output error, retained mass and wipe-out, or any metrics, against the budget.",
-        ("table",), ("metrics",), metrics=("output_error", "retained_mass", "wipeout")),
+        "What ranks policies, retained mass and wipe-out, or any metrics, against the budget.",
+        ("table",), ("metrics",), metrics=(*_ERRORS, "retained_mass", "wipeout")),
     "pareto": _summary(
-        "Output error and wipe-out, or any metrics, against entries that rows see, or bytes.",
+        "What ranks policies and wipe-out, or any metrics, against entries seen or bytes.",
         ("table",), ("metrics",),
-        metrics=("output_error", "wipeout", "entries_seen", "bytes_held", "bytes_read")),
+        metrics=(*_ERRORS, "wipeout", "entries_seen", "bytes_held", "bytes_read")),
     "ranking": _summary(
         "Policies in the order of a metric at each budget, and which differ beyond chance.",
-        ("table",), ("metrics",), metrics=("output_error",)),
+        ("table",), ("metrics",), metrics=_ERRORS),
     "retention_map": _records(
         "Positions that each row sees, and the evicted ones that it would attend to.",
         ("trace", "records"), _PLACE),

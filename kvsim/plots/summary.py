@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.axes import trace_head, trace_layer
 from kvsim.analysis.comparison import compare, policy_of
+from kvsim.analysis.evidence import EVIDENCE
+from kvsim.analysis.evidence import ranking as ranks
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_positions
@@ -54,18 +56,17 @@ _Ints = NDArray[np.int32]
 Draw = Callable[[Axes, Mapping[str, Sequence[Floats]], Sequence[str]], None]
 
 _SHADE = "#f2efe9"
-#: Metrics of `over_budgets` by default.
-SHOWN = ("output_error", "retained_mass", "wipeout")
 
 
-def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure:
+def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the budget, a line per policy: mean over prompts and 95 % interval.
 
     metrics: a panel each, their main variants; those that the table lacks are left out, PolicyError
-    if it has none. Budgets are in the order of their entries, of shares the mean over traces.
+    if it has none. By default what `kvsim.compare` ranks by, retained mass and wipe-out. Budgets
+    are in the order of their entries, of shares the mean over traces.
     """
     table = as_table(table)
-    metrics = listed(metrics)
+    metrics = _metrics(table, "retained_mass", "wipeout") if metrics is None else listed(metrics)
     means = _means(table, metrics)
     shown = [name for name in metrics if name in set(means["metric"])]
     sizes = table.drop_nulls("budget").group_by(asked=REQUESTED).agg(pl.col("budget").mean())
@@ -95,7 +96,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] = SHOWN) -> Figure
     return figure
 
 
-def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipeout")) -> Figure:
+def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure:
     """Each metric against the entries that rows really saw; policies on the front are filled.
 
     A policy at a budget is on the front if no other result is better with as few entries. A metric
@@ -103,11 +104,12 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
     `entries_seen` instead of the requested budget. Readers and codecs read or store entries in
     another way: where the table has one, the axes are `bytes_held` and `bytes_read`.
 
-    metrics: as in `over_budgets`; the table needs those of the axes too. `entries_seen`,
-    `bytes_held` and `bytes_read` among them are the axes, with a panel for each metric and axis.
+    metrics: as in `over_budgets`, by default without retained mass; the table needs those of the
+    axes too. `entries_seen`, `bytes_held` and `bytes_read` among them are the axes, with a panel
+    for each metric and axis.
     """
     table = as_table(table)
-    named: list[str] = listed(metrics)
+    named: list[str] = _metrics(table, "wipeout") if metrics is None else listed(metrics)
     costs = [name for name in named if name in COSTS] or _costs(table)
     metrics = [name for name in named if name not in COSTS]
     means = _means(table, [*metrics, *costs])
@@ -145,6 +147,11 @@ def pareto(table: Tabular, metrics: str | Sequence[str] = ("output_error", "wipe
     what = f"Mean over {counted(means['n'])}; filled: {marked}"
     finish(figure, axes[0], what, means["fidelity"], columns=6)
     return figure
+
+
+def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
+    """The metric that ranks the policies of a table, and others that it is shown with."""
+    return list(dict.fromkeys((next(ranks(table), EVIDENCE[-1]), *others)))
 
 
 def _costs(table: pl.DataFrame) -> list[str]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import polars as pl
 from markupsafe import Markup, escape
 
+from kvsim.analysis.evidence import ranking
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import few
 from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
 from kvsim.analysis.validity import OUTCOMES
-from kvsim.analysis.verdict import answer
+from kvsim.analysis.verdict import HEADERS, answer, tabulated
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import asked_order
 from kvsim.plots.summary import over_budgets, pareto
@@ -37,8 +39,7 @@ def sections(
     """
     shown = labelled(table)
     if runs:
-        verdict = answer(shown, _SHOWN)[1]
-        yield section("Verdict", "", lines(tag("p", x) for x in verdict)) if verdict else ""
+        yield _verdict(shown)
         yield _summary(shown, runs)
         yield _figures(shown)
         yield _paired(shown, base)
@@ -58,6 +59,14 @@ _SHOWN = (
     *("middle_coverage", "burst_share", "entries_seen"),
     *("needle_recall", "needle_wipeout", "regret", "possible_share"),
 )
+
+
+def _verdict(table: pl.DataFrame) -> str:
+    comparison, said = answer(table, _SHOWN)
+    if comparison is None:
+        return section("Verdict", said[0], "") if said else ""
+    note, rows = tabulated(comparison)
+    return section("Verdict", note, table_of(HEADERS, rows, right=3))
 
 
 def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
@@ -124,12 +133,11 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
 
 
 def _splits(table: pl.DataFrame) -> Iterator[str]:
+    shown = [*islice(ranking(table, _SHOWN), 1), "wipeout", "retained_iou"]
     for label in LABELS:
         if label not in table or table[label].drop_nulls().n_unique() < 2:
             continue
-        means = averages(
-            main_variants(table, ["output_error", "wipeout", "retained_iou"]), by=[label]
-        )
+        means = averages(main_variants(table, shown), by=[label])
         rows = [
             [
                 *(str(row[label]), row["policy"], row["asked"]),

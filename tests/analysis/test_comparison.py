@@ -191,7 +191,7 @@ def means_of(table, metric, traces):
 
 def test_means_and_differences_equal_a_plain_loop(real):
     """Ranks, means, intervals, leads, paired differences and corrected p-values."""
-    comparison = compare(real)
+    comparison = compare(real, "output_error")
     rows = {(row["policy"], row["asked"]): row for row in comparison.table.to_dicts()}
     values = means_of(real, "output_error", comparison.traces)
     gaps = {
@@ -238,7 +238,7 @@ def test_means_and_differences_equal_a_plain_loop(real):
 
 def test_fronts_and_targets_equal_a_plain_loop(real):
     """Entries seen, both fronts, bounds of means, and the smallest budget that keeps the target."""
-    comparison = compare(real, target=0.2)
+    comparison = compare(real, "output_error", target=0.2)
     rows = {(row["policy"], row["asked"]): row for row in comparison.table.to_dicts()}
     names = {"mean": "output_error", "seen": "entries_seen", "wipeout": "wipeout"}
     values = {name: means_of(real, metric, comparison.traces) for name, metric in names.items()}
@@ -274,7 +274,7 @@ def test_fronts_and_targets_equal_a_plain_loop(real):
 
 def test_references_have_no_rank(real):
     """The full cache and the oracle are listed and compared with nothing, and a remark says why."""
-    comparison = compare(real)
+    comparison = compare(real, "output_error")
     references = comparison.table.filter(pl.col("policy").is_in(["oracle", "full"]))
 
     assert references["mean"].null_count() == 0
@@ -282,7 +282,7 @@ def test_references_have_no_rank(real):
     assert references["against"].null_count() == references.height
     assert references["front"].null_count() == references.height
     assert any(remark.startswith("oracle, full: listed without") for remark in comparison.remarks)
-    named = compare(real, against="oracle").table
+    named = compare(real, "output_error", against="oracle").table
     assert named.filter(policy="tova")["against"].unique().to_list() == ["oracle"]
 
 

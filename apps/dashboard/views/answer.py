@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import polars as pl
 import streamlit as st
 
+from kvsim.analysis.evidence import ranking
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.verdict import ranking
+from kvsim.analysis.verdict import HEADERS, tabulated
 from kvsim.schema import visible
 
 from .. import controls, elements, line_charts, readings, replays, runs
@@ -29,7 +31,7 @@ def _run(run: runs.Run) -> None:
         "has all metrics, *Retention* and *Segments* what a policy keeps of a trace.",
     )
     policies = run.policies
-    metric = next(ranking(run.best, METRICS), None)
+    metric = next(ranking(run.best), None)
     if metric is None:
         st.info(
             "This run has no metric that ranks policies, so there is no verdict. *Compare* shows "
@@ -37,8 +39,14 @@ def _run(run: runs.Run) -> None:
         )
         runs.provenance(run)
         return
-    verdict = runs.verdict(run.origin, policies, metric)
-    st.text("\n".join(map(visible, verdict)))
+    comparison, said = runs.verdict(run.origin, policies, metric)
+    if comparison is None:
+        st.text("\n".join(map(visible, said)))
+    else:
+        note, rows = tabulated(comparison)
+        st.text(visible(note))
+        shown = [[visible(cell) for cell in row] for row in rows]
+        st.dataframe(pl.DataFrame(shown, HEADERS, orient="row"), hide_index=True, key="verdict")
     means = runs.means(run.origin, policies, {metric: METRICS[metric].main})
     if not means.height:
         st.info(f"The page Compare has the variants of {metric} that were measured.")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import polars as pl
 import streamlit as st
 
+from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.fronts import COSTS, against_entries
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import few
-from kvsim.analysis.verdict import ranking
 from kvsim.errors import PolicyError
 from kvsim.schema import LABELS, visible
 
@@ -61,7 +61,7 @@ def page() -> None:
     verdict = st.container()
     comparison = _comparison(run, values)
     if comparison.metric in METRICS:
-        lines = runs.verdict(run.origin, comparison.policies, comparison.metric)
+        _, lines = runs.verdict(run.origin, comparison.policies, comparison.metric)
         verdict.text("\n".join(map(visible, lines)))
     _over_budgets(comparison)
     _differences(comparison)
@@ -73,7 +73,7 @@ def page() -> None:
 def _comparison(run: runs.Run, values: pl.DataFrame) -> Comparison:
     measured = set(values["metric"].unique())
     listed = [*(name for name in METRICS if name in measured), *sorted(measured - set(METRICS))]
-    first = next(ranking(values, METRICS), None)
+    first = next(ranking(values), None)
     start = 0 if first is None else listed.index(first)
     metric = controls.choose("Metric", "metric", listed, start)
     variant = runs.variant(values.filter(metric=metric), metric)
@@ -163,7 +163,8 @@ def _front(comparison: Comparison) -> None:
         "saw, or the bytes that the cache took or rows read. Filled points are on the front: no "
         "other policy is better at as low a cost."
     )
-    names = ("output_error", "wipeout")
+    first = next(ranking(comparison.run.best), EVIDENCE[-1])
+    names = dict.fromkeys((first, "wipeout"))
     means = comparison.means({name: METRICS[name].main for name in (*COSTS, *names)})
     offered = [name for name in COSTS if name in means["metric"]]
     cost = offered[0] if offered else "entries_seen"
@@ -172,12 +173,10 @@ def _front(comparison: Comparison) -> None:
     points = {name: against_entries(means, name, cost) for name in names}
     panels = {line_charts.label(name): part for name, part in points.items() if part.height}
     if not panels:
-        st.info(
-            "This needs `entries_seen`, and `output_error` or `wipeout`, which were not measured."
-        )
+        st.info(f"This needs `entries_seen`, and `{first}` or `wipeout`, which were not measured.")
         return
     # the wipe-out of the best policies is 0, which has no place on a logarithmic scale
-    scaled = [line_charts.label("output_error")] if comparison.logarithmic else []
+    scaled = [line_charts.label(first)] if comparison.logarithmic else []
     figure = line_charts.against_entries(panels, comparison.styles, COSTS[cost], scaled)
     line_charts.draw(figure, "pareto")
     elements.reading(readings.front(panels))

@@ -1,0 +1,31 @@
+"""What ranks policies: the best evidence that a Table has.
+
+Replay, comparisons, reports, figures and the dashboard take it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import polars as pl
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import is_live
+from kvsim.analysis.validity import OUTCOMES
+
+#: What the model did, live or judged, then what single layers lose; the best evidence first.
+EVIDENCE = ("response_kl", "layer_error", "output_error")
+
+
+def ranking(table: pl.DataFrame, metrics: Iterable[str] = METRICS) -> Iterator[str]:
+    """Yield the measured metrics that rank the policies of a Table, the best evidence first.
+
+    metrics: those that may rank replays; what the model did ranks wherever it is measured, and live
+    runs alone, because errors of single layers may say the opposite.
+    """
+    measured = set(table.drop_nulls(["policy", "value"])["metric"]) & {*METRICS}
+    metrics = [*metrics]
+    errors = [name for name in (*EVIDENCE[1:], "retained_mass", "wipeout") if name in metrics]
+    for name in dict.fromkeys(OUTCOMES if is_live(table) else (*OUTCOMES, *errors, *metrics)):
+        if name in measured and METRICS[name].better:
+            yield name
