@@ -47,13 +47,14 @@ def test_the_table_says_who_is_best_and_how_sure(run, folder):
     assert (status, err) == (0, "")
     verdicts = [line for line in lines[:2] if line.startswith("Budget ")]
     assert [line.split()[2] for line in verdicts] == [*best.values()]
-    assert document["verdict_text"] == verdicts
+    assert document["verdict_text"] == [*verdicts, lines[2]]
+    assert lines[2].startswith("Ranked by output_error; kvsim replay --judge ranks by")
     assert [one["best"] for one in document["verdict"]] == [*best.values()]
-    assert lines[3] == (
+    assert lines[4] == (
         "output_error (relative, lower is better): mean over 7 prompts, of layers, heads and "
         "events within a prompt first, in brackets the 95 % interval over prompts."
     )
-    rows = [re.split(r"\s{2,}", line) for line in lines[6:12]]
+    rows = [re.split(r"\s{2,}", line) for line in lines[7:13]]
     assert [(row[0], row[1]) for row in rows if row[2] == "1"] == [*best.items()]
     assert [row[1] for row in rows if row[2] == "-"] == ["full", "full"]
     assert "corrected for 2 comparisons (Holm)" in out

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.comparison import compare
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
-from kvsim.analysis.verdict import answer
+from kvsim.analysis.verdict import tabulated
 from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
 from kvsim.tiny.sample import sample_trace
@@ -42,7 +43,7 @@ def ran(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["newer", "older"])
 def test_a_run_opens_with_its_verdict_and_chart(opened, ran, name):
-    """The newest by default, another one by the link; the sentence has the table's numbers."""
+    """The newest by default, another one by the link; the table is that of the report."""
     app = opened(ran, **({} if name == "newer" else {"run": name}))
     table = labelled(read_run(ran / name).table)
     expected = averages(table.filter(metric="output_error"))
@@ -50,7 +51,9 @@ def test_a_run_opens_with_its_verdict_and_chart(opened, ran, name):
     assert not app.exception
     assert app.header[0].value == "Answer"
     assert app.selectbox(key="run").value == name
-    assert app.text[0].value == "\n".join(answer(table, ["output_error"])[1])
+    note, rows = tabulated(compare(table, "output_error"))
+    assert app.text[0].value == note
+    assert app.dataframe[0].value.to_numpy().tolist() == rows
     (chart,) = app.get("plotly_chart")
     lines = {one["name"]: one["y"] for one in json.loads(chart.proto.spec)["data"]}
     for policy, means in lines.items():

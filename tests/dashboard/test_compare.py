@@ -90,7 +90,7 @@ def test_means_and_intervals_are_those_of_the_table(opened, ran):
         assert lines[policy]["error_y"]["array"] == pytest.approx(upper)
     assert any("Means over 3 prompts" in one.value for one in app.caption)
     verdict = answer(table_of(ran), ["output_error"])[1]
-    assert len(verdict) == 3
+    assert len(verdict) == 4
     assert app.text[0].value == "\n".join(verdict)
 
 

@@ -294,4 +294,4 @@ def test_metrics_of_a_later_version_are_ignored(run, later):
 
     known = [name for name in run.table["metric"].unique(maintain_order=True) if name not in later]
     assert [name for name in summary.columns if name in (*known, *names.values())] == known
-    assert answer(table, measured) == ([], [])
+    assert answer(table, measured) == (None, [])
