@@ -42,6 +42,14 @@ def test_the_front_follows_the_direction_of_the_metric(metric, best):
     assert {*points.filter("best")["policy"]} == best
 
 
+def test_results_that_differ_by_rounding_are_both_on_the_front():
+    """As `compare` ranks them: neither beats the other of its size."""
+    error = [("a", "output_error", 0.5), ("b", "output_error", 0.4)]
+    table = means([*SIZES, *error, ("c", "output_error", 0.4 * (1 + 1e-7))])
+
+    assert against_entries(table, "output_error")["best"].all()
+
+
 def test_results_without_entries_are_left_out():
     """They have no place on the axis."""
     table = means([*SIZES[:1], ("a", "output_error", 0.5), ("b", "output_error", 0.4)])

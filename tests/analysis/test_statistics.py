@@ -178,6 +178,13 @@ def test_differences_are_paired_by_prompt():
     assert apart[1]["low"] < apart[0]["mean"] < apart[1]["high"]  # unpaired nothing could be said
 
 
+def test_values_that_differ_by_rounding_are_a_tie():
+    """Neither policy has more on such a prompt."""
+    rows = [row("a", "tova", 0.3), row("a", "ams", 0.3 * (1 - 1e-7)), row("b", "tova", 0.3)]
+
+    assert compare(table(*rows, row("b", "ams", 0.4)), "tova")["above"].to_list() == [0.75]
+
+
 def test_differences_are_of_one_schedule():
     """A policy that was replayed on two schedules has a difference for each, never their mean."""
     values = table(row("a", "tova", 1.0, interval=16))

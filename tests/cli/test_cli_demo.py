@@ -55,6 +55,9 @@ def test_demo_answers_the_question(demo):
     assert "needle_recall" not in document["cells"][0]
     assert "Measuring all 12 cells, 2 of them in the line of full, took" in out
     assert "is right." in lines[0]
+    for each in (document, document["smollm2"]):
+        best = each["verdict"][0]
+        assert f"At budget 64, {best['best']} is best by {best['metric']}, " in out
     assert any(line.startswith("Fidelity of the values: ") for line in lines)
     assert any(line.startswith("Seconds: ") for line in lines)
     assert [line for line in lines if line.startswith("Budget ")] == [
@@ -66,6 +69,17 @@ def test_demo_answers_the_question(demo):
         for figure in ("retention.png", "error.png"):
             assert (folder / f"{prefix}{figure}").read_bytes().startswith(b"\x89PNG")
         assert len(read_records(folder / f"{prefix}run" / "records.zarr")) == 12
+
+
+def test_sentences_of_the_demo_rank_as_its_verdict_does():
+    """The best policy of a budget by the metric of the ranking, lower or higher."""
+    rows = [
+        {"policy": name, "budget": 64, "layer_error": x, "top_agreement": y}
+        for name, x, y in (("tova", 2.0, 0.9), ("h2o", 1.0, 0.5), ("full", 0.0, 1.0))
+    ]
+
+    for by, names in (("layer_error", ["h2o", "tova"]), ("top_agreement", ["tova", "h2o"])):
+        assert [row["policy"] for row in demo_module._ranked(rows, by, 64)] == names
 
 
 def test_demo_replaces_an_earlier_one(run, demo, small_demo, tmp_path):

@@ -181,6 +181,18 @@ def test_stages_are_those_of_the_layers_in_the_table(table):
     assert heights[0] == heights[1]
 
 
+def test_schedules_have_bars_of_their_own(table):
+    """A policy that was replayed on two schedules is two results, side by side."""
+    tova = table.filter(policy="tova")
+    other = tova.with_columns(interval=pl.col("interval") + 1, value=pl.col("value") / 2)
+
+    bars = iou_by(pl.concat([tova, other])).axes[0].containers[::2]
+
+    assert [one.get_label().partition(" ")[0] for one in bars] == ["tova", "tova"]
+    assert [one[0].get_x() for one in bars] == sorted({one[0].get_x() for one in bars})
+    assert bars[1][0].get_height() == pytest.approx(bars[0][0].get_height() / 2)
+
+
 def test_bars_by_label_stand_beside_chance(table, records):
     """One prompt per domain has no interval; the line across a bar is the chance of the table."""
     figure = iou_by(table, "domain")

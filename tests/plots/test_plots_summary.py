@@ -148,6 +148,19 @@ def test_the_ranking_shows_order_and_verdicts(table):
         ranking(table, ["output_error", "wipeout"])
 
 
+def test_figures_open_with_what_ranks_the_policies(table):
+    """The best evidence that the table has, as in a verdict."""
+    kl = table.filter(metric="output_error").with_columns(
+        metric=pl.lit("response_kl"), fidelity=pl.lit("judged", table.schema["fidelity"])
+    )
+
+    for values, name in ((table, "output error"), (pl.concat([table, kl]), "response kl")):
+        for draw in (over_budgets, pareto, ranking):
+            axis = draw(values).axes[0]
+            label = axis.get_xlabel() if draw is ranking else axis.get_ylabel()
+            assert label.replace("_", " ").startswith(name)
+
+
 def test_a_ranking_of_many_policies_is_readable(table):
     """Means over three times the median are at the edge of their panel, and no colour repeats."""
     errors = table.filter(metric="output_error", policy="tova")

@@ -138,6 +138,22 @@ def test_control_characters_of_names_are_escaped(tmp_path):
         assert escaped in page
 
 
+def test_a_page_opens_with_the_verdict_as_a_table(tmp_path):
+    """One sentence, then a row for each policy with its rank, number, and what is decided."""
+    values = {"tova": [0.30, 0.50], HOSTILE: [0.10, 0.20], "h2o": [0.10, 0.20]}
+    out = write_report([saved(tmp_path / "r", values)], tmp_path / "r.html")
+    text = out.read_text("utf-8")
+    part = text[text.index("<h2>Verdict") : text.index("<h2>Results")]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", part)]
+
+    assert "<p>Ranked by output_error; kvsim replay --judge ranks by" in part
+    assert "With 2 prompts no difference can be beyond chance" in part
+    assert [html.unescape(row[2]) for row in rows[1:]] == [HOSTILE, "h2o", "tova"]
+    assert [row[1] for row in rows[1:]] == ["1", "1", "3"]
+    assert [row[3] for row in rows[1:]] == ["0.15", "0.15", "0.4"]
+    assert [row[5] for row in rows[1:]] == ["tied", "tied", "not decided"]
+
+
 def test_verdicts_follow_from_the_intervals(tmp_path):
     """What lies above zero on all prompts holds, beside its number."""
     values = {"tova": [2.0, 2.2, 2.1], "ams": [1.0, 1.1, 1.0]}
