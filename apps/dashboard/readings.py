@@ -12,6 +12,7 @@ from kvsim.analysis.kept.segmentation import Segmented
 from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
 from kvsim.analysis.prompt.ranking import RankPattern
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import ROUNDING
 from kvsim.plots.style import asked_order
 from kvsim.schema import plural, rounded
 
@@ -144,9 +145,12 @@ def _first(part: pl.DataFrame, better: str | None) -> str:
     """The best policy and the next one, or the two ends, with their values; `full` is no rival."""
     rivals = part.filter(pl.col("policy") != "full")
     part = rivals if better and rivals.height else part
-    ranked = part.sort("mean", descending=better == "higher").select("policy", "mean").rows()
-    (name, mean), *others = ranked
-    text = f"{name} ({rounded(mean, '.3g')})"
+    ranked = part.sort("mean", descending=better == "higher", maintain_order=True)
+    ranked = ranked.select("policy", "mean").rows()
+    mean = ranked[0][1]
+    first = [name for name, value in ranked if abs(value - mean) <= ROUNDING * abs(mean)]
+    first, others = (first, ranked[len(first) :]) if better else (first[:1], ranked[1:])
+    text = f"{' and '.join(first)} ({rounded(mean, '.3g')})"
     if not others:
         return text
     other, value = others[-1] if better is None else others[0]

@@ -26,7 +26,7 @@ from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import REQUESTED, extent, labelled, mixed
+from kvsim.analysis.results import REQUESTED, extent, is_live, labelled, mixed
 from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
 from kvsim.analysis.summaries import (
     KEYS,
@@ -143,7 +143,7 @@ def compare(
     table = as_table(table)
     if remark := mixed(table):
         raise PolicyError(remark)
-    metric = metric or next(ranking(table), EVIDENCE[-1])
+    metric = metric or next(ranking(table), EVIDENCE[0 if is_live(table) else -1])
     entry = metric_named(metric)
     if entry.better is None:
         raise PolicyError(
@@ -177,26 +177,27 @@ def compare(
         for name, kind in COLUMNS.items()
     ]
     rows = rows.select(typed).sort("entries", "asked", "rank", nulls_last=True, maintain_order=True)
-    candidates = rows.drop_nulls("rank")
-    shared = table.filter(
-        pl.col("trace").is_in(traces), pl.col("policy").is_in(candidates["policy"].to_list())
-    )
-    leaders = {x: _leaders(shared, x, candidates.height) for x in EVIDENCE if x != metric}
+    candidates = rows.drop_nulls("rank")["policy"].to_list()
+    shared = table.filter(pl.col("trace").is_in(traces), pl.col("policy").is_in(candidates))
+    size = len(candidates), len(traces)
+    leaders = {x: _leaders(shared, x, size) for x in EVIDENCE if x != metric}
     return Comparison(
         *(rows, metric, entry.better, against, target, traces, comparisons, tuple(remarks)),
         *(tuple(unranked), {x: each for x, each in leaders.items() if each}),
     )
 
 
-def _leaders(table: pl.DataFrame, metric: str, count: int) -> dict[str, tuple[str, ...]]:
-    """The policies with the lowest mean at each budget; none unless `count` results have values."""
+def _leaders(table: pl.DataFrame, metric: str, size: tuple[int, int]) -> dict[str, tuple[str, ...]]:
+    """The policies with the lowest mean at each budget; none unless all results [size] have one."""
     try:
         rows, values, _, _ = _values(table, metric)
     except PolicyError:
         return {}
+    if values.shape != size:
+        return {}
     rank, _ = _ranks(rows, values, np.ones(rows.height, bool), higher=False)
     best = rows.filter(pl.Series(rank == 1)).group_by("asked", maintain_order=True).agg("policy")
-    return {asked: tuple(names) for asked, names in best.iter_rows() if rows.height == count}
+    return {asked: tuple(names) for asked, names in best.iter_rows()}
 
 
 def _values(

@@ -131,18 +131,12 @@ def _verdict(comparison: Comparison, rows: Sequence[dict[str, Any]]) -> Verdict:
     else:  # with another one
         pairs = [(best["against"], best["verdict"], best)]
     first = {row["policy"] for row in rows if row["rank"] == best["rank"]}
-    others = comparison.evidence if comparison.metric in EVIDENCE else {}
+    metric = comparison.metric
+    others = comparison.evidence if metric in EVIDENCE else {}
     found = ((name, leaders.get(best["asked"], ())) for name, leaders in others.items())
     behind = [row["policy"] for row in rest if row["rank"] > best["rank"]]
     return Verdict(
-        *(
-            best["asked"],
-            comparison.metric,
-            best["policy"],
-            best["mean"],
-            best["low"],
-            best["high"],
-        ),
+        *(best["asked"], metric, best["policy"], best["mean"], best["low"], best["high"]),
         *(best["n"], best["leads"]),
         tied=tuple(row["policy"] for row in rest if row["rank"] == best["rank"]),
         shared=sum(row["leads"] for row in rows) > best["n"],

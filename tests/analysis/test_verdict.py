@@ -6,9 +6,11 @@ import re
 
 import numpy as np
 import polars as pl
+import pytest
 
 from kvsim.analysis.comparison import compare
 from kvsim.analysis.verdict import answer, tabulated, verdicts
+from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
 from tests.analysis.test_comparison import table
 
@@ -113,6 +115,8 @@ def test_live_runs_are_ranked_by_what_the_model_did():
     assert answer(both, ["output_error", "response_kl"])[0].metric == "response_kl"
     assert answer(error, ["output_error"]) == (None, [])
     assert compare(both).metric == "response_kl"
+    with pytest.raises(PolicyError, match="no value of response_kl"):
+        compare(error)
     assert compare(both, "output_error").table["policy"][0] == "tova"
     assert compare(error.with_columns(fidelity=pl.lit("open"))).metric == "output_error"
 

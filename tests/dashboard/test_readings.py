@@ -141,6 +141,15 @@ def test_over_budgets_names_the_best_at_both_ends(metric, said):
     assert readings.over_budgets(means(*rows, ("b", "128", 0.2)), metric) == said
 
 
+def test_over_budgets_calls_a_tie_a_tie():
+    """Policies that differ by no more than rounding are best together."""
+    rows = (("a", "64", 0.3), ("b", "64", 0.3 * (1 - 1e-8)), ("c", "64", 0.5))
+
+    best = readings.over_budgets(means(*rows), "output_error")
+
+    assert "at budget 64 b and a (0.3), then c (0.5)" in best
+
+
 def test_the_full_cache_is_no_rival():
     """It loses nothing; alone it is named, and an end where neither direction is better."""
     rows = (("full", "64", 0.0), ("a", "64", 0.5), ("b", "64", 0.3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 import streamlit as st
 
+from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import METRICS
 from kvsim.errors import PolicyError
 
@@ -80,7 +81,7 @@ def _by_metric(run: runs.Run) -> list[str]:
 
 def _by_layer(run: runs.Run, counted: pl.DataFrame, measured: list[str]) -> None:
     st.subheader("By layer", anchor=False)
-    start = measured.index("output_error") if "output_error" in measured else 0
+    start = next((measured.index(name) for name in EVIDENCE[1:] if name in measured), 0)
     metric = controls.choose("Metric by layer", "metric", measured, start)
     by_layer = counted.filter(metric=metric).with_columns(
         place=pl.when(pl.col("layer").is_null())
