@@ -145,8 +145,8 @@ def _first(part: pl.DataFrame, better: str | None) -> str:
     """The best policy and the next one, or the two ends, with their values; `full` is no rival."""
     rivals = part.filter(pl.col("policy") != "full")
     part = rivals if better and rivals.height else part
-    ranked = part.sort("mean", descending=better == "higher", maintain_order=True)
-    ranked = ranked.select("policy", "mean").rows()
+    part = part.sort("mean", descending=better == "higher", maintain_order=True)
+    ranked = part.select("policy", "mean").rows()
     mean = ranked[0][1]
     first = [name for name, value in ranked if abs(value - mean) <= ROUNDING * abs(mean)]
     first, others = (first, ranked[len(first) :]) if better else (first[:1], ranked[1:])

@@ -200,13 +200,8 @@ def basis(comparison: Comparison) -> str:
 
 #: Headers of `tabulated`.
 HEADERS = (
-    "budget",
-    "rank",
-    "policy",
-    "mean",
-    "95 % interval",
-    "against the best",
-    "prompts needed",
+    *("budget", "rank", "policy", "mean", "95 % interval"),
+    *("against the best", "prompts needed"),
 )
 
 
@@ -214,6 +209,8 @@ def tabulated(comparison: Comparison) -> tuple[str, list[list[str]]]:
     """Return the verdict as a sentence and rows below `HEADERS`, the first of each budget."""
     rows, said, many = [], [basis(comparison)], False
     for part in comparison.table.drop_nulls("rank").partition_by("asked", maintain_order=True):
+        if part.height < 2:  # nothing to be better than
+            continue
         many |= part.height > _NAMES
         tied = (part["rank"] == 1).sum() > 1
         for row in part.head(_NAMES).iter_rows(named=True):
