@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 from kvsim.analysis.comparison import compare
+from kvsim.analysis.evidence import WORTH
 from kvsim.analysis.verdict import answer, tabulated, verdicts
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
@@ -27,6 +28,13 @@ VALUES = {
 }
 
 
+def worth(metric):
+    """What a verdict adds of its number, where no live run says it."""
+    low, high = WORTH[metric]
+    there = f"was {low:.2f} to {high:.2f} on two models"
+    return f" Its rank correlation with live KL at one budget {there}."
+
+
 def test_a_verdict_names_the_best_and_what_it_is_better_than():
     """Beyond chance, undecided with the prompts that would decide, equal; no reference is named."""
     comparison, lines = answer(table(VALUES), ["output_error"])
@@ -39,7 +47,7 @@ def test_a_verdict_names_the_best_and_what_it_is_better_than():
     assert verdict.beaten == ("tova", "knorm")
     assert verdict.undecided == (("snapkv", needed),)
     assert {verdict.best, *verdict.equal} == {"h2o", "keydiff"}
-    assert lines == [verdict.text, f"Ranked by output_error; {JUDGE}."]
+    assert lines == [verdict.text, f"Ranked by output_error; {JUDGE}.{worth('output_error')}"]
     assert verdict.text == (
         f"Budget 64: {verdict.best} and {verdict.equal[0]} share the lowest output_error, "
         f"{verdict.mean:.3g} [{verdict.low:.3g}, {verdict.high:.3g}], and no policy is better on "
@@ -136,14 +144,15 @@ def test_policies_are_ranked_by_the_best_evidence_of_a_run():
         comparison, lines = answer(values, ["wipeout", "output_error", "layer_error"])
         assert compare(values).metric == comparison.metric == ranked
         assert verdicts(comparison)[0].best == best
-        assert lines[1] == f"Ranked by {ranked}; {JUDGE}."
+        assert lines[1] == f"Ranked by {ranked}; {JUDGE}.{worth(ranked)}"
     comparison, lines = answer(pl.concat([both, kl]), ["output_error"])
     assert compare(pl.concat([both, kl])).metric == comparison.metric == "response_kl"
     assert lines[1] == (
         "Ranked by response_kl of the model's predictions under the kept sets of the replay "
-        "(judged)."
+        f"(judged).{worth('response_kl')}"
     )
-    assert answer(pl.concat([both, kl]), [], "layer_error")[1][1] == "Ranked by layer_error."
+    said = answer(pl.concat([both, kl]), [], "layer_error")[1][1]
+    assert said == f"Ranked by layer_error.{worth('layer_error')}"
 
 
 def test_a_verdict_says_where_other_evidence_disagrees():
@@ -187,7 +196,7 @@ def test_a_verdict_is_a_small_table():
 
     note, rows = tabulated(comparison)
 
-    assert note == f"Ranked by output_error; {JUDGE}."
+    assert note == f"Ranked by output_error; {JUDGE}.{worth('output_error')}"
     assert [row[:3] for row in rows[:2]] == [["64", "1", name] for name in ("h2o", "keydiff")]
     assert [row[5] for row in rows] == ["tied", "tied", "not decided", *["beyond chance"] * 2]
     assert [row[6] for row in rows] == ["", "", f"{verdict.undecided[0][1]:,}", "", ""]

@@ -8,6 +8,8 @@ import pytest
 import validity
 from scipy.stats import spearmanr
 
+from kvsim.analysis.evidence import WORTH
+
 
 @pytest.mark.parametrize("model", validity.STUDIES)
 def test_cells_are_the_correlations_of_the_stored_values(model):
@@ -43,6 +45,21 @@ def test_the_judge_orders_policies_as_the_live_run(model):
         )
         assert validity.between(judged, live)[0] >= 0.95
         assert validity.correlation(judged, live).mean() >= 0.9
+
+
+@pytest.mark.parametrize("metric", WORTH)
+def test_what_verdicts_say_of_their_number_is_what_the_page_shows(metric):
+    """The range of the correlations between policies, over both models and all budgets."""
+    way = "judged" if metric == "response_kl" else "open"
+    found = [
+        validity.between(
+            validity.matrix(model, budget, metric, way),
+            validity.matrix(model, budget, "response_kl", "closed"),
+        )[0]
+        for model, (_, budgets, _) in validity.STUDIES.items()
+        for budget in budgets
+    ]
+    assert WORTH[metric] == (round(min(found), 2), round(max(found), 2))
 
 
 def test_more_is_better_turns_the_sign():
