@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from plotly.colors import hex_to_rgb
 
 from kvsim.analysis.kept.states import REGION
+from kvsim.analysis.significance import FEWEST
 from kvsim.plots.style import COLOURS
-from kvsim.schema import FIDELITY_MEANING, visible
+from kvsim.schema import FIDELITY_MEANING, plural, visible
 
 from .tiles import Tile
 
@@ -52,12 +53,14 @@ def reading(sentence: str) -> None:
 def prompts(means: pl.DataFrame) -> None:
     """Show how many prompts are behind means."""
     fewest, most = (int(means["n"].sort()[end]) for end in (0, -1))
-    if most == 1:
-        st.caption("One prompt, so there is no interval and no bar.")
+    if most < FEWEST:
+        st.caption(f"{plural(most, 'prompt').capitalize()}: no interval and no bar below {FEWEST}.")
     elif fewest == most:
         st.caption(f"Means over {most} prompts; bars are 95 % intervals.")
     else:
-        st.caption(f"Means over {fewest} to {most} prompts; a point of one prompt has no bar.")
+        st.caption(
+            f"Means over {fewest} to {most} prompts; a point of fewer than {FEWEST} has no bar."
+        )
 
 
 def fidelity(levels: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from kvsim.analysis.kept.segmentation import Segmented
 from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
 from kvsim.analysis.prompt.ranking import RankPattern
 from kvsim.analysis.registry import METRICS
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import ROUNDING
 from kvsim.plots.style import asked_order
 from kvsim.schema import plural, rounded
@@ -165,7 +166,7 @@ def differences(gaps: pl.DataFrame) -> str:
     counted = (
         f"{apart} of {plural(tested, 'difference')} have an interval that excludes 0"
         if tested
-        else "One prompt, so no difference has an interval"
+        else f"Fewer than {FEWEST} prompts, so no difference has an interval"
     )
     return (
         f"{counted}. The largest is that of {largest['policy']} from {largest['base']} at budget "

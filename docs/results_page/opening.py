@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from kvsim.analysis.significance import FEWEST
 from kvsim.policies import describe, names
 from results_page.drawing import COLORS
 
@@ -18,7 +20,7 @@ _PLACES = 8
 #: No candidates: no budget binds them, they look ahead, or they are chance.
 _REFERENCES = ("full", "oracle", "random", "rpc")
 _TABLE = re.compile(r"^### Budget (\d+)(?:: (.*))?\n\n((?:\|.*\n?)+)", re.MULTILINE)
-_NUMBER = re.compile(r"(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]")
+_NUMBER = re.compile(r"(-?[\d.]+)(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
 
 
 #: The mark of policies that have learned from queries of another prompt.
@@ -54,7 +56,8 @@ def rows(text: str) -> dict[str, list[Row]]:
         for cells in lines:
             label = cells[0].replace("`", "").replace(CALIBRATED, "")
             found = [_NUMBER.match(cells[at]) for at in places]
-            numbers = [tuple(map(float, one.groups())) for one in found if one]
+            # too few prompts have no interval
+            numbers = [tuple(float(x or "nan") for x in one.groups()) for one in found if one]
             row = Row(label.partition(" (")[0], *numbers) if len(numbers) == len(places) else None
             if row is not None and row.family not in _REFERENCES:
                 key = f"{budget} ({prompts})" if prompts else budget
@@ -81,6 +84,9 @@ def opening(text: str, figure: str) -> str:
     text: of the page, with its tables. figure: that of all policies, as the page links to it.
     """
     by_budget = {budget: best(of_budget) for budget, of_budget in rows(text).items()}
+    few = [budget for budget, ranked in by_budget.items() if np.isnan(ranked[0].error[1])]
+    by_budget = {budget: ranked for budget, ranked in by_budget.items() if budget not in few}
+    unranked = f" Not ranked: budget {', '.join(few)}, which takes at least {FEWEST} prompts."
     lines = [
         "| rank | " + " | ".join(f"budget {budget}" for budget in by_budget) + " |",
         "| ---: |" + " --- |" * len(by_budget),
@@ -94,7 +100,7 @@ def opening(text: str, figure: str) -> str:
         "Intervals that overlap decide nothing by themselves. "
         f"{CALIBRATED} marks policies that were calibrated on another prompt of the same kind. "
         "All rows are in the tables [below](#what-policies-keep-and-lose)."
-    )
+    ) + unranked * bool(few)
     alt = "Output error and wiped-out regions of the best preset or combination of each policy"
     parts = [
         "## Which policy is best",

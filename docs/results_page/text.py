@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from kvsim import Policy, policy
+from kvsim.analysis.significance import ALPHA, FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.claims import HOLDS, NOT, OPEN, Claim
+from kvsim.claims.claim import MATTERS, OF_TEN
 from kvsim.policies import names, parameters
 from results_page.claims import beside
 from results_page.groups import groups
@@ -121,7 +123,7 @@ python docs/results.py{option}
 and not when they act.
 * A value is the mean over layers and heads (and over the rows of the response, where rows count) \
 of a prompt, then over prompts. In brackets: its 95 % bootstrap interval over prompts \
-({RESAMPLES} resamples, seed 0).
+({RESAMPLES} resamples, seed 0); fewer than {FEWEST} prompts have none.
 * Numbers of layer 0 are exact, those of deeper layers open loop: errors do not add up over \
 layers ([fidelity](concepts.md#fidelity))."""
 
@@ -358,18 +360,24 @@ def _rules(r: Results) -> str:
     return (
         "Each claim becomes a number per prompt that is above 0 where the claim is right, most "
         "often the difference between two policies on the same prompt. Where a paper speaks of "
-        "accuracy, *better* means a lower output error here, which is not the same. The script "
-        f"computes verdicts from the 95 % intervals of the means over the {r.plan.prompts} "
-        "prompts (n where it is another number):\n\n"
-        f"* **{HOLDS}**: above 0 in every case, or inside the margin where something is to change "
-        "little. Cases are budgets, unless they say otherwise.\n"
-        f"* **{NOT}**: on the other side in at least one case, which is marked *against*.\n"
-        f"* **{OPEN}**: otherwise. Either an interval reaches both sides and is marked *open*, or "
-        "there is no number, for the reason given.\n\n"
-        "There are so many intervals that some miss by chance. Schedule and parameters are those "
-        "of the tables, except for Expected Attention: it is tested at one event, after the "
-        "prompt, which is what its paper is about. Claims that are plain arithmetic on printed "
-        "numbers, or that need free generation or training, are not listed."
+        "accuracy, *better* means a lower output error here, which is not the same. Cases are "
+        "budgets, unless they say otherwise. Each is tested by sign flips over the "
+        f"{r.plan.prompts} prompts (n where it is another number), and its p corrected for the "
+        f"number of cases (Holm). It counts with p up to {ALPHA:g} and a mean that matters: at "
+        f"least {MATTERS:g} of the mean of two settings that are compared, or of the unit of any "
+        "other number. These limits were fixed before this page was made.\n\n"
+        f"* **{HOLDS}**: above 0, or inside the margin where something is to change little, in at "
+        f"least {OF_TEN} of 10 cases.\n"
+        f"* **{NOT}**: on the other side in more than {10 - OF_TEN} of 10 cases, which are marked "
+        "*against*.\n"
+        f"* **{OPEN}**: otherwise. Either too many cases are *open*, have fewer than {FEWEST} "
+        "prompts or are out of the range of a method, or there is no number, for the reason "
+        "given.\n\n"
+        "A method is out of its range at a budget of which its window is more than half; a claim "
+        "on what the mass of AMS decides also where most of that mass is filled in. Schedule and "
+        "parameters are those of the tables, except for Expected Attention: it is tested at one "
+        "event, after the prompt, which is what its paper is about. Claims that are plain "
+        "arithmetic on printed numbers, or that need free generation or training, are not listed."
     )
 
 

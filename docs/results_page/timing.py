@@ -13,7 +13,7 @@ from kvsim import Trace, policy
 from kvsim.claims import Seconds
 
 
-def cost(lengths: Sequence[int], repeats: int = 5) -> Seconds:
+def cost(lengths: Sequence[int], repeats: int = 9) -> Seconds:
     """Seconds of one event of four policies over random caches.
 
     Those of the processor: what else the machine does meanwhile does not count.

@@ -81,17 +81,21 @@ def fewest(level: float) -> int:
     return 1 + ceil(log2(1 / level) - 1e-9)
 
 
+#: Fewer prompts have no interval and decide nothing.
+FEWEST = fewest(ALPHA)
+
+
 def few(prompts: int) -> str:
-    """Return why 95 % intervals over so few prompts promise little; empty for one, and for enough.
+    """Return why so few prompts have no 95 % interval; empty for one, and for enough.
 
     A value is above the median of all prompts half of the time, so all of them are above it, or
     all below, in 2^(1 - prompts) of cases; the range holds every bootstrap interval.
     """
-    if not 1 < prompts < fewest(ALPHA):
+    if not 1 < prompts < FEWEST:
         return ""
     return (
-        f"intervals over {prompts} prompts promise little: even the range of their values misses "
-        f"the median of all prompts in {2.0 ** (1 - prompts):.0%} of cases"
+        f"{prompts} prompts have no 95 % interval: even the range of their values misses the "
+        f"median of all prompts in {2.0 ** (1 - prompts):.0%} of cases; record at least {FEWEST}"
     )
 
 

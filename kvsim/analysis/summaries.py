@@ -10,7 +10,7 @@ measured, never as zero.
 Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
 apart, such as `layer`, `stage` or `domain`; those that do so anyway may be named too. PolicyError
 where the Table lacks one, and for columns of values. Intervals are 95 % bootstrap intervals over
-traces, null for a single one.
+traces, null for fewer than 6 (`kvsim.analysis.significance.few`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import REQUESTED, mixed
+from kvsim.analysis.significance import FEWEST
 from kvsim.core.arguments import listed
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, first_of, numbered
@@ -76,7 +77,8 @@ class Interval:
         """Intervals of many results, each with one value per prompt [prompt], NaN for missing ones.
 
         Percentiles of the means of 4,000 resamples of the prompts, which depend on the number of
-        prompts alone (Efron 1979, Ann. Statist. 7:1). One prompt has a mean and no interval.
+        prompts alone (Efron 1979, Ann. Statist. 7:1). Fewer than 6 prompts have a mean and no
+        interval.
         """
         present = [values[~np.isnan(values)] for values in rows]
         sizes = np.array([len(values) for values in present], np.int64)
@@ -98,13 +100,15 @@ class Interval:
         """The mean, and the interval in brackets where there is one; empty without a value."""
         if not self.n:
             return ""
+        sign = form[: form[:1] in "+- "]
+        form = f"{sign}z{form[len(sign) :]}"  # what rounds to 0 is not below it
         mean, low, high = (format(x, form) for x in (self.mean, self.low, self.high))
         return mean if np.isnan(self.low) else f"{mean} [{low}, {high}]"
 
 
 def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
-    """Ends of the 95 % percentile intervals of means of [result, prompt]; NaN for one prompt."""
-    if values.shape[1] < 2:
+    """Ends of the 95 % percentile intervals of means of [result, prompt]; NaN for too few."""
+    if values.shape[1] < FEWEST:
         nan = np.full(len(values), np.nan)
         return nan, nan
     rng = np.random.default_rng(0)

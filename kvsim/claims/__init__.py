@@ -2,11 +2,14 @@
 
 A claim is tested where the Table has what it is about: policies at the same budget, schedule and
 prompts, ablations found by their parameters, properties of the traces. Its number is above 0 on a
-prompt where the claim is right (with a margin, near 0). It holds where the 95 % interval of the
-mean over prompts lies on the claimed side in every case, does not hold where it lies on the other
-side in any case, and otherwise cannot be decided. That is an answer about these traces, and not
-about the papers' models. Every claim is always listed: where evidence is missing, with what would
-give it. Claims on printed numbers, and those that need generation or training, are not.
+prompt where the claim is right (with a margin, near 0). A case, such as a budget or a layer, counts
+where sign flips over at least 6 prompts, corrected for the number of cases (Holm), put its mean on
+one side, and the mean matters (`claim.MATTERS`). A claim holds where nine tenths of its cases are
+for it, does not hold where more than a tenth are against it, and is otherwise not decided. Cases in
+which the window of a policy is more than half of its budget are out of its range and not tested.
+That is an answer about these traces, and not about the papers' models. Every claim is always
+listed: where evidence is missing, with what would give it. Claims on printed numbers, and those
+that need generation or training, are not.
 """
 
 from __future__ import annotations

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
+from kvsim.analysis.results import Result
+from kvsim.analysis.significance import FEWEST
 from kvsim.claims.claim import Claim
 from kvsim.claims.evidence import Cases, Evidence, Setting, joined, metric_text, of
 
@@ -51,19 +54,24 @@ def ams(e: Evidence) -> Iterator[Claim]:
 
 def _wiped_out(e: Evidence, base: Setting, with_ams: Setting) -> Claim:
     """Q1: over all lengths and thresholds, since the paper does not define its rate."""
-    cases = {}
+    cases, outside = {}, {}
     for variant in e.variants("wipeout"):
         for label, plain, ours in e.pairs(base, with_ams):
             for budget in e.budgets:
+                case = joined(f"budget {budget}", variant, label)
+                if why := e.outside(budget, plain, ours):
+                    outside[case] = why
+                    continue
                 a, b = (e.value("wipeout", variant, of=(side, budget)) for side in (plain, ours))
                 if np.nansum(a + b):
-                    cases[joined(f"budget {budget}", variant, label)] = a - b
+                    cases[case] = a - b
     says = f"AMS around {base} wipes out fewer regions, whatever their length and the threshold"
     tested = (
         f"wipe-out: {base} minus {with_ams}, regions of every length and threshold; cases in which "
         "neither wipes out anything are left out"
     )
-    return Claim("Q1", says, tested, cases, needs=e.lacks([base, with_ams], "wipeout"))
+    needs = e.lacks([base, with_ams], "wipeout")
+    return Claim("Q1", says, tested, cases, outside=outside, needs=needs)
 
 
 def _ablations(e: Evidence) -> Iterator[Claim]:
@@ -101,8 +109,10 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     for name, mode in (("ams", "strict"), ("ams@release", "release")):
         says = f"The mass decides about most of the budget ({mode})"
         tested = f"share of the budget that {name} deals by mass, minus 1/2"
-        at = "quota_share", "mass"
-        yield e.measured("Q9", says, tested, of(name), *at, case=lambda share: share - 0.5)
+        at, beyond = ("quota_share", "mass"), partial(_filled_in, e)
+        yield e.measured(
+            *("Q9", says, tested, of(name), *at), case=lambda share: share - 0.5, outside=beyond
+        )
         says = f"Most of that mass is measured, and not filled in for the window's entries ({mode})"
         tested = f"1/2 minus the share of the mass on the window's own entries, {name}"
         yield e.measured("Q9", says, tested, of(name), "suffix_mass", case=lambda x: 0.5 - x)
@@ -113,28 +123,40 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     yield e.compared("Q9", "... and wipes out less", observed, filled, "wipeout")
 
 
+def _filled_in(e: Evidence, budget: str, result: Result) -> str:
+    """Why the mass that deals a budget is not what AMS measured; empty where it is."""
+    filled = e.value("suffix_mass", of=(result, budget))
+    filled = filled[~np.isnan(filled)]
+    if len(filled) and filled.mean() > 0.5:
+        return f"{filled.mean():.0%} of the mass is filled in for the window at budget {budget}"
+    return e.outside(budget, result)
+
+
 def _small_budgets(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Claim]:
     """Q10: the smallest budget beside the largest."""
     for metric in ("output_error", "wipeout"):
         cases = {}
         for label, plain, ours in e.pairs(base, with_ams):
-            lead = [
-                e.value(metric, of=(plain, n)) - e.value(metric, of=(ours, n)) for n in e.budgets
-            ]
-            measured = [i for i, values in enumerate(lead) if not np.isnan(values).all()]
-            if len(measured) > 1:
-                small, large = measured[0], measured[-1]
-                least = f"budget {e.budgets[small]}"
+            leads = {
+                n: e.value(metric, of=(plain, n)) - e.value(metric, of=(ours, n))
+                for n in e.budgets
+                if not e.outside(n, plain, ours)
+            }
+            leads = {n: lead for n, lead in leads.items() if (~np.isnan(lead)).sum() >= FEWEST}
+            if len(leads) > 1:
+                (small, lead), *_, (large, last) = leads.items()
                 # where nothing leads, a smaller loss is no growing lead
-                cases[joined(least, label)] = lead[small]
-                growth = lead[small] - lead[large]
-                cases[joined(f"{least} against {e.budgets[large]}", label)] = growth
+                cases[joined(f"budget {small}", label)] = lead
+                cases[joined(f"budget {small} against {large}", label)] = lead - last
         says = f"The lead of AMS over {base} grows as the budget falls ({metric_text(metric)})"
         tested = (
             f"{base} minus {with_ams} at the smallest budget, and this minus the same at the "
             "largest"
         )
-        needs = "needs two budgets: kvsim replay --budget N,M"
+        needs = (
+            "needs two budgets in the range of both policies, with at least "
+            f"{FEWEST} prompts: kvsim replay --budget N,M"
+        )
         needs = needs if e.pairs(base, with_ams) else e.lacks([base, with_ams], metric)
         yield Claim("Q10", says, tested, cases, needs=needs)
 
@@ -144,8 +166,9 @@ def _segments_by_depth(e: Evidence) -> Claim:
     cases = {}
     for label, side in e.alone(of("ams")):
         layers = e.layers("segment_count")
+        budgets = [budget for budget in e.budgets if not e.outside(budget, side)]
         for first, second in pairwise(layers):
-            for budget in e.budgets:
+            for budget in budgets:
                 a, b = (
                     e.value("segment_count", layer=x, of=(side, budget)) for x in (first, second)
                 )

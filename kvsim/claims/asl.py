@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 import polars as pl
 
-from kvsim.claims.claim import Claim, Floats
+from kvsim.analysis.arrays import Floats
+from kvsim.claims.claim import Claim
 from kvsim.claims.evidence import Cases, Evidence
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import (
     BEYOND,
@@ -25,11 +26,15 @@ from kvsim.analysis.results import (
     results,
 )
 from kvsim.analysis.summaries import per_prompt
-from kvsim.claims.claim import Claim, Floats
+from kvsim.claims.claim import MATTERS, Claim
 from kvsim.schema import schedule
 
 Schedule = tuple[int | None, bool | None]
 Cases = dict[str, Floats]
+
+#: The largest share of its budget that the window of a policy may have for a claim about it: with
+#: more, most of what it keeps may be the window itself.
+WINDOW = 0.5
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ class Evidence:
         sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()
-        self.budgets: list[str] = sizes.sort("budget", "asked")["asked"].to_list()
+        self._sizes: dict[str, float] = dict(sizes.sort("budget", "asked").iter_rows())
+        self.budgets = list(self._sizes)
         self._none = np.full((2, len(self.traces)), np.nan)
         self._rows = results(table)
         self.results = list(dict.fromkeys(self._rows.values()))
@@ -235,19 +241,30 @@ class Evidence:
         layers: bool = False,
     ) -> Claim:
         """A claim that one setting has more of something than another; layers: in each of them."""
-        cases = {
-            joined(f"budget {budget}", _layer(layer), label): (
-                self.value(metric, variant, layer, of=(a, budget))
-                - self.value(metric, variant, layer, of=(b, budget))
-            )
-            for label, a, b in self.pairs(more, less)
-            for layer in (self.layers(metric, variant) if layers else [None])
-            for budget in self.budgets
-        }
+        cases, least, outside = {}, {}, {}
+        for label, a, b in self.pairs(more, less):
+            for layer in self.layers(metric, variant) if layers else [None]:
+                for budget in self.budgets:
+                    case = joined(f"budget {budget}", _layer(layer), label)
+                    if why := self.outside(budget, a, b):
+                        outside[case] = why
+                        continue
+                    x, y = (self.value(metric, variant, layer, of=(one, budget)) for one in (a, b))
+                    cases[case] = x - y
+                    both = (np.abs(x) + np.abs(y))[~np.isnan(x - y)] / 2
+                    least[case] = MATTERS * both.mean() if len(both) else 0.0
         where = ", each layer" if layers else ""
         tested = f"{metric_text(metric, variant)}{where}: {more} minus {less}"
         needs = self.lacks([more, less], metric, variant)
-        return Claim(number, says, tested, cases, needs=needs)
+        return Claim(number, says, tested, cases, least=least, outside=outside, needs=needs)
+
+    def outside(self, budget: str, *results: Result) -> str:
+        """Why a policy is out of its range at a budget; empty where each is in it."""
+        for result in results:
+            window = result.parameters.get("window")
+            if isinstance(window, int) and window > WINDOW * self._sizes[budget]:
+                return f"the window of {result.policy} is more than half of budget {budget}"
+        return ""
 
     def measured(
         self,
@@ -260,20 +277,23 @@ class Evidence:
         *,
         case: Callable[[Floats], Floats],
         layers: Iterable[int | None] = (None,),
+        outside: Callable[[str, Result], str] | None = None,
     ) -> Claim:
         """A claim about the values of one setting on each prompt at each budget.
 
-        case: what of a value is above 0 where the claim is right. layers: in each of them.
+        case: what of a value is above 0 where the claim is right. layers: in each of them. outside:
+        why the policy is out of its range; by default as for all claims.
         """
-        cases = {
-            joined(f"budget {budget}", _layer(layer), label): case(
-                self.value(metric, variant, layer, of=(result, budget))
-            )
-            for label, result in self.alone(setting)
-            for layer, budget in product(layers, self.budgets)
-        }
+        cases, beyond = {}, {}
+        for label, result in self.alone(setting):
+            for layer, budget in product(layers, self.budgets):
+                name = joined(f"budget {budget}", _layer(layer), label)
+                if why := (outside or self.outside)(budget, result):
+                    beyond[name] = why
+                else:
+                    cases[name] = case(self.value(metric, variant, layer, of=(result, budget)))
         needs = self.lacks([setting], metric, variant)
-        return Claim(number, says, tested, cases, needs=needs)
+        return Claim(number, says, tested, cases, outside=beyond, needs=needs)
 
     def alike(
         self,
@@ -284,16 +304,19 @@ class Evidence:
         settings: Sequence[Setting],
     ) -> Claim:
         """A claim that the output error of each pair is within 5 % of the mean of the second."""
-        cases = {}
+        cases, outside = {}, {}
         for label, a, b in pairs:
             for budget in self.budgets:
+                case = joined(f"budget {budget}", label)
                 x, base = (self.value("output_error", of=(result, budget)) for result in (a, b))
                 measured = base[~np.isnan(base)]
-                if len(measured) and measured.mean():
-                    cases[joined(f"budget {budget}", label)] = (x - base) / measured.mean()
+                if why := self.outside(budget, a, b):
+                    outside[case] = why
+                elif len(measured) and measured.mean():
+                    cases[case] = (x - base) / measured.mean()
         tested = f"relative change of the output error {tested}; within 5 %"
         needs = self.lacks(settings, "output_error")
-        return Claim(number, says, tested, cases, margin=0.05, needs=needs)
+        return Claim(number, says, tested, cases, margin=0.05, outside=outside, needs=needs)
 
     def lacks(self, settings: Sequence[Setting], metric: str, variant: str | None = None) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvsim.claims.claim import Claim, Floats
+from kvsim.analysis.arrays import Floats
+from kvsim.claims.claim import Claim
 from kvsim.claims.evidence import Evidence, of
 
 MADE = "expected_attention"

@@ -7,7 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from kvsim.claims.claim import Claim, Floats
+from kvsim.analysis.arrays import Floats
+from kvsim.claims.claim import Claim
 from kvsim.claims.evidence import Evidence, of
 
 #: The score over all windows, and the one over the last window alone.

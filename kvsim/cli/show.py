@@ -183,11 +183,12 @@ def counts(of_metrics: Mapping[str, int], what: str) -> str:
 
 
 def brackets(prompts: int) -> str:
-    """Return what brackets behind a mean over prompts are, and how little if they are few."""
-    from kvsim.analysis.significance import few
+    """Return what brackets behind a mean over prompts are, or why too few prompts have none."""
+    from kvsim.analysis.significance import FEWEST, few
 
-    text = ", in brackets the 95 % interval over prompts" if prompts > 1 else ""
-    return f"{text} ({caution})" if (caution := few(prompts)) else text
+    if prompts >= FEWEST:
+        return ", in brackets the 95 % interval over prompts"
+    return f" ({caution})" if (caution := few(prompts)) else ""
 
 
 def echo_results(

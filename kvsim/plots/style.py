@@ -30,6 +30,7 @@ from matplotlib.ticker import (
 )
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import Interval
 from kvsim.core.arguments import listed
 from kvsim.core.display import notebook_shell
@@ -131,7 +132,8 @@ def counted(counts: Iterable[int]) -> str:
     if numbers == [1]:
         return "one prompt"
     count = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    return f"{count} prompts, with 95 % interval"
+    interval = ", with 95 % interval" if numbers[-1] >= FEWEST else ""
+    return f"{count} prompts{interval}"
 
 
 def asked_order(budgets: Sequence[str]) -> list[str]:

@@ -85,7 +85,7 @@ def interval(row: dict[str, Any]) -> str:
     digits = _DIGITS.get(row["unit"], 3)
     sign = "+" if "base" in row else ""
     small = digits == 3 and 1e-6 <= abs(mean) < 5e-4
-    form = f"{sign}.2g" if small else f"{sign}z.{digits}f"
+    form = f"{sign}.2g" if small else f"{sign}.{digits}f"
     return Interval(mean, low, high, row["n"]).text(form)
 
 

@@ -72,7 +72,7 @@ def _verdict(table: pl.DataFrame) -> str:
 def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     note = Markup(
         "Means over {}, of layers, heads and events within a prompt first (layers of <i>layer "
-        "error</i> are added up); in brackets the 95 % bootstrap interval over prompts. "
+        "error</i> are added up); in brackets the 95 % bootstrap interval over at least 6 prompts. "
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
     ).format(plural(_prompts(table), "prompt"))
@@ -176,17 +176,17 @@ def _claims(table: pl.DataFrame) -> str:
     verdicts = [claim.verdict for claim in every if claim.votes]
     note = Markup(
         "An answer about these traces. Of {} claims these results have numbers for {}: {} hold, {} "
-        "do not, {} cannot be decided. A claim becomes a number per prompt that is above 0 where "
-        "it is right. It <b>holds</b> where the interval lies above 0 in every case (where "
-        "something is to change little, inside a margin), <b>does not hold</b> where it lies on "
-        "the other side in any, and otherwise <b>cannot be decided</b>, as always from one prompt. "
+        "do not, {} are not decided. A claim becomes a number per prompt that is above 0 where "
+        "it is right. A case counts where its mean is beyond chance, by sign flips over prompts "
+        "corrected for the number of cases (Holm), and matters: at least a hundredth. A claim "
+        "<b>holds</b> with nine tenths of the cases for it (where something is to change little, "
+        "inside a margin), <b>does not hold</b> with more than a tenth against it, and is "
+        "otherwise <b>not decided</b>, as always from fewer than 6 prompts. "
         "Policies are compared at the same budget, schedule and prompts; where a paper speaks of "
         "accuracy, <i>better</i> is a lower output error here, which is not the same."
     ).format(
         len(every), len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, NOT, OPEN))
     )
-    if caution := few(prompts):
-        note += f" These verdicts are no more than a hint: {caution}."
     parts = (_paper(paper, of_paper, prompts) for paper, of_paper in by_paper.items())
     return section("What the papers say", note, lines(parts))
 
@@ -203,7 +203,7 @@ def _paper(paper: str, of_paper: Sequence[Claim], prompts: int) -> str:
     if rows:
         parts.append(table_of(["", "claim", "here", "number", "cases"], rows))
     if lacking:
-        summary = f"{len(lacking)} that cannot be decided without more"
+        summary = f"{len(lacking)} that are not decided without more"
         parts.append(details(table_of(["", "claim", "here", "why"], lacking), summary))
     return lines(parts)
 

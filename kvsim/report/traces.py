@@ -40,8 +40,8 @@ def _traces(study: Study) -> str:
         if count == 1
         else f"The sections down to the claims of the papers say what {count} traces are like "
         "before any policy evicts: means over prompts, of layers and heads within a prompt first; "
-        "in brackets the 95 % bootstrap interval over prompts. A number of prompts in parentheses "
-        "means that the others could not be measured. Figures of one trace are of "
+        "in brackets the 95 % bootstrap interval over at least 6 prompts. A number of prompts in "
+        "parentheses means that the others could not be measured. Figures of one trace are of "
         f"{study.first.trace.name}."
     )
     note += broken(_left_out(study))

@@ -332,15 +332,14 @@ def _gain(
     first, second = (rows["value"].to_numpy() for rows in (default, tuned))
     gaps = sign * (second - first)
     interval = Interval.of(gaps)
-    several = len(gaps) > 1
     return {
         "prompts": part,
         "n": len(gaps),
         "default": first.mean(),
         "tuned": second.mean(),
         "gain": interval.mean,
-        "low": interval.low if several else None,
-        "high": interval.high if several else None,
+        "low": None if np.isnan(interval.low) else interval.low,
+        "high": None if np.isnan(interval.high) else interval.high,
         "p": float(sign_flip(gaps[None])[0]) if part == "held out" else None,
         "fidelity": pl.concat([default, tuned]).select(WEAKEST).item(),
     }

@@ -46,14 +46,14 @@ def table(*rows):
 
 def test_an_interval_is_that_of_resampled_means():
     """The percentiles of means that a plain loop over the same resamples gives."""
-    values = np.array([0.1, 0.4, 0.35, np.nan, 0.9])
+    values = np.array([0.1, 0.4, 0.35, np.nan, 0.9, 0.2, 0.6])
     known = values[~np.isnan(values)]
     rng = np.random.default_rng(0)
-    places = rng.integers(4, size=(RESAMPLES, 4))
-    means = sorted(sum(known[at] for at in sample) / 4 for sample in places)
+    places = rng.integers(6, size=(RESAMPLES, 6))
+    means = sorted(sum(known[at] for at in sample) / 6 for sample in places)
     found = Interval.of(values)
 
-    assert found.n == 4
+    assert found.n == 6
     assert found.mean == pytest.approx(known.mean())
     assert found.low == pytest.approx(np.percentile(means, 2.5))
     assert found.high == pytest.approx(np.percentile(means, 97.5))
@@ -84,8 +84,8 @@ def test_intervals_cover_the_mean_about_as_often_as_they_say():
     assert 0.88 < np.mean([one.low <= 3.0 <= one.high for one in found]) < 0.98
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12))
-@example([-8.826233823527722e-29] * 2)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=6, max_size=12))
+@example([-8.826233823527722e-29] * 6)
 def test_an_interval_lies_within_the_values(values):
     """It holds no number beyond the extremes, and equal values leave no doubt."""
     found = Interval.of(np.array(values))
@@ -94,14 +94,24 @@ def test_an_interval_lies_within_the_values(values):
     assert min(values) <= found.mean <= max(values)
 
 
-def test_one_prompt_has_a_mean_and_no_interval():
-    """Nothing is known of other prompts; without a value there is no mean either."""
-    one, none = Interval.of(np.array([0.5, np.nan])), Interval.of(np.array([np.nan]))
+@pytest.mark.parametrize("prompts", range(7))
+def test_fewer_than_six_prompts_have_a_mean_and_no_interval(prompts):
+    """Little is known of other prompts; without a value there is no mean either."""
+    values = np.append(np.arange(1.0, prompts + 1), np.nan)
+    (one, again), text = Interval.of_each([values] * 2), f"{(prompts + 1) / 2:.1f}"
 
-    assert (one.mean, one.n, one.text(".1f")) == (0.5, 1, "0.5")
-    assert np.isnan(one.low)
-    assert np.isnan(one.high)
-    assert (none.n, none.text(".1f")) == (0, "")
+    assert (one.n, str(one)) == (prompts, str(again))
+    assert np.isnan([one.low, one.high]).all() == (prompts < 6)
+    assert one.text(".1f") == (f"{text} [2.2, 4.8]" if prompts == 6 else text * bool(prompts))
+
+
+def test_what_rounds_to_zero_is_not_below_it():
+    """In the mean and at both ends, with a sign and without."""
+    one = Interval(-1e-5, -2e-5, -1e-5, 9)
+
+    assert one.text(".3f") == "0.000 [0.000, 0.000]"
+    assert one.text("+.1f") == "+0.0 [+0.0, +0.0]"
+    assert one.text("+.2g") == "-1e-05 [-2e-05, -1e-05]"
 
 
 # --- tables ---
@@ -120,7 +130,7 @@ def test_a_prompt_counts_once_however_many_values_it_has():
     assert each["fidelity"].to_list() == ["open", "exact"]
     assert (found["mean"], found["n"], found["of"], found["fidelity"]) == (2.0, 2, 2, "open")
     assert found["asked"] == "64"
-    assert 1.0 <= found["low"] <= found["high"] <= 3.0
+    assert (found["low"], found["high"]) == (None, None)  # of two prompts
 
 
 def test_what_cannot_be_measured_is_counted_and_not_zero():
@@ -391,7 +401,9 @@ def test_levels_are_compared_value_by_value(draws):
         assert one["at_stronger"] == pytest.approx(means[:, 0].mean(), abs=1e-9)
         assert one["at_weaker"] == pytest.approx(means[:, 1].mean(), abs=1e-9)
         assert one["mean"] == pytest.approx(gap.mean, abs=1e-9)
-        if gap.n > 1:
+        if gap.n < 6:
+            assert one["low"] is None
+        else:
             assert one["low"] == pytest.approx(gap.low, abs=1e-9)
 
 

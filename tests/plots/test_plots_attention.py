@@ -97,7 +97,7 @@ def test_overlap_over_all_layers_says_what_it_is(traces):
     assert axis.get_title() == "all layers"
     assert axis.get_xlabel() == "share of keys that count as top"
     assert "windows of 8 rows" in figure.get_suptitle()
-    assert "2 prompts, with 95 % interval (fidelity: exact)" in figure.get_suptitle()
+    assert "2 prompts (fidelity: exact)" in figure.get_suptitle()
 
 
 def test_a_trace_too_short_for_four_windows_is_an_error(traces):
@@ -183,7 +183,7 @@ def test_sparsity_names_axes_and_fidelity(table):
     assert figure.axes[-1].get_xlabel() == "p, share of the maximum"
     assert figure.axes[-1].get_xscale() == "log"
     assert figure.axes[0].get_ylabel() == "share of keys"
-    assert "mean over heads and 2 prompts, with 95 % interval" in figure.get_suptitle()
+    assert "mean over heads and 2 prompts" in figure.get_suptitle()
     assert "(fidelity: exact, open)" in figure.get_suptitle()
     assert titles[:2] == ["full cache: all keys", "tova, budget 24: all keys"]
     assert "streaming_llm, budget 32: all keys" in titles

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.summaries import Interval
 from kvsim.core.parameters import Above, AtLeast, Below, Between, Odd, Parameter
 from kvsim.errors import BudgetError, KvsimError, PolicyError
 from kvsim.policies import declared, names
@@ -135,12 +134,11 @@ def test_gains_are_those_of_single_replays(traces, tuning):
             ]
             means[setting] = np.array([table["value"].mean() for table in tables])
         gap = means["default"] - means["tuned"]
-        interval = Interval.of(gap)
         assert row["n"] == len(part)
         assert row["default"] == pytest.approx(means["default"].mean())
         assert row["tuned"] == pytest.approx(means["tuned"].mean())
         assert row["gain"] == pytest.approx(gap.mean())
-        assert (row["low"], row["high"]) == pytest.approx((interval.low, interval.high))
+        assert (row["low"], row["high"]) == (None, None)  # of fewer than 6 prompts
     assert tuning.gains["fidelity"].to_list() == ["open", "open"]
 
 
