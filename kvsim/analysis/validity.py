@@ -19,6 +19,7 @@ from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import KEYS, RESAMPLES, Interval, per_prompt
 from kvsim.analysis.wide import wide
 from kvsim.core.record import Record
@@ -198,7 +199,7 @@ def _correlation(x: Floats, y: Floats, sign: int) -> dict[str, float | int | Non
     drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
     resampled = sign * _spearman(_means(x, drawn), _means(y, drawn))
     resampled = resampled[~np.isnan(resampled)]
-    if n > 1 and len(resampled):
+    if n >= FEWEST and len(resampled):
         numbers["between_low"], numbers["between_high"] = np.quantile(resampled, [0.025, 0.975])
     filled = {name: None if np.isnan(x) else float(x) for name, x in numbers.items()}
     return filled | {"cells": x.shape[1], "prompts": n, "varied": within.n}
