@@ -73,7 +73,7 @@ def test_means_by_stage_and_task_are_those_of_plain_loops(run, folder):
         )
         assert float(row["mean"]) == pytest.approx(mean)
         assert int(row["n"]) == count == (2 if row["task"] == "walk" else 1)
-        assert bool(row["low"]) == (count > 1)
+        assert row["low"] == ""  # of too few prompts
     by_json = json.loads(run("table", folder, "--by", "stage,task", "--format", "json")[1])
     assert [f"{one['mean']}" for one in by_json] == [row["mean"] for row in rows]
 

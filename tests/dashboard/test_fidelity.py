@@ -115,7 +115,7 @@ def test_the_same_values_at_two_levels_are_compared(opened, folder, link):
     assert not app.exception
     assert own.height == 1
     assert own["stronger"].to_list() == ["semi"]
-    for name in ("at_stronger", "at_weaker", "mean", "low", "high", "n", "values"):
+    for name in ("at_stronger", "at_weaker", "mean", "n", "values"):
         assert shown[name].to_list() == pytest.approx(own[name].to_list())
     spec = json.loads(app.get("plotly_chart")[2].proto.spec)
     by_layer = between_levels(values(folder, *link.values()), ["layer"]).filter(

@@ -172,7 +172,7 @@ def test_over_budgets_of_a_split_names_the_best_of_each_part():
 
 
 def test_differences_count_the_intervals_without_0():
-    """And name the largest; one prompt has no interval."""
+    """And name the largest; few prompts have no interval."""
     gaps = means(("a", "64", 0.1), ("b", "64", -0.3), base=["c", "c"], low=[-0.1, -0.4],
                  high=[0.3, -0.2])  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_differences_count_the_intervals_without_0():
     single = gaps.with_columns(
         low=pl.lit(None, pl.Float64), high=pl.lit(None, pl.Float64), mean=pl.col("mean") * -1
     )
-    assert readings.differences(single).startswith("One prompt, so no difference has an interval")
+    assert readings.differences(single).startswith("Fewer than 6 prompts, so no difference")
     assert readings.differences(single).endswith("+0.3.")
 
 
