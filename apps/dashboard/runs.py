@@ -60,6 +60,7 @@ class Replay:
     budgets: tuple[str, ...]
     interval: int | None
     regret: bool
+    judge: bool
 
 
 #: The folder of a run, or a sweep.
@@ -101,6 +102,7 @@ def load(origin: Origin) -> Run:
         fit=True,
         metrics=available(MEASURED, [trace]),
         regret=origin.regret,
+        judge=origin.judge,
         accounts=False,
     )
     return _run(origin, trace.name, swept.table, swept.describe())
@@ -204,10 +206,12 @@ def _replayed(trace: Trace) -> Run:
     )
     about = "computes the best possible kept sets on the terms of each policy, which takes longer"
     regret = controls.switch("Regret", "regret", about)
+    about = "applies what was kept to the recorded model, whose predictions then rank the policies"
+    judge = trace.whole and trace.tokens is not None and controls.switch("Judge", "judge", about)
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")
         st.stop()
-    origin = Replay(controls.source(), tuple(policies), tuple(budgets), INTERVAL, regret)
+    origin = Replay(controls.source(), tuple(policies), tuple(budgets), INTERVAL, regret, judge)
     requested: set[Origin] = st.session_state.setdefault("requested", set())
     if trace.n_pos * trace.n_layers > AT_ONCE and origin not in requested:
         st.caption(

@@ -32,7 +32,14 @@ def sample_trace(model: str = "tiny") -> Path:
             f"there is no sample trace of {model!r}{suggest(str(model), models)}; "
             f"expected one of {', '.join(models)}"
         )
-    return _shipped(f"{tuple(SAMPLES)[models.index(model)]}.zarr")
+    name = f"{tuple(SAMPLES)[models.index(model)]}.zarr"
+    places = (_PACKAGE / f"_{name}", _PACKAGE.parent / "traces" / name)
+    for place in places:
+        if place.is_dir():
+            return place
+    raise TraceNotFoundError(
+        f"there is no sample trace, expected it at {places[0]} or {places[1]}; install kvsim again"
+    )
 
 
 def sample_judged() -> Path:
@@ -40,14 +47,4 @@ def sample_judged() -> Path:
 
     All its layers evicted, over the text of the sample trace (`docs/smollm2_sample.py` made it).
     """
-    return _shipped("sample-smollm2-judged.parquet")
-
-
-def _shipped(name: str) -> Path:
-    places = (_PACKAGE / f"_{name}", _PACKAGE.parent / "traces" / name)
-    for place in places:
-        if place.exists():
-            return place
-    raise TraceNotFoundError(
-        f"there is no {name}, expected it at {places[0]} or {places[1]}; install kvsim again"
-    )
+    return Path(__file__).with_name("judged.parquet")

@@ -20,6 +20,7 @@ from kvsim.analysis.summaries import averages, compare, stages
 from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
 from kvsim.sweeps.run import replay_all
+from kvsim.tiny.sample import sample_trace
 
 MEASURED = ("output_error", "wipeout", "entries_seen", "bytes_held", "retained_iou", "sparsity")
 POLICIES = ("streaming_llm", "tova", "random")
@@ -321,3 +322,15 @@ def test_names_are_text_and_nothing_else(opened, ran, tmp_path, hostile_tokens):
         assert "<a href" not in chart.proto.spec
     said = [one.value for kind in ("markdown", "caption", "info") for one in app.get(kind)]
     assert not any("<img" in one or "tokens.invalid" in one for one in said)
+
+
+def test_the_recorded_model_judges_on_request(opened, tmp_path):
+    """The switch is there for a trace of a whole model; its divergence is a metric then."""
+    shutil.copytree(sample_trace(), tmp_path / "sample.zarr")
+    app = opened(tmp_path, "compare", replay=["tova", "h2o"], budgets=["64"])
+    assert "response_kl" not in app.selectbox(key="metric").options
+    app.toggle(key="judge").set_value(True).run()
+
+    assert not app.exception
+    assert "response_kl" in app.selectbox(key="metric").options
+    assert any("judged" in one.value for one in app.caption)

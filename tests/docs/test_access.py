@@ -47,7 +47,7 @@ def test_the_tables_of_the_loop_have_the_planted_numbers(monkeypatch):
         "2 of them right with the full cache."
     )
     expected = np.mean([(0.1 + p / 1000) ** 2 for p in range(4)])
-    assert first.startswith(f"| **a** | 130 | 0.50 | 0.00 | 0.102 | {expected:.2g} [")
+    assert first.startswith(f"| **a** | 130 | 0.50 | 0.00 | 0.102 | {expected:.2g} |")
     assert first.endswith("| 90 % | 0/3 (0-56 %) |")
     assert equal.startswith("| h2o, as many bytes | 130 | 0.50 | 0.25 | 0.202 | ")
     assert equal.endswith("| 90 % | 1/3 (6-79 %) |")

@@ -1186,10 +1186,14 @@ def test_streaming_llm_wipes_out_what_lies_between_sinks_and_window():
 
 
 def test_random_null_of_the_iou_has_its_closed_form():
-    """For a constant budget b and s new entries: b / (b + 2 s)."""
+    """Two random sets of b of b + s entries: their mean IoU, a little above b / (b + 2 s)."""
     case = strategies.make_case("normal", n=48, prompt_len=16)
     budget, interval = 8, 8
     outcome = naive(case, Setup("random", {}, budget, interval, None))
     found = loop_metrics.retained_iou(outcome.evicted_at, 0, 0, 23, 31)
-    assert found.random_iou == pytest.approx(budget / (budget + 2 * interval))
+    total = budget + interval
+    ways = [math.comb(budget, i) * math.comb(interval, budget - i) for i in range(budget + 1)]
+    mean = sum(n * i / (2 * budget - i) for i, n in enumerate(ways)) / math.comb(total, budget)
+    assert found.random_iou == pytest.approx(mean)
+    assert budget / (budget + 2 * interval) < mean < 1.05 * budget / (budget + 2 * interval)
     assert found.iou == pytest.approx(found.survival / (2 - found.survival))
