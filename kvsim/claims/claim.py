@@ -134,12 +134,12 @@ class Claim:
         votes = Counter(case.vote for case in self.votes.values())
         sizes = [case.interval.n for case in self.votes.values() if case.vote != "few"]
         kinds = [f"{n} {'with too few prompts' if x == 'few' else x}" for x, n in votes.items()]
-        parts = [f"{plural(len(self.votes), 'case')}: {', '.join(kinds)}"]
+        tested = ""
         if sizes:
+            fewer = f"{len(sizes)} tested " * (len(sizes) < len(self.votes))
             span = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-            corrected = f"p corrected for {plural(len(sizes), 'case')} (Holm)"
-            parts.append(f"sign flips over {span} prompts, {corrected}")
-        return "; ".join(parts)
+            tested = f", {fewer}over {span} prompts (Holm)"
+        return f"{plural(len(self.votes), 'case')}{tested}: {', '.join(kinds)}"
 
 
 def _line(case: str, interval: Interval, vote: str, p: float, prompts: int) -> str:

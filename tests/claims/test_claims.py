@@ -144,17 +144,15 @@ def test_a_claim_says_its_numbers_or_what_it_needs():
     some = {"a": np.append(WRONG, np.nan), "b": RIGHT[:2]}
     many = {f"budget {i}": i * RIGHT for i in range(1, 7)}
 
-    flips = "sign flips over 12 prompts, p corrected for"
-
     assert Claim("", "", cases=some).lines(13) == [
         "a: -1.000 [-1.167, -0.826], n = 12, p = 0.00049 (against)",
         "b: +0.545, n = 2 (too few prompts)",
-        f"2 cases: 1 against, 1 with too few prompts; {flips} 1 case (Holm)",
+        "2 cases, 1 tested over 12 prompts (Holm): 1 against, 1 with too few prompts",
     ]
     least, most, test = Claim("", "", cases=many).lines(PROMPTS)
     assert least.startswith("least, budget 1: +1.000 [")
     assert most.startswith("most, budget 6: +6.000 [")
-    assert test == f"6 cases: 6 for; {flips} 6 cases (Holm)"
+    assert test == "6 cases, over 12 prompts (Holm): 6 for"
     assert len(Claim("", "", cases=many).lines(PROMPTS, every=True)) == 7
     five = Claim("", "", cases={"": RIGHT[:5]}, needs="needs more")
     assert five.lines(5)[0] == "+0.682 (too few prompts)"
