@@ -53,7 +53,7 @@ COMMANDS = """\
 kvsim prompts --task walk,get --level 1 --n 12 --out many.jsonl
 kvsim capture --model tiny --prompts many.jsonl --out traces
 kvsim replay traces/*.zarr --policy streaming_llm,h2o,tova,snapkv --budget 64,96 --interval 16 --fit
- --regret --out runs/many
+ --regret --judge --out runs/many
 """.replace("\n ", " ")
 
 

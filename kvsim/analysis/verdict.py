@@ -229,7 +229,7 @@ def tabulated(comparison: Comparison) -> tuple[str, list[list[str]]]:
             cells = [row["asked"], str(row["rank"]), row["policy"], rounded(row["mean"], ".3g")]
             cells += [" to ".join(ends), decided + ", but sees more entries" * row["unfair"]]
             rows.append([*cells, needed or ""])
-    said += [f"At budget {x.asked} {x.dissent}." for x in verdicts(comparison) if x.contrary]
+    said += [f"At budget {x.asked}, {x.dissent}." for x in verdicts(comparison) if x.contrary]
     if many:
         said.append(f"The first {_NAMES} of each budget.")
     return " ".join([*said, *_lacking(comparison)]), rows
