@@ -176,7 +176,9 @@ class Judge:
             **running.logits_of(wanted),
         ).logits[0]
         out = out if len(out) == len(wanted) else out[wanted]
-        logits: Tensor = check_logits(out, start + first).unflatten(0, (count, -1))
+        logits = out.reshape(count, len(position) - 1 - first, out.shape[-1])
+        for of_record in logits:
+            check_logits(of_record, start + first)
         return logits
 
 

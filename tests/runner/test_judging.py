@@ -175,6 +175,38 @@ def test_rows_before_an_eviction_are_those_of_the_full_cache():
     assert outcome.forced.stream_error[2, row - trace.prompt_len + 1 :].all()
 
 
+@pytest.mark.parametrize("response", [0, 1, 2])
+def test_a_response_of_hardly_any_token_is_judged(response):
+    """The first event may leave a last row alone, or none; the first token never diverges."""
+    run = running("llama")
+    tokens = TOKENS[PROMPT : PROMPT + response]
+    given = {"response": tokens} if response else {"max_new_tokens": 0}
+    trace = kvsim.capture(run.model, None, TOKENS[:PROMPT], **given)
+    records = [kvsim.replay(trace, name, 24, interval=32) for name in ("h2o", "tova")]
+
+    for outcome in Judge(run, trace).outcomes(records):
+        assert outcome.forced.kl.shape == (response,)
+        assert not outcome.forced.kl[:1].any()
+        assert (outcome.forced.kl[1:] > 0).all()
+        assert outcome.forced.stream_error.shape[1] == response
+
+
+def test_logits_that_are_not_finite_are_refused():
+    """The row is named as the trace counts it, of whichever record it is."""
+    run = RunningModel(load_model("tiny")[0])
+    _, trace, _ = tiny()
+    records = [kvsim.replay(trace, name, 64, interval=32, prefill=True) for name in ("h2o", "tova")]
+    judge = Judge(run, trace)
+    judge.check()
+
+    def spoil(_, __, logits):
+        logits[0, -1, 5] = float("inf")
+
+    run.model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(CaptureError, match=rf"^row {trace.n_pos - 2} has NaN or infinity"):
+        judge.outcomes(records)
+
+
 def test_every_policy_of_the_catalogue_is_judged_or_refused_in_one_line():
     """No row is left without entries; refusals name the policy and what to do."""
     _, trace, judge = tiny()
