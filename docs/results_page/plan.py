@@ -78,5 +78,7 @@ PLANS = {"tiny": FULL, "smollm2": SMOLLM2}
 #: The least that makes a page: a look at it, and the test of the one on tiny.
 SMALLEST = {
     "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
-    "smollm2": replace(SMOLLM2, prompts=2, lengths=(320,), budgets=(128,), cost=(128, 256)),
+    "smollm2": replace(
+        SMOLLM2, prompts=2, lengths=(320,), budgets=(128,), tried=(128,), cost=(128, 256)
+    ),
 }

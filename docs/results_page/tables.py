@@ -15,10 +15,12 @@ import torch
 
 import kvsim
 from kvsim import Policy, Trace, open_trace
+from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.subject import Analysis
-from kvsim.analysis.table import COLUMNS, REGRET
+from kvsim.analysis.table import COLUMNS, JUDGED, REGRET
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
+from kvsim.runner.judging import Judge, unjudged
 from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (
@@ -27,11 +29,11 @@ from results_page.policies import (
     table_policies,
     variants,
 )
-from results_page.traces import in_memory, record, samples, weights
+from results_page.traces import in_memory, judge_of, record, samples, weights
 
 #: What is measured of every result.
 _METRICS = (
-    *("output_error", "retained_mass", "entries_seen", "wipeout", "retained_iou"),
+    *("layer_error", "output_error", "retained_mass", "entries_seen", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_length", "retained_position", "key_similarity"),
     *("punctuation_lift", "segment_count", "boundary_shift", "quota_share", "suffix_mass"),
     *("needle_recall", "needle_wipeout"),
@@ -55,8 +57,8 @@ KEPT = Path(__file__).with_name("regret.parquet")
 class Replays:
     """Policies to replay over a prompt, and what to measure of them.
 
-    budgets: of the plan. options: of `replay_all`. more: further metrics of a policy. regret:
-    whether to measure it, of policies that a budget binds.
+    budgets: of the plan. options: of `replay_all`. more: further metrics of a policy. judged:
+    whether the model judges them. regret: whether to measure it, of policies that a budget binds.
     """
 
     policies: Sequence[Policy]
@@ -64,16 +66,20 @@ class Replays:
     metrics: Sequence[str]
     options: Mapping[str, Any]
     more: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    judged: bool = True
     regret: bool = False
 
     def pieces(self, policy: Policy) -> dict[str, tuple[str, ...]]:
         """The metrics of a policy in pieces, by a name for all that decides about a piece."""
         pieces = [(*self.metrics, *self.more.get(policy.name, ()))]
+        pieces += [JUDGED] * self.judged
         pieces += [REGRET] * (self.regret and policy.bounded)
         decides = policy.name, _params(policy), policy.schedule, self.budgets, self.options
         return {_hash(*decides, metrics): metrics for metrics in pieces}
 
-    def measure(self, trace: Trace, missing: Collection[str]) -> Iterator[tuple[str, pl.DataFrame]]:
+    def measure(
+        self, trace: Trace, judge: Judge, missing: Collection[str]
+    ) -> Iterator[tuple[str, pl.DataFrame]]:
         """Replay the policies of missing pieces; name and Table of each piece."""
         budgets = [budget for budget in self.budgets if 2 * budget <= trace.n_pos]
         together: dict[tuple[tuple[str, ...], int], list[Policy]] = {}
@@ -85,11 +91,17 @@ class Replays:
                 turns[policy.name] += 1
         for (metrics, _), policies in together.items():
             regret = {"regret": not set(REGRET).isdisjoint(metrics)}
-            run = replay_all([trace], policies, budgets, metrics=metrics, **regret, **self.options)
+            replayed = [name for name in metrics if name not in JUDGED] or ["entries_seen"]
+            run = replay_all([trace], policies, budgets, metrics=replayed, **regret, **self.options)
             if run.failures:
                 raise SystemExit(f"a replay failed: {run.failures[0]}")
+            records = [one for one in run.records if not unjudged(one)]
+            of_model = []
+            if not set(JUDGED).isdisjoint(metrics):
+                of_model = [measure_judged(trace, records, judge.outcomes(records), JUDGED)]
+            values = pl.concat([run.table, *of_model])
             for policy in policies:
-                table = run.table.filter(policy=policy.name)
+                table = values.filter(policy=policy.name)
                 for piece, names in self.pieces(policy).items():
                     if piece in missing:
                         yield piece, table.filter(pl.col("metric").is_in(names))
@@ -154,7 +166,8 @@ def measure_prompt(
     if missing:
         path = record(plan, folder, [number])[0]
         trace, digest = in_memory(path), open_trace(path).digest
-        new = {piece: table for each in replays for piece, table in each.measure(trace, missing)}
+        judge = judge_of(plan, trace)
+        new = dict(pair for each in replays for pair in each.measure(trace, judge, missing))
         new |= {piece: make(trace) for piece, make in of_trace.items() if piece in missing}
         for piece, table in new.items():
             values = (name, piece, digest, trace.n_pos, trace.prompt_len)
@@ -192,10 +205,10 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     sparsity = {"gkv": ("sparsity_compressed",)}
     overlap = {"expected_attention": ("value_norm_overlap",)}
     return [
-        Replays(rows, plan.budgets, _METRICS, terms, sparsity, regret),
+        Replays(rows, plan.budgets, _METRICS, terms, sparsity, regret=regret),
         Replays(variants(plan.sizes), tried, _METRICS, terms, sparsity),
         Replays(at_the_prompt, tried, _METRICS, each_own, overlap),
-        Replays(across_policies(plan.sizes), plan.budgets, _ACROSS, each_own),
+        Replays(across_policies(plan.sizes), plan.budgets, _ACROSS, each_own, judged=False),
     ]
 
 

@@ -13,6 +13,8 @@ from kvsim.recorder import Prompt, capture_many, load_model
 from kvsim.recorder.models import load_tokenizer
 from kvsim.recorder.prompts import token_count
 from kvsim.recorder.provenance import describe_model
+from kvsim.runner.judging import Judge
+from kvsim.runner.model import RunningModel
 from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH, tasks
 from kvsim.tiny.vocabulary import DOMAINS
@@ -124,3 +126,8 @@ def in_memory(path: Path) -> Trace:
         layer_ids=trace.layer_ids,
         meta=trace.meta,
     )
+
+
+def judge_of(plan: Plan, trace: Trace) -> Judge:
+    """The judge of replays of a trace."""
+    return Judge(RunningModel(_model(plan.model)[0]), trace)
