@@ -134,9 +134,10 @@ def _filled_in(e: Evidence, budget: str, result: Result) -> str:
 
 def _small_budgets(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Claim]:
     """Q10: the smallest budget beside the largest."""
-    for metric in ("output_error", "wipeout"):
+    pairs = e.pairs(base, with_ams)
+    for metric in (e.quality(pairs), "wipeout"):
         cases = {}
-        for label, plain, ours in e.pairs(base, with_ams):
+        for label, plain, ours in pairs:
             leads = {
                 n: e.value(metric, of=(plain, n)) - e.value(metric, of=(ours, n))
                 for n in e.budgets
@@ -157,7 +158,7 @@ def _small_budgets(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Cl
             "needs two budgets in the range of both policies, with at least "
             f"{FEWEST} prompts: kvsim replay --budget N,M"
         )
-        needs = needs if e.pairs(base, with_ams) else e.lacks([base, with_ams], metric)
+        needs = needs if pairs else e.lacks([base, with_ams], metric)
         yield Claim("Q10", says, tested, cases, needs=needs)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import (
     BEYOND,
@@ -35,6 +36,10 @@ Cases = dict[str, Floats]
 #: The largest share of its budget that the window of a policy may have for a claim about it: with
 #: more, most of what it keeps may be the window itself.
 WINDOW = 0.5
+
+#: Means of two settings that are alike differ by no more than this share: of an error, and of KL,
+#: which grows with its square.
+ALIKE = {"response_kl": 0.1, "layer_error": 0.05, "output_error": 0.05}
 
 
 @dataclass(frozen=True)
@@ -235,14 +240,19 @@ class Evidence:
         says: str,
         more: Setting,
         less: Setting,
-        metric: str = "output_error",
+        metric: str | None = None,
         variant: str | None = None,
         *,
         layers: bool = False,
     ) -> Claim:
-        """A claim that one setting has more of something than another; layers: in each of them."""
+        """A claim that one setting has more of something than another; layers: in each of them.
+
+        metric: by default `quality`, of which the better setting has less.
+        """
         cases, least, outside = {}, {}, {}
-        for label, a, b in self.pairs(more, less):
+        pairs = self.pairs(more, less)
+        metric = metric or self.quality(pairs)
+        for label, a, b in pairs:
             for layer in self.layers(metric, variant) if layers else [None]:
                 for budget in self.budgets:
                     case = joined(f"budget {budget}", _layer(layer), label)
@@ -257,6 +267,14 @@ class Evidence:
         tested = f"{metric_text(metric, variant)}{where}: {more} minus {less}"
         needs = self.lacks([more, less], metric, variant)
         return Claim(number, says, tested, cases, least=least, outside=outside, needs=needs)
+
+    def quality(self, pairs: Iterable[tuple[str, Result, Result]]) -> str:
+        """The metric that says which of two results is better: the best evidence that all have."""
+        wanted = {result for _, *pair in pairs for result in pair}
+        for name in EVIDENCE:
+            if wanted and wanted <= {result for result, *_ in self._of(name, None, layered=False)}:
+                return name
+        return EVIDENCE[-1]
 
     def outside(self, budget: str, *results: Result) -> str:
         """Why a policy is out of its range at a budget; empty where each is in it."""
@@ -303,20 +321,22 @@ class Evidence:
         pairs: Iterable[tuple[str, Result, Result]],
         settings: Sequence[Setting],
     ) -> Claim:
-        """A claim that the output error of each pair is within 5 % of the mean of the second."""
-        cases, outside = {}, {}
+        """A claim that the quality of each pair is within `ALIKE` of the mean of the second."""
+        cases, outside, pairs = {}, {}, [*pairs]
+        metric = self.quality(pairs)
         for label, a, b in pairs:
             for budget in self.budgets:
                 case = joined(f"budget {budget}", label)
-                x, base = (self.value("output_error", of=(result, budget)) for result in (a, b))
+                x, base = (self.value(metric, of=(result, budget)) for result in (a, b))
                 measured = base[~np.isnan(base)]
                 if why := self.outside(budget, a, b):
                     outside[case] = why
                 elif len(measured) and measured.mean():
                     cases[case] = (x - base) / measured.mean()
-        tested = f"relative change of the output error {tested}; within 5 %"
-        needs = self.lacks(settings, "output_error")
-        return Claim(number, says, tested, cases, margin=0.05, outside=outside, needs=needs)
+        margin = ALIKE[metric]
+        tested = f"relative change of the {metric_text(metric)} {tested}; within {margin:.0%}"
+        needs = self.lacks(settings, metric)
+        return Claim(number, says, tested, cases, margin=margin, outside=outside, needs=needs)
 
     def lacks(self, settings: Sequence[Setting], metric: str, variant: str | None = None) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""
@@ -363,6 +383,7 @@ _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 
 #: What some quantities are called in tests; others as in METRICS.
 _CALLED = {
+    ("response_kl", ""): "KL to the full cache",
     ("retained_iou", ""): "IoU of consecutive kept sets",
     ("middle_coverage", ""): "share kept of the middle third",
     ("burst_length", "longest"): "longest run of evicted tokens",

@@ -152,7 +152,7 @@ def _later_attention(e: Evidence) -> Iterator[Claim]:
     for whole, other in (*beside, (of("gkv"), of("rkv"))):
         says = f"{whole} keeps more of what is attended to later than {other}"
         yield e.compared("G8", says, whole, other, "retained_mass")
-        yield e.compared("G8", f"... with a lower output error than {other}", other, whole)
+        yield e.compared("G8", f"... and is better than {other}", other, whole)
 
 
 def _fusion(e: Evidence) -> Iterator[Claim]:

@@ -183,7 +183,8 @@ def _claims(table: pl.DataFrame) -> str:
         "inside a margin), <b>does not hold</b> with more than a tenth against it, and is "
         "otherwise <b>not decided</b>, as always from fewer than 6 prompts. "
         "Policies are compared at the same budget, schedule and prompts; where a paper speaks of "
-        "accuracy, <i>better</i> is a lower output error here, which is not the same."
+        "accuracy, <i>better</i> is a lower KL to the full cache here where the model judged "
+        "the replays (--judge), else a lower error, which is not the same."
     ).format(
         len(every), len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, NOT, OPEN))
     )

@@ -320,7 +320,7 @@ PLANTED = [
     ("G6", "later positions", pair(LOCAL, GLOBAL, "retained_position")),
     ("G6", "evenly", pair(LOCAL, GLOBAL, "retained_position", "distance")),
     ("G8", "later than morphkv@gkv", pair(GLOBAL, LOCAL, "retained_mass")),
-    ("G8", "error than morphkv@gkv", pair(LOCAL, GLOBAL)),
+    ("G8", "is better than morphkv@gkv", pair(LOCAL, GLOBAL)),
     ("G9", "by mean", pair(("global_mean", {}), ("global_max", {}))),
     ("G9", "one of 0.5", pair(("global_max", {"decay": 0.5}), ("global_max", {}))),
     ("G9", "one of 0", pair(("global_max", {"decay": 0.0}), ("global_max", {}))),
@@ -734,3 +734,22 @@ def test_ams_around_tova_is_ams():
 
     assert list(found.cases) == ["budget 64"]
     assert found.verdict == HOLDS
+
+
+@pytest.mark.parametrize(
+    ("judged", "tested", "verdict"),
+    [
+        (("tova", "ams"), "KL to the full cache: tova minus ams", NOT),
+        (("tova",), "layer error: tova minus ams", HOLDS),
+        ((), "layer error: tova minus ams", HOLDS),
+    ],
+)
+def test_what_is_better_is_said_by_the_best_evidence_of_both(judged, tested, verdict):
+    """By KL where the model judged both settings, else by their errors, which may differ."""
+    errors = pair(("tova", {}), ("ams", {}), "layer_error")(+1)
+    by_kl = pair(("tova", {}), ("ams", {}), "response_kl", fidelity="judged", layer=None)(-1)
+    known = [row for row in by_kl if row["policy"] in judged]
+
+    one = answer(table(errors, known), "Q8", "AMS is better than tova")
+
+    assert (one.tested, one.verdict) == (tested, verdict)
