@@ -4,68 +4,67 @@
     python docs/results.py                   tiny, 24 prompts: six minutes on two cores
     python docs/results.py --smallest        2 short prompts: a minute; what a test runs
     python docs/results.py --model smollm2   60 prompts of up to 2,048 tokens: hours; resumes
+    python docs/results.py --stored          the page of the values that are there: half a minute
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
-What was measured of a prompt is kept in `--traces`, a piece for each policy, and used again, so
-that a policy added later is all that is measured. Regret on SmolLM2 is kept in
-`docs/results_page/regret.parquet` too. Every number of the page comes
-from `measure_prompt`, every verdict from `kvsim.claims`, as in `kvsim report`: nothing in the page
-is typed in but the reasons for which verdicts on two models differ. What does the work lies in
-docs/results_page.
+The values of every prompt are in a file beside the page, `docs/results.parquet`; every number of
+the page follows from it, every verdict by `kvsim.claims`, as in `kvsim report`. What was measured
+of a prompt is kept in `--traces` too, a piece for each policy, and used again, so that a policy
+added later is all that is measured. What does the work lies in docs/results_page.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import platform
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import polars as pl
 
-from kvsim.claims import CLAIMS, Evidence
-from results_page.claims import store
-from results_page.drawing import figure
-from results_page.opening import beside, ranking_figure
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import table_policies
-from results_page.statistics import Results
-from results_page.tables import KEPT, measure_prompt
+from results_page.ranking import figures, rows
+from results_page.statistics import read_values, write_values
+from results_page.tables import measure_prompt
 from results_page.text import page
 from results_page.timing import cost
-from results_page.traces import record
+from results_page.traces import record, weights
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"tiny": ROOT / "docs" / "results.md", "smollm2": ROOT / "docs" / "results-smollm2.md"}
 
 
-def measure_all(plan: Plan, folder: Path, calibration: Path, jobs: int) -> Results:
-    """Record, replay and measure every prompt, in processes of their own where there are several.
+def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
+    """Record, replay, judge and measure every prompt, and write the file of values.
 
-    What an earlier run measured is read.
+    In processes of their own where there are several. What an earlier run measured is read.
     """
-    work = partial(measure_prompt, plan=plan, folder=folder, calibration=calibration)
+    (calibration,) = record(plan, folder, [0])
+    work = partial(measure_prompt, plan=plan, folder=folder, calibration=calibration, values=values)
     numbers = range(1, plan.prompts + 1)
     if jobs == 1:
         measured = [work(number) for number in numbers]
     else:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             measured = list(pool.map(work, numbers))
-    if plan == PLANS["smollm2"]:
-        pl.concat(one.regret for one in measured).write_parquet(KEPT)
-    evidence = Evidence(pl.concat(one.table for one in measured), cost(plan.cost))
-    digests, sizes = zip(*((one.digest, one.size) for one in measured), strict=True)
-    return Results(plan, evidence, digests, sizes)
+    tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
+    made = {"weights": weights(plan), "tools": f"{tools}, Python {platform.python_version()}"}
+    write_values(values, plan, pl.concat(measured), cost(plan.cost), made)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Record, replay, measure, and write the page and its figure."""
+    """Measure, unless the values are there, and write the page and its figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=PLANS, default="tiny")
     parser.add_argument("--smallest", action="store_true", help="two short prompts, two budgets")
+    parser.add_argument("--stored", action="store_true", help="write the page of the values there")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--traces", type=Path, default=ROOT / "traces" / "results", metavar="DIR")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 2 by default")
@@ -74,20 +73,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     plan = SMALLEST[given.model] if given.smallest else PLANS[given.model]
     plan = replace(plan, prompts=given.prompts or plan.prompts)
-    name = "results.md" if given.model == "tiny" else f"results-{given.model}.md"
-    out = given.out or ROOT / "docs" / name
-    (calibration,) = record(plan, given.traces, [0])
-    results = measure_all(plan, given.traces, calibration, given.jobs)
-    policies = table_policies(plan, str(calibration))
-    image = out.parent / "figures" / f"{out.stem}.png"
-    figure(results, policies, image)
-    claims = {paper: list(make(results.evidence)) for paper, make in CLAIMS.items()}
-    text = page(results, policies, claims, image.relative_to(out.parent).as_posix())
-    out.write_text(text, "utf-8")
-    ranking_figure(text, Path(beside(str(image))))
-    if not given.smallest:
-        store(given.model, claims)
+    out = given.out or PAGES[given.model]
+    if not given.stored:
+        measure_all(plan, given.traces, out.with_suffix(".parquet"), given.jobs)
+    write(plan, out)
     print(f"{out} written after {time.perf_counter() - start:.0f} s")
+
+
+def write(plan: Plan, out: Path) -> None:
+    """Write the page of the values beside it, and its figures."""
+    results = read_values(out.with_suffix(".parquet"), plan)
+    policies = table_policies(plan, "prefix:64")  # the labels alone
+    by_budget = rows(results, policies)
+    image = out.parent / "figures" / f"{out.stem}.png"
+    figures(by_budget, image)
+    beside = None
+    if plan.lengths:
+        beside = read_values(PAGES["tiny"].with_suffix(".parquet"), PLANS["tiny"]).evidence
+    link = image.relative_to(out.parent).as_posix()
+    out.write_text(page(results, policies, by_budget, link, beside), "utf-8")
 
 
 if __name__ == "__main__":

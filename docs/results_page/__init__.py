@@ -2,11 +2,10 @@
 
 plan                what is recorded and replayed
 policies, traces    what is compared, and on what
+statistics          the file of values, and the values of a row of the page
 tables, timing      everything that is measured: of one prompt, and in seconds
-statistics          the values of a row of the page
-groups              the table by stage and by what the prompts are about
-reasons, claims     verdicts on two models beside each other, and why they differ
-text, drawing       the page and its figure
+ranking, groups     the rows, what ranks them, and the table by what the prompts are about
+text                the page
 
 Claims and verdicts are those of `kvsim.claims`.
 """

@@ -47,6 +47,7 @@ class Plan:
     facts: int = 12
     lines: int = 12
     lengths: tuple[int, ...] = ()  #: in tokens, in turn, for other models
+    calibration: int = 0  #: tokens of the text that calibrates, for other models
     budgets: tuple[int, ...] = (32, 48, 64, 96)
     tried: tuple[int, ...] = ()  #: budgets of variants that claims need; all by default
     interval: int = 16
@@ -58,15 +59,14 @@ class Plan:
 
 
 FULL = Plan()
-#: Of twenty prompts one is long: measuring it takes ten times as long as a short one.
-_LENGTHS = tuple(
-    {1: 1024, 6: 1024, 10: 1024, 13: 1024, 16: 2048, 19: 1024}.get(at, 512) for at in range(20)
-)
+#: Measuring a long prompt takes three times as long as a short one.
+_LENGTHS = tuple(1024 if at in (1, 6, 10, 13, 16, 19) else 512 for at in range(20))
 SMOLLM2 = Plan(
     model="smollm2",
     prompts=60,
     lengths=_LENGTHS,
-    budgets=(128, 256, 512, 1024),
+    calibration=2048,
+    budgets=(128, 256, 512),
     tried=(256,),
     interval=32,
     prefill=True,
@@ -79,6 +79,12 @@ PLANS = {"tiny": FULL, "smollm2": SMOLLM2}
 SMALLEST = {
     "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
     "smollm2": replace(
-        SMOLLM2, prompts=2, lengths=(320,), budgets=(128,), tried=(128,), cost=(128, 256)
+        SMOLLM2,
+        prompts=2,
+        lengths=(320,),
+        calibration=320,
+        budgets=(128,),
+        tried=(128,),
+        cost=(128, 256),
     ),
 }

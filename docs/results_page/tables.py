@@ -29,6 +29,7 @@ from results_page.policies import (
     table_policies,
     variants,
 )
+from results_page.statistics import STORED, stored_rows
 from results_page.traces import in_memory, judge_of, record, samples, weights
 
 #: What is measured of every result.
@@ -45,12 +46,6 @@ _OF_PROMPTS = (
     *("expectation", "projection_gap", "score_decline", "layer_entropy"),
     *("rank_variance", "rank_relative", "rank_union", "selection_layer"),
 )
-
-#: Columns of stored rows before those of a Table: the prompt, the piece, and the trace.
-_STORED = ("prompt", "piece", "digest", "tokens", "prompt_tokens")
-
-#: Stored rows of the regret on SmolLM2, kept in the repository because they take an hour.
-KEPT = Path(__file__).with_name("regret.parquet")
 
 
 @dataclass(frozen=True)
@@ -107,60 +102,27 @@ class Replays:
                         yield piece, table.filter(pl.col("metric").is_in(names))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The measurements of a prompt, as stored rows."""
-
-    rows: pl.DataFrame
-
-    @property
-    def table(self) -> pl.DataFrame:
-        """The Table of the trace, means over heads."""
-        return self.rows.drop(_STORED)
-
-    @property
-    def regret(self) -> pl.DataFrame:
-        """The stored rows of regret."""
-        return self.rows.filter(pl.col("metric").is_in(REGRET))
-
-    @property
-    def digest(self) -> str:
-        """Digest of the trace."""
-        return str(self.rows["digest"][0])
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Tokens of the trace, all and of the prompt."""
-        return self.rows["tokens"][0], self.rows["prompt_tokens"][0]
-
-
 def measure_prompt(
-    number: int, plan: Plan, folder: Path, calibration: Path, *, regret_alone: bool = False
-) -> Measured:
-    """Everything that the page says of one prompt, or the regret of its policies alone.
+    number: int, plan: Plan, folder: Path, calibration: Path, values: Path
+) -> pl.DataFrame:
+    """Everything that the page says of one prompt, as stored rows.
 
-    What was measured before is read from `folder/measured` and from `KEPT`; traces of a plan with
-    `lengths`, which are large, are removed as soon as they are measured. A change of the code is
-    not noticed: remove the folder, and `KEPT` where it changes regret.
+    What was measured before is read from `folder/measured` and from `values`, the file of a page;
+    traces of a plan with `lengths`, which are large, are removed as soon as they are measured. A
+    change of the code is not noticed: remove both.
     """
     torch.set_num_threads(1)
     prompt = samples(plan)[number]
     name = f"{prompt.id}-{_hash(prompt, weights(plan), calibration.name)}"
     stored = folder / "measured" / f"{name}.parquet"
     replays = _replays(plan, calibration, regret=number <= (plan.regret or number))
-    of_trace = {} if regret_alone else _of_trace(plan)
-    pieces = {
-        piece: metrics
-        for each in replays
-        for policy in each.policies
-        for piece, metrics in each.pieces(policy).items()
-        if metrics == REGRET or not regret_alone
-    }
-    wanted = [*pieces, *of_trace]
+    of_trace = _of_trace(plan)
+    pieces = (piece for each in replays for one in each.policies for piece in each.pieces(one))
+    wanted = [*dict.fromkeys(pieces), *of_trace]
     rows = {}
-    for file in (stored, KEPT):
+    for file in (values, stored):
         if file.exists():
-            of_prompt = pl.read_parquet(file).filter(prompt=name)
+            of_prompt = stored_rows(file).filter(prompt=name)
             rows |= {str(each["piece"][0]): each for each in of_prompt.partition_by("piece")}
     missing = set(wanted).difference(rows)
     if missing:
@@ -170,16 +132,16 @@ def measure_prompt(
         new = dict(pair for each in replays for pair in each.measure(trace, judge, missing))
         new |= {piece: make(trace) for piece, make in of_trace.items() if piece in missing}
         for piece, table in new.items():
-            values = (name, piece, digest, trace.n_pos, trace.prompt_len)
-            of_row = (pl.lit(x).alias(column) for column, x in zip(_STORED, values, strict=True))
-            rows[piece] = _means(table).select(*of_row, pl.all())
+            of_piece = (name, piece, digest, trace.n_pos, trace.prompt_len)
+            columns = (pl.lit(x).alias(column) for column, x in zip(STORED, of_piece, strict=True))
+            rows[piece] = _means(table).select(*columns, pl.all())
         stored.parent.mkdir(exist_ok=True)
         unfinished = stored.with_suffix(".part")
         pl.concat(rows.values()).write_parquet(unfinished)
         unfinished.rename(stored)
         if plan.lengths:
             shutil.rmtree(path)
-    return Measured(pl.concat(rows[piece] for piece in wanted))
+    return pl.concat(rows[piece] for piece in wanted)
 
 
 def _hash(*decides: Any) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -13,69 +11,69 @@ import numpy as np
 from kvsim import Policy, policy
 from kvsim.analysis.significance import ALPHA, FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
-from kvsim.claims import HOLDS, NOT, OPEN, Claim
+from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim, Evidence
 from kvsim.claims.claim import MATTERS, OF_TEN
 from kvsim.policies import names, parameters
-from results_page.claims import beside
 from results_page.groups import groups
-from results_page.opening import MEASURED, opening, shown
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
+from results_page.ranking import Row, opening, shown, table
 from results_page.statistics import Results
-from results_page.traces import ANSWER, DEPTHS, REAL, VERBS, labels, weights
+from results_page.traces import ANSWER, DEPTHS, REAL, VERBS, labels
 
-#: Columns of the tables: heading, metric, variant (None: the main one), format.
-COLUMNS = (
-    ("output error", "output_error", None, ".3f"),
-    ("retained mass", "retained_mass", None, ".3f"),
-    ("regret", "regret", None, ".3f"),
-    ("wipe-out 16", "wipeout", "length=16,threshold=0", ".2f"),
-    ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
-    ("IoU", "retained_iou", None, ".2f"),
-    ("entries", "entries_seen", None, ".1f"),
-)
-#: The column behind which chance stands.
-CHANCE = "IoU"
+#: The heading of what follows the opening.
+MEASURED = "## How this was measured"
 
 
 def page(
-    r: Results, policies: Mapping[str, Policy], claims: Mapping[str, Sequence[Claim]], figure: str
+    r: Results,
+    policies: Mapping[str, Policy],
+    by_budget: Mapping[int, Sequence[Row]],
+    figure: str,
+    tiny: Evidence | None = None,
 ) -> str:
-    """The whole page; `figure` is its path as the page links to it."""
+    """The whole page.
+
+    figure: its path as the page links to it. tiny: what the claims are tested on beside this model.
+    """
     changed = ["### Parameters made smaller", _changed(policies)] if r.plan.sizes.ams else []
-    tables = [_table(r, policies, n) for n in r.plan.budgets]
+    claims = {paper: [*make(r.evidence)] for paper, make in CLAIMS.items()}
+    elsewhere = {
+        (one.number, one.says): one.verdict
+        for make in CLAIMS.values()
+        for one in (make(tiny) if tiny is not None else ())
+    }
     parts = [
-        _introduction(r, opening("\n\n".join(tables), figure)),
+        _introduction(r, opening(by_budget, figure)),
         "## What policies keep and lose",
         reading(r, policies),
-        *tables,
+        *(table(budget, found, r.plan.prompts) for budget, found in by_budget.items()),
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
         groups(r),
         "## Across layers",
         _across(r),
-        *(_of_a_real_model(r, policies, claims) if r.plan.lengths else []),
+        *(_of_a_real_model(r, policies) if r.plan.lengths else []),
         "## Which of the papers' claims hold here",
         _rules(r),
         _count(claims),
-        *(f"### {paper}\n\n" + _claims(each, r.plan.prompts) for paper, each in claims.items()),
+        *(
+            f"### {paper}\n\n" + _claims(each, r.plan.prompts, elsewhere)
+            for paper, each in claims.items()
+        ),
         "## Names",
         f"The catalogue when this page was made: {listing()}.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _of_a_real_model(
-    r: Results, policies: Mapping[str, Policy], claims: Mapping[str, Sequence[Claim]]
-) -> list[str]:
+def _of_a_real_model(r: Results, policies: Mapping[str, Policy]) -> list[str]:
     """Sections that tiny has no layers and no needles for."""
     return [
         "## What is left of the needle",
         _needle(r, policies),
         "## Where ASL selects",
         _selection(r),
-        "## Beside `tiny`",
-        beside(claims),
     ]
 
 
@@ -97,7 +95,6 @@ def _introduction(r: Results, first: str) -> str:
     elif plan != PLANS[plan.model]:
         option += f" --prompts {plan.prompts}"
     traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
-    tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
     events = f"an event after each {plan.interval} rows of the response, and " + (
         f"one after the prompt (`--interval {plan.interval} --prefill`)"
         if plan.prefill
@@ -110,15 +107,17 @@ def _introduction(r: Results, first: str) -> str:
 
 {MEASURED}
 
-<!-- not run: takes {"hours" if plan.lengths else "minutes"}, and this page is what it writes -->
+<!-- not run: takes {"hours" if plan.lengths else "minutes"}, and writes this page -->
 ```bash
 python docs/results.py{option}
 ```
 
 * {about[1]}
-* Weights of `{plan.model}`: sha256 `{weights(plan)}`. Digests of the traces together: sha256 \
+* Weights of `{plan.model}`: sha256 `{r.made["weights"]}`. Digests of the traces together: sha256 \
 `{traces}`.
-* {tools}, Python {platform.python_version()}, CPU.
+* {r.made["tools"]}, CPU.
+* The values of every prompt: `docs/{_stem(plan)}.parquet`. `python docs/results.py{option} \
+--stored` makes the page of them.
 * One schedule for every policy, whatever its own is: {events}. This compares what policies keep, \
 and not when they act.
 * A value is the mean over layers and heads (and over the rows of the response, where rows count) \
@@ -126,6 +125,10 @@ of a prompt, then over prompts. In brackets: its 95 % bootstrap interval over pr
 ({RESAMPLES} resamples, seed 0); fewer than {FEWEST} prompts have none.
 * Numbers of layer 0 are exact, those of deeper layers open loop: errors do not add up over \
 layers ([fidelity](concepts.md#fidelity))."""
+
+
+def _stem(plan: Plan) -> str:
+    return "results" + f"-{plan.model}" * bool(plan.lengths)
 
 
 def _tiny(r: Results) -> tuple[str, str]:
@@ -185,13 +188,13 @@ def reading(r: Results, policies: Mapping[str, Policy]) -> str:
     gap = np.nanmax(gaps)
     left_open = f"at most {gap:.0e}" if gap else "nothing"
     return (
-        "Rows are sorted by output error. *Regret* is the mass that the [optimum](optimum.md) "
-        "retains on the same terms, minus retained mass: no kept sets retain more, and the proof "
-        f"leaves {left_open} open. Without a bound on the size there is none. "
-        f"{_of_fewer(r)}*Wipe-out 16* and *32* are the shares of regions of so many tokens of "
-        "which nothing is left after the last event; `full` has none. Beside the *IoU* of "
-        "consecutive kept sets stands what random sets of the same sizes have. *Entries* is what a "
-        "row sees, on average over rows, so it lies above the budget. [Definitions](metrics.md)."
+        "Rows are sorted by KL; only KL has its interval here. *Regret* is the mass that the "
+        "[optimum](optimum.md) retains on the same terms, minus retained mass: no kept sets retain "
+        f"more, and the proof leaves {left_open} open. Without a bound on the size there is none. "
+        f"{_of_fewer(r)}*Wipe-out 32* is the share of regions of 32 tokens of which nothing is "
+        "left after the last event; `full` has none. Beside the *IoU* of consecutive kept sets "
+        "stands what random sets of the same sizes have. *Entries* is what a row sees, on average "
+        "over rows, so it lies above the budget. [Definitions](metrics.md)."
         "\n\n" + _sizes(r.plan)
     )
 
@@ -229,28 +232,6 @@ def _sizes(plan: Plan) -> str:
         "`kvzip@kvpress`, which keeps four sinks, loses far less. Its paper evicts once, after "
         "the context ([on the running model](live.md#rows-that-repeat-the-context))."
     )
-
-
-def _table(r: Results, policies: Mapping[str, Policy], budget: int) -> str:
-    rows = []
-    for label, one in policies.items():
-        cells = []
-        for title, metric, variant, form in COLUMNS:
-            cells.append(Interval.of(r.of(label, budget, metric, variant)).text(form))
-            if title == CHANCE:  # follows from the sizes of sets alone, so it has no interval
-                found = Interval.of(r.chance(label, budget, metric))
-                cells.append(format(found.mean, form) if found.n else "")
-        note = "" if one.bounded else " (no budget binds)"
-        row = f"| {shown(label)}{note} | " + " | ".join(cells) + " |"
-        rows.append((float(np.nanmean(r.of(label, budget, "output_error"))), row))
-    titles = [title for title, *_ in COLUMNS]
-    titles.insert(titles.index(CHANCE) + 1, f"{CHANCE} by chance")
-    head = "| policy | " + " | ".join(titles) + " |"
-    rule = "| --- |" + " ---: |" * len(titles)
-    n = Interval.of(r.of("full", budget, "entries_seen")).n
-    count = "" if n == r.plan.prompts else f": {n} prompts"
-    title = f"### Budget {budget}{count}"
-    return "\n".join([title, "", head, rule, *(row for _, row in sorted(rows))])
 
 
 def _across(r: Results) -> str:
@@ -360,7 +341,7 @@ def _rules(r: Results) -> str:
     return (
         "Each claim becomes a number per prompt that is above 0 where the claim is right, most "
         "often the difference between two policies on the same prompt. Where a paper speaks of "
-        "accuracy, *better* means a lower output error here, which is not the same. Cases are "
+        "accuracy, *better* means a lower judged KL here, which is not the same. Cases are "
         "budgets, unless they say otherwise. Each is tested by sign flips over the "
         f"{r.plan.prompts} prompts (n where it is another number), and its p corrected for the "
         f"number of cases (Holm). It counts with p up to {ALPHA:g} and a mean that matters: at "
@@ -390,11 +371,15 @@ def _count(tested: Mapping[str, Sequence[Claim]]) -> str:
     return "\n".join(lines)
 
 
-def _claims(found: Sequence[Claim], prompts: int) -> str:
-    lines = ["|  | claim | test | result | verdict |", "| --- | --- | --- | --- | --- |"]
+def _claims(found: Sequence[Claim], prompts: int, elsewhere: Mapping[tuple[str, str], str]) -> str:
+    """Every claim, and its verdict on tiny where that is known."""
+    titles = ["", "claim", "test", "result", "verdict", *["on `tiny`"] * bool(elsewhere)]
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for claim in found:
         result = "<br>".join(claim.lines(prompts))
-        cells = (claim.number, claim.says, claim.tested, result, f"**{claim.verdict}**")
+        cells = [claim.number, claim.says, claim.tested, result, f"**{claim.verdict}**"]
+        if elsewhere:
+            cells.append(elsewhere.get((claim.number, claim.says), "not tested"))
         lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
     return "\n".join(lines)
 

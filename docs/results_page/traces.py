@@ -44,7 +44,7 @@ def labels(plan: Plan, number: int) -> dict[str, Any]:
     """Labels of a prompt, the groups of a table; number 0 is the prompt for calibration."""
     if plan.lengths:
         if not number:
-            return {"length": max(plan.lengths), "task": "text"}
+            return {"length": plan.calibration, "task": "text"}
         at = number - 1
         return {"length": plan.lengths[at % len(plan.lengths)], "task": REAL[at % len(REAL)]}
     domains = list(DOMAINS)

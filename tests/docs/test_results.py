@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import polars as pl
 import pytest
 
 import results
 from kvsim import policy
-from kvsim.analysis.summaries import Interval
-from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
+from kvsim.analysis.summaries import per_prompt
+from kvsim.claims import CLAIMS, OPEN
 from kvsim.policies import CATALOGUE, names
 from results_page import tables as measuring
-from results_page.claims import FILE, beside, store
-from results_page.opening import opening
-from results_page.plan import FULL, SMALLEST, SMOLLM2
+from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
-from results_page.reasons import REASONS
-from results_page.tables import KEPT, measure_prompt
+from results_page.statistics import read_values, stored_rows
+from results_page.tables import measure_prompt
 from results_page.text import listing
-from results_page.traces import record, weights
-
-ROOT = Path(__file__).resolve().parents[2]
-#: Names of the catalogue that are newer than the page on SmolLM2; empty again when it is made anew.
-LATER = (
-    *("norm_ratio", "lacache", "lacache@release", "raas", "union", "paged"),
-    *("kvzip", "kvzip@uniform", "kvzip@kvpress"),
-)
-
+from results_page.traces import record
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
@@ -67,7 +55,6 @@ def test_the_page_has_its_parts(page):
     found = tables(text)
 
     assert list(found) == [
-        "Which policy is best",
         *(f"Budget {n}" for n in SMALLEST["tiny"].budgets),
         "Parameters made smaller",
         "By stage, domain and task",
@@ -81,7 +68,6 @@ def test_the_page_has_its_parts(page):
         assert f"](figures/{name})" in text
         assert (page.parent / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert "python docs/results.py --smallest\n" in text
-    assert weights(FULL) in text
 
 
 @pytest.mark.parametrize("name", ["results", "results-smollm2"])
@@ -96,16 +82,15 @@ def test_a_page_opens_with_the_ranking_of_its_tables(name):
     ]
 
     assert next(iter(found)) == "Which policy is best"
-    assert opening(text, f"figures/{name}.png") in text
     assert "| `triattention`† |" in text
     assert re.search(r"`(\w+\+)?triattention`(?!†) [|\d]|`qfilter`(?!†) [|\d]", text) is None
     assert first[1:] == tuple(map(str, range(1, 9)))
     for (_, *places), (_, *rows) in zip(ranked, budgets, strict=True):
-        errors = {row[0]: number(row[1]) for row in rows}
-        candidates = [each for each in errors if not re.match(r"`(full|random|oracle|rpc)\b", each)]
+        kl = {row[0]: number(row[1]) for row in rows if row[1]}
+        candidates = [each for each in kl if not re.match(r"`(full|random|oracle|rpc)\b", each)]
         assert places[0].split("`")[1] in {each.split("`")[1] for each in candidates}
-        assert number(places[0].split("` ")[1]) == min(errors[each] for each in candidates)
-        families = [re.split("[@+,`]", place.strip("`"))[0] for place in places]
+        assert number(places[0].split("` ")[1]) == min(kl[each] for each in candidates)
+        families = [re.split("[@+,`]", place.strip("= `"))[0] for place in places]
         assert len(set(families)) == len(families)
 
 
@@ -127,17 +112,17 @@ def test_every_policy_has_a_row_that_makes_sense(page):
             for label, row in zip(labels, rows, strict=True)
         }
         missing = {*alone, *CROSSES} - set(by_label)
-        errors = [number(row[1]) for row in rows]
+        kl = [number(row[1]) for row in rows]
         free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
 
         assert missing == set()
-        assert errors == sorted(errors)
-        assert number(by_label["full"]["output error"]) == 0
+        assert kl == sorted(kl)
+        assert number(by_label["full"]["KL"]) == number(by_label["full"]["output error"]) == 0
         assert number(by_label["full"]["retained mass"]) == 1
         assert all(0 <= number(row["retained mass"]) <= 1 for row in by_label.values())
         evicting = [row for label, row in by_label.items() if label != "full"]
-        assert all(0 <= number(row["wipe-out 16"]) <= 1 for row in evicting)
-        assert not by_label["full"]["wipe-out 16"]  # there is no event to look at
+        assert all(0 <= number(row["wipe-out 32"]) <= 1 for row in evicting)
+        assert not by_label["full"]["wipe-out 32"]  # there is no event to look at
         regrets = {label: row["regret"] for label, row in by_label.items()}
         assert {label for label, cell in regrets.items() if not cell} == {"full", "rpc"}
         assert min(number(cell) for cell in regrets.values() if cell) >= 0
@@ -196,11 +181,11 @@ def test_the_page_tests_parts_of_policies(page):
 
     for pair in (
         "boundary to the nearest one of the event before: ams (credit=False) minus ams",
-        "output error: ams (weights=equal) minus ams (weights=mass)",
-        "output error: ams (segmentation=fixed) minus ams (segmentation=mass)",
-        "output error: keydiff minus keydiff (protect=recent 8 sink 4)",
-        "output error: global_max (decay=0.5) minus global_max (decay=0.8)",
-        "output error: expected_attention (covariance=False) minus expected_attention",
+        "KL to the full cache: ams (weights=equal) minus ams (weights=mass)",
+        "KL to the full cache: ams (segmentation=fixed) minus ams (segmentation=mass)",
+        "KL to the full cache: keydiff minus keydiff (protect=recent 8 sink 4)",
+        "KL to the full cache: global_max (decay=0.5) minus global_max (decay=0.8)",
+        "KL to the full cache: expected_attention (covariance=False) minus expected_attention",
     ):
         ((result),) = [result for test, result in tested.items() if pair in test]
         assert [f"budget {n}:" in result for n in SMALLEST["tiny"].budgets] == [True, True]
@@ -209,7 +194,7 @@ def test_the_page_tests_parts_of_policies(page):
 def test_only_what_is_missing_is_measured(page, tmp_path, monkeypatch):
     """A policy that is new or has other parameters; the rows of all others are those of before.
 
-    Regret that is kept in the repository needs neither stored rows nor a trace.
+    What the file of values has needs neither stored rows nor a trace.
     """
     plan, folder, replayed = SMALLEST["tiny"], page.parent / "traces", []
     (calibration,) = record(plan, folder, [0])
@@ -221,104 +206,84 @@ def test_only_what_is_missing_is_measured(page, tmp_path, monkeypatch):
         return replay_all(traces, policies, *budgets, **options)
 
     monkeypatch.setattr(measuring, "replay_all", noted)
-    before = measure_prompt(1, plan, folder, calibration)
-    before.regret.write_parquet(tmp_path / "regret.parquet")
-    with monkeypatch.context() as patched:
-        patched.setattr(measuring, "KEPT", tmp_path / "regret.parquet")
-        kept = measure_prompt(1, plan, tmp_path / "nothing", calibration, regret_alone=True)
-    assert kept.rows.equals(before.regret)
+    values = page.with_suffix(".parquet")
+    before = measure_prompt(1, plan, folder, calibration, tmp_path / "none.parquet")
+    kept = measure_prompt(1, plan, tmp_path / "nothing", calibration, values)
+    assert set(kept["piece"]) == set(before["piece"])
     assert replayed == []
     monkeypatch.setattr(measuring, "table_policies", lambda *given: policies(*given) | changes)
-    after = measure_prompt(1, plan, folder, calibration)
+    after = measure_prompt(1, plan, folder, calibration, tmp_path / "none.parquet")
     assert replayed == [["h2o", "new"]]
-    unchanged = [each.table.filter(~pl.col("policy").is_in([*changes])) for each in (before, after)]
+    unchanged = [each.filter(~pl.col("policy").is_in([*changes])) for each in (before, after)]
     assert unchanged[0].equals(unchanged[1])
-    assert set(after.table.filter(policy="new")["metric"]) > {"output_error", "regret"}
-    errors = [each.table.filter(policy="h2o", metric="output_error") for each in (before, after)]
+    assert set(after.filter(policy="new")["metric"]) > {"response_kl", "output_error", "regret"}
+    errors = [each.filter(policy="h2o", metric="output_error") for each in (before, after)]
     assert not errors[0]["value"].equals(errors[1]["value"])
 
 
-def test_names_of_the_committed_page_are_those_of_the_catalogue():
-    """docs/results.md was made with the policies that there are: run docs/results.py again if not.
+def test_the_file_of_values_has_those_of_every_prompt(page):
+    """Means over layers, or their sum, as of what was measured layer by layer."""
+    plan, folder = SMALLEST["tiny"], page.parent / "traces"
+    (calibration,) = record(plan, folder, [0])
+    values = read_values(page.with_suffix(".parquet"), plan)
+    for number in (1, 2):
+        rows = measure_prompt(number, plan, folder, calibration, folder / "none.parquet")
+        measured = per_prompt(rows.filter(policy="tova", budget=32, prefill=False))
+        for metric, variant in (("layer_error", ""), ("wipeout", "length=32,threshold=0")):
+            (expected,) = measured.filter(
+                metric=metric, variant=variant, params=measured["params"][0]
+            )["value"]
+            found = values.of("tova", 32, metric, variant)[number - 1]
+            assert found == pytest.approx(expected, rel=1e-6)
 
-    The same for the weights of the model that it was made with.
-    """
-    text = (ROOT / "docs" / "results.md").read_text("utf-8")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", PLANS)
+def test_the_committed_page_follows_from_its_values(model, tmp_path):
+    """Every number of a page is made of the file beside it, by one command."""
+    page = results.PAGES[model]
+    copy = tmp_path / page.name
+    copy.with_suffix(".parquet").write_bytes(page.with_suffix(".parquet").read_bytes())
+
+    results.write(PLANS[model], copy)
+
+    assert copy.read_text("utf-8") == page.read_text("utf-8")
+
+
+def test_values_of_another_plan_make_no_page(page):
+    """The file says of which prompts and policies its values are."""
+    with pytest.raises(SystemExit, match="has values of Plan"):
+        read_values(page.with_suffix(".parquet"), FULL)
+
+
+@pytest.mark.parametrize("model", PLANS)
+def test_the_committed_pages_are_of_the_catalogue(model):
+    """They were made of all prompts, with the policies that there are."""
+    text = results.PAGES[model].read_text("utf-8")
     line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
 
-    assert listing().replace("`", "").split(", ") == names()
+    assert line[1] == listing()
     assert line[1].replace("`", "").split(", ") == names()
-    assert f"sha256 `{weights(FULL)}`" in text
-    assert "\npython docs/results.py\n" in text  # of the full size
+    option = "" if model == "tiny" else f" --model {model}"
+    assert f"\npython docs/results.py{option}\n" in text
 
 
-def test_the_committed_page_on_smollm2_is_of_the_catalogue():
-    """docs/results-smollm2.md is that of all prompts and these policies, as are stored verdicts."""
-    text = (ROOT / "docs" / "results-smollm2.md").read_text("utf-8")
-    line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
+@pytest.mark.parametrize("model", PLANS)
+def test_no_regret_is_below_zero(model):
+    """Nothing retains more than the optimum."""
+    rows = stored_rows(results.PAGES[model].with_suffix(".parquet")).filter(metric="regret")
 
-    assert line[1].replace("`", "").split(", ") == [n for n in names() if n not in LATER]
-    assert "\npython docs/results.py --model smollm2\n" in text
-    stored = [json.loads(line) for line in FILE.read_text("utf-8").splitlines()]
-    verdicts = [row["verdict"] for row in stored if row["model"] == "smollm2"]
-    _, _, below = text.partition("## Which of the papers' claims hold here")
-    assert re.findall(r"\| \*\*([^|*]+)\*\* \|$", below, re.MULTILINE) == verdicts
+    assert rows["prompt"].n_unique() == (PLANS[model].regret or PLANS[model].prompts)
+    assert rows["value"].min() > -1e-6
 
 
-def test_regret_on_smollm2_is_what_is_kept():
-    """Means and intervals of the kept values stand on the page, and none is below 0."""
-    text = (ROOT / "docs" / "results-smollm2.md").read_text("utf-8")
-    regret = pl.read_parquet(KEPT).filter(metric="regret")
-    budgets = {n: rows for n, rows in tables(text).items() if n.startswith("Budget ")}
-
-    assert regret["value"].min() > -1e-6
-    for (heading, (head, *rows)), n in zip(budgets.items(), SMOLLM2.budgets, strict=True):
-        assert heading.startswith(f"Budget {n}")
-        for row in rows:
-            label = row[0].removesuffix(" (no budget binds)").replace("`", "")
-            values = regret.filter(policy=label, budget=n)["value"].to_numpy()
-            assert row[head.index("regret")] == Interval.of(values).text(".3f")
-
-
-def test_every_verdict_that_differs_has_a_reason():
-    """A reason, if only that none is known, stands where models differ, and nowhere else.
-
-    Presets were not measured on SmolLM2, so claims about `rkv@ams` are tested on tiny alone.
-    """
-    stored = [json.loads(line) for line in FILE.read_text("utf-8").splitlines()]
-    by_model = {
-        model: {
-            (row["number"], row["says"]): row["verdict"] for row in stored if row["model"] == model
-        }
-        for model in ("tiny", "smollm2")
-    }
-    tiny, smollm2 = by_model["tiny"], by_model["smollm2"]
-
-    assert all("rkv@ams" in says for _, says in tiny.keys() - smollm2.keys())
-    assert smollm2.keys() <= tiny.keys()
-    assert {key for key in smollm2 if tiny[key] != smollm2[key]} == REASONS.keys()
-
-
-def test_verdicts_on_two_models_stand_beside_each_other(tmp_path):
-    """Those of one model are replaced, those of the other stay; a reason stands where they differ.
-
-    A claim that the other page has not is said to be untested there.
-    """
-    file = tmp_path / "verdicts.jsonl"
-    file.write_text("")
-    right, wrong = np.ones(9), -np.ones(9)
-    same = Claim("Q1", "Both agree", cases={"a": right})
-    other = Claim("Q2", "One | differs", cases={"a": right})
-    for _ in range(2):
-        store("tiny", {"AMS": [same, other]}, file)
-    store("smollm2", {"AMS": [same]}, file)
-    here = {"AMS": [same, replace(other, cases={"a": wrong}), Claim("Q3", "New", needs="more")]}
-    reasons = {("Q2", "One | differs"): "they do", ("Q1", "Both agree"): "not shown"}
-    lines = beside(here, file, reasons).splitlines()[4:]
-
-    assert len(file.read_text().splitlines()) == 3
-    assert lines == [
-        f"| Q1 | Both agree | {HOLDS} | **{HOLDS}** |  |",
-        f"| Q2 | One \\| differs | {HOLDS} | **{NOT}** | they do |",
-        f"| Q3 | New | not tested | **{OPEN}** | more |",
-    ]
+def test_verdicts_on_two_models_stand_beside_each_other():
+    """Each claim on SmolLM2 says what became of it on tiny."""
+    tiny, smollm2 = (tables(results.PAGES[model].read_text("utf-8")) for model in PLANS)
+    for paper in CLAIMS:
+        known = {(row[0], row[1]): row[-1].strip("*") for row in tiny[paper][1:]}
+        head, *rows = smollm2[paper]
+        assert head[-1] == "on `tiny`"
+        assert [row[-1] for row in rows] == [
+            known.get((row[0], row[1]), "not tested") for row in rows
+        ]

@@ -1,0 +1,262 @@
+"""The rows of the tables, the ranking that opens the page, and its two figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+from scipy.stats import spearmanr
+
+from kvsim import Policy
+from kvsim.analysis.significance import FEWEST
+from kvsim.analysis.summaries import ROUNDING, Interval
+from kvsim.policies import describe, names
+from results_page.statistics import Results
+
+#: Columns of the tables: heading, metric, variant (None: the main one), format.
+COLUMNS = (
+    ("KL", "response_kl", None, ".3f"),
+    ("layer error", "layer_error", None, ".3f"),
+    ("output error", "output_error", None, ".3f"),
+    ("retained mass", "retained_mass", None, ".3f"),
+    ("regret", "regret", None, ".3f"),
+    ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
+    ("IoU", "retained_iou", None, ".2f"),
+    ("entries", "entries_seen", None, ".1f"),
+)
+KL, LAYER_ERROR, ERROR, WIPED = "KL", "layer error", "output error", "wipe-out 32"
+#: Of the budgets in the figures, from the smallest on.
+COLORS = ("#c8102e", "#e08a1e", "#7a9cc6", "#1f4e79")
+#: Places of the ranking.
+_PLACES = 8
+#: No candidates: no budget binds them, they look ahead, or they are chance.
+_REFERENCES = ("full", "oracle", "random", "rpc")
+#: The mark of policies that have learned from queries of another prompt.
+CALIBRATED = "†"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy at a budget: intervals by heading, and the IoU that chance alone gives."""
+
+    label: str
+    bounded: bool
+    values: Mapping[str, Interval]
+    chance: Interval
+
+    @property
+    def family(self) -> str:
+        """The policy of which this is a preset, a setting or a combination."""
+        return re.split(r"[@+,]", self.label)[0]
+
+    def mean(self, title: str) -> float:
+        """The mean of a column; NaN without a value."""
+        return self.values[title].mean
+
+
+def rows(r: Results, policies: Mapping[str, Policy]) -> dict[int, list[Row]]:
+    """The rows of each budget, ranked by KL."""
+    out = {}
+    for budget in r.plan.budgets:
+        columns = {
+            title: Interval.of_each([r.of(label, budget, metric, variant) for label in policies])
+            for title, metric, variant, _ in COLUMNS
+        }
+        found = [
+            Row(
+                label,
+                one.bounded,
+                {title: each[number] for title, each in columns.items()},
+                Interval.of(r.chance(label, budget, "retained_iou")),
+            )
+            for number, (label, one) in enumerate(policies.items())
+        ]
+        out[budget] = ranked(found, KL)
+    return out
+
+
+def ranked(of_budget: Sequence[Row], title: str) -> list[Row]:
+    """Rows from the lowest mean on; those without a value are last, and of equals the shorter."""
+
+    def place(row: Row) -> tuple[bool, float, int]:
+        return np.isnan(row.mean(title)), row.mean(title), len(row.label)
+
+    return sorted(of_budget, key=place)
+
+
+def best(of_budget: Sequence[Row], title: str = KL) -> list[Row]:
+    """The best row of each family, without references."""
+    first: dict[str, Row] = {}
+    for row in ranked(of_budget, title):
+        if row.family not in _REFERENCES and row.values[title].n:
+            first.setdefault(row.family, row)
+    return list(first.values())
+
+
+def opening(by_budget: Mapping[int, Sequence[Row]], figure: str) -> str:
+    """The ranking of a page with the links to its two figures.
+
+    figure: that of all policies, as the page links to it.
+    """
+    leaders = {budget: best(of_budget) for budget, of_budget in by_budget.items()}
+    few = [budget for budget, found in leaders.items() if found[0].values[KL].n < FEWEST]
+    leaders = {budget: found for budget, found in leaders.items() if budget not in few}
+    lines = [
+        "| rank | " + " | ".join(f"budget {budget}" for budget in leaders) + " |",
+        "| ---: |" + " --- |" * len(leaders),
+    ]
+    columns = [_cells(by_budget[budget], found) for budget, found in leaders.items()]
+    for place, cells in enumerate(zip(*columns, strict=False), start=1):
+        lines.append(f"| {place} | {' | '.join(cells)} |")
+    meaning = (
+        "By judged KL: how far the model's predictions of the response move from those with the "
+        "full cache when each row sees what the replay kept, in nats per token; mean and 95 % "
+        "interval over prompts, of the best preset or combination of each policy. *=* is a tie "
+        "with the place above; intervals that overlap decide nothing by themselves. In "
+        "parentheses: the place by output error. Left out are policies without a budget, those "
+        f"that look ahead, and chance. {CALIBRATED} marks policies that were calibrated on another "
+        "prompt of the same kind. All rows are in the tables [below](#what-policies-keep-and-lose)."
+    )
+    if few:
+        budgets = ", ".join(map(str, few))
+        meaning += f" Not ranked: budget {budgets}, which takes at least {FEWEST} prompts."
+    parts = ["## Which policy is best", meaning]
+    if leaders:
+        parts += ["\n".join(lines), _apart({budget: by_budget[budget] for budget in leaders})]
+    alt = "KL and wiped-out regions of the best preset or combination of each policy"
+    parts += [
+        "A low KL and few wiped-out regions are different things:",
+        f"![{alt}]({beside(figure)})",
+        f"![KL of every policy at every budget]({figure})",
+    ]
+    return "\n\n".join(parts)
+
+
+def _cells(of_budget: Sequence[Row], leaders: Sequence[Row]) -> list[str]:
+    by_error = [row.family for row in best(of_budget, ERROR)]
+    cells, before = [], np.nan
+    for row in leaders[:_PLACES]:
+        mean = row.mean(KL)
+        tie = "= " * bool(abs(mean - before) <= ROUNDING * abs(mean))
+        before = mean
+        place = by_error.index(row.family) + 1
+        cells.append(f"{tie}{shown(row.label)} {row.values[KL].text('.3f')} ({place})")
+    return cells
+
+
+def _apart(by_budget: Mapping[int, Sequence[Row]]) -> str:
+    """Where the orders by KL and by errors part."""
+    agreed = {
+        title: ", ".join(_correlation(best(of), title) for of in by_budget.values())
+        for title in (LAYER_ERROR, ERROR)
+    }
+    middle = [*by_budget][(len(by_budget) - 1) // 2]
+    leaders = best(by_budget[middle])
+    by_kl, by_error = (
+        [row.family for row in best(by_budget[middle], title)] for title in (KL, ERROR)
+    )
+    moved = sorted(
+        leaders, key=lambda row: -abs(by_kl.index(row.family) - by_error.index(row.family))
+    )
+    apart = ", ".join(
+        f"{shown(row.label)} ({by_kl.index(row.family) + 1} by KL, "
+        f"{by_error.index(row.family) + 1} by output error)"
+        for row in moved[:3]
+    )
+    return (
+        f"Output error, by which this page was ranked once, orders them otherwise: its rank "
+        f"correlation with KL over these {len(leaders)} policies is {agreed[ERROR]} at these "
+        f"budgets, that of layer error {agreed[LAYER_ERROR]}. Furthest apart at budget {middle}: "
+        f"{apart}."
+    )
+
+
+def _correlation(leaders: Sequence[Row], title: str) -> str:
+    found = spearmanr(*([row.mean(name) for row in leaders] for name in (KL, title)))
+    return f"{found.statistic:.2f}"
+
+
+def table(budget: int, found: Sequence[Row], prompts: int) -> str:
+    """All rows of a budget, ranked by KL, with the interval of KL and the means of the others."""
+    (_, _, _, form), *others = COLUMNS
+    lines = []
+    for row in found:
+        cells = [row.values[KL].text(form)]
+        for title, _, _, form_of in others:
+            one = row.values[title]
+            cells.append(f"{one.mean:{form_of}}" if one.n else "")
+            if title == "IoU":
+                cells.append(f"{row.chance.mean:{form_of}}" if row.chance.n else "")
+        note = "" if row.bounded else " (no budget binds)"
+        lines.append(f"| {shown(row.label)}{note} | " + " | ".join(cells) + " |")
+    titles = [title for title, *_ in COLUMNS]
+    titles.insert(titles.index("IoU") + 1, "IoU by chance")
+    n = max(row.values["entries"].n for row in found)
+    count = "" if n == prompts else f": {n} prompts"
+    head = [f"### Budget {budget}{count}", "", "| policy | " + " | ".join(titles) + " |"]
+    return "\n".join([*head, "| --- |" + " ---: |" * len(titles), *lines])
+
+
+def shown(label: str) -> str:
+    """A policy as tables name it, marked where it was calibrated."""
+    name, comma, rest = label.partition(",")
+    parts = [part for part in name.split("+") if part in names()]
+    mark = CALIBRATED * any("calibration" in describe(part).required for part in parts)
+    return f"`{name}`{mark}{comma}{rest}"
+
+
+def beside(figure: str) -> str:
+    """The name of the figure of the ranking, next to that of all policies."""
+    return figure.replace(".png", "-ranking.png")
+
+
+def figures(by_budget: Mapping[int, Sequence[Row]], path: Path) -> None:
+    """Draw KL of every policy, and KL and wiped-out regions of the best of each family."""
+    middle = by_budget[[*by_budget][(len(by_budget) - 1) // 2]]
+    measured = [row for row in middle if row.values[KL].n and row.label != "full"]
+    every = Figure(figsize=(7.5, 0.155 * len(measured) + 1.0), dpi=72)
+    _draw([every.subplots()], [KL], measured, by_budget)
+    leaders = best(middle)
+    ranking = Figure(figsize=(7.5, 0.17 * len(leaders) + 1.3), dpi=72)
+    _draw([*ranking.subplots(1, 2, sharey=True)], [KL, WIPED], leaders, by_budget)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for image, file in ((every, path), (ranking, Path(beside(str(path))))):
+        handles = image.axes[0].get_legend_handles_labels()
+        image.legend(*handles, fontsize=7, ncols=4, loc="lower center")
+        image.tight_layout(rect=(0, 0.3 / image.get_figheight(), 1, 1))
+        image.savefig(file, metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def _draw(
+    panels: Sequence[Any],
+    titles: Sequence[str],
+    shown_rows: Sequence[Row],
+    by_budget: Mapping[int, Sequence[Row]],
+) -> None:
+    """A line for each policy, and a dot with its interval for each budget."""
+    for color, (budget, of_budget) in zip(COLORS, by_budget.items(), strict=False):
+        by_label = {row.label: row for row in of_budget}
+        for panel, title in zip(panels, titles, strict=True):
+            found = [by_label[row.label].values[title] for row in shown_rows]
+            low, mean, high = np.array([(one.low, one.mean, one.high) for one in found]).T
+            places = range(len(found))
+            panel.hlines(places, low, high, color=color, linewidth=1)
+            panel.plot(mean, places, "o", color=color, markersize=3.5, label=f"budget {budget}")
+    panels[0].set_yticks(range(len(shown_rows)), [row.label for row in shown_rows], fontsize=6.5)
+    panels[0].set_ylim(len(shown_rows), -1)
+    panels[0].set_xscale("log")
+    panels[0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0].xaxis.set_major_formatter("{x:g}")
+    panels[0].xaxis.set_minor_formatter(NullFormatter())
+    called = {KL: "KL to the full cache, nats per token", WIPED: "regions of 32 tokens wiped out"}
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_xlabel(called[title], fontsize=8)
+        panel.grid(axis="both", color="#e6e6e6", linewidth=0.5)
+        panel.set_axisbelow(True)
+        panel.tick_params(axis="x", labelsize=7)
