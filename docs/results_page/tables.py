@@ -64,6 +64,10 @@ class Replays:
     judged: bool = True
     regret: bool = False
 
+    def fitting(self, tokens: int) -> list[int]:
+        """The budgets for a trace of so many tokens: at most half of them."""
+        return [budget for budget in self.budgets if 2 * budget <= tokens]
+
     def pieces(self, policy: Policy) -> dict[str, tuple[str, ...]]:
         """The metrics of a policy in pieces, by a name for all that decides about a piece."""
         pieces = [(*self.metrics, *self.more.get(policy.name, ()))]
@@ -76,7 +80,7 @@ class Replays:
         self, trace: Trace, judge: Judge, missing: Collection[str]
     ) -> Iterator[tuple[str, pl.DataFrame]]:
         """Replay the policies of missing pieces; name and Table of each piece."""
-        budgets = [budget for budget in self.budgets if 2 * budget <= trace.n_pos]
+        budgets = self.fitting(trace.n_pos)
         together: dict[tuple[tuple[str, ...], int], list[Policy]] = {}
         turns: Counter[str] = Counter()  # a sweep has one policy of a name
         for policy in self.policies:
@@ -115,15 +119,20 @@ def measure_prompt(
     prompt = samples(plan)[number]
     name = f"{prompt.id}-{_hash(prompt, weights(plan), calibration.name)}"
     stored = folder / "measured" / f"{name}.parquet"
-    replays = _replays(plan, calibration, regret=number <= (plan.regret or number))
-    of_trace = _of_trace(plan)
-    pieces = (piece for each in replays for one in each.policies for piece in each.pieces(one))
-    wanted = [*dict.fromkeys(pieces), *of_trace]
     rows = {}
     for file in (values, stored):
         if file.exists():
             of_prompt = stored_rows(file).filter(prompt=name)
             rows |= {str(each["piece"][0]): each for each in of_prompt.partition_by("piece")}
+    if rows:
+        tokens = next(iter(rows.values()))["tokens"][0]
+    else:
+        tokens = open_trace(record(plan, folder, [number])[0]).n_pos
+    replays = _replays(plan, calibration, regret=number <= (plan.regret or number))
+    replays = [each for each in replays if each.fitting(tokens)]
+    of_trace = _of_trace(plan)
+    pieces = (piece for each in replays for one in each.policies for piece in each.pieces(one))
+    wanted = [*dict.fromkeys(pieces), *of_trace]
     missing = set(wanted).difference(rows)
     if missing:
         path = record(plan, folder, [number])[0]
