@@ -109,7 +109,7 @@ CLAIMS = [
     Claim(B1, "prefill, ASL, Qwen2.5-7B (L_sel 21.6)", "0.81", asl(21.6, 28), "%.4f", "equal"),
     Claim(B1, "prefill, FastKV, Llama-3.1-8B (L_sel 15)", "0.5", asl(15, 32), "%.4f", "equal"),
     Claim(B1, "prefill, FastKV, Qwen2.5-7B (L_sel 14)", "0.54", asl(14, 28), "%.4f", "equal"),
-    Claim(T4, "the same measured at 128k, ASL, Llama", "0.79", asl(23.9, 32), "%.2f", "measured"),
+    Claim(T4, "prefill at 128k, ASL, Llama", "0.79", asl(23.9, 32), "%.2f", "measured"),
     Claim(T4, "ASL, Qwen", "0.81", asl(21.6, 28), "%.2f", "measured"),
     Claim(T4, "FastKV, Llama", "0.50", asl(15, 32), "%.2f", "measured"),
     Claim(T4, "FastKV, Qwen", "0.54", asl(14, 28), "%.2f", "measured"),
@@ -264,7 +264,7 @@ CLAIMS = [
     ),
     Claim(
         f"{EA} sec. 4.4",
-        "the same, as the code does it (queries computed twice)",
+        "FLOPs of scoring in %, 1k, as the code does it (queries computed twice)",
         "0.5",
         ea_share(K, reproject=True),
         "%.2f",
@@ -272,7 +272,7 @@ CLAIMS = [
     ),
     Claim(
         f"{EA} sec. 4.4",
-        "the same at 4k",
+        "as the code does it, 4k",
         "0.5",
         ea_share(4 * K, reproject=True),
         "%.2f",
@@ -351,11 +351,13 @@ def test_published_numbers(claim):
 
 
 def test_docs_table_is_what_the_formulas_give():
-    """The table of published numbers in docs/cost.md is made of these claims and nothing else."""
+    """The table in docs/cost.md has the claims that do not follow, and counts the others."""
     page = (ROOT / "docs" / "cost.md").read_text("utf-8")
     table = page.partition("| source | quantity |")[2].partition("\n\n")[0]
+    rows = [claim.row for claim in CLAIMS if claim.kind in ("measured", "differs")]
 
-    assert table.splitlines()[2:] == [claim.row for claim in CLAIMS]
+    assert table.splitlines()[2:] == rows
+    assert f"\n{len(CLAIMS) - len(rows)} other numbers" in page
 
 
 def test_claims_are_told_apart():
