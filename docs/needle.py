@@ -233,8 +233,8 @@ def page(found: Mapping[str, pl.DataFrame], images: Mapping[str, str]) -> str:
     kept = {model: rows.filter("full_right") for model, rows in of.items()}
     parts = [_head(of)]
     for model, rows in of.items():
-        parts += [f"## {NAMED[model]}", _full(rows), f"![{_ALT}]({images[model]})", _BY_PLACE]
-        parts += [_places(kept[model]), _BY_CELL, _grid(kept[model])]
+        parts += [f"## {NAMED[model]}", _full(rows), f"![{_ALT}]({images[model]})"]
+        parts += [_places(kept[model])]
     lines = [f"* {NAMED[model]}: {_middle(rows)}" for model, rows in kept.items()]
     parts += ["## The middle against the ends", _MIDDLE, "\n".join(lines)]
     parts += ["## Does the recall tell which answers are right?", _RECALL, _recall(kept)]
@@ -253,40 +253,40 @@ def _head(of: Mapping[str, pl.DataFrame]) -> str:
             f"{' and '.join(grid.budgets)} of prompt and response; an event after the prompt, and "
             f"every {grid.interval} rows."
         )
-    return "\n".join([_HEAD, *lines, "", _TASKS])
+    return "\n".join([_HEAD, *lines, "", _TASKS, "", _BY_PLACE])
 
 
 _HEAD = """# Needles by depth and length
 
-A fact stands somewhere in a long text, and the end of the prompt asks for it (Kamradt's needle in a haystack). Does the model still answer when a policy has evicted? [`kvsim live`](live.md) runs each policy on the model itself, which writes its answer from what is left: every value on this page has the [fidelity](concepts.md#fidelity) `closed`.
+A fact stands somewhere in a long text, and the end of the prompt asks for it (Kamradt's needle in a haystack). Does the model still answer when a policy has evicted? [`kvsim live`](live.md) runs each policy on the model itself, so every value here has the [fidelity](concepts.md#fidelity) `closed`.
 
 <!-- not run: takes half an hour, and this page is what it writes -->
 ```bash
 python docs/needle.py
 ```
 """
-_TASKS = """For SmolLM2 the text is Python's documentation, and the needle one sentence with a code (task `needle` of [`kvsim prompts`](quickstart.md#prompts-on-real-text)). For `tiny` it is a page of filler with 12 facts, and the question asks for two of them, next to each other in the text or nearly so; depth is the share of the page before them, up to 0.12 off. Each of the policies is of another kind: `streaming_llm` keeps the first and the most recent entries, `snapkv` what the question attends to, `expected_attention` what expected queries attend to, and `ams` gives each segment its quota. Responses are greedy."""
+_TASKS = """The text for SmolLM2 is Python's documentation, and the needle one sentence with a code (task `needle` of [`kvsim prompts`](quickstart.md#prompts-on-real-text)). For `tiny` it is a page of filler with 12 facts, of which the question asks for two, next to each other or nearly so; depth is the share of the page before them, up to 0.12 off. Responses are greedy.
+
+`streaming_llm` keeps the first and the most recent entries, `snapkv` what the question attends to, `expected_attention` what expected queries attend to; `ams` gives each segment its quota."""
 _ALT = "Share of right answers by depth of the needle and length of the prompt, a panel for each policy and budget"
 _BY_PLACE = (
-    "Right answers and needle recall by place: the *beginning* is depth 0.1, the *middle* 0.3 to "
-    "0.7, the *end* 0.9. Counts with Wilson's 95 % interval; recall is the share of the needle's "
-    "entries that rows of the response see, mean over layers, heads and prompts."
+    "The tables have right answers and needle recall by place: the *beginning* is depth 0.1, the "
+    "*middle* 0.3 to 0.7, the *end* 0.9. Counts have Wilson's 95 % interval. Recall is the share of "
+    "the needle's entries that rows of the response see, mean over layers, heads and prompts."
 )
-_BY_CELL = "Right answers, and recall, by length and depth:"
 _MIDDLE = (
-    "Prompts that the full cache answers right and the policy does not, in the middle against both "
-    "ends together; p is Fisher's exact test, two-sided. A difference is named where p is below "
-    f"{LEVEL} divided by the number of tests of the model."
+    "Wrong answers in the middle against both ends together; p is Fisher's exact test, two-sided. A "
+    f"difference is named where p is below {LEVEL} divided by the number of tests of the model."
 )
 _RECALL = (
     "Of all pairs of a right and a wrong answer under one policy and budget: the share in which the "
     "right one has more of its needle left (ties half). 50 % is chance."
 )
-_LIMITS = """## What this does not show
+_LIMITS = """## Limits
 
-* A needle is one kind of question: a single fact that stands out from its text. That a policy keeps it says nothing of tasks that need much of the text.
-* The question is at the end of the prompt when the policy evicts, which favours policies that look at the last rows. Asked later, `snapkv` could not know what to keep ([`--compress context`](concepts.md)).
-* Two small models, short texts and few prompts of each cell: read the intervals, and no cell of the grid alone."""
+* A needle is a single fact that stands out from its text. The results say nothing about tasks that need much of the text.
+* The question is at the end of the prompt when the policy evicts, which favours policies that look at the last rows. `--compress context` evicts [before the question](concepts.md#context-and-question).
+* Two small models, short texts and few prompts: read the intervals."""
 
 
 def _full(rows: pl.DataFrame) -> str:
@@ -294,8 +294,8 @@ def _full(rows: pl.DataFrame) -> str:
     tokens = rows["tokens"]
     return (
         f"Prompts of {tokens.min()} to {tokens.max()} tokens. With the full cache "
-        f"{proportion(int(prompts.sum()), len(prompts))} are answered right; the others are left "
-        "out below, since no policy is to blame for them."
+        f"{proportion(int(prompts.sum()), len(prompts))} are answered right; only these "
+        "count below."
     )
 
 
@@ -314,17 +314,6 @@ def _places(rows: pl.DataFrame) -> str:
         body.append([f"`{policy}`", share, *right, *recall])
     head = ["policy", "budget", *PLACES, "all", *(f"recall, {place}" for place in PLACES)]
     return markdown(head, body)
-
-
-def _grid(rows: pl.DataFrame) -> str:
-    depths = rows["depth"].unique().sort().to_list()
-    body = []
-    for policy, share, of in _each(rows):
-        for length in of["length"].unique().sort():
-            cells = [of.filter(length=length, depth=depth) for depth in depths]
-            counts = [f"{x['right'].sum()}/{len(x)}, {_percent(x['recall'])}" for x in cells]
-            body.append([f"`{policy}`", share, str(length), *counts])
-    return markdown(["policy", "budget", "length", *map(str, depths)], body)
 
 
 def _percent(values: pl.Series) -> str:
@@ -357,7 +346,7 @@ def _middle(rows: pl.DataFrame) -> str:
     others = f"no difference found in {rest} of {len(tests)} cells of a policy and a budget"
     by_content = [test for test in tests if NAMES[0] not in test[0]]
     a, b, c, d = (sum(test[at] for test in by_content) for at in (1, 2, 3, 4))
-    total = f"Without `{NAMES[0]}`, which goes by place alone"
+    total = f"Without `{NAMES[0]}`, which goes by place"
     total += f", {a} of {b} fail in the middle, and {c} of {d} at the ends"
     return f"{'; '.join([*texts, others])}. {total}."
 
