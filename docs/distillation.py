@@ -266,9 +266,9 @@ def training(rows: Sequence[Mapping[str, Any]]) -> str:
     verdicts = [(right(x) == right(x, "written")).sum() for x in (before, after)]
     return f"""{settings["steps"]} steps of {settings["batch"]} sequences, {run["seconds"] / 60:.0f} minutes of one CPU core. The divergence of a token under the policy falls from {curve[:tenth].mean():.2f} to {curve[-tenth:].mean():.2f} nats (means of the first and the last tenth of the steps).
 
-Under `{MAIN[0]}` with {MAIN[1]} entries, {count(before)} responses to held-out prompts are right before and {count(after)} after. That closes {gain / gap:.0%} of the gap to the full cache, with which {count(full[0])} are right before and {count(full[1])} after. Each head of layers 1 and 2 sees {before["seen"]:.0%} of the words of the prompt that the response takes before and {after["seen"]:.0%} after; with the full cache, such a word is read (attention above {READS}) by {full[0]["reading_heads"]:.1f} query heads before and {full[1]["reading_heads"]:.1f} after.
+Under `{MAIN[0]}` with {MAIN[1]} entries, {count(before)} responses to held-out prompts are right before and {count(after)} after. That closes {gain / gap:.0%} of the gap to the full cache, with which {count(full[0])} are right before and {count(full[1])} after. Each head of layers 1 and 2 sees {before["seen"]:.0%} of the needed words before and {after["seen"]:.0%} after; with the full cache, such a word is read (attention above {READS}) by {full[0]["reading_heads"]:.1f} query heads before and {full[1]["reading_heads"]:.1f} after.
 
-That a response is right is decided by running the right response through the live model: it is what the model writes if each of its tokens is the likeliest. In the main cell the model also wrote its own responses; the verdict is the same for {verdicts[0]} of {len(before["right"])} prompts before and {verdicts[1]} after."""
+A response counts as right if each token of the right one is the likeliest under the live model. In the main cell the model also wrote its own responses; the verdict is the same for {verdicts[0]} of {len(before["right"])} prompts before and {verdicts[1]} after."""
 
 
 def trials(rows: Sequence[Mapping[str, Any]]) -> str:
