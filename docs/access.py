@@ -155,7 +155,10 @@ def fronts(of_model: pl.DataFrame, *, mixed: bool = False) -> pl.DataFrame:
 
 
 def table(rows: pl.DataFrame) -> str:
-    """Both models: bytes as shares of the full cache's, and the error with its interval."""
+    """Both models: each policy on a front and the bound, with the error and its interval.
+
+    Bytes are shares of the full cache's.
+    """
     parts = []
     for model, title in TITLES.items():
         of_model = fronts(points(rows, model))
@@ -166,6 +169,8 @@ def table(rows: pl.DataFrame) -> str:
         for row in sorted(rows_of_model, key=lambda row: (names.index(row["name"]), row["budget"])):
             shares = [row[cost] / full[cost] for cost in ("bytes_held", "bytes_read")]
             marks = [row[f"front_{cost}"] for cost in ("bytes_held", "bytes_read")]
+            if not any(marks) and row["name"] != "topk (bound)":
+                continue
             body.append(
                 [
                     row["kind"],
