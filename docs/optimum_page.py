@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -50,6 +51,8 @@ SETS = {
     "unseen": "of the kind it was learned on",
     "smollm2-tasks": "few-shot, chat and needle prompts",
 }
+#: Presets that are no farther from their policy are not listed.
+NEAR = 0.05
 #: Columns of most tables.
 _COLUMNS = [{"model": model, "budget": budget} for model in NAMED for budget in BUDGETS]
 _HEAD = [f"{NAMED[c['model']]}, {c['budget']}" for c in _COLUMNS]
@@ -108,10 +111,26 @@ def best_first(rows: pl.DataFrame) -> list[str]:
 
 
 def shares(rows: pl.DataFrame, *, presets: bool) -> str:
-    """Share of the possible on unseen prompts, best first: of presets, or of all else."""
+    """Share of the possible on unseen prompts, best first: of presets that differ, or all else."""
     kept = compared(rows)
-    names = [name for name in best_first(kept) if ("@" in name.replace("@scaled", "")) == presets]
+    names = [name for name in best_first(kept) if _is_preset(name) == presets]
+    if presets:
+        names = [name for name in names if _differs(kept, name)]
     return markdown(["policy", *_HEAD], wide(kept, _COLUMNS, names))
+
+
+def _is_preset(name: str) -> bool:
+    return "@" in name.replace("@scaled", "")
+
+
+def _differs(rows: pl.DataFrame, preset: str) -> bool:
+    """Whether a column of a preset is more than NEAR from its policy's."""
+    base = re.sub(r"@(?!scaled)\w+", "", preset).removesuffix("@scaled")
+    both = [
+        rows.filter(pl.col("name").is_in(names)) for names in ([preset], [base, f"{base}@scaled"])
+    ]
+    pairs = both[0].join(both[1], on=["model", "budget"])
+    return pairs.is_empty() or (pairs["mean"] - pairs["mean_right"]).abs().max() > NEAR
 
 
 def seeds(rows: pl.DataFrame) -> str:
@@ -208,10 +227,10 @@ def paired(rows: pl.DataFrame) -> str:
     ahead = sum(sum(tested.sure(name)) for name in names)
     text = (
         f"In {ahead} of {len(tested.p)} comparisons with other policies the learned scorer is "
-        f"ahead beyond chance (p <= {ALPHA} after Holm's correction for all of them). That is no "
-        "fair contest: it was trained on this very metric, on prompts of the same kind, and most "
-        "of the others were fitted on nothing. Below are the simpler and the tuned ones, and all "
-        "others that it is not ahead of in every column:"
+        f"ahead beyond chance (p <= {ALPHA} after Holm's correction for all of them). It was "
+        "trained on this very metric, on prompts of the same kind; most of the others were fitted "
+        "on nothing. Listed are the simpler and the tuned ones, and all others that it is not "
+        "ahead of in every column:"
     )
     table = [[shown(name), *tested.cells(name)] for name in near]
     return f"{text}\n\n{markdown(['learned less', *_HEAD], table)}"
