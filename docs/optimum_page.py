@@ -51,8 +51,10 @@ SETS = {
     "unseen": "of the kind it was learned on",
     "smollm2-tasks": "few-shot, chat and needle prompts",
 }
-#: Presets that are no farther from their policy are not listed.
-NEAR = 0.05
+#: What the table of shares lists: policies above HIGH in a column, presets that differ from their
+#: policy by more than NEAR, and these.
+HIGH, NEAR = 0.9, 0.05
+LISTED = ("h2o", "snapkv@scaled", "expected_attention", "streaming_llm", "random")
 #: Columns of most tables.
 _COLUMNS = [{"model": model, "budget": budget} for model in NAMED for budget in BUDGETS]
 _HEAD = [f"{NAMED[c['model']]}, {c['budget']}" for c in _COLUMNS]
@@ -110,27 +112,25 @@ def best_first(rows: pl.DataFrame) -> list[str]:
     return means.sort("mean", descending=True, maintain_order=True)["name"].to_list()
 
 
-def shares(rows: pl.DataFrame, *, presets: bool) -> str:
-    """Share of the possible on unseen prompts, best first: of presets that differ, or all else."""
+def shares(rows: pl.DataFrame) -> str:
+    """Share of the possible on unseen prompts, best first, above HIGH in a column, and LISTED.
+
+    Presets are listed where a column is more than NEAR from their policy's.
+    """
     kept = compared(rows)
-    names = [name for name in best_first(kept) if _is_preset(name) == presets]
-    if presets:
-        names = [name for name in names if _differs(kept, name)]
+    high = {*kept.filter(pl.col("mean") > HIGH)["name"], *LISTED}
+    names = [name for name in best_first(kept) if name in high and _is_news(kept, name)]
     return markdown(["policy", *_HEAD], wide(kept, _COLUMNS, names))
 
 
-def _is_preset(name: str) -> bool:
-    return "@" in name.replace("@scaled", "")
-
-
-def _differs(rows: pl.DataFrame, preset: str) -> bool:
-    """Whether a column of a preset is more than NEAR from its policy's."""
-    base = re.sub(r"@(?!scaled)\w+", "", preset).removesuffix("@scaled")
-    both = [
-        rows.filter(pl.col("name").is_in(names)) for names in ([preset], [base, f"{base}@scaled"])
-    ]
-    pairs = both[0].join(both[1], on=["model", "budget"])
-    return pairs.is_empty() or (pairs["mean"] - pairs["mean_right"]).abs().max() > NEAR
+def _is_news(rows: pl.DataFrame, name: str) -> bool:
+    """Whether a name is no preset, or one whose shares differ from its policy's."""
+    if not re.search(r"@(?!scaled)", name):
+        return True
+    base = re.sub(r"@\w+", "", name)
+    plain = rows.filter(pl.col("name").is_in([base, f"{base}@scaled"]))
+    pairs = rows.filter(name=name).join(plain, on=["model", "budget"])
+    return bool((pairs["mean"] - pairs["mean_right"]).abs().max() > NEAR)
 
 
 def seeds(rows: pl.DataFrame) -> str:
@@ -323,8 +323,7 @@ def write(lines: Sequence[dict[str, Any]], page: Path) -> None:
     rows = with_intervals(lines)
     text = page.read_text("utf-8")
     parts = {
-        "shares": shares(rows, presets=False),
-        "presets": shares(rows, presets=True),
+        "shares": shares(rows),
         "paired": paired(rows),
         "parameters": parameters(rows),
         "seeds": seeds(rows),
