@@ -173,7 +173,6 @@ def table(rows: pl.DataFrame) -> str:
                 continue
             body.append(
                 [
-                    row["kind"],
                     row["name"],
                     "-" if row["name"] in FREE else str(row["budget"]),
                     *(
@@ -183,7 +182,7 @@ def table(rows: pl.DataFrame) -> str:
                     f"{row['output_error']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
                 ]
             )
-        head = ["kind", "policy", "budget", "bytes held", "bytes read", "output error"]
+        head = ["policy", "budget", "bytes held", "bytes read", "output error"]
         mib = full["bytes_held"] / 2**20
         parts.append(
             f"**{title}**, {full['n']} prompts; the full cache has {mib:.1f} MiB, "
