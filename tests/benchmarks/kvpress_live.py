@@ -286,7 +286,7 @@ def main() -> None:
     print(*lines, sep="\n")
     if given.doc:
         marks = (f"<!-- {x} kvpress {given.model} -->" for x in ("begin", "end"))
-        put(given.doc, lines, *marks)
+        put(given.doc, [line for line in lines if not line.startswith("  ")], *marks)
 
 
 if __name__ == "__main__":
