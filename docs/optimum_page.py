@@ -47,10 +47,7 @@ SHOWN = {
     "text": "learned on texts",
     "learned": "**learned**",
 }
-SETS = {
-    "unseen": "of the kind it was learned on",
-    "smollm2-tasks": "few-shot, chat and needle prompts",
-}
+SETS = {"unseen": "", "smollm2-tasks": " tasks"}
 #: What the table of shares lists: policies above HIGH in a column, presets that differ from their
 #: policy by more than NEAR, and these.
 HIGH, NEAR = 0.9, 0.05
@@ -241,7 +238,7 @@ def transfer(rows: pl.DataFrame) -> str:
     kept = rows.filter(part="transfer", metric="possible_share")
     tests = kept.select("model", "test").unique(maintain_order=True).rows()
     columns = [{"model": m, "test": t, "budget": b} for m, t in tests for b in BUDGETS]
-    head = ["scorer", *(f"{NAMED[c['model']]}, {SETS[c['test']]}, {c['budget']}" for c in columns)]
+    head = ["scorer", *(f"{NAMED[c['model']]}{SETS[c['test']]}, {c['budget']}" for c in columns)]
     return markdown(head, wide(kept, columns, ["tiny", "smollm2", "h2o"]))
 
 
