@@ -9,8 +9,6 @@ heads read, over rows after the prompt; scores of pages are no useful operations
 needs them. Neighbouring rows of a text read much the same pages, those of random queries do not:
 `drift` is the share of a query that the next one takes over. Processor time of one thread, because
 ratios of wall time say nothing on a busy machine.
-
-With `--doc docs/performance.md` the report is put into that page.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +27,6 @@ from tests.benchmarks.replay import SMALLEST, Size, fresh
 
 AIM = dataclasses.replace(replay.AIM, repeats=2)
 
-BEGIN, END = "<!-- begin reading -->", "<!-- end reading -->"
 #: Share of a query that is the one before, by name.
 DRIFTS = {"random rows": 0.0, "rows that drift": 0.95}
 READERS = {
@@ -113,19 +109,12 @@ def record_bytes(size: Size) -> int:
 
 
 def main() -> None:
-    """Print the report, or put it into a page."""
+    """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smallest", action="store_true")
-    parser.add_argument("--doc", type=Path)
     options = parser.parse_args()
     _, lines = run(SMALLEST if options.smallest else AIM)
-    report = "\n".join(lines)
-    print(report)
-    if options.doc is not None:
-        page = options.doc.read_text()
-        before, _, rest = page.partition(BEGIN)
-        after = rest.partition(END)[2]
-        options.doc.write_text(f"{before}{BEGIN}\n```text\n{report}\n```\n{END}{after}")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ Prints
 * the rate of the two products and the exponential in between, with nothing else.
 * for policies that evict after every row, the time of a row against reading the live keys once.
 * the time that each part takes.
-
-With `--doc docs/performance.md` the report is put into that page.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ import torch
 import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.seen import ROWS
-
-BEGIN, END = "<!-- begin benchmark -->", "<!-- end benchmark -->"
 
 
 @dataclass(frozen=True)
@@ -179,7 +175,7 @@ def run(size: Size, rows: Size) -> tuple[dict[str, float], list[str]]:
     return ratios, lines
 
 
-def put(page: Path, lines: list[str], begin: str = BEGIN, end: str = END) -> None:
+def put(page: Path, lines: list[str], begin: str, end: str) -> None:
     """Replace what stands between two marks of a page by the report."""
     head, _, rest = page.read_text("utf-8").partition(begin)
     _, _, tail = rest.partition(end)
@@ -191,12 +187,9 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smallest", action="store_true", help="seconds instead of a minute")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
     options = parser.parse_args()
     _, lines = run(*((SMALLEST, SMALLEST_ROWS) if options.smallest else (AIM, AIM_ROWS)))
     print("\n".join(lines))
-    if options.doc:
-        put(options.doc, lines)
 
 
 if __name__ == "__main__":
