@@ -268,26 +268,26 @@ def page(found: Found) -> str:
 
 METHOD = (
     "Samples of which exact chains remain when a policy has evicted, with Wilson's 95 % interval. "
-    "The model reads prompt and right response, and every row of the response sees in every layer "
-    "and KV head only what the policy left it; what one layer loses reaches the next. A chain is "
-    "exact if each of its words is the most likely one after the right words before it, and then "
-    "greedy decoding under the same evictions writes it too. **Fidelity:** what leaves when was "
-    "decided by a replay over the trace of the full cache (open loop). What eviction does to the "
-    "model does not reach the policies, as it would in a live run. Budgets are shares of the whole "
-    "length, for each layer and KV head; all policies evict after the prompt and after each "
-    f"{INTERVAL} rows behind it, as the catalogue has them but for windows of {WINDOW['window']} "
-    "rows and the sizes of `lagkv` and `ams`, made smaller. `oracle` ranks by the attention of "
-    "later rows. Levels and budgets were chosen, on other samples, where policies differ."
+    "The model reads prompt and right response; in every layer and KV head, rows of the response "
+    "see only what the policy left, and what one layer loses reaches the next. A chain is exact if "
+    "each of its words is the most likely one after the right words before it; then greedy "
+    "decoding under the same evictions writes it too. **Fidelity:** policies decide in a replay of "
+    "the full cache's trace (open loop), so what eviction does to the model does not reach them, "
+    "as it would in a live run. Budgets are shares of the whole length, for each layer and KV "
+    f"head. All policies evict after the prompt and every {INTERVAL} rows, with windows of "
+    f"{WINDOW['window']} rows, smaller sizes for `lagkv` and `ams`, and otherwise the parameters "
+    "of the catalogue. `oracle` ranks by the attention of later rows. Levels and budgets were "
+    "chosen, on other samples, where policies differ."
 )
 SEPARATE = (
-    "*groups*: the policies, without the oracle, fall into so many groups such that every interval "
-    "of one lies below every interval of the next. *three groups*: the same with three groups, for "
-    "as many policies as possible; the others' intervals reach over a gap. In parentheses exact "
-    "chains."
+    "*groups*: the policies without the oracle fall into so many groups that every interval of one "
+    "lies below every interval of the next; cells with a single group are left out. *three "
+    "groups*: the same with three groups and as many policies as possible; the intervals of the "
+    "others reach over a gap. In parentheses exact chains."
 )
 OTHERS = (
-    "The share of the chain before its first wrong word, and the share of the response's words "
-    "that are right, each given the right words before it; means:"
+    "Mean share of the chain before its first wrong word, and mean share of the response's words "
+    "that are right, each given the right words before it:"
 )
 
 
@@ -318,13 +318,13 @@ def _by_policy(counts: Sequence[Count]) -> dict[str, dict[float, Count]]:
 
 
 def _chains(counts: Sequence[Count]) -> str:
-    """Exact chains by policy and budget."""
+    """Exact chains by policy and budget; policies with the same numbers share a row."""
     shares = budgets_of(counts)
-    rows = [
-        [f"`{name}`"]
-        + [proportion(cells[b].chain, cells[b].n) if b in cells else "" for b in shares]
-        for name, cells in _by_policy(counts).items()
-    ]
+    same: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in _by_policy(counts).items():
+        row = [proportion(cells[b].chain, cells[b].n) if b in cells else "" for b in shares]
+        same.setdefault(tuple(row), []).append(f"`{name}`")
+    rows = [[", ".join(names), *row] for row, names in same.items()]
     return table(["policy", *(f"{b:.0%}" for b in shares)], rows)
 
 
@@ -337,7 +337,8 @@ def _separate(found: Found) -> str:
             inside = {one.policy for group in three for one in group}
             others = ", ".join(one.policy for one in known if one.policy not in inside)
             row = [_title(cell), f"{budget:.0%}", f"{len(groups(known))}"]
-            rows.append([*row, " < ".join(map(_group, three)), others if three else ""])
+            if row[-1] != "1":
+                rows.append([*row, " < ".join(map(_group, three)), others if three else ""])
     return table(["task", "budget", "groups", "three groups", "others"], rows)
 
 

@@ -24,7 +24,7 @@ from kvsim.tiny.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 
 MISSING = "Not measured for these weights."
-POINTS = 12  # rows of the table of a training curve, at most
+POINTS = 6  # rows of the table of a training curve, at most
 #: The role of a head is where it puts at least this share of its attention: sink on the first
 #: positions, marks on punctuation, local on the last positions (all three `RESTS`), retrieval on
 #: the position that some word needs.
@@ -51,7 +51,6 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
         "layers": layers,
         "removed": removed,
         "attention": attention,
-        "retrieval": retrieval,
         "curve": curve,
     }
     return {
@@ -269,50 +268,46 @@ def accuracy(rows: Sequence[Row]) -> str:
 
 
 def details(rows: Sequence[Row]) -> str:
-    """Return the table of the other measurements of responses, a row for each task and level."""
+    """Return reports, answers and first errors of the tasks and levels that have errors."""
     body = [
-        [task, str(level), _span(row["tokens"]), f"{row['reach']:.0f}", str(row["n"])]
-        + [proportion(row[name], row["n"]) for name in ("report", "answer")]
-        + [f"{row['right']:.4f}", _counts(row["errors"])]
+        [
+            *(task, str(level)),
+            *(proportion(row[name], row["n"]) for name in ("report", "answer")),
+            *(f"{row['right']:.4f}", _counts(row["errors"])),
+        ]
         for (task, level), row in best(rows, "accuracy").items()
+        if row["errors"]
     ]
-    head = ["task", "level", "tokens", "reach", "prompts", "report", "answer", "right words"]
-    return table([*head, "first wrong word"], body) if body else ""
+    head = ["task", "level", "report", "answer", "right words", "first wrong word"]
+    return table(head, body) if body else ""
 
 
 def _counts(errors: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {n}" for name, n in Counter(errors).most_common()) or "none"
+    return ", ".join(f"{name} {n}" for name, n in Counter(errors).most_common())
 
 
 def layers(rows: Sequence[Row]) -> str:
-    """Return exact chains and right words without the attention of a layer, and the least loss."""
+    """Return exact chains and right words without the attention of a layer.
+
+    Layers with the same values share a row.
+    """
     cells = best(rows, "ablation")
     if not cells:
         return ""
     parts = [name for name in next(iter(cells.values()))["removed"] if "head" not in name]
-    loss: dict[str, tuple[float, str]] = {}
-    for (task, _), row in cells.items():
-        without, n = row["removed"], row["n"]
-        for part in parts[1:]:
-            points = 100 * (without["nothing"]["exact"] - without[part]["exact"]) / n
-            loss[part] = min(loss.get(part, (math.inf, "")), (points, task))
-    body = [
-        ["nothing" if part == parts[0] else _part(part)]
-        + [
-            f"{row['removed'][part]['exact']}/{row['n']}, {row['removed'][part]['right']:.3f}"
-            for row in cells.values()
-        ]
-        for part in parts
+    same: dict[tuple[str, ...], list[str]] = {}
+    for part in parts[1:]:
+        same.setdefault(_without(cells, part), []).append(part)
+    body = [["nothing", *_without(cells, parts[0])]]
+    body += [
+        ["; ".join(names).replace(", mean", " (mean)"), *values] for values, names in same.items()
     ]
-    head = ["without", *(task for task, _ in cells)]
-    least = "; ".join(f"{_part(p)}: {points:.0f} ({task})" for p, (points, task) in loss.items())
-    return (
-        f"{table(head, body)}\n\nSmallest loss over the tasks, in points of exact chains: {least}."
-    )
+    return table(["without", *(task for task, _ in cells)], body)
 
 
-def _part(name: str) -> str:
-    return name.replace(", mean", " (mean)")
+def _without(cells: Mapping[tuple[str, int], Row], part: str) -> tuple[str, ...]:
+    shares = ((row["removed"][part], row["n"]) for row in cells.values())
+    return tuple(f"{each['exact']}/{n}, {each['right']:.3f}" for each, n in shares)
 
 
 def removed(rows: Sequence[Row]) -> str:
@@ -341,57 +336,44 @@ def roles(head: Row) -> list[str]:
 
 
 def attention(rows: Sequence[Row]) -> str:
-    """Return where the attention of each head goes, its roles, and the heads of each role."""
+    """Return where the attention of each head goes, and its roles.
+
+    Heads of a layer without a role share a row, with ranges.
+    """
     measured = heads(rows)
     if not measured:
         return ""
-    body = []
-    heads_of: dict[int, dict[str, list[str]]] = {}
+    rows_of: dict[tuple[int, int], list[Row]] = {}
     for each in measured:
-        shares = [f"{each[name]:.2f}" for name in FIGURES[:-1]]
-        cells = [f"{each['effective']:.1f}", ", ".join(roles(each)), _finds(each)]
-        body.append([str(each["layer"]), str(each["head"]), *shares, *cells])
-        for role in roles(each):
-            heads_of.setdefault(each["layer"], {}).setdefault(role, []).append(str(each["head"]))
+        alone = each["head"] if roles(each) != ["mixed"] else -1
+        rows_of.setdefault((each["layer"], alone), []).append(each)
+    body = [
+        [
+            str(same[0]["layer"]),
+            ", ".join(str(each["head"]) for each in same),
+            *(_range(same, name, ".2f") for name in FIGURES[:-1]),
+            _range(same, "effective", ".1f"),
+            ", ".join(roles(same[0])),
+            _finds(same[0]),
+        ]
+        for same in rows_of.values()
+    ]
     first = ["layer", "query head", f"first {FIRST}", "marks", f"last {LAST}", "chain before"]
     head = [*first, "effective tokens", "role", "retrieves"]
     means = (
-        f"With at least {RESTS:.2f} of its attention there a head is called a *sink* (on the first "
-        f"{FIRST} positions), *marks* or *local* (on the last {LAST}); it is a *retrieval* head "
-        f"with at least {RETRIEVAL:.2f} on the very position that a word is looked up from, on "
-        "average over such words, and the last column says which words."
+        f"Roles: *sink*, *marks* and *local* have at least {RESTS:.2f} of the attention on the "
+        f"first {FIRST} positions, on marks and on the last {LAST}; *retrieval* has at least "
+        f"{RETRIEVAL:.2f} on the very position that a word is looked up from, on average over the "
+        "words in the last column."
     )
-    lines = [
-        f"* Layer {layer}: "
-        + "; ".join(f"{role} {', '.join(names)}" for role, names in sorted(by_role.items()))
-        for layer, by_role in heads_of.items()
-    ]
-    later = [each for each in measured if each["layer"]]
-    most = ", ".join(
-        f"{max(each[name] for each in later):.2f} on {where}"
-        for name, where in zip(FIGURES[:3], ("the first", "marks", "the last"), strict=True)
-    )
-    most = f"The largest shares of a head behind layer 0: {most}."
-    return "\n\n".join([means, table(head, body), "\n".join(lines), most])
+    return f"{means}\n\n{table(head, body)}"
+
+
+def _range(same: Sequence[Row], name: str, spec: str) -> str:
+    low, high = (format(bound(each[name] for each in same), spec) for bound in (min, max))
+    return low if low == high else f"{low}-{high}"
 
 
 def _finds(head: Row) -> str:
     masses = {name: mass for name, mass in head["mass"].items() if mass >= RETRIEVAL}
     return "; ".join(f"{name} {mass:.2f}" for name, mass in masses.items())
-
-
-def retrieval(rows: Sequence[Row]) -> str:
-    """Return for each layer and need the head with the most mass on the needed position."""
-    measured = heads(rows)
-    if not measured:
-        return ""
-    numbers = sorted({each["layer"] for each in measured})
-    body = []
-    for name in measured[0]["mass"]:
-        cells = []
-        for number in numbers:
-            same = [each for each in measured if each["layer"] == number]
-            top = max(same, key=lambda each: each["mass"][name])
-            cells.append(f"{top['mass'][name]:.2f} (head {top['head']})")
-        body.append([name, *cells])
-    return table(["needed for", *(f"layer {number}" for number in numbers)], body)

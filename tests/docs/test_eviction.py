@@ -191,9 +191,9 @@ def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys
     assert text.endswith("\n<!-- end eviction -->\nbehind\n")
     lines = text.splitlines()
     assert lines.count("| policy | 15% | 30% |") == 2
-    for name in ("full", "oracle", "random", "snapkv"):
-        assert sum(line.startswith(f"| `{name}` | 0/2 (0-66 %) |") for line in lines) == 2
-    assert "| walk, level 1 | 30% | 1 |  |  |" in lines
+    for policies in ("`full`", "`oracle`, `random`, `snapkv`"):
+        assert sum(line.startswith(f"| {policies} | 0/2 (0-66 %) |") for line in lines) == 2
+    assert not any(line.startswith("| walk, level 1 | ") for line in lines)
     assert (tmp_path / "f.png").stat().st_size > 10_000
     read = eviction.read(
         eviction.Results(results, eviction.digest(folder)),

@@ -384,8 +384,8 @@ def test_tables_without_measurements_say_so(folder):
     assert "3 layers" in texts["architecture"]
 
 
-def test_the_smallest_loss_is_that_of_the_task_that_suffers_least():
-    """The line below the table of layers names it, in points."""
+def test_layers_with_the_same_values_share_a_row_of_the_card():
+    """A row names all layers whose removal leaves the same shares."""
     rows = [
         {
             "part": "ablation",
@@ -395,13 +395,18 @@ def test_the_smallest_loss_is_that_of_the_task_that_suffers_least():
             "removed": {
                 "nothing": {"exact": whole, "right": 1.0},
                 "layer 0": {"exact": without, "right": 0.5},
+                "layer 0, mean": {"exact": without, "right": 0.25},
+                "layer 1": {"exact": without, "right": 0.5},
                 "head 0.0": {"exact": 3, "right": 0.5},
             },
         }
         for task, whole, without in (("walk", 10, 2), ("get", 9, 6))
     ]
 
-    assert card.layers(rows).endswith("in points of exact chains: layer 0: 30 (get).")
+    assert card.layers(rows).splitlines()[3:] == [
+        "| layer 0; layer 1 | 2/10, 0.500 | 6/10, 0.500 |",
+        "| layer 0 (mean) | 2/10, 0.250 | 6/10, 0.250 |",
+    ]
     assert card.removed(rows).splitlines()[-1] == "| 0.0 | 3/10 | 3/10 |"
 
 
