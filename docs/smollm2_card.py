@@ -122,24 +122,10 @@ def _cell(right: Sequence[bool]) -> str:
     return f"**{text}**" if share >= SOLVED else text
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line per length: which tasks count as tests of policies, and which do not."""
-    lines = ["| length | tests of policies | too hard |", "| --- | --- | --- |"]
-    for length in sorted({row["length"] for row in rows}):
-        kinds: dict[bool, list[str]] = {True: [], False: []}
-        for task in TASKS:
-            right = [r["right"] for r in rows if (r["task"], r["length"]) == (task, length)]
-            if right:
-                kinds[sum(right) / len(right) >= SOLVED].append(f"`{task}`")
-        lines.append(f"| {length} | {', '.join(kinds[True])} | {', '.join(kinds[False])} |")
-    return lines
-
-
 def page(text: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the page with its generated parts."""
     parts = {
         "lengths": table(rows, "length", TASKS),
-        "verdicts": verdicts(rows),
         "depths": table(rows, "depth", [task for task in TASKS if task not in DEPTHLESS]),
     }
     for name, lines in parts.items():
