@@ -113,10 +113,13 @@ def _link(paper: str) -> str:
     return f"[{paper}](https://arxiv.org/abs/{number}) " if number != paper else paper
 
 
+def _values(params: Mapping[str, object]) -> str:
+    return ", ".join(f"`{key}={value}`" for key, value in params.items())
+
+
 def policy_notes() -> str:
-    """For each policy the docstrings of its files, its schedules and its parameters."""
-    from kvsim.cli.listing import fires  # noqa: PLC0415 - as policies()
-    from kvsim.policies import CATALOGUE, describe  # noqa: PLC0415
+    """For each policy the docstrings of its files and its parameters."""
+    from kvsim.policies import CATALOGUE, describe  # noqa: PLC0415 - as policies()
 
     parts: list[str] = []
     told: dict[str, str] = {}
@@ -140,16 +143,24 @@ def policy_notes() -> str:
             docs.append(f"The {what} is under {' and '.join(elsewhere)}.")
         elif elsewhere:
             docs.append(f"Keeps {entry.summary}. The rule is under {' and '.join(elsewhere)}.")
-        lines = ["| name | evicts after | parameters |", "| --- | --- | --- |"]
-        accepts: dict[str, str] = {}
-        for full_name in (name, *(f"{name}@{preset}" for preset in entry.presets)):
+        base = describe(name).params
+        lines = [
+            "| name | parameters |",
+            "| --- | --- |",
+            f"| `{name}` | {_values(base) or 'none'} |",
+        ]
+        accepts = dict(describe(name).accepts)
+        for full_name in (f"{name}@{preset}" for preset in entry.presets):
             one = describe(full_name)
-            params = ", ".join(f"`{key}={value}`" for key, value in one.params.items())
-            lines.append(f"| `{full_name}` | {fires(one)} | {params or 'none'} |")
+            changed = {key: x for key, x in one.params.items() if x != base.get(key)}
+            params = f"the same but {_values(changed)}" if changed else "the same"
+            if one.params.keys() != base.keys():
+                params = _values(one.params) or "none"
+            lines.append(f"| `{full_name}` | {params} |")
             accepts = {**one.accepts, **accepts}
-        if accepts:
-            lines += ["", "| parameter | allowed values |", "| --- | --- |"]
-            lines += [f"| `{key}` | {expected} |" for key, expected in accepts.items()]
+        allowed = "; ".join(f"`{key}` {expected}" for key, expected in accepts.items())
+        if allowed:
+            lines += ["", f"Allowed: {allowed}."]
         parts.append("\n\n".join([f"## {name}", *docs, "\n".join(lines)]))
     return "\n" + "\n\n".join(parts) + "\n"
 
