@@ -259,25 +259,27 @@ Found = dict[tuple[str, int], list[Count]]
 
 def page(found: Found) -> str:
     """Tables and statements, for the card."""
-    parts = [METHOD]
+    (n,) = {one.n for counts in found.values() for one in counts}
+    known = ", ".join(proportion(n * share // 4, n) for share in range(5))
+    parts = [METHOD, f"Counts are of {n} samples; Wilson's 95 % intervals: {known}."]
     for cell, counts in found.items():
-        parts += [f"{_title(cell)}, {counts[0].n} samples:", _chains(counts)]
+        parts += [f"{_title(cell)}:", _chains(counts)]
     parts += [SEPARATE, _separate(found), OTHERS, _others(found)]
     return "\n\n".join(parts)
 
 
 METHOD = (
-    "Samples of which exact chains remain when a policy has evicted, with Wilson's 95 % interval. "
-    "The model reads prompt and right response; in every layer and KV head, rows of the response "
-    "see only what the policy left, and what one layer loses reaches the next. A chain is exact if "
-    "each of its words is the most likely one after the right words before it; then greedy "
-    "decoding under the same evictions writes it too. **Fidelity:** policies decide in a replay of "
-    "the full cache's trace (open loop), so what eviction does to the model does not reach them, "
-    "as it would in a live run. Budgets are shares of the whole length, for each layer and KV "
-    f"head. All policies evict after the prompt and every {INTERVAL} rows, with windows of "
-    f"{WINDOW['window']} rows, smaller sizes for `lagkv` and `ams`, and otherwise the parameters "
-    "of the catalogue. `oracle` ranks by the attention of later rows. Levels and budgets were "
-    "chosen, on other samples, where policies differ."
+    "Samples of which exact chains remain when a policy has evicted. The model reads prompt and "
+    "right response; in every layer and KV head, rows of the response see only what the policy "
+    "left, and what one layer loses reaches the next. A chain is exact if each of its words is the "
+    "most likely one after the right words before it; then greedy decoding under the same "
+    "evictions writes it too. **Fidelity:** policies decide in a replay of the full cache's trace "
+    "(open loop), so what eviction does to the model does not reach them, as it would in a live "
+    "run. Budgets are shares of the whole length, for each layer and KV head. All policies evict "
+    f"after the prompt and every {INTERVAL} rows, with windows of {WINDOW['window']} rows, smaller "
+    "sizes for `lagkv` and `ams`, and otherwise the parameters of the catalogue. `oracle` ranks by "
+    "the attention of later rows. Levels and budgets were chosen, on other samples, where policies "
+    "differ."
 )
 SEPARATE = (
     "*groups*: the policies without the oracle fall into so many groups that every interval of one "
@@ -322,7 +324,7 @@ def _chains(counts: Sequence[Count]) -> str:
     shares = budgets_of(counts)
     same: dict[tuple[str, ...], list[str]] = {}
     for name, cells in _by_policy(counts).items():
-        row = [proportion(cells[b].chain, cells[b].n) if b in cells else "" for b in shares]
+        row = [str(cells[b].chain) if b in cells else "" for b in shares]
         same.setdefault(tuple(row), []).append(f"`{name}`")
     rows = [[", ".join(names), *row] for row, names in same.items()]
     return table(["policy", *(f"{b:.0%}" for b in shares)], rows)

@@ -12,7 +12,7 @@ import inspect
 import io
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,8 @@ def access() -> str:
     for name, entry in ACCESS.items():
         first = told.setdefault(entry.piece, name)
         doc = inspect.cleandoc(entry.piece.__doc__ or "")
-        rows = ["| parameter | default | allowed values |", "| --- | --- | --- |"]
-        described = describe(name)
-        rows += [
-            f"| `{key}` | `{x}` | {described.accepts[key]} |" for key, x in described.params.items()
-        ]
         rule = doc if first == name else f"As [{first}](#{first})."
-        parts.append("\n\n".join([f"## {name}", rule, "\n".join(rows)]))
+        parts.append("\n\n".join([f"## {name}", rule, _parameters(name, entry.presets)]))
     return "\n".join(["", "\n\n".join(parts), ""])
 
 
@@ -113,13 +108,33 @@ def _link(paper: str) -> str:
     return f"[{paper}](https://arxiv.org/abs/{number}) " if number != paper else paper
 
 
+def _parameters(name: str, presets: Iterable[str]) -> str:
+    """Values of a policy's parameters, those that its presets change, and choices of words."""
+    from kvsim.policies import describe  # noqa: PLC0415 - as policies()
+
+    base = describe(name)
+    choices = dict(base.accepts)
+    lines = ["| name | parameters |", "| --- | --- |"]
+    lines.append(f"| `{name}` | {_values(base.params) or 'none'} |")
+    for full_name in (f"{name}@{preset}" for preset in presets):
+        one = describe(full_name)
+        changed = {key: x for key, x in one.params.items() if x != base.params.get(key)}
+        values = f"the same but {_values(changed)}" if changed else "the same"
+        if one.params.keys() != base.params.keys():
+            values = _values(one.params) or "none"
+        lines.append(f"| `{full_name}` | {values} |")
+        choices = {**one.accepts, **choices}
+    words = [f"`{key}` {expected}" for key, expected in choices.items() if "'" in expected]
+    return "\n".join([*lines, *(["", f"Choices: {'; '.join(words)}."] if words else [])])
+
+
 def _values(params: Mapping[str, object]) -> str:
     return ", ".join(f"`{key}={value}`" for key, value in params.items())
 
 
 def policy_notes() -> str:
     """For each policy the docstrings of its files and its parameters."""
-    from kvsim.policies import CATALOGUE, describe  # noqa: PLC0415 - as policies()
+    from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
 
     parts: list[str] = []
     told: dict[str, str] = {}
@@ -143,25 +158,7 @@ def policy_notes() -> str:
             docs.append(f"The {what} is under {' and '.join(elsewhere)}.")
         elif elsewhere:
             docs.append(f"Keeps {entry.summary}. The rule is under {' and '.join(elsewhere)}.")
-        base = describe(name).params
-        lines = [
-            "| name | parameters |",
-            "| --- | --- |",
-            f"| `{name}` | {_values(base) or 'none'} |",
-        ]
-        accepts = dict(describe(name).accepts)
-        for full_name in (f"{name}@{preset}" for preset in entry.presets):
-            one = describe(full_name)
-            changed = {key: x for key, x in one.params.items() if x != base.get(key)}
-            params = f"the same but {_values(changed)}" if changed else "the same"
-            if one.params.keys() != base.keys():
-                params = _values(one.params) or "none"
-            lines.append(f"| `{full_name}` | {params} |")
-            accepts = {**one.accepts, **accepts}
-        allowed = "; ".join(f"`{key}` {expected}" for key, expected in accepts.items())
-        if allowed:
-            lines += ["", f"Allowed: {allowed}."]
-        parts.append("\n\n".join([f"## {name}", *docs, "\n".join(lines)]))
+        parts.append("\n\n".join([f"## {name}", *docs, _parameters(name, entry.presets)]))
     return "\n" + "\n\n".join(parts) + "\n"
 
 
