@@ -47,7 +47,6 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
     summary = json.loads((model / "training.json").read_text("utf-8"))
     measured: dict[str, Callable[[Sequence[Row]], str]] = {
         "accuracy": accuracy,
-        "details": details,
         "layers": layers,
         "removed": removed,
         "attention": attention,
@@ -249,37 +248,29 @@ def curve(rows: Sequence[Row]) -> str:
 
 
 def accuracy(rows: Sequence[Row]) -> str:
-    """Return the table of exact chains for each task and level."""
+    """Return exact chains of each level, and what went wrong in the cells with errors."""
     cells = best(rows, "accuracy")
     if not cells:
         return ""
-    numbers = sorted({level for _, level in cells})
-
-    def cell(measured: Sequence[Row]) -> str:
-        n = sum(row["n"] for row in measured)
-        return proportion(sum(row["chain"] for row in measured), n) if n else ""
-
-    body = [
-        [task] + [cell([cells[task, level]] if (task, level) in cells else []) for level in numbers]
-        for task in TASKS
+    levels_: dict[int, list[Row]] = {}
+    for (_, level), row in cells.items():
+        levels_.setdefault(level, []).append(row)
+    pooled = [
+        proportion(sum(row["chain"] for row in same), sum(row["n"] for row in same))
+        for _, same in sorted(levels_.items())
     ]
-    pooled = [cell([row for (_, at), row in cells.items() if at == level]) for level in numbers]
-    return table(["task", *(f"level {n}" for n in numbers)], [*body, ["together", *pooled]])
-
-
-def details(rows: Sequence[Row]) -> str:
-    """Return reports, answers and first errors of the tasks and levels that have errors."""
     body = [
         [
             *(task, str(level)),
-            *(proportion(row[name], row["n"]) for name in ("report", "answer")),
+            *(proportion(row[name], row["n"]) for name in ("chain", "report", "answer")),
             *(f"{row['right']:.4f}", _counts(row["errors"])),
         ]
-        for (task, level), row in best(rows, "accuracy").items()
+        for (task, level), row in cells.items()
         if row["errors"]
     ]
-    head = ["task", "level", "report", "answer", "right words", "first wrong word"]
-    return table(head, body) if body else ""
+    head = ["task", "level", "chain", "report", "answer", "right words", "first wrong word"]
+    together = table(["", *(f"level {level}" for level in sorted(levels_))], [["all", *pooled]])
+    return f"{together}\n\nTasks and levels with errors:\n\n{table(head, body)}"
 
 
 def _counts(errors: Mapping[str, int]) -> str:
