@@ -48,7 +48,6 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
     measured: dict[str, Callable[[Sequence[Row]], str]] = {
         "accuracy": accuracy,
         "layers": layers,
-        "removed": removed,
         "attention": attention,
         "curve": curve,
     }
@@ -179,7 +178,7 @@ def training(summary: Row) -> str:
     progress, settings = summary["progress"], summary["settings"]
     stages, passed = settings["stages"], progress["passed"]
     curriculum = passed[-1] if len(passed) == len(stages) else progress["step"]
-    text = (
+    return (
         f"{progress['step']:,} steps ({curriculum:,} of them curriculum), "
         f"{progress['tokens'] / 1e6:.1f} million tokens, {progress['seconds'] / 60:.0f} minutes, "
         f"seed {settings['seed']}. "
@@ -190,13 +189,6 @@ def training(summary: Row) -> str:
         f"The losses that exist in training only weigh {settings['extra']:g}, and a tenth of it at "
         f"the end."
     )
-    rows = []
-    for index, stage in enumerate(stages):
-        ended = f"{passed[index]:,}" if index < len(passed) else "not reached"
-        spans = [_span(stage[name]) for name in ("facts", "lines", "kinds")]
-        rows.append([str(index), *spans, f"{stage['filler']:g}", ended])
-    head = ["stage", "facts", "lines", "kinds", "filler, at most", "ended at step"]
-    return f"{text}\n\n{table(head, rows)}"
 
 
 def data() -> str:
@@ -299,20 +291,6 @@ def layers(rows: Sequence[Row]) -> str:
 def _without(cells: Mapping[tuple[str, int], Row], part: str) -> tuple[str, ...]:
     shares = ((row["removed"][part], row["n"]) for row in cells.values())
     return tuple(f"{each['exact']}/{n}, {each['right']:.3f}" for each, n in shares)
-
-
-def removed(rows: Sequence[Row]) -> str:
-    """Return the table of exact chains without one KV head."""
-    cells = best(rows, "ablation")
-    if not cells:
-        return ""
-    parts = [n for n in next(iter(cells.values()))["removed"] if n == "nothing" or "head" in n]
-    body = [
-        [name.replace("nothing", "none").removeprefix("head ")]
-        + [f"{row['removed'][name]['exact']}/{row['n']}" for row in cells.values()]
-        for name in parts
-    ]
-    return table(["removed", *(task for task, _ in cells)], body)
 
 
 # --- heads ---
