@@ -141,14 +141,14 @@ def levels() -> str:
         for task in TASKS
     ]
     names = [f"level {index + 1}" for index in number]
-    return table(head, sizes) + "\n\n" + table(["task", *names], lengths)
+    return table(head, sizes) + "\n\n" + table(["lines; tokens; reach", *names], lengths)
 
 
 def _length(task: str, level: int, lines: int) -> str:
     samples = prompts(20, seed=2, task=task, level=level)
     tokens = [sample.tokens for sample in samples]
     reach = sum(sample.reach for sample in samples) / len(samples)
-    return f"{lines} lines, {min(tokens)}-{max(tokens)} tokens, reach {reach:.0f}"
+    return f"{lines}; {min(tokens)}-{max(tokens)}; {reach:.0f}"
 
 
 # --- training ---
