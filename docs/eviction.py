@@ -216,23 +216,6 @@ def measure(
 # -------------------------------------------------------------------------------- what is separate
 
 
-def groups(counts: Sequence[Count]) -> list[list[Count]]:
-    """The policies in as many groups as there are, from worst to best, with a gap between any two.
-
-    Each interval of a group lies below each interval of the next one. Inside a group intervals
-    overlap, or are linked by others that do.
-    """
-    out: list[list[Count]] = []
-    top = -1.0
-    for one in sorted(counts, key=lambda x: x.interval):
-        low, high = one.interval
-        if low > top:
-            out.append([])
-        out[-1].append(one)
-        top = max(top, high)
-    return out
-
-
 def parted(counts: Sequence[Count], parts: int = 3) -> list[list[Count]]:
     """Some policies in so many groups, from worst to best, with a gap between any two.
 
@@ -264,7 +247,7 @@ def page(found: Found) -> str:
     parts = [METHOD, f"Counts are of {n} samples; Wilson's 95 % intervals: {known}."]
     for cell, counts in found.items():
         parts += [f"{_title(cell)}:", _chains(counts)]
-    parts += [SEPARATE, _separate(found), OTHERS, _others(found)]
+    parts += [_separate(found), OTHERS, _others(found)]
     return "\n\n".join(parts)
 
 
@@ -281,20 +264,10 @@ METHOD = (
     "the attention of later rows. Levels and budgets were chosen, on other samples, where policies "
     "differ."
 )
-SEPARATE = (
-    "*groups*: the policies without the oracle fall into so many groups that every interval of one "
-    "lies below every interval of the next; cells with a single group are left out. *three "
-    "groups*: the same with three groups and as many policies as possible; the intervals of the "
-    "others reach over a gap. In parentheses exact chains."
-)
 OTHERS = (
     "Mean share of the chain before its first wrong word, and mean share of the response's words "
     "that are right, each given the right words before it:"
 )
-
-
-#: Policies of a group that are named one by one.
-NAMED = 5
 
 
 def _title(cell: tuple[str, int]) -> str:
@@ -331,25 +304,20 @@ def _chains(counts: Sequence[Count]) -> str:
 
 
 def _separate(found: Found) -> str:
-    rows = []
+    """In which cells policies fall into three groups."""
+    cells = []
     for cell, counts in found.items():
-        for budget in budgets_of(counts):
-            known = [x for x in counts if x.budget == budget and x.policy not in (FULL, ORACLE)]
-            three = parted(known)
-            inside = {one.policy for group in three for one in group}
-            others = ", ".join(one.policy for one in known if one.policy not in inside)
-            row = [_title(cell), f"{budget:.0%}", f"{len(groups(known))}"]
-            if row[-1] != "1":
-                rows.append([*row, " < ".join(map(_group, three)), others if three else ""])
-    return table(["task", "budget", "groups", "three groups", "others"], rows)
-
-
-def _group(group: Sequence[Count]) -> str:
-    """Its policies, or how many if there are more than a few; their exact chains."""
-    hits = sorted({one.chain for one in group})
-    names = [one.policy for one in group]
-    said = ", ".join(names) if len(names) <= NAMED else f"{len(names)} policies"
-    return f"{said} ({hits[0]}" + (f"-{hits[-1]})" if hits[1:] else ")")
+        shares = []
+        for share in budgets_of(counts):
+            known = [x for x in counts if x.budget == share and x.policy not in (FULL, ORACLE)]
+            if parted(known):
+                shares.append(f"{share:.0%}")
+        if shares:
+            cells.append(f"{_title(cell)} ({', '.join(shares)})")
+    where = "; ".join(cells) or "nowhere"
+    return (
+        f"Three groups of policies, intervals apart, some policies left out between them: {where}."
+    )
 
 
 def _others(found: Found) -> str:
