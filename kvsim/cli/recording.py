@@ -57,7 +57,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(option: Declared) -> inspect.Parameter:
     name, described = f"--{option.name.replace('_', '-')}", option.help
-    if option.kind == bool | None:
+    if option.kind == bool | None or option.default is True:
         name += f"/--no-{name[2:]}"
     info = typer.Option(name, help=described.text, metavar=described.metavar, min=option.least)
     kind = _FORMS[option.kind][0] if option.kind in _FORMS else option.kind

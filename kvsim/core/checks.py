@@ -44,6 +44,7 @@ _ON_REQUEST = {
     "o_proj": "--o-proj (o_proj=True)",
     "residual": "--residual (residual=True)",
     "residual_norm": "this version, which stores it",
+    "layer_sensitivity": "--o-proj and --sensitivity, all layers and a response",
     "probe_q": "--probe repeat (probe='repeat')",
     "probe_k": "--probe repeat (probe='repeat')",
 }

@@ -67,6 +67,14 @@ class Header:
         return tuple(self.meta.get("response_logprobs", ()))
 
     @property
+    def layer_sensitivity(self) -> tuple[float, ...]:
+        """For each layer the KL in nats that its error causes over that error squared; else none.
+
+        How it is measured: `kvsim.recorder.sensitivity`.
+        """
+        return tuple(self.meta.get("layer_sensitivity", ()))
+
+    @property
     def probe(self) -> Probe | None:
         """The chunks and tokens of its probe; None without one."""
         return Probe.of(self.meta, self.context_len or self.prompt_len, self.name)
@@ -105,10 +113,16 @@ class Header:
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         Probe.of(self.meta, self.context_len or self.prompt_len, where)
         logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len
-        if logprobs is not None and not _numbers(logprobs, n):
+        if logprobs is not None and not _numbers(logprobs, n, -math.inf, 0.0):
             raise TraceError(
                 f"{where}: response_logprobs are {reprlib.repr(logprobs)}, expected a finite "
                 f"number, at most 0, for each of the {n} tokens of the response; record it again"
+            )
+        sensitivity = self.meta.get("layer_sensitivity")
+        if sensitivity is not None and not _numbers(sensitivity, n_layers, 0.0, math.inf):
+            raise TraceError(
+                f"{where}: layer_sensitivity is {reprlib.repr(sensitivity)}, expected a finite "
+                f"number, at least 0, for each of the {n_layers} layers; record it again"
             )
         of_layers = {
             "layer numbers": (int, self.layer_ids),
@@ -144,12 +158,12 @@ class Header:
                 )
 
 
-def _numbers(logprobs: Any, n: int) -> bool:
-    """Whether these are the log-likelihoods of n tokens."""
+def _numbers(values: Any, n: int, low: float, high: float) -> bool:
+    """Whether these are n finite numbers, none below `low` or above `high`."""
     return (
-        isinstance(logprobs, list | tuple)
-        and len(logprobs) == n > 0
-        and all(type(x) in (int, float) and -math.inf < x <= 0 for x in logprobs)
+        isinstance(values, list | tuple)
+        and len(values) == n > 0
+        and all(type(x) in (int, float) and low <= x <= high and abs(x) < math.inf for x in values)
     )
 
 

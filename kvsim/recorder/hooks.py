@@ -39,6 +39,9 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 #: queries [1, qhead, w, dim], keys, values and the kernel; None where the kernel is to compute it.
 Attending = Callable[[int, Tensor, Tensor, Tensor, Attention], Tensor | None]
 
+#: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
+KERNELS = ("eager", "sdpa")
+
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
 

@@ -31,6 +31,7 @@ from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
+from kvsim.recorder.sensitivity import Entries, layer_sensitivity
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
 from kvsim.schema import AXES
 from kvsim.store import open_trace
@@ -76,6 +77,7 @@ class Session:
         self.response = encoded.response or []
         check_new_tokens(model, options.max_new_tokens)
         self.logprobs: list[float] = []
+        self._entries: dict[int, Entries] = {}  # what the last call of each layer attended to
         requested = 0 if self.response else options.longest
         self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
         self.notes += notes
@@ -217,7 +219,7 @@ class Session:
             if progress is True:
                 progress = self._stack.enter_context(progress_bar("tokens", self.name))
             tokens, ended = self._forward(progress if callable(progress) else lambda *_: None)
-            header = self._final_header(tokens, ended)
+            header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
             texts = token_strings(tokens, self.tokenizer)
             recorded: dict[str, torch.Tensor] = {}
             if self.probe is not None:
@@ -275,6 +277,7 @@ class Session:
         if self.projections is not None:
             with self._leaving_out("o_proj"):
                 self.projections.receive(call)
+            self._entries[call.layer] = Entries(call.k, call.v, call.formula)
 
     def _begin(self) -> None:
         """Write the header and the prompt, once every layer has been called."""
@@ -406,6 +409,17 @@ class Session:
             **({"probe": self.probe.document()} if self.probe else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
+
+    def _with_sensitivity(self, header: Header, tokens: list[int]) -> Header:
+        """Return the header with the sensitivity of layers, where all have output projections."""
+        blocks = self.projections.blocks if self.projections and self.options.sensitivity else {}
+        try:
+            values = layer_sensitivity(self.model, tokens, header.prompt_len, self._entries, blocks)
+        except CaptureError as error:
+            reason, values = str(error).partition(";")[0], None
+            self.notes.append(f"recorded without layer_sensitivity: {reason}")
+        more = {} if values is None else {"layer_sensitivity": values}
+        return replace(header, meta={**header.meta, **more})
 
     def _in_memory(
         self,

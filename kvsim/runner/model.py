@@ -21,16 +21,13 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, device_of, evaluating
-from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
+from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting, kernel_name
 from kvsim.recorder.models import model_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
-
-#: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
-_KERNELS = ("eager", "sdpa")
 
 #: Tokens of the capture that shows what a model's attention computes.
 _PROBE = 32
@@ -45,10 +42,10 @@ class RunningModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         kernel = kernel_name(model)
-        if kernel not in _KERNELS:
+        if kernel not in KERNELS:
             raise CaptureError(
                 f"{model_name(model)} attends by {kernel!r}; expected one of "
-                f"{', '.join(_KERNELS)}: load it with attn_implementation='sdpa'"
+                f"{', '.join(KERNELS)}: load it with attn_implementation='sdpa'"
             )
         devices = {str(parameter.device) for parameter in model.parameters()}
         if len(devices) > 1:

@@ -95,7 +95,8 @@ def test_the_command_line_has_the_same_options():
             continue
         kind, info = typing.get_args(offered[option.name].annotation)
         name = option.name.replace("_", "-")
-        assert info.default == (f"--{name}/--no-{name}" if name == "o-proj" else f"--{name}")
+        both = name in ("o-proj", "sensitivity")
+        assert info.default == (f"--{name}/--no-{name}" if both else f"--{name}")
         assert (info.help, info.min) == (option.help.text, option.least)
         if kind == option.kind:
             assert offered[option.name].default == option.default

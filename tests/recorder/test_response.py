@@ -29,7 +29,8 @@ def test_response_is_one_teacher_forced_forward(tmp_path):
     calls = []
     handle = small().register_forward_pre_hook(lambda *_: calls.append(1))
 
-    trace = capture(small(), None, prompt, response=response, out=tmp_path / "a.zarr")
+    options = {"out": tmp_path / "a.zarr", "sensitivity": False}
+    trace = capture(small(), None, prompt, response=response, **options)
 
     handle.remove()
     assert len(calls) == 1

@@ -1,0 +1,177 @@
+"""How much an error of each layer changes the response: the sensitivity to it, by perturbed rows.
+
+The first rows after the prompt go through the model again, once for each layer, while that layer
+alone sees a random part of the prompt. All layers go together, as parts of one sequence; the rows
+before are those of the capture.
+
+Shape letters: C copies of the rows, w rows, H KV heads, n entries, d dimension of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsim.core.attention import Formula
+from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
+from kvsim.recorder.hooks import (
+    KERNELS,
+    Attention,
+    attention_modules,
+    intercepting,
+    kernel_mask,
+    kernel_name,
+)
+from kvsim.recorder.positions import steady_length
+
+#: Rows after the prompt, the share of the prompt that they see, and its first entries, all seen.
+ROWS, SEEN, SINK = 16, 0.25, 4
+
+#: Logits that are computed at once.
+_LOGITS = 1 << 26
+
+
+class Entries(NamedTuple):
+    """Keys and values [H, n, d] of a layer, and what it computes of them."""
+
+    keys: Tensor
+    values: Tensor
+    formula: Formula
+
+
+def layer_sensitivity(
+    model: PreTrainedModel,
+    tokens: Sequence[int],
+    prompt_len: int,
+    entries: Mapping[int, Entries],
+    projections: Mapping[int, Tensor],
+) -> list[float] | None:
+    """Return the KL that each layer's error causes over the square of that error.
+
+    KL is that of the predictions of the first `ROWS` rows after the prompt to those with the full
+    cache, in nats. The error of a row is the length of what the layer adds to the residual stream
+    beyond what it adds with the full cache. Both are added up over the rows.
+
+    Args:
+        model: the model.
+        tokens: those of the whole sequence.
+        prompt_len: tokens of the prompt.
+        entries: of the layers that were recorded, at the end of the capture.
+        projections: their output projections [qhead, d, hidden], as far as there are any.
+
+    Returns:
+        For each layer, nats over the square of the stream's unit, 0 where the layer has no error;
+        None where some layers, projections or a response of two tokens are missing, where the masks
+        of the model's kernel are of an unknown kind, or where its RoPE has other frequencies for so
+        many tokens.
+
+    Raises:
+        CaptureError: logits that are not finite.
+    """
+    count = min(ROWS, len(tokens) - prompt_len - 1)  # the last row predicts no recorded token
+    limit = steady_length(model) or len(tokens)
+    if count < 1 or kernel_name(model) not in KERNELS or len(tokens) > limit:
+        return None
+    if not attention_modules(model).keys() == entries.keys() == projections.keys():
+        return None
+    layers = sorted(entries)
+    rows = tokens[prompt_len : prompt_len + count]
+    size = max(1, _LOGITS // (count * model.config.get_text_config().vocab_size) - 1)
+    out: list[float] = []
+    for some in (layers[i : i + size] for i in range(0, len(layers), size)):
+        out += _Copies(model, some, prompt_len, entries, projections).sensitivity(rows)
+    return out
+
+
+class _Copies:
+    """Copies of rows from `start` on: one that sees everything, and one for each of some layers."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[int],
+        start: int,
+        entries: Mapping[int, Entries],
+        projections: Mapping[int, Tensor],
+    ) -> None:
+        self._model, self._layers, self._start = model, layers, start
+        self._entries, self._projections = entries, projections
+        self._added = kernel_name(model) == "eager"  # masks are added to logits
+        self._squared: dict[int, float] = {}
+
+    def sensitivity(self, tokens: Sequence[int]) -> list[float]:
+        """Run the tokens of the rows; returns KL over squared error of the layers."""
+        model, device, copies = self._model, device_of(self._model), len(self._layers) + 1
+        at = torch.arange(self._start, self._start + len(tokens), device=device)
+        with (
+            torch.inference_mode(),
+            evaluating(model),
+            intercepting(model, lambda _: None, attending=self._attend),
+        ):
+            logits: Tensor = model(
+                torch.tensor([[*tokens] * copies], device=device),
+                position_ids=at.repeat(copies)[None],
+                # a mask of four axes is taken as it is, so that none is made
+                attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+                use_cache=False,
+                **last_logits(model, copies * len(tokens)),
+            ).logits[0]
+        full, *others = check_logits(logits, self._start).split(len(tokens))
+        expected, out = full.double().log_softmax(-1), []
+        for layer, of_layer in zip(self._layers, others, strict=True):
+            gap = expected - of_layer.double().log_softmax(-1)
+            kl = float((expected.exp() * gap).sum(-1).clamp(min=0).sum())
+            squared = self._squared[layer]
+            out.append(kl / squared if squared else 0.0)
+        return out
+
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention: Attention
+    ) -> Tensor:
+        """Attention output [1, C * w, qhead, d] of queries [1, qhead, C * w, d]."""
+        count, of = query.shape[2] // (len(self._layers) + 1), self._entries[layer]
+        seen = self._seen(of.formula.window, count)
+        seen = seen.to(query.device).expand(query.shape[1], -1, -1)
+        shared = [x[None, :, : self._start].to(key) for x in (of.keys, of.values)]
+        parts = [x.split(count, 2) for x in (query, key, value)]
+        mask = kernel_mask(seen[None], query, added=self._added)
+
+        def computed(copy: int, mask: Tensor) -> Tensor:
+            q, *new = (x[copy] for x in parts)
+            keys, values = (torch.cat(both, dim=2) for both in zip(shared, new, strict=True))
+            return attention(q, keys, values, mask)
+
+        outputs = [computed(0, mask)]
+        for copy, perturbed in enumerate(self._layers, start=1):
+            if perturbed > layer:  # nothing has changed yet
+                outputs.append(outputs[0])
+            elif perturbed < layer:
+                outputs.append(computed(copy, mask))
+            else:
+                kept = self._kept(len(of.keys), count).to(seen.device)
+                kept = kept.repeat_interleave(len(seen) // len(kept), 0)[:, None]
+                fewer = kernel_mask((seen & kept)[None], query, added=self._added)
+                outputs.append(computed(0, fewer))
+                moved = (outputs[-1] - outputs[0])[0].flatten(1).float()
+                added = moved @ self._projections[layer].flatten(0, 1).to(moved)
+                self._squared[layer] = float(added.double().square().sum())
+        return torch.cat(outputs, dim=1)
+
+    def _seen(self, window: int | None, count: int) -> Tensor:
+        """Which entries rows see with the full cache [w, n]."""
+        at = torch.arange(self._start + count)
+        row = at[self._start :, None]
+        return (at <= row) & (at > row - (window or len(at)))
+
+    def _kept(self, heads: int, count: int) -> Tensor:
+        """Which entries heads of a perturbed layer keep [H, n]: of the prompt a random part."""
+        draw = torch.rand(heads, self._start, generator=torch.Generator().manual_seed(0))
+        draw[:, :SINK] = 1.0
+        size = min(self._start, max(SINK, int(SEEN * self._start)))
+        kept = torch.zeros_like(draw, dtype=torch.bool)
+        kept.scatter_(1, draw.topk(size, dim=-1).indices, value=True)
+        return torch.cat([kept, torch.ones(heads, count, dtype=torch.bool)], dim=1)
