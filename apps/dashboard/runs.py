@@ -44,8 +44,8 @@ BUDGETS = ("64", "128")
 LONG, SHARES = 2048, ("10%", "25%")
 INTERVAL = 32
 MEASURED = (
-    *("layer_error", "output_error", "retained_mass", "wipeout", "retained_iou", "middle_coverage"),
-    *("burst_share", "entries_seen", "bytes_held", "bytes_read"),
+    *("weighted_error", "layer_error", "output_error", "retained_mass", "wipeout", "retained_iou"),
+    *("middle_coverage", "burst_share", "entries_seen", "bytes_held", "bytes_read"),
 )
 #: Tokens times layers up to which a trace is replayed without a click.
 AT_ONCE = 3000

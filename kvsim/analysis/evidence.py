@@ -14,11 +14,16 @@ from kvsim.analysis.results import is_live
 from kvsim.analysis.validity import OUTCOMES
 
 #: What the model did, live or judged, then what single layers lose; the best evidence first.
-EVIDENCE = ("response_kl", "layer_error", "output_error")
+EVIDENCE = ("response_kl", "weighted_error", "layer_error", "output_error")
 
 #: What it is worth where no live run says it: the lowest and the highest rank correlation of 16
 #: policies with live KL at one budget, of three budgets on two models (docs/fidelity.md).
-WORTH = {"response_kl": (0.99, 1.0), "layer_error": (0.68, 0.89), "output_error": (0.19, 0.65)}
+WORTH = {
+    "response_kl": (0.99, 1.0),
+    "weighted_error": (0.87, 0.99),
+    "layer_error": (0.68, 0.89),
+    "output_error": (0.19, 0.65),
+}
 
 
 def ranking(table: pl.DataFrame, metrics: Iterable[str] = METRICS) -> Iterator[str]:

@@ -236,6 +236,8 @@ def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
 
 def _has(trace: Trace, array: str) -> bool:
     """Whether a trace has an array; the length of the residual stream follows from the stream."""
+    if array == "layer_sensitivity":
+        return bool(trace.header.layer_sensitivity)
     return trace.has(array) or (array == "residual_norm" and trace.has("residual"))
 
 

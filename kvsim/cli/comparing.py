@@ -31,7 +31,7 @@ def compare(
             metavar="NAME",
             help="What policies are ranked by: a metric with a better direction, as "
             "`kvsim metrics` lists it. Default: the best evidence that the runs have: response_kl, "
-            "live or judged, layer_error, output_error.",
+            "live or judged, weighted_error, layer_error, output_error.",
         ),
     ] = None,
     against: Annotated[

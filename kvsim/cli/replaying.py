@@ -31,6 +31,8 @@ _OPEN_LOOP = (
 _MEANING = {
     "wipeout": "wiped out: regions of 32 tokens of which nothing is left after the last event",
     "layer_error": "layer error: sum over layers of what each adds to the residual stream (RMS)",
+    "weighted_error": "weighted error: squared layer errors, each times the KL per squared error "
+    "that the capture measured (nats)",
     "regret": "regret: mass that the best possible kept sets retain beyond the policy, with the "
     "same entries protected",
     "possible_share": "of the possible: 0% is what random sets retain, 100% what the best ones do, "

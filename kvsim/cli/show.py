@@ -27,6 +27,7 @@ _COLUMNS = {
     "entries_seen": ("seen", ".0f"),
     "output_error": ("output\nerror", ".3f"),
     "layer_error": ("layer\nerror", ".3g"),
+    "weighted_error": ("weighted\nerror", ".3g"),
     "bytes_held": ("bytes\nheld", ",.0f"),
     "bytes_read": ("bytes\nread", ",.0f"),
     "retained_mass": ("mass\nkept", ".1%"),

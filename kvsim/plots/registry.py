@@ -87,7 +87,7 @@ class Figure:
         return "; ".join(filter(None, parts))
 
 
-_PLACE, _ERRORS = ("layer", "head"), ("layer_error", "output_error")
+_PLACE, _ERRORS = ("layer", "head"), ("weighted_error", "layer_error", "output_error")
 _summary, _records, _events = (partial(Figure, name) for name in ("summary", "records", "events"))
 _attention, _normality = partial(Figure, "attention"), partial(Figure, "normality")
 _layers = partial(Figure, "layers", command="layers")

@@ -55,7 +55,7 @@ def sections(
 #: The metrics of the first table; all others are in the Parquet file.
 _SHOWN = (
     *OUTCOMES,
-    *("output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
+    *("output_error", "layer_error", "weighted_error", "retained_mass", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_share", "entries_seen"),
     *("needle_recall", "needle_wipeout", "regret", "possible_share"),
 )

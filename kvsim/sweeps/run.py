@@ -350,8 +350,8 @@ def params_of(policies: Sequence[Policy]) -> dict[str, Any]:
 
 #: Metrics of the summary, in the order in which they are shown.
 SUMMARY = (
-    *("entries_seen", "output_error", "layer_error", "retained_mass", "wipeout", "retained_iou"),
-    *("needle_recall", "needle_wipeout"),  # of traces with a needle
+    *("entries_seen", "output_error", "layer_error", "weighted_error", "retained_mass", "wipeout"),
+    *("retained_iou", "needle_recall", "needle_wipeout"),  # of traces with a needle
 )
 
 #: What the model itself says, live or as a judge of the replay.

@@ -75,6 +75,31 @@ def test_the_values_are_those_of_a_loop_over_layers_heads_and_rows(name, interva
         np.testing.assert_allclose(part["value"], expected, rtol=1e-6)
 
 
+def with_sensitivity(trace, values):
+    """The same trace, whose capture measured the sensitivity of its layers."""
+    header = replace(trace.header, meta={"layer_sensitivity": values})
+    return kvsim.Trace(trace.source, header, dtype=trace.dtype)
+
+
+@pytest.mark.parametrize("layers", [None, [0, 2]])
+def test_the_weighted_error_is_that_of_a_loop(layers):
+    """Sensitivity of the layer times the mean square of its rows, also of some layers; nats."""
+    trace = with_sensitivity(make_trace(), [0.5, 2.0, 3])
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=14, interval=9, layers=layers)
+
+    table = kvsim.measure(trace, record, ["weighted_error", "layer_error"])
+
+    found = {row["layer"]: row for row in table.filter(metric="weighted_error").to_dicts()}
+    errors = dict(table.filter(metric="layer_error").select("layer", "value").iter_rows())
+    if layers is None:
+        expected, _ = expected_of(trace, record)
+        np.testing.assert_allclose([*errors.values()], expected, rtol=1e-6)
+    assert [*found] == (layers or [0, 1, 2])
+    for layer, row in found.items():
+        assert row["value"] == pytest.approx([0.5, 2.0, 3.0][layer] * errors[layer] ** 2, rel=1e-9)
+        assert row["unit"] == "nats"
+
+
 def test_it_is_what_a_model_adds_to_its_residual_stream_when_one_layer_evicts():
     """A run of the model `tiny` with masked attention in one layer moves its stream by as much."""
     model, tokenizer = load_model("tiny")
@@ -142,6 +167,7 @@ def test_a_stream_of_zeros_that_does_not_move_has_no_relative_error():
     [
         (["o_proj"], "layer_error", "no array 'o_proj', .* record it again with --o-proj"),
         (["residual"], "layer_error_relative", "no array 'residual_norm', .* again with this ver"),
+        ([], "weighted_error", "no array 'layer_sensitivity', .* again with --o-proj and --sensi"),
     ],
 )
 def test_a_trace_without_what_it_needs_is_refused_by_name_and_left_out_otherwise(
@@ -189,6 +215,7 @@ def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
     table = run.table
     assert [name for name, entry in METRICS.items() if entry.layers == "sum"] == [
         "layer_error",
+        "weighted_error",
         "bytes_held",
         "bytes_read",
     ]

@@ -223,7 +223,13 @@ def finished(tmp_path_factory, paths):
     from kvsim.sweeps.run import replay_all
 
     metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
-    metrics += ["layer_error", "sparsity", "sparsity_compressed", "middle_coverage"]
+    metrics += [
+        "weighted_error",
+        "layer_error",
+        "sparsity",
+        "sparsity_compressed",
+        "middle_coverage",
+    ]
     metrics += ["needle_recall"]
     named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
     replay_all(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")

@@ -123,6 +123,13 @@ def _added_relative(subject: Subject) -> Floats:
     return _relative(_added(subject), subject.walk(residual_norms))
 
 
+def _added_weighted(subject: Subject) -> Floats:
+    """Squares of `_added`, each times the sensitivity of its layer [layer, row]."""
+    sensitivity = np.array(subject.trace.header.layer_sensitivity)[[*subject.record.layers]]
+    weighted: Floats = sensitivity[:, None] * _added(subject) ** 2
+    return weighted
+
+
 def _moved(subject: Subject) -> Floats:
     """Distance of the output of all heads [layer, row]."""
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
@@ -190,6 +197,11 @@ METRICS: Mapping[str, Metric] = {
         "rows", "relative", "lower", "as layer_error",
         _means(_added_relative, squared=True),
         arrays=("o_proj", "residual_norm")),
+    "weighted_error": Metric(
+        "square of layer_error times the sensitivity of the layer, the KL per squared error that "
+        "the capture measured for the first rows after the prompt; summaries add up the layers",
+        "rows", "nats", "lower", "kvsim", _means(_added_weighted),
+        layers="sum", arrays=("o_proj", "layer_sensitivity")),
     "bytes_held": Metric(
         "bytes of the cache that a row after the prompt attends with: 16 bits for a number that no "
         "codec has rounded, scales and summaries of pages included; summaries add up the layers",
