@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import per_prompt
+from kvsim.analysis.validity import OFFLINE, correlation
 from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all
 from results_page.plan import SMALL, Plan, Sizes
@@ -38,11 +38,6 @@ POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "keydiff", "expected_attention", "gkv", "ams"),
     *("pyramidkv", "adakv+snapkv", "adakv+expected_attention", "morphkv", "rkv", "cake", "lagkv"),
     *("snapkv@gkv", "random"),
-)
-OPEN = (
-    *("layer_error", "layer_error_relative", "output_error", "concat_error"),
-    *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
-    *("oracle_regret", "needle_recall", "needle_wipeout", "global_eviction"),
 )
 PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
 _SMALLER = Sizes(SMALL.largest | {"window": 16}, SMALL.ams, SMALL.recent, 16)
@@ -64,8 +59,6 @@ STUDIES: dict[str, tuple[Plan, tuple[int, ...], int]] = {
     ),
     "tiny": (Plan(prompts=30, seed=11), (96, 192, 288), 320),
 }
-_RESAMPLES = 500
-
 Matrix = NDArray[np.float64]
 
 
@@ -92,29 +85,9 @@ def matrix(
     return sign * wide.drop("prompt").to_numpy().astype(np.float64)
 
 
-def correlation(x: Matrix, y: Matrix) -> Matrix:
-    """Spearman's correlation along the last axis."""
-    a, b = (rankdata(each, axis=-1) for each in (x, y))
-    a, b = (each - each.mean(-1, keepdims=True) for each in (a, b))
-    with np.errstate(invalid="ignore"):
-        out: Matrix = (a * b).sum(-1) / np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
-    return out
-
-
-def between(x: Matrix, y: Matrix) -> tuple[float, float, float]:
-    """The correlation of means over prompts, and its 95 % bootstrap over prompts and policies."""
-    rng = np.random.default_rng(0)
-    n, policies = x.shape
-    prompts = rng.integers(n, size=(_RESAMPLES, n))
-    drawn = rng.integers(policies, size=(_RESAMPLES, policies))
-    means = (np.take_along_axis(each[prompts].mean(1), drawn, 1) for each in (x, y))
-    low, high = np.nanquantile(correlation(*means), (0.025, 0.975))
-    return float(correlation(x.mean(0), y.mean(0))), float(low), float(high)
-
-
 def _cell(x: Matrix, y: Matrix) -> str:
-    rho, low, high = between(x, y)
-    return f"{rho:.2f} [{low:.2f}, {high:.2f}], {np.nanmean(correlation(x, y)):.2f}"
+    of = correlation(x, y)
+    return "{between:.2f} [{between_low:.2f}, {between_high:.2f}], {within:.2f}".format(**of)
 
 
 def _table(model: str, rows: dict[str, tuple[str, str]], **of: Any) -> Iterator[str]:
@@ -153,9 +126,7 @@ def _ratios() -> Iterator[str]:
 def part() -> str:
     """The tables, from the stored values."""
     judged = {"judged KL": ("response_kl", "judged")}
-    offline = {
-        f"`{name}`": (name, "open") for name in OPEN if METRICS[name].better and name in OPEN[:9]
-    }
+    offline = {f"`{name}`": (name, "open") for name in OFFLINE[:8]}
     few = judged | {f"`{name}`": (name, "open") for name in ("layer_error", "output_error")}
     apart = [
         [title, "", *_table("smollm2", few, answers=answers)]
@@ -184,7 +155,7 @@ def measure() -> pl.DataFrame:
                 (trace,) = capture_many(
                     model, tokenizer, [prompt], folder, residual=True, o_proj=True, **writes
                 )
-                given = {"metrics": OPEN, "regret": True, "judge": name}
+                given = {"metrics": OFFLINE, "regret": True, "judge": name}
                 replayed = replay_all([trace], policies, budgets, **given, **terms)
                 live = kvsim.live(model, [trace], policies, budgets, tokenizer=tokenizer, **terms)
                 parts += [_stored(replayed.table, trace, name), _stored(live.table, trace, name)]
@@ -195,8 +166,8 @@ def measure() -> pl.DataFrame:
 def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame:
     """One value for each policy, budget and metric."""
     closed = pl.col("fidelity") == "closed"
-    asked = ~closed & pl.col("metric").is_in(OPEN) | pl.col("metric").is_in(PREDICTIONS)
-    main = {name: METRICS[name].main for name in (*OPEN, *PREDICTIONS)}
+    asked = ~closed & pl.col("metric").is_in(OFFLINE) | pl.col("metric").is_in(PREDICTIONS)
+    main = {name: METRICS[name].main for name in (*OFFLINE, *PREDICTIONS)}
     rows = table.filter(pl.col("policy").is_not_null(), asked).filter(
         pl.col("variant") == pl.col("metric").replace_strict(main)
     )

@@ -3,7 +3,8 @@
 Functions take two Tables, or two lists of records, of the same traces, policies, budgets and
 schedule: one of a replay (`kvsim.sweeps.replay_all`), one of live runs (`kvsim.live`). A cell is a
 policy with its parameters at a budget. Cells of a prompt in which nothing is evicted say nothing
-about a metric and are left out. Intervals are 95 % bootstrap intervals over prompts.
+about a metric and are left out. Correlations are over policies at one budget: over several, the
+budget itself would order both sides.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints
-from kvsim.analysis.attention.agreement import spearman
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.significance import FEWEST
-from kvsim.analysis.summaries import KEYS, RESAMPLES, Interval, per_prompt
+from kvsim.analysis.summaries import KEYS, Interval, per_prompt
 from kvsim.analysis.wide import wide
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
@@ -47,30 +47,92 @@ def rank_correlations(
     outcomes: Sequence[str] = OUTCOMES,
     offline: Sequence[str] = OFFLINE,
 ) -> pl.DataFrame:
-    """Spearman correlation of each metric of the replay with each outcome of the live run.
+    """Rank correlation of each metric of the replay with each outcome of the live run, by budget.
 
-    Positive where the replay orders cells as the model does: signs are turned by `Metric.better`.
+    Positive where the replay orders policies as the model does: signs are turned by
+    `Metric.better`. `random`, which orders itself last, does not count.
 
     Returns:
-        A row per metric and outcome that have values: `between`, `between_low`, `between_high`, the
-        correlation over cells of their means over prompts; `within`, `within_low`, `within_high`,
-        the mean over prompts of the correlation over the cells of a prompt; `cells`, `prompts`,
-        and `varied`, the prompts in which both vary. Null where there are not three cells, or
-        nothing varies.
+        A row per budget (as asked), metric and outcome: the numbers of `correlation`, over the
+        `policies` (with parameters and schedule) and the `prompts` that have values of all of them.
 
     Raises:
         PolicyError: no cell of both Tables evicts anything.
     """
-    kept, rows = evicting(replayed, live), []
-    of_replay = {name: cell_values(replayed, name) for name in offline}
-    of_live = {name: cell_values(live, name) for name in outcomes}
-    for name, x in of_replay.items():
-        for outcome, y in of_live.items():
-            values = _matrices(kept, x, y)
-            if values[0].size:
-                named = {"metric": name, "outcome": outcome}
-                rows.append(named | _correlation(*values, _direction(name) * _direction(outcome)))
+    kept, rows = evicting(replayed, live).filter(pl.col("policy") != "random"), []
+    for name in offline:
+        x = _joined(kept, x=(replayed, name))
+        for outcome in outcomes if x.height else ():
+            for (budget,), of in _joined(x, y=(live, outcome)).group_by(
+                "asked", maintain_order=True
+            ):
+                policies = of.select(CELL).n_unique()
+                whole = of.filter(pl.len().over("trace") == policies).sort("trace", *CELL)
+                values = (
+                    _sign(metric) * whole[column].to_numpy().reshape(-1, policies)
+                    for column, metric in (("x", name), ("y", outcome))
+                )
+                rows.append(
+                    {"budget": budget, "metric": name, "outcome": outcome, "policies": policies}
+                    | {"prompts": whole["trace"].n_unique()}
+                    | correlation(*values)
+                )
     return pl.DataFrame(rows, schema=_CORRELATIONS)
+
+
+def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
+    """Spearman correlations over policies of values [prompt, policy] at one budget.
+
+    Returns:
+        `between`, of means over prompts, and `within`, the mean over prompts of the correlation
+        within each, with the ends of their 95 % bootstrap intervals over prompts and policies
+        (`_low`, `_high`). All None for fewer than `FEWEST` prompts or `POLICIES` policies; a prompt
+        in which nothing varies does not count.
+    """
+    n, policies = x.shape
+    out: dict[str, float | None] = dict.fromkeys(_NUMBERS)
+    if n < FEWEST or policies < POLICIES:
+        return out
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(n, size=(_DRAWS, n))
+    drawn = rng.integers(policies, size=(_DRAWS, policies))
+    weights = (drawn[:, None] == np.arange(policies)[:, None]).sum(-1)
+    equal = np.ones(policies)
+    each, resampled = _spearman(x, y, equal), _spearman(x, y, weights[:, None])
+    resampled = np.take_along_axis(resampled, prompts, 1)
+    means = _spearman(x[prompts].mean(1), y[prompts].mean(1), weights)
+    if (~np.isnan(each)).sum() < FEWEST:
+        each = each[:0]
+    for name, of, draws in (
+        ("between", _spearman(x.mean(0), y.mean(0), equal), means),
+        ("within", _mean(each), _mean(resampled)),
+    ):
+        if not np.isnan(of):
+            ends = np.nanquantile(draws, (0.025, 0.975)).tolist()
+            out |= dict(zip((name, f"{name}_low", f"{name}_high"), (float(of), *ends), strict=True))
+    return out
+
+
+def _spearman(x: Floats, y: Floats, weights: Floats | Ints) -> Floats:
+    """Spearman correlation over the last axis, each value as often as its weight says.
+
+    NaN where one of the two does not vary.
+    """
+    weights = weights.astype(np.float64)
+    a, b = (  # ranks from the mean rank, twice
+        (np.sign(of[..., None] - of[..., None, :]) @ weights[..., None])[..., 0] for of in (x, y)
+    )
+    spread = (weights * a**2).sum(-1) * (weights * b**2).sum(-1)
+    with np.errstate(invalid="ignore"):
+        out: Floats = (weights * a * b).sum(-1) / np.sqrt(spread)
+    return out
+
+
+def _mean(values: Floats) -> Floats:
+    """Mean over the last axis of what is no NaN."""
+    with np.errstate(invalid="ignore"):
+        out: Floats = np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
+    return out
 
 
 def errors_by_layer(
@@ -80,26 +142,26 @@ def errors_by_layer(
 
     Returns:
         A row per metric and layer: `open`, `closed`, means over cells and prompts; `ratio`, `low`,
-        `high`: the sum over cells in the live run by that in the replay, mean over prompts;
-        `between`: the rank correlation over cells of their means over prompts; `prompts`.
+        `high`: the sum over cells in the live run by that in the replay, mean over prompts, with
+        its 95 % bootstrap interval over them; `prompts`.
 
     Raises:
         PolicyError: no cell of both Tables evicts anything.
     """
     kept, rows = evicting(replayed, live), []
     for name in metrics:
-        layers = replayed.filter(metric=name)["layer"].unique().sort().drop_nulls()
-        for layer in layers:
-            loops = (cell_values(table.filter(layer=layer), name) for table in (replayed, live))
-            x, y = _matrices(kept, *loops)
-            if not x.size:
-                continue
-            open_, closed = np.nansum(x, axis=1), np.nansum(y, axis=1)
-            ratio = Interval.of(closed[open_ > 0] / open_[open_ > 0])
+        for layer in replayed.filter(metric=name)["layer"].unique().sort().drop_nulls():
+            loops = (table.filter(layer=layer) for table in (replayed, live))
+            of = _joined(kept, **{loop: (x, name) for loop, x in zip(_LOOPS, loops, strict=True)})
+            sums = of.group_by("trace").agg(pl.col(_LOOPS).sum()).filter(pl.col("open") > 0)
+            ratio = Interval.of((sums["closed"] / sums["open"]).to_numpy())
             rows.append(
-                {"metric": name, "layer": layer, "open": np.nanmean(x), "closed": np.nanmean(y)}
+                {
+                    "metric": name,
+                    "layer": layer,
+                    **of.select(pl.col(_LOOPS).mean()).row(0, named=True),
+                }
                 | {"ratio": ratio.mean, "low": ratio.low, "high": ratio.high, "prompts": ratio.n}
-                | {"between": float(_spearman(_means(x)[None], _means(y)[None])[0])}
             )
     return pl.DataFrame(rows, schema=_LAYERS).fill_nan(None)
 
@@ -169,78 +231,32 @@ def evicting(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
     return kept.select(of)
 
 
-def _matrices(kept: pl.DataFrame, x: pl.DataFrame, y: pl.DataFrame) -> tuple[Floats, Floats]:
-    """Values of both [prompt, cell], NaN where one of them has none."""
-    on = ["trace", *CELL]
-    pairs = kept
-    for name, values in (("x", x), ("y", y)):
-        pairs = pairs.join(
-            values.rename({"value": name}), on=on, nulls_equal=True, maintain_order="left"
-        )
-    rows, columns = (
-        np.unique([str(row) for row in pairs.select(names).rows()], return_inverse=True)[1]
-        for names in (["trace"], CELL)
-    )
-    out = np.full((2, rows.max(initial=-1) + 1, columns.max(initial=-1) + 1), np.nan)
-    out[:, rows, columns] = pairs.select("x", "y").to_numpy().T
-    return out[0], out[1]
+def _joined(kept: pl.DataFrame, **columns: tuple[pl.DataFrame, str]) -> pl.DataFrame:
+    """Prompts and cells with a column of values for each Table and metric, where all have one."""
+    for column, (table, name) in columns.items():
+        values = cell_values(table, name).rename({"value": column})
+        kept = kept.join(values, on=["trace", *CELL], nulls_equal=True, maintain_order="left")
+    return kept
 
 
-def _direction(name: str) -> int:
+def _sign(name: str) -> int:
     return -1 if METRICS[name].better == "lower" else 1
 
 
-def _correlation(x: Floats, y: Floats, sign: int) -> dict[str, float | int | None]:
-    """Correlations between cells and within prompts of values [prompt, cell]."""
-    n = len(x)
-    within = Interval.of(sign * _spearman(x, y))
-    numbers = {"within": within.mean, "within_low": within.low, "within_high": within.high}
-    numbers["between"] = sign * _spearman(_means(x)[None], _means(y)[None])[0]
-    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), RESAMPLES)
-    resampled = sign * _spearman(_means(x, drawn), _means(y, drawn))
-    resampled = resampled[~np.isnan(resampled)]
-    if n >= FEWEST and len(resampled):
-        numbers["between_low"], numbers["between_high"] = np.quantile(resampled, [0.025, 0.975])
-    filled = {name: None if np.isnan(x) else float(x) for name, x in numbers.items()}
-    return filled | {"cells": x.shape[1], "prompts": n, "varied": within.n}
+#: Fewest policies of which a perfect order is beyond chance: 2 of the 5! orders.
+POLICIES = 5
 
-
-def _means(values: Floats, drawn: Floats | Ints | None = None) -> Floats:
-    """Means over prompts of [prompt, cell], each prompt as often as it was drawn [..., prompt]."""
-    weights = np.ones(len(values)) if drawn is None else drawn
-    present = ~np.isnan(values)
-    with np.errstate(invalid="ignore"):  # a cell that no prompt of a resample has is NaN
-        out: Floats = (weights @ np.where(present, values, 0)) / (weights @ present)
-    return out
-
-
-def _spearman(x: Floats, y: Floats) -> Floats:
-    """Spearman correlation of each row [n, cell], NaN left out; NaN where one is constant."""
-    out = np.full(len(x), np.nan)
-    missing = np.isnan(x) | np.isnan(y)
-    whole = ~missing.any(1)
-    if whole.any() and x.shape[1] >= _LEAST:
-        out[whole] = spearman(x[whole], y[whole])
-    for row in np.flatnonzero(~whole):
-        there = ~missing[row]
-        if there.sum() >= _LEAST:
-            out[row] = spearman(x[row, there], y[row, there])
-    return out
-
-
-#: Cells of which a rank correlation says something.
-_LEAST = 3
-
+_DRAWS, _LOOPS = 500, ("open", "closed")
+_NUMBERS = tuple(f"{name}{end}" for name in ("between", "within") for end in ("", "_low", "_high"))
 _CORRELATIONS = {
-    **dict.fromkeys(("metric", "outcome"), pl.String),
-    **dict.fromkeys(("between", "between_low", "between_high"), pl.Float64),
-    **dict.fromkeys(("within", "within_low", "within_high"), pl.Float64),
-    **dict.fromkeys(("cells", "prompts", "varied"), pl.Int64),
+    **dict.fromkeys(("budget", "metric", "outcome"), pl.String),
+    **dict.fromkeys(_NUMBERS, pl.Float64),
+    **dict.fromkeys(("policies", "prompts"), pl.Int64),
 }
 _LAYERS = {
     "metric": pl.String,
     "layer": pl.Int64,
-    **dict.fromkeys(("open", "closed", "ratio", "low", "high", "between"), pl.Float64),
+    **dict.fromkeys(("open", "closed", "ratio", "low", "high"), pl.Float64),
     "prompts": pl.Int64,
 }
 _AGREEMENT = {

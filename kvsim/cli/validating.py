@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from kvsim.sweeps.outcome import Run
 
 _CORRELATIONS = """\
-Rank correlation (Spearman) of metrics of the replay with outcomes of the live run: 1 where the
-replay orders the cells as the model does, 0 without relation. Between cells: of their means over
-prompts, [95 % interval over prompts]; within: over the cells of each prompt, mean."""
-#: In the place of a correlation that could not be computed.
-_NONE = dict.fromkeys(("between", "between_low", "between_high", "within"))
+Rank correlation (Spearman) over policies of metrics of the replay with live KL, at one budget: 1
+where the replay orders policies as the model does, 0 without relation. Between policies: of their
+means over prompts; within prompts: mean over prompts; [95 % interval for other prompts and other
+policies like these]. random does not count."""
 _LAYERS = """\
 Errors of both loops by layer. Above 1, errors of earlier layers, which the replay leaves out, add
 up; below 1 they cancel."""
@@ -34,8 +33,8 @@ Kept sets of both loops: |A and B| / |A or B|, mean over cells, events and heads
 and after the last event, lowest mean of a head; chance: of random sets of these sizes."""
 _CAVEAT = """\
 The model was fed the recorded responses. A high correlation says that the replay orders policies
-and budgets like these on prompts like these; it says nothing about the size of what happens to the
-model, nor about other models or much longer prompts."""
+like these on prompts like these; it says nothing about the size of what happens to the model, nor
+about other models or much longer prompts."""
 
 
 _PREDICTED = """\
@@ -149,22 +148,15 @@ def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> Non
         document: dict[str, Any] = {name: table.to_dicts() for name, table in tables.items()}
         show.echo_json(live.describe() | document | {"out": None if out is None else str(out)})
         return
-    cells, prompts = (max(correlations[name].to_list()) for name in ("cells", "prompts"))
-    show.echo_text(
-        f"{plural(cells, 'cell')} (a policy at a budget) in which something is evicted, on "
-        f"{plural(prompts, 'prompt')}, replayed and run on the model.\n"
-    )
-    show.echo_text(f"{_CORRELATIONS}\n")
-    show.echo_table(*_correlation_rows(correlations), right=1)
+    _print_correlations(correlations.filter(outcome="response_kl"))
     show.echo_text(f"\n{_LAYERS}\n")
     show.echo_table(
-        ["metric", "layer", "replay", "live run", "live / replay", "rank correlation"],
+        ["metric", "layer", "replay", "live run", "live / replay"],
         [
             [
                 *(row["metric"], str(row["layer"])),
                 *(show.number(row[name], ".3g") for name in ("open", "closed")),
                 show.interval(".2f", row["ratio"], row["low"], row["high"]),
-                show.number(row["between"], ".2f"),
             ]
             for row in layers.to_dicts()
         ],
@@ -185,24 +177,36 @@ def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> Non
         show.echo_text(f"The live run is in {out}: run.json, records.zarr, results.parquet.")
 
 
-def _correlation_rows(table: pl.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """A row per metric, those that predict the first outcome best above."""
-    rows = {(row["metric"], row["outcome"]): row for row in table.to_dicts()}
-    metrics, outcomes = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
-    cells = {(x, y): rows.get((x, y), _NONE) for x in metrics for y in outcomes}
-    outcomes = [y for y in outcomes if any(cells[x, y]["between"] is not None for x in metrics)]
-    if outcomes:  # the best one of the first outcome above
-        first = {name: cells[name, outcomes[0]]["between"] for name in metrics}
-        metrics.sort(key=lambda name: -2.0 if first[name] is None else first[name], reverse=True)
-    headers, lines = ["metric"], [[name] for name in metrics]
-    ends = ("between", "between_low", "between_high")
-    for outcome in outcomes:
-        headers += [f"{outcome}:\nbetween cells", "\nwithin"]
-        for line in lines:
-            cell = cells[line[0], outcome]
-            line.append(show.interval("+.2f", *(cell[end] for end in ends)))
-            line.append(show.number(cell["within"], "+.2f"))
-    return headers, lines
+def _print_correlations(table: pl.DataFrame) -> None:
+    """Print what orders policies as live KL does, and where there are too few to say."""
+    from kvsim.analysis.significance import FEWEST
+    from kvsim.analysis.validity import POLICIES
+
+    rows, missing = [], [] if table.height else ["no policy but random evicts anything"]
+    for of in table.partition_by("budget", maintain_order=True):
+        budget, most = of["budget"][0], {name: max(of[name]) for name in ("prompts", "policies")}
+        if most["prompts"] < FEWEST or most["policies"] < POLICIES:
+            missing.append(
+                f"budget {budget}: no rank correlation of {plural(most['prompts'], 'prompt')} and "
+                f"{most['policies']} policies that evict; record at least {FEWEST} prompts, and "
+                f"take at least {POLICIES} policies besides random"
+            )
+        rows += [
+            {"budget": budget, "metric": row["metric"]}
+            | {
+                f"{name} {what}": show.interval(
+                    "+.2f", *(row[f"{name}{end}"] for end in ("", "_low", "_high"))
+                )
+                for name, what in (("between", "policies"), ("within", "prompts"))
+            }
+            | {name: str(row[name]) for name in most}
+            for row in of.to_dicts()
+            if row["between"] is not None
+        ]
+    if rows:
+        show.echo_text(f"{_CORRELATIONS}\n")
+        show.echo_rows(rows, right=2)
+    show.echo_notes(missing)
 
 
 def _kept(table: pl.DataFrame) -> pl.DataFrame:

@@ -1,25 +1,24 @@
-"""Rank correlations, errors and kept sets of replay and live run."""
+"""Rank correlations at one budget, errors and kept sets of replay and live run."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
 
 import numpy as np
 import polars as pl
 import pytest
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
 import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import in_order
-from kvsim.analysis.validity import errors_by_layer, kept_agreement, rank_correlations
+from kvsim.analysis.validity import correlation, errors_by_layer, kept_agreement, rank_correlations
 from kvsim.errors import PolicyError
 from kvsim.sweeps.run import replay_all
 
-POLICIES, BUDGETS = ("tova", "knorm", "h2o"), (16, 32)
+POLICIES, BUDGETS = ("tova", "knorm", "h2o", "snapkv", "keydiff"), (16, 32)
 CELLS = list(itertools.product(POLICIES, BUDGETS))
 
 
@@ -50,73 +49,114 @@ def loops(replayed, live, prompts):
     return out
 
 
-def test_a_planted_order_has_its_correlation():
-    """A metric that orders cells as the model does has 1, the opposite order -1, between 0.6."""
-    order = [0, 1, 2, 5, 4, 3]  # of six ranks; by hand: 1 - 6 (4 + 0 + 4) / (6 * 35)
+def test_each_budget_has_its_own_correlation():
+    """Orders are opposite at the two budgets, whatever the budget adds to both sides; no mean."""
+    order = dict(zip(POLICIES, (0, 2, 1, 4, 3), strict=True))  # by hand: 1 - 6 * 4 / (5 * 24)
+
+    def place(at):
+        policy, budget = CELLS[at]
+        return (1 if budget == 16 else -1) * POLICIES.index(policy) + (100 if budget == 16 else 10)
+
     replayed, live = loops(
         {
-            "output_error": lambda _, at: 1.0 + at,
-            "retained_mass": lambda _, at: 1.0 + at,
-            "layer_error": lambda _, at: 1.0 + order[at],
+            "output_error": lambda _, at: float(place(at)),
+            "retained_mass": lambda _, at: float(place(at)),
+            "layer_error": lambda _, at: 1.0 + order[CELLS[at][0]],
         },
-        {"response_kl": lambda prompt, at: math.exp(at + prompt)},
-        prompts=4,
+        {"response_kl": lambda prompt, at: 1.0 + POLICIES.index(CELLS[at][0]) + prompt / 9},
+        prompts=6,
     )
     out = rank_correlations(replayed, live, ["response_kl"])
-    found = {row["metric"]: row for row in out.to_dicts()}
+    found = {(row["budget"], row["metric"]): row for row in out.to_dicts()}
 
-    assert found["output_error"]["between"] == pytest.approx(1)
-    assert found["retained_mass"]["between"] == pytest.approx(-1)
-    assert found["layer_error"]["between"] == pytest.approx(1 - 6 * 8 / (6 * 35))
-    assert found["layer_error"]["within"] == pytest.approx(1 - 6 * 8 / (6 * 35))
-    assert found["layer_error"]["cells"] == 6
-    assert found["layer_error"]["prompts"] == 4
+    for name in ("between", "within"):
+        assert found["16", "output_error"][name] == pytest.approx(1)
+        assert found["32", "output_error"][name] == pytest.approx(-1)
+        assert found["16", "retained_mass"][name] == pytest.approx(-1)
+        assert found["16", "layer_error"][name] == pytest.approx(0.8)
+    assert out["policies"].to_list() == [5] * len(out)
+    assert out["prompts"].to_list() == [6] * len(out)
+    assert {*out["budget"]} == {"16", "32"}
 
 
 def test_correlations_equal_a_plain_loop():
-    """Between cells and within prompts, with missing values and a constant prompt, as in a loop."""
+    """A prompt without all values is left out, one without differences counts in the means alone.
+
+    `random`, the worst by far on both sides, does not count.
+    """
     rng = np.random.default_rng(3)
-    x, y = rng.normal(size=(2, 7, len(CELLS))) + 5
+    x, y = rng.normal(size=(2, 9, len(CELLS))) + 5
     x += y  # correlated
-    y[2] = 1.0  # nothing varies in this prompt
-    missing = {(0, 1), (4, 5)}
+    y[2, :] = 1.0  # nothing varies in this prompt
     replayed, live = loops(
         {"output_error": lambda prompt, at: float(x[prompt, at])},
-        {
-            "response_kl": lambda prompt, at: (
-                None if (prompt, at) in missing else float(y[prompt, at])
-            )
-        },
-        prompts=7,
+        {"response_kl": lambda p, at: None if (p, at) == (4, 2) else float(y[p, at])},
+        prompts=9,
     )
-    row = rank_correlations(replayed, live, ["response_kl"]).row(0, named=True)
-    within, means = [], []
-    for prompt in range(7):
-        there = [at for at in range(len(CELLS)) if (prompt, at) not in missing]
-        if prompt != 2:
-            within.append(spearmanr(x[prompt, there], y[prompt, there]).statistic)
-    for at in range(len(CELLS)):
-        there = [prompt for prompt in range(7) if (prompt, at) not in missing]
-        means.append((x[there, at].mean(), y[there, at].mean()))
+    worst = [
+        pl.concat([each, each.with_columns(policy=pl.lit("random"), value=pl.lit(99.0)).unique()])
+        for each in (replayed, live)
+    ]
+    row = rank_correlations(*worst, ["response_kl"]).row(0, named=True)
+    assert CELLS[2][1] == 16
+    places = [at for at, (_, budget) in enumerate(CELLS) if budget == 16]
+    prompts = [prompt for prompt in range(9) if prompt != 4]
+    within = [spearmanr(x[p, places], y[p, places]).statistic for p in prompts if p != 2]
+    means = [(x[prompts, at].mean(), y[prompts, at].mean()) for at in places]
 
+    assert row["budget"] == "16"
     assert row["within"] == pytest.approx(statistics.fmean(within))
     assert row["between"] == pytest.approx(spearmanr(*zip(*means, strict=True)).statistic)
-    assert row["varied"] == 6
-    assert row["between_low"] < row["between"] < row["between_high"]
-    assert row["within_low"] < row["within"] < row["within_high"]
+    assert (row["prompts"], row["policies"]) == (8, 5)
+
+
+def test_intervals_are_over_prompts_and_policies():
+    """Ends are those of a loop that draws prompts and policies, of values with ties."""
+    rng = np.random.default_rng(5)
+    x, y = rng.integers(0, 6, (2, 7, 5)).astype(float)
+    x += y
+    out = correlation(x, y)
+    draws = np.random.default_rng(0)
+    rows, columns = (draws.integers(n, size=(500, n)) for n in (7, 5))
+
+    def rho(a, b):
+        a, b = rankdata(a), rankdata(b)
+        return np.nan if np.ptp(a) == 0 or np.ptp(b) == 0 else np.corrcoef(a, b)[0, 1]
+
+    between, within = [], []
+    for prompts, policies in zip(rows, columns, strict=True):
+        a, b = (each[prompts][:, policies] for each in (x, y))
+        between.append(rho(a.mean(0), b.mean(0)))
+        varied = [each for each in map(rho, a, b) if not np.isnan(each)]
+        within.append(statistics.fmean(varied) if varied else np.nan)
+
+    for name, values in (("between", between), ("within", within)):
+        ends = np.nanquantile(values, [0.025, 0.975])
+        assert [out[f"{name}_low"], out[f"{name}_high"]] == pytest.approx(ends)
+        assert ends[0] < out[name] < ends[1]
+
+
+@pytest.mark.parametrize(("prompts", "policies", "enough"), [(5, 9, 0), (6, 4, 0), (6, 5, 1)])
+def test_few_prompts_or_policies_have_no_number(prompts, policies, enough):
+    """Neither a correlation nor an interval, and none where nothing varies."""
+    x = np.random.default_rng(0).random((prompts, policies))
+
+    assert [value is not None for value in correlation(x, x).values()] == [enough] * 6
+    assert set(correlation(x, np.ones_like(x)).values()) == {None}
 
 
 def test_cells_that_evict_nothing_are_left_out():
     """Where the replay has no error, and of the policy full, there is nothing to predict."""
     replayed, live = loops(
-        {"output_error": lambda _, at: max(0.0, at - 1.0)},
+        {"output_error": lambda _, at: 0.0 if CELLS[at] == ("tova", 16) else at + 1.0},
         {"response_kl": lambda _, at: float(at)},
-        prompts=2,
+        prompts=6,
     )
     full = replayed.with_columns(policy=pl.lit("full"), value=pl.lit(9.0))
     out = rank_correlations(pl.concat([replayed, full]), live, ["response_kl"])
 
-    assert out["cells"].to_list() == [4]
+    rows = {row["budget"]: (row["policies"], row["between"]) for row in out.to_dicts()}
+    assert rows == {"16": (4, None), "32": (5, pytest.approx(1))}
     with pytest.raises(PolicyError, match="no cell of both Tables evicts anything"):
         rank_correlations(full, live)
 
@@ -134,9 +174,8 @@ def test_errors_of_both_loops_by_layer():
     out = errors_by_layer(table(replayed, "open"), table(live, "closed"), [metric])
 
     assert out["ratio"].to_list() == pytest.approx([1, 1.5])
-    assert out["open"].to_list() == pytest.approx([5.25, 5.25])
-    assert out["closed"].to_list() == pytest.approx([5.25, 8.75])
-    assert out["between"].to_list() == pytest.approx([1, 1])
+    assert out["open"].to_list() == pytest.approx([8.25, 8.25])
+    assert out["closed"].to_list() == pytest.approx([8.25, 13.75])
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +236,11 @@ def test_records_without_a_counterpart_are_refused(runs):
 
 
 def test_a_replay_and_a_live_run_of_tiny(runs):
-    """Over three policies and two budgets of the sample, error and KL are ordered alike."""
+    """The first layer has the errors of the live run; one prompt has no rank correlation."""
     replayed, live = runs
-    out = rank_correlations(replayed.table, live.table)
+    out = rank_correlations(replayed.table, live.table, ["response_kl"])
     layers = errors_by_layer(replayed.table, live.table, ["output_error"])
-    kl = out.filter(metric="output_error", outcome="response_kl").row(0, named=True)
 
-    assert kl["cells"] == 6
-    assert kl["between"] == pytest.approx(kl["within"])  # of one prompt
-    assert kl["between"] > 0.5
-    assert kl["between_low"] is None
+    assert out.select("prompts", "policies").unique().rows() == [(1, 3)]
+    assert set(out["between"]) == {None}
     assert layers["ratio"][0] == pytest.approx(1, abs=1e-3)  # knorm has ties

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 
+import polars as pl
 import pytest
 
 import kvsim
+from kvsim.cli.validating import _print_correlations
 from kvsim.sweeps import closed_loop
 from kvsim.tiny.tasks import prompts
 
 COMMAND = ("fidelity", "sample", "--model=tiny", "--policy=tova,knorm", "--budget=32,96")
 
 
-def test_fidelity_prints_three_tables(run, tmp_path):
-    """Correlations, errors by layer and kept sets; a finished run is read again with --resume."""
+def test_fidelity_prints_its_tables(run, tmp_path):
+    """Errors by layer and kept sets, why there are no correlations; --resume reads a run again."""
     out = tmp_path / "run"
     command = (*COMMAND, "--interval=100", f"--out={out}")
     status, text, err = run(*command)
@@ -22,15 +25,35 @@ def test_fidelity_prints_three_tables(run, tmp_path):
     tables = json.loads(document)
 
     assert (status, err, again) == (0, "", 0)
-    assert "4 cells (a policy at a budget)" in text
-    for heading in ("Rank correlation (Spearman)", "Errors of both loops", "Kept sets of both"):
+    for heading in ("Errors of both loops", "Kept sets of both"):
         assert heading in text
-    assert "answer_right" not in text  # nothing was written
-    found = {(row["metric"], row["outcome"]): row for row in tables["correlations"]}
-    assert f"{found['output_error', 'response_kl']['between']:+.2f}" in text
+    assert "no rank correlation of 1 prompt and 2 policies that evict" in text
+    assert "Rank correlation (Spearman)" not in text
+    assert {row["between"] for row in tables["correlations"]} == {None}
     assert [row["layer"] for row in tables["layers"]] == [0, 1, 2]
     assert tables["kept"][0]["mean"] > tables["kept"][0]["chance"]
     assert {path.name for path in out.iterdir()} >= {"run.json", "results.parquet"}
+
+
+def test_correlations_are_printed_for_each_budget(capsys):
+    """A line for each budget and metric that has one; elsewhere the line says what is missing."""
+    names = [f"{name}{end}" for name in ("between", "within") for end in ("", "_low", "_high")]
+    numbers = dict(zip(names, (0.5, -0.125, 0.75, 0.25, 0.0, 0.375), strict=True))
+    sizes = {"outcome": "response_kl", "prompts": 6, "policies": 5}
+    rows = [
+        {"budget": "64", "metric": "layer_error"} | sizes | numbers,
+        {"budget": "64", "metric": "needle_recall"} | sizes | {"prompts": 2} | dict.fromkeys(names),
+        {"budget": "9", "metric": "layer_error"} | sizes | {"policies": 4} | dict.fromkeys(names),
+    ]
+    _print_correlations(pl.DataFrame(rows))
+    out = capsys.readouterr().out
+
+    assert re.search(
+        r"64 +layer_error +\+0\.50 \[-0\.12, \+0\.75\] +\+0\.25 \[\+0\.00, \+0\.38\] +6 +5$",
+        *(out, re.MULTILINE),
+    )
+    assert "needle_recall" not in out
+    assert "budget 9: no rank correlation of 6 prompts and 4 policies" in out
 
 
 def test_an_interrupted_run_compares_nothing(run, monkeypatch, tmp_path):
@@ -72,10 +95,10 @@ def test_fidelity_refuses_policies_that_cannot_run(run, policy):
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    """Five small traces, and where the calibration fitted on their live runs goes."""
+    """Six small traces, and where the calibration fitted on their live runs goes."""
     folder = tmp_path_factory.mktemp("calibration")
-    asked = prompts(5, task="walk", facts=6, lines=6, kinds=3)
-    paths = [folder / f"{number}.zarr" for number in range(5)]
+    asked = prompts(6, task="walk", facts=6, lines=6, kinds=3)
+    paths = [folder / f"{number}.zarr" for number in range(6)]
     for path, prompt in zip(paths, asked, strict=True):
         kvsim.capture("tiny", None, prompt.prompt, max_new_tokens=24, o_proj=True, out=path)
     return paths, folder / "calibration.json"
@@ -84,7 +107,7 @@ def calibrated(tmp_path_factory):
 def test_fidelity_fits_what_predict_reads(run, calibrated):
     """The curve of a user's own runs predicts cells between its errors, and no others."""
     paths, file = calibrated
-    policies = "--policy=tova,knorm,random,streaming_llm"
+    policies = "--policy=tova,knorm,keydiff,streaming_llm,h2o"
     terms = ("--budget=16,32", "--interval=16", f"--calibration={file}")
     fitted = run("fidelity", *paths, "--model=tiny", policies, *terms)
     status, text, err = run("predict", *paths, "--policy=tova,knorm", *terms)
@@ -103,8 +126,11 @@ def test_fidelity_fits_what_predict_reads(run, calibrated):
     )
 
     assert (fitted[0], fitted[2]) == (0, "")
+    for budget in ("16", "32"):
+        line = rf"^{budget} +output_error +[+-][01]\.\d\d \[.*\] +6 +5 *$"
+        assert re.search(line, fitted[1], re.MULTILINE), fitted[1]
     assert (status, err) == (0, "")
-    assert "Calibration: tiny, 5 prompts of " in text
+    assert "Calibration: tiny, 6 prompts of " in text
     assert f"{rows['knorm', '16']['error']:.3g}" in text
     assert rows["knorm", "16"]["low"] <= rows["knorm", "16"]["kl"] <= rows["knorm", "16"]["high"]
     assert rows["knorm", "32"]["kl"] <= rows["knorm", "16"]["kl"]

@@ -9,6 +9,7 @@ import validity
 from scipy.stats import spearmanr
 
 from kvsim.analysis.evidence import WORTH
+from kvsim.analysis.validity import correlation
 
 
 @pytest.mark.parametrize("model", validity.STUDIES)
@@ -28,11 +29,11 @@ def test_cells_are_the_correlations_of_the_stored_values(model):
         validity.matrix(model, budget, "response_kl", way) for way in ("judged", "closed")
     )
 
-    rho, low, high = validity.between(judged, live)
+    found = correlation(judged, live)
 
-    assert rho == pytest.approx(spearmanr(means["judged"], means["closed"]).statistic)
-    assert low <= rho <= high
-    assert validity.correlation(judged, live).mean() == pytest.approx(np.mean(within))
+    assert found["between"] == pytest.approx(spearmanr(means["judged"], means["closed"]).statistic)
+    assert found["between_low"] <= found["between"] <= found["between_high"]
+    assert found["within"] == pytest.approx(np.mean(within))
     assert judged.shape == (30, len(validity.POLICIES) - 1)
 
 
@@ -43,8 +44,9 @@ def test_the_judge_orders_policies_as_the_live_run(model):
         judged, live = (
             validity.matrix(model, budget, "response_kl", way) for way in ("judged", "closed")
         )
-        assert validity.between(judged, live)[0] >= 0.95
-        assert validity.correlation(judged, live).mean() >= 0.9
+        found = correlation(judged, live)
+        assert found["between"] >= 0.95
+        assert found["within"] >= 0.9
 
 
 @pytest.mark.parametrize("metric", WORTH)
@@ -52,10 +54,10 @@ def test_what_verdicts_say_of_their_number_is_what_the_page_shows(metric):
     """The range of the correlations between policies, over both models and all budgets."""
     way = "judged" if metric == "response_kl" else "open"
     found = [
-        validity.between(
+        correlation(
             validity.matrix(model, budget, metric, way),
             validity.matrix(model, budget, "response_kl", "closed"),
-        )[0]
+        )["between"]
         for model, (_, budgets, _) in validity.STUDIES.items()
         for budget in budgets
     ]
