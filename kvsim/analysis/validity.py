@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.arrays import Floats
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.significance import FEWEST
@@ -93,19 +93,15 @@ def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
     out: dict[str, float | None] = dict.fromkeys(_NUMBERS)
     if n < FEWEST or policies < POLICIES:
         return out
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(n, size=(_DRAWS, n))
-    drawn = rng.integers(policies, size=(_DRAWS, policies))
-    weights = (drawn[:, None] == np.arange(policies)[:, None]).sum(-1)
-    equal = np.ones(policies)
-    each, resampled = _spearman(x, y, equal), _spearman(x, y, weights[:, None])
-    resampled = np.take_along_axis(resampled, prompts, 1)
-    means = _spearman(x[prompts].mean(1), y[prompts].mean(1), weights)
+    equal = np.ones(n), np.ones(policies)
+    prompts, weights = resamples(n, policies)
+    each, resampled = _spearman(x, y, equal[1]), _spearman(x, y, weights[:, None])
+    means = _spearman(*((prompts[..., None] * of).sum(1) for of in (x, y)), weights)
     if (~np.isnan(each)).sum() < FEWEST:
-        each = each[:0]
+        each = np.full(n, np.nan)
     for name, of, draws in (
-        ("between", _spearman(x.mean(0), y.mean(0), equal), means),
-        ("within", _mean(each), _mean(resampled)),
+        ("between", _spearman(x.mean(0), y.mean(0), equal[1]), means),
+        ("within", _mean(each, equal[0]), _mean(resampled, prompts)),
     ):
         if not np.isnan(of):
             ends = np.nanquantile(draws, (0.025, 0.975)).tolist()
@@ -113,12 +109,11 @@ def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
     return out
 
 
-def _spearman(x: Floats, y: Floats, weights: Floats | Ints) -> Floats:
+def _spearman(x: Floats, y: Floats, weights: Floats) -> Floats:
     """Spearman correlation over the last axis, each value as often as its weight says.
 
     NaN where one of the two does not vary.
     """
-    weights = weights.astype(np.float64)
     a, b = (  # ranks from the mean rank, twice
         (np.sign(of[..., None] - of[..., None, :]) @ weights[..., None])[..., 0] for of in (x, y)
     )
@@ -128,11 +123,22 @@ def _spearman(x: Floats, y: Floats, weights: Floats | Ints) -> Floats:
     return out
 
 
-def _mean(values: Floats) -> Floats:
+def _mean(values: Floats, weights: Floats) -> Floats:
     """Mean over the last axis of what is no NaN."""
+    present = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        out: Floats = np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
+        out: Floats = (np.where(present, values, 0) * weights).sum(-1) / (present * weights).sum(-1)
     return out
+
+
+def resamples(prompts: int, policies: int) -> tuple[Floats, Floats]:
+    """How often each prompt [draw, prompt] and policy [draw, policy] is in 500 bootstrap draws."""
+    rng = np.random.default_rng(0)
+    first, second = (
+        np.stack([np.bincount(draw, minlength=n) for draw in rng.integers(n, size=(_DRAWS, n))])
+        for n in (prompts, policies)
+    )
+    return first.astype(np.float64), second.astype(np.float64)
 
 
 def errors_by_layer(

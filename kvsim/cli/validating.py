@@ -40,7 +40,12 @@ about other models or much longer prompts."""
 _PREDICTED = """\
 Live KL: divergence of the model's predictions from those with the full cache, in nats per token of
 the recorded response after its first, mean over traces. The interval covers at least 90 % of
-prompts and policies that are new to the calibration, if they are like those that it was fitted on.
+prompts and policies that are new to the calibration, if they are like those that it was fitted on;
+factor: its ends are no further from the estimate."""
+_GAIN = """\
+Gain over the mean KL of the budget, on prompts and policies left out of the fit: share by which
+squared errors of log KL are smaller, [95 % interval over prompts and policies]:"""
+_LOST = """\
 Answer lost: share of answers, right with the full cache, that were wrong in live runs with such a
 layer error."""
 
@@ -289,21 +294,28 @@ def _print_predictions(fitted: Calibration, rows: list[dict[str, Any]], remarks:
         f"{fitted.tokens[1]} tokens, {len(fitted.policies)} policies, budgets "
         f"{', '.join(fitted.budgets)}.\n"
     )
-    lines = [
-        {
+    lines = []
+    for row in rows:
+        interval = "-" if row["kl"] is None else f"{_kl(row['low'])} to {_kl(row['high'])}"
+        line = {
             "policy": row["policy"],
             "budget": row["asked"],
             "layer error": show.number(row["error"], ".3g"),
             "live KL": _kl(row["kl"]),
-            "90 % interval": "-"
-            if row["kl"] is None
-            else f"{_kl(row['low'])} to {_kl(row['high'])}",
-            "answer lost": show.interval(".0%", row["risk"], row["risk_low"], row["risk_high"]),
+            "90 % interval": interval,
+            "factor": show.number(row["factor"], ".1f"),
         }
-        for row in rows
-    ]
+        if fitted.curve.risk:
+            risk = (row["risk"], row["risk_low"], row["risk_high"])
+            line["answer lost"] = show.interval(".0%", *risk)
+        lines.append(line)
     show.echo_rows(lines, right=2)
     show.echo_text(f"\n{_PREDICTED}")
+    if fitted.curve.risk:
+        show.echo_text(_LOST)
+    if fitted.curve.gains:
+        gains = (f"{show.interval('.0%', *x)} at {budget}" for budget, *x in fitted.curve.gains)
+        show.echo_text(f"{_GAIN}\n{', '.join(gains)}.")
     show.echo_notes(remarks)
 
 
@@ -322,6 +334,15 @@ def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int])
         for row in rows
         if row["outside"] is not None
     ]
+    gains = {budget: (gain, low) for budget, gain, low, _ in fitted.curve.gains}
+    for budget in dict.fromkeys(row["asked"] for row in rows):
+        if budget not in gains:
+            out.append(f"budget {budget}: the gain over its mean was not measured")
+        elif min(gains[budget]) <= 0:
+            out.append(
+                f"budget {budget}: no gain over its mean is shown, so the layer error says no more "
+                "than the budget; take kvsim replay --judge, or kvsim live"
+            )
     schedules = {(row["interval"], row["prefill"]) for row in rows}
     if schedules - {(fitted.interval, fitted.prefill)} and fitted.interval is not None:
         after = schedule(fitted.interval, prefill=bool(fitted.prefill))

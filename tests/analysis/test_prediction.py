@@ -27,7 +27,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import in_order
 from kvsim.errors import NeedsError, PolicyError
 
-POLICIES = ("tova", "knorm", "h2o", "keydiff", "snapkv", "random")
+POLICIES = ("tova", "knorm", "h2o", "keydiff", "snapkv", "cake")
 
 
 def planted(prompts=20, seed=0, spread=0.2, policies=POLICIES):
@@ -134,10 +134,52 @@ def test_nothing_is_extrapolated():
     for error in (curve.lowest / 2, curve.highest * 2):
         with pytest.raises(PolicyError, match="nothing is extrapolated"):
             curve.estimate(error)
-    with pytest.raises(PolicyError, match="4 prompts and 6 policies"):
-        fit(planted(prompts=4))
-    with pytest.raises(PolicyError, match="20 prompts and 3 policies"):
-        fit(planted(policies=POLICIES[:3]))
+    with pytest.raises(PolicyError, match="5 prompts and 6 policies"):
+        fit(planted(prompts=5))
+    with pytest.raises(PolicyError, match="20 prompts and 4 policies"):
+        fit(planted(policies=POLICIES[:4]))
+
+
+def test_the_gain_is_that_over_the_mean_of_the_budget():
+    """At each budget, over values of prompts and policies that both fits left out, by a loop."""
+    of = planted(prompts=11).with_columns(kl=pl.col("kl") * pl.col("asked").cast(pl.Float64) / 32)
+    found = {budget: (gain, low, high) for budget, gain, low, high in fit(of).gains}
+    rows = of.with_columns(fold=pl.col("trace").str.slice(1).cast(pl.Int64) % 5)
+    squares = {budget: np.zeros((2, 11, 6)) for budget in ("16", "32", "64")}
+    for fold, policy in itertools.product(range(5), POLICIES):
+        others = rows.filter(pl.col("fold") != fold, pl.col("policy") != policy)
+        curve = fit(others)
+        for row in rows.filter(fold=fold, policy=policy).to_dicts():
+            x = np.interp(np.log(row["error"]), np.log(curve.errors), np.log(curve.kl))
+            same = np.log(np.maximum(others.filter(asked=row["asked"])["kl"].to_numpy(), FLOOR))
+            place = (int(row["trace"][1:]), POLICIES.index(policy))
+            y = np.log(max(row["kl"], FLOOR))
+            squares[row["asked"]][(slice(None), *place)] = (y - x) ** 2, (y - same.mean()) ** 2
+
+    assert list(found) == ["16", "32", "64"]
+    for budget, (gain, low, high) in found.items():
+        of_curve, of_mean = squares[budget]
+        assert gain == pytest.approx(1 - of_curve.sum() / of_mean.sum())
+        rng = np.random.default_rng(1)
+        drawn = [
+            1 - of_curve[at].sum() / of_mean[at].sum()
+            for at in (
+                np.ix_(rng.integers(11, size=11), rng.integers(6, size=6)) for _ in range(2000)
+            )
+        ]
+        assert (low, high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.05)
+    assert min(low for _, low, _ in found.values()) > 0.5
+
+
+def test_an_error_that_says_nothing_has_no_gain():
+    """Where KL depends on the budget alone, its mean is as good; equal KL has no gain to name."""
+    rng = np.random.default_rng(0)
+    of = planted().with_columns(
+        kl=pl.col("asked").cast(pl.Float64) / 16 * np.exp(rng.normal(0, 0.1, 360))
+    )
+
+    assert all(gain <= 0 for _, gain, _, _ in fit(of).gains)
+    assert fit(of.with_columns(kl=pl.lit(1.0))).gains == ()
 
 
 def tables(of):
@@ -202,6 +244,12 @@ def test_a_calibration_is_fitted_stored_and_read(tmp_path):
     assert row["kl"] == pytest.approx(np.mean([each.kl for each in single]))
     assert row["high"] == pytest.approx(np.mean([each.high for each in single]))
     assert row["traces"] == 20
+    assert row["factor"] == pytest.approx(max(row["high"] / row["kl"], row["kl"] / row["low"]))
+    chance = [
+        pl.concat([each, each.filter(policy="tova").with_columns(policy=pl.lit("random"))])
+        for each in (replayed, live)
+    ]
+    assert points(*chance).height == of.height  # random does not count
 
 
 def test_estimates_outside_are_left_out():
@@ -215,6 +263,7 @@ def test_estimates_outside_are_left_out():
     assert rows["tova"]["kl"] is None
     assert "nothing is extrapolated" in rows["tova"]["outside"]
     assert (rows["knorm"]["kl"], rows["knorm"]["high"]) == (0, 0)
+    assert rows["knorm"]["factor"] is None
 
 
 def test_other_weights_are_another_model(tmp_path):

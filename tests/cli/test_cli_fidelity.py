@@ -114,7 +114,8 @@ def test_fidelity_fits_what_predict_reads(run, calibrated):
     _, document, _ = run("predict", *paths, "--policy=tova,knorm", *terms, "--json")
     rows = {(row["policy"], row["asked"]): row for row in json.loads(document)["cells"]}
     (stored,) = json.loads(file.read_text())
-    stored["curve"] |= {"lowest": 1e6, "highest": 2e6}
+    gains = stored["curve"]["gains"]
+    stored["curve"] |= {"lowest": 1e6, "highest": 2e6, "gains": [["16", 0.1, -0.2, 0.3]]}
     stored["interval"] = 5
     file.with_name("far.json").write_text(json.dumps([stored]))
     far = run(
@@ -134,6 +135,14 @@ def test_fidelity_fits_what_predict_reads(run, calibrated):
     assert f"{rows['knorm', '16']['error']:.3g}" in text
     assert rows["knorm", "16"]["low"] <= rows["knorm", "16"]["kl"] <= rows["knorm", "16"]["high"]
     assert rows["knorm", "32"]["kl"] <= rows["knorm", "16"]["kl"]
+    factor = max(rows["knorm", "16"]["high"], 0.01) / rows["knorm", "16"]["kl"]
+    assert rows["knorm", "16"]["factor"] >= factor
+    assert re.search(rf"^knorm +16 .* {rows['knorm', '16']['factor']:.1f} *$", text, re.MULTILINE)
+    assert "answer lost" not in text  # nothing was written in the live runs
+    for budget, gain, low, high in gains:
+        assert f"{gain:.0%} [{low:.0%}, {high:.0%}] at {budget}" in text
+    assert "Note: budget 16: no gain over its mean is shown" in far[1]
+    assert "Note: budget 32: the gain over its mean was not measured" in far[1]
     assert far[0] == 2
     assert "Note: tova, budget 16: layer error" in far[1]
     assert "the calibration is of events after" in far[1]
