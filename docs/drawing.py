@@ -37,7 +37,6 @@ OTHERS = {
     "figures/results-smollm2.png": "docs/results.py",
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
-    "figures/fidelity.png": "docs/fidelity.py",
     "figures/knowledge.png": "docs/learned.py",
     "figures/access.png": "docs/access.py",
     "figures/distillation.png": "docs/distillation.py",

@@ -264,6 +264,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "policies": policies,
     "policy_names": policy_names,
     "policy_notes": policy_notes,
+    "prediction": validity.prediction,
     "validity": validity.part,
 }
 
