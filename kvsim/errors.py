@@ -15,7 +15,7 @@ class KvsimError(Exception):
 
 
 class TraceError(KvsimError, ValueError):
-    """A trace cannot be used: incomplete, damaged, a newer format, wrong shapes or NaN."""
+    """A trace cannot be used: incomplete, damaged, of another format, wrong shapes or NaN."""
 
 
 class TraceNotFoundError(TraceError, FileNotFoundError):

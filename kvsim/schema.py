@@ -12,12 +12,8 @@ NEVER = 2**31 - 1
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
 
-#: Version of the trace format (docs/trace-format.md) that writers write; a reader refuses a larger
-#: one.
+#: Version of the trace format (docs/trace-format.md); readers refuse every other one.
 FORMAT_VERSION = 3
-
-#: First version whose chunks are bound to their place.
-BOUND = 3
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256

@@ -208,11 +208,9 @@ def _table(folder: Path, file: Path, data: bytes) -> pl.DataFrame:
         table = decode_table(data)
     except ValueError as error:
         raise damaged(file, str(error)) from error
-    # runs of earlier builds do not name the model
-    missing = [name for name in COLUMNS if name not in (*table.columns, "model")]
-    if missing:
+    if missing := [name for name in COLUMNS if name not in table.columns]:
         raise OutputError(
-            f"{folder} has no columns {', '.join(missing)}: it was written by another version of "
+            f"{folder} has no columns {', '.join(missing)}: it was recorded by another version of "
             "kvsim; replay it again"
         )
     try:

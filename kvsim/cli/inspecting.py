@@ -17,13 +17,10 @@ from kvsim.cli import show
 from kvsim.cli.runs import describe_run, echo_run, is_run
 from kvsim.cli.values import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
 from kvsim.errors import TraceError, TraceNotFoundError
-from kvsim.schema import BOUND, LABELS, is_url, plural, ranges, visible
+from kvsim.schema import LABELS, is_url, plural, ranges, visible
 
 if TYPE_CHECKING:
     from kvsim.store.index import Entry
-
-#: What is said of a trace of an older format.
-_UNBOUND = "chunks are not bound to their place; `kvsim trace upgrade` binds them"
 
 
 def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False) -> None:
@@ -52,7 +49,6 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
     model, logprobs, probe = (facts[x] for x in ("model", "response_logprobs", "probe"))
     fields = {
         "trace": f"{facts['path']} (format {facts['format']}, {size_text(facts['bytes'])})",
-        "binding": "" if facts["format"] >= BOUND else _UNBOUND,
         "name": quoted(facts["name"]),
         "digest": facts["digest"],
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
@@ -251,8 +247,6 @@ def _echo_verdict(verdict: str, report: Mapping[str, Any], *, deep: bool, single
         show.echo_text(f"  {show.one_line(problem)}")
     if not report["ok"]:
         return
-    if report["format"] < BOUND:
-        show.echo_text(f"  format {report['format']}: {_UNBOUND}")
     if not single:
         return
     fields = {
@@ -310,10 +304,6 @@ def traces(
     if whole:
         _echo_traces(whole)
         typer.echo()
-    older = [entry.path for entry in whole if entry.format is not None and entry.format < BOUND]
-    if older:
-        first = show.one_line(older[0]) + (", ..." if len(older) > 1 else "")
-        show.echo_text(f"{plural(len(older), 'trace')} of an older format ({first}): {_UNBOUND}")
     for each in shared:
         of = plural(each["traces"], "trace") if each["traces"] else "no trace"
         show.echo_text(f"{each['path']}: output projections of {of}, {size_text(each['bytes'])}")

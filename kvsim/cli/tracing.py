@@ -9,15 +9,14 @@ from typing import Annotated
 import typer
 
 from kvsim.cli.show import bar, echo_error, echo_json, echo_text, one_line
-from kvsim.cli.values import Json, Overwrite, Stop, TracePaths, path_argument, path_option, paths_of
-from kvsim.schema import FORMAT_VERSION
+from kvsim.cli.values import Json, Overwrite, Stop, path_argument, path_option
 from kvsim.tiny.sample import SAMPLES
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Work on traces as files: recover, discard, pack, unpack and upgrade.",
+    help="Work on traces as files: recover, discard, pack and unpack.",
 )
 
 DraftPath = Annotated[
@@ -112,23 +111,3 @@ def discard(path: DraftPath) -> None:
 
     draft = store.discard(path)
     echo_text(f"removed {one_line(str(draft.path))} ({draft.tokens} tokens)")
-
-
-@app.command()
-def upgrade(traces: TracePaths) -> None:
-    """Bind traces of an older format: their chunks to their places, and their header.
-
-    Every chunk is read and compared with its checksums first. Only the metadata of the group is
-    written again; the digest stays.
-    """
-    for path in paths_of(traces):
-        changed = _upgraded(path)
-        state = "upgraded to" if changed else "has already"
-        echo_text(f"{one_line(str(path))}: {state} format {FORMAT_VERSION}")
-
-
-def _upgraded(path: Path | str) -> bool:
-    from kvsim.store import upgrade
-
-    with bar("layers") as report:
-        return upgrade(path, progress=lambda n, of: report(n, of, str(path)))

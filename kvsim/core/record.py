@@ -107,6 +107,7 @@ class Record(Displayed):
     prefill: bool
     prompt_len: int
     layers: tuple[int, ...]
+    layer_ids: tuple[int, ...]
     trace: str = "memory"
     digest: str = ""
     positions: str = "absolute"
@@ -131,8 +132,6 @@ class Record(Displayed):
     reads: Reads | None = None
     #: as what entries are stored; None for as recorded
     codec: Codec | Spec | None = None
-    #: numbers in the model of `layers`; None in records of earlier versions, which lack them
-    layer_ids: tuple[int, ...] | None = None
     internals: tuple[Plans, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
@@ -209,8 +208,7 @@ def record_of(
     """Return the record of a `record_document`; bits: of what was read, if anything says so."""
     stored: dict[str, Any] = {name: document[name] for name in _STORED if name in document}
     for name in ("layers", "layer_ids"):
-        if stored.get(name) is not None:
-            stored[name] = tuple(stored[name])
+        stored[name] = tuple(stored[name])
     if "selection" in document:
         chosen = document["selection"]
         pairs = {name: tuple(chosen[name]) for name in ("dropped", "counts")}

@@ -78,8 +78,7 @@ class Masks:
         names = ("trace", "digest", "policy", "budget", "interval", "prefill", "prompt_len")
         labels = {name: getattr(record, name) for name in names}
         labels |= {"params": dict(record.params), "defects": sorted(defects)}
-        layers = record.layers if record.layer_ids is None else record.layer_ids
-        return cls(torch.from_numpy(last_row.copy()), layers, labels)
+        return cls(torch.from_numpy(last_row.copy()), record.layer_ids, labels)
 
     @property
     def n_pos(self) -> int:

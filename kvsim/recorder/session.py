@@ -146,13 +146,12 @@ class Session:
             differing = [text]
         else:
             differing = self._prompt_differences(trace, given=generation.get("stopped") == GIVEN)
-        generation = {"stop": [], **generation}  # older traces have no stop strings
         model, options, shapes = self._described, self.options, trace.source.shapes
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
         stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
         sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
-        weights = model.get("weights")  # not known of every model, nor of older traces
+        weights = model.get("weights")  # not known of a model that is not in memory
         known = weights if weights is None else recorded.get("weights", weights)
         keys = {"model": "name", "model's dtype": "dtype", "attention kernel": "attention"}
         facts = {

@@ -109,8 +109,7 @@ class Dump:
         """Return what a replay or a live run kept. trace: the q, k and v that it had."""
         kept = {row: record.retained(row)[..., : row + 1] for row in record.events}
         schedule = Schedule(record.interval, record.prefill, record.compress)
-        layers = record.layers if record.layer_ids is None else record.layer_ids
-        dump = cls(kept, layers, record.trace, trace, record.budget, schedule)
+        dump = cls(kept, record.layer_ids, record.trace, trace, record.budget, schedule)
         return dump.checked()
 
     def checked(self) -> Dump:

@@ -27,7 +27,7 @@ def check_model(trace: Trace, described: Mapping[str, Any]) -> None:
     """Raise CaptureError unless a model is the recorded one, as far as both are described.
 
     described: what `describe_model` returns. Configuration and precision are compared, and the
-    digest of the weights, which traces recorded before there was one lack (`Comparison`).
+    digest of the weights where both have one.
     """
     recorded_model = object_at(trace.meta, "model")
     if recorded_model.get("config") is None:

@@ -3,7 +3,6 @@
 from kvsim.store.publication import check_target, check_writable
 from kvsim.store.reader import open_trace
 from kvsim.store.recovery import Draft, discard, find_drafts, recover
-from kvsim.store.upgrading import upgrade
 from kvsim.store.verification import Verification, describe, verify
 from kvsim.store.writer import TraceWriter, save_trace
 
@@ -19,6 +18,5 @@ __all__ = [
     "open_trace",
     "recover",
     "save_trace",
-    "upgrade",
     "verify",
 ]

@@ -15,20 +15,15 @@ from typing import Any
 
 from kvsim.core.digest import CHECKSUMMED, content_digest, document_digest
 from kvsim.core.header import Header
-from kvsim.errors import TraceError
-from kvsim.schema import BOUND
 from kvsim.store.layout import UNSEALED, StoredArray
 from kvsim.store.metadata import object_at
 from kvsim.store.place import damaged
 
-#: The attributes that bind a trace: the checksums of all chunks, and the seal.
-BINDING = ("chunks", "seal")
-
-#: Attributes of a bound trace; anything else could change a meaning that no seal describes.
+#: Attributes of a trace; anything else could change a meaning that no seal describes.
 ATTRIBUTES = frozenset(
     (
         *("kvsim_format", "complete", "n_tokens", "committed_tokens", "prompt_len", "context_len"),
-        *("attention", "ropes", "digest", "checksums", "name", "meta", *BINDING),
+        *("attention", "ropes", "digest", "checksums", "name", "meta", "chunks", "seal"),
     )
 )
 
@@ -63,25 +58,16 @@ def sealed(
 
 
 def check_attributes(attributes: Mapping[str, Any], where: str) -> None:
-    """Raise TraceError for attributes that the format version of a trace does not have."""
-    version = attributes["kvsim_format"]
-    unexpected = attributes.keys() & set(BINDING)
-    if version >= BOUND:
-        unexpected = attributes.keys() - ATTRIBUTES
-    if unexpected:
-        raise TraceError(
-            f"{where}: attribute {short_repr(min(unexpected))} is not part of format version "
-            f"{version}; copy the trace again or install a newer kvsim"
-        )
+    """Raise TraceError for attributes that the format does not have."""
+    if unexpected := attributes.keys() - ATTRIBUTES:
+        raise damaged(f"{where}: attribute {short_repr(min(unexpected))} is not part of a trace")
 
 
 def bound(arrays: Arrays, attributes: Mapping[str, Any], where: str) -> dict[str, StoredArray]:
-    """Return the arrays with the checksums of their chunks, of an older trace without.
+    """Return the arrays with the checksums of their chunks.
 
     Raises TraceError if the attributes list others than an array has.
     """
-    if attributes["kvsim_format"] < BOUND:
-        return dict(arrays)
     listed, chunks = object_at(attributes, "chunks"), {}
     for name, array in arrays.items():
         text = listed.get(name)
@@ -91,11 +77,6 @@ def bound(arrays: Arrays, attributes: Mapping[str, Any], where: str) -> dict[str
                 f"for each of {array.nchunks} chunks"
             )
         chunks[name] = bytes.fromhex(text)
-    return bind(arrays, chunks)
-
-
-def bind(arrays: Arrays, chunks: Mapping[str, bytes]) -> dict[str, StoredArray]:
-    """Return the arrays with the checksums that their chunks must have."""
     return {name: replace(array, crcs=chunks[name]) for name, array in arrays.items()}
 
 
@@ -104,14 +85,13 @@ def check_binding(
 ) -> None:
     """Raise TraceError unless digest and seal fit the header, the arrays and their checksums.
 
-    No chunk is read for it. The digest protects older traces too; they have no seal.
+    No chunk is read for it.
     """
     checksums = object_at(attributes, "checksums")
     for name in (*CHECKSUMMED, "token_text"):
         if name in checksums and name not in arrays:
             raise damaged(f"{where}: {name} has checksums and is not there, expected it")
-        older = name == "token_text" and attributes["kvsim_format"] < BOUND
-        if name not in arrays or (older and name not in checksums):
+        if name not in arrays:
             continue
         count = 1 if name.startswith("token") else len(header.layer_ids)
         recorded = checksums.get(name)
@@ -126,7 +106,7 @@ def check_binding(
             f"{where}: the digest of its header and checksums is {digest[:19]}..., recorded is "
             f"{attributes['digest'][:19]}..."
         )
-    if attributes["kvsim_format"] >= BOUND and attributes.get("seal") != seal(attributes, arrays):
+    if attributes.get("seal") != seal(attributes, arrays):
         raise damaged(f"{where}: its seal does not fit its attributes and arrays")
 
 

@@ -37,7 +37,6 @@ class Entry:
             at least as many tokens is at its path.
         reason: why it does not open: the error message, with `path` for the trace.
         bytes: size on disk.
-        format: version of its format, None if it does not open.
         tokens: prompt and response; of a draft, the committed ones.
         place_tokens: of a draft, the tokens of the whole trace at its path.
         prompt_len: tokens of the prompt.
@@ -55,7 +54,6 @@ class Entry:
     state: State
     bytes: int
     reason: str = ""
-    format: int | None = None
     tokens: int | None = None
     place_tokens: int | None = None
     prompt_len: int | None = None
@@ -106,7 +104,6 @@ def _trace(name: str, path: Path) -> Entry:
         name,
         "whole",
         _bytes(path) if path.is_file() else sum((stored.sizes or {}).values()),
-        format=stored.format,
         tokens=n_pos,
         prompt_len=stored.header.prompt_len,
         stopped=str(stopped) if stopped is not None else None,

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
-from kvsim.errors import error_line
+from kvsim.errors import TraceError, error_line
 from kvsim.schema import FORMAT_VERSION
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
@@ -53,6 +53,16 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
         raise damaged(f"{where}: {key} is not a JSON object")
     _check_size(document, f"{where}: {key}")
     return document
+
+
+def check_format(attributes: Mapping[str, Any], where: str) -> None:
+    """Raise TraceError for a trace, or a draft of one, of another version of the format."""
+    version = attributes.get("kvsim_format")
+    if version != FORMAT_VERSION:
+        raise TraceError(
+            f"{where} was recorded by another version of kvsim (trace format "
+            f"{short_repr(version)}, expected {FORMAT_VERSION}); record it again"
+        )
 
 
 def group_attributes(place: Place) -> dict[str, Any]:
@@ -137,7 +147,6 @@ def read_header(
     """Return the header that the attributes and the arrays of a trace describe."""
     where = str(place.path)
     layer_ids = tuple(read_part(arrays["layer"], (), place).tolist())
-    attributes = _upgraded(attributes, len(layer_ids), where)
     stored_ropes = [_rope(rope, where) for rope in _get(attributes, "ropes", list, where)]
     ropes, formulas = [], []
     for layer in _get(attributes, "attention", list, where):
@@ -173,24 +182,6 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
             "allow"
         )
     return value
-
-
-def _upgraded(attributes: Mapping[str, Any], n_layers: int, where: str) -> Mapping[str, Any]:
-    """Return attributes of format version 1, which describes all layers at once, as version 2."""
-    if attributes.get("kvsim_format") != 1:
-        return attributes
-    mask = _get(attributes, "mask", dict, where)
-    if mask != {"kind": "causal"}:
-        raise damaged(
-            f"{where}: attribute mask is {short_repr(mask)}, expected {{'kind': 'causal'}}, the "
-            "only one of format version 1"
-        )
-    layer = {"scale": attributes.get("scale"), "rope": 0}
-    return {
-        **attributes,
-        "attention": [layer] * n_layers,
-        "ropes": [_get(attributes, "rope", dict, where)],
-    }
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError, local_path
-from kvsim.schema import FORMAT_VERSION, is_url
+from kvsim.schema import is_url
 from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.layout import (
@@ -30,7 +30,7 @@ from kvsim.store.layout import (
     parse_array,
     require_arrays,
 )
-from kvsim.store.metadata import check_numbers, find_document, object_at, read_header
+from kvsim.store.metadata import check_format, check_numbers, find_document, object_at, read_header
 from kvsim.store.place import Folder, Packed, Place, damaged
 from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
@@ -51,8 +51,8 @@ def open_trace(path: str | Path) -> Trace:
 
     Raises:
         TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
-        TraceError: the trace is incomplete, of a newer format, lacks a chunk, or has anything that
-            docs/trace-format.md does not allow.
+        TraceError: the trace is incomplete, was recorded by another version of kvsim, lacks a
+            chunk, or has anything that docs/trace-format.md does not allow.
     """
     stored = StoredTrace(path)
     return Trace(
@@ -101,7 +101,6 @@ class StoredTrace:
         self.path = self.place.path
         self.where = str(self.path)
         self.attributes = _root_attributes(self.place)
-        self.format = int(self.attributes["kvsim_format"])
         self.digest = str(self.attributes["digest"])
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
@@ -235,18 +234,13 @@ def _root_attributes(place: Place) -> dict[str, Any]:
     where = str(place.path)
     root = find_document(place, "zarr.json")
     attributes = object_at(root or {}, "attributes")
-    version = attributes.get("kvsim_format")
-    if root is None or type(version) is not int or version < 1:
+    if root is None or type(attributes.get("kvsim_format")) is not int:
         reason = "zarr.json is missing" if root is None else "its zarr.json has no kvsim_format"
         raise TraceNotFoundError(
             f"{where} is not a kvsim trace: {reason}, expected a zarr group written by kvsim; "
             "give the folder of a trace"
         )
-    if version > FORMAT_VERSION:
-        raise TraceError(
-            f"{where} has format version {version}, this kvsim reads up to {FORMAT_VERSION}; "
-            "install a newer kvsim"
-        )
+    check_format(attributes, where)
     if attributes.get("complete") is not True:
         committed = short_repr(attributes.get("committed_tokens", 0))
         raise TraceError(

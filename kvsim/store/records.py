@@ -85,7 +85,10 @@ def read_records(path: str | Path) -> list[Record]:
     attributes = attributes if isinstance(attributes, dict) else {}
     version, files = attributes.get("kvsim_records"), attributes.get("files")
     if version != RECORD_VERSION:
-        raise OutputError(f"{path} has records of version {version}; expected {RECORD_VERSION}")
+        raise OutputError(
+            f"{path} was recorded by another version of kvsim (records of version {version}, "
+            f"expected {RECORD_VERSION}); replay it again"
+        )
     if not isinstance(files, dict):
         raise damaged(folder, "its list of files is missing, or of another type")
     try:

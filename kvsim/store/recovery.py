@@ -32,8 +32,14 @@ from kvsim.store.draft import (
     recover_command,
 )
 from kvsim.store.layout import DIMENSIONS, block_axis, cut_shape, require_arrays
-from kvsim.store.metadata import attributes_of, group_attributes, object_at, read_header
-from kvsim.store.place import Folder
+from kvsim.store.metadata import (
+    attributes_of,
+    check_format,
+    group_attributes,
+    object_at,
+    read_header,
+)
+from kvsim.store.place import Folder, damaged
 from kvsim.store.projections import KEY, copy_projections, find_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, require_chunks
 from kvsim.store.reader import StoredTrace
@@ -286,6 +292,7 @@ def _removal(folder: Path) -> str:
 def _finish(group: Group, progress: Progress) -> None:
     """Complete a draft with its committed tokens; each step can be repeated by the next attempt."""
     where, committed = str(group.folder), _committed(group.attributes)
+    check_format(group.attributes, where)
     require_arrays(group.arrays, where)
     lost = _lost(group)
     if gone := [name for name in lost if name not in LATE]:
@@ -333,8 +340,8 @@ def _finish(group: Group, progress: Progress) -> None:
 def _lost(group: Group) -> list[str]:
     """Return the arrays that were begun and are missing."""
     begun = group.attributes.get("arrays")
-    if not isinstance(begun, list):  # older drafts do not list them
-        return []
+    if not isinstance(begun, list):
+        raise damaged(f"{group.folder}: no list of the arrays that the capture had begun")
     present = {*group.arrays, *(["o_proj"] if KEY in object_at(group.attributes, "meta") else [])}
     return [name for name in DIMENSIONS if name in begun and name not in present]
 

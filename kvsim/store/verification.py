@@ -13,7 +13,7 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
 from kvsim.errors import TraceError
-from kvsim.schema import AXES, CHUNK
+from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
 from kvsim.store.layout import DENSE
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import Facts
@@ -41,7 +41,6 @@ class Verification:
         lse_tolerance: its limit.
         attention_error: the same for dense attention, the largest difference of a weight.
         digest: the recorded digest.
-        format: the version of its format; chunks are bound to their place since version 3.
         problems: one sentence for each problem.
     """
 
@@ -54,7 +53,6 @@ class Verification:
     lse_tolerance: float
     attention_error: tuple[float, ...]
     digest: str
-    format: int
     problems: tuple[str, ...]
 
     @property
@@ -81,15 +79,8 @@ def verify(
     Raises:
         TraceError: the trace cannot be opened; see `open_trace`. Later problems are in the result.
     """
-    return verify_stored(StoredTrace(path), deep=deep, progress=progress)
-
-
-def verify_stored(
-    stored: StoredTrace, *, deep: bool = False, progress: Progress | None = None
-) -> Verification:
-    """Verify an open trace; see `verify`."""
-    check = _Check(stored, deep=deep)
-    n_layers = len(stored.header.layer_ids)
+    check = _Check(StoredTrace(path), deep=deep)
+    n_layers = len(check.stored.header.layer_ids)
     for layer in range(n_layers):
         check.layer(layer)
         if progress is not None:
@@ -217,10 +208,9 @@ class _Check:
     def result(self) -> Verification:
         stored = self.stored
         try:
-            # older traces may have no checksum of the text
-            checksum = stored.attributes["checksums"].get("token_text")
             texts = stored.token_text
-            if texts is not None and checksum not in (None, [text_checksum(texts)]):
+            recorded = stored.attributes["checksums"].get("token_text")
+            if texts is not None and recorded != [text_checksum(texts)]:
                 self.problems.append(
                     f"{stored.where}: the text of the tokens is not the recorded one; "
                     "copy the trace again or record it again"
@@ -243,7 +233,6 @@ class _Check:
             lse_tolerance=self.lse_tolerance,
             attention_error=tuple(error for name in DENSE for error in self.errors[name]),
             digest=stored.digest,
-            format=stored.format,
             problems=tuple(self.problems),
         )
 
@@ -262,7 +251,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     return {
         "path": stored.where,
         "name": stored.header.name,
-        "format": stored.format,
+        "format": FORMAT_VERSION,
         "digest": stored.digest,
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,

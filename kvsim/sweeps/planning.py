@@ -168,7 +168,7 @@ def _joined(records: Sequence[Record]) -> Record:
         return first
     evicted_at = np.concatenate([record.evicted_at for record in records])
     layers = tuple(layer for record in records for layer in record.layers)
-    layer_ids = tuple(number for record in records for number in record.layer_ids or ())
+    layer_ids = tuple(number for record in records for number in record.layer_ids)
     reads = None
     if first.reads is not None:
         bits = np.concatenate([record.reads.bits for record in records if record.reads])

@@ -51,6 +51,7 @@ def some_record(case, seed, *, per_query_head=False, layers=None):
         prefill=True,
         prompt_len=case.prompt_len,
         layers=layers,
+        layer_ids=layers,
         per_query_head=per_query_head,
     )
 

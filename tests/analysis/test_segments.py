@@ -239,7 +239,7 @@ def by_hand(*lengths):
         for row, one in zip(rows, noted, strict=True)
     )
     how = {"policy": "ams", "params": {}, "budget": 9, "interval": 10, "prefill": False}
-    return Record(last, prompt_len=20, layers=(0,), internals=plans, **how)
+    return Record(last, prompt_len=20, layers=(0,), layer_ids=(0,), internals=plans, **how)
 
 
 def test_equal_boundaries_do_not_move():

@@ -115,6 +115,7 @@ def some(gone, prompt_len, layers, **changes):
         prefill=True,
         prompt_len=prompt_len,
         layers=layers,
+        layer_ids=layers,
         **changes,
     )
 

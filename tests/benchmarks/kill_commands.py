@@ -35,10 +35,9 @@ from full_disk import call, content
 import kvsim
 from kvsim.errors import KvsimError, OutputError
 from kvsim.report import read_run
-from kvsim.store import discard, find_drafts, open_trace, recover, upgrade, verify
+from kvsim.store import discard, find_drafts, open_trace, recover, verify
 from kvsim.sweeps import cells
 from kvsim.tiny.tasks import prompts
-from mutations import as_version
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 #: Code of a child: it imports a module, says so, and runs a command.
@@ -73,7 +72,7 @@ class Command:
     output: str
     again: bool = False
     partial: bool = False
-    inputs: tuple[str, ...] = ()
+    draft: bool = False
 
 
 def _capture(*options: str, **facts: bool) -> Command:
@@ -105,8 +104,7 @@ COMMANDS = {
     ),
     "pack": Command(("trace", "pack", "SAMPLE", "--out", "OUT"), "t.zarr.zip"),
     "unpack": Command(("trace", "unpack", "PACKED", "--out", "OUT"), "t.zarr"),
-    "recover": Command(("trace", "recover", "OUT"), "t.zarr", inputs=("DRAFT",)),
-    "upgrade": Command(("trace", "upgrade", "OUT"), "old.zarr", inputs=("OLD",)),
+    "recover": Command(("trace", "recover", "OUT"), "t.zarr", draft=True),
 }
 
 
@@ -133,7 +131,6 @@ class Fixtures:
         folder.mkdir(parents=True)
         sample = kvsim.open_trace(kvsim.sample_trace())
         sample.save(folder / "s.zarr")
-        as_version(Path(str(sample.save(folder / "old.zarr"))), 2)
         _done("trace", "pack", str(folder / "s.zarr"), "--out", self.places["PACKED"])
         _done("prompts", "--n", "3", "--task", "walk", "--out", self.places["PROMPTS"])
         _done(*SHOWN, "--out", self.places["RUN"])
@@ -169,10 +166,8 @@ class Fixtures:
 
     def prepare(self, command: Command, work: Path) -> None:
         """Copy what a command finds in its folder, but for its own output."""
-        for name in command.inputs:
-            source = self.folder / "old.zarr"
-            if name == "DRAFT":
-                (source,) = [draft.path for draft in find_drafts(self.folder)]
+        if command.draft:
+            (source,) = [draft.path for draft in find_drafts(self.folder)]
             shutil.copytree(source, work / source.name)
 
 
@@ -236,10 +231,6 @@ def _look(command: Command, work: Path, whole: Path, before: dict[str, bytes]) -
         at_root = draft.path.parent == work or command.output == "d"
         assert not at_root or str(draft.path) in named, f"{draft} is not named"
     outcome = "nothing" if not out.exists() else _whole(command, out, whole, before)
-    if "upgrade" in command.arguments and drafts:  # inside the trace: removed by the next one
-        upgrade(out)
-        assert not find_drafts(out)
-        return f"{outcome}, draft"
     left = sum(_recovered(draft.path, whole, work / "recovered.zarr") for draft in drafts)
     return f"{outcome}{', draft' * bool(drafts)}{', recovered' * bool(left)}"
 

@@ -40,7 +40,7 @@ from kvsim.core.attention import Formula
 from kvsim.core.digest import ContentDigest, content_digest
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
-from kvsim.store.binding import BINDING, sealed
+from kvsim.store.binding import sealed
 from kvsim.store.chunks import encode_chunk, read_chunk
 from kvsim.store.layout import DIMENSIONS, StoredArray, parse_array, pos_axis
 from kvsim.store.metadata import read_header
@@ -147,21 +147,6 @@ def renew_checksums(path: Path) -> None:
     (path / "zarr.json").write_text(json.dumps(document))
 
 
-def as_version(path: Path, version: int) -> Path:
-    """Rewrite the header of a trace in a folder as an older format version has it."""
-    document = json.loads((path / "zarr.json").read_bytes())
-    attributes = document["attributes"]
-    for key in BINDING:
-        attributes.pop(key)
-    attributes["kvsim_format"] = version
-    if version == 1:
-        (attributes["rope"],) = attributes.pop("ropes")
-        (attributes["scale"],) = {layer["scale"] for layer in attributes.pop("attention")}
-        attributes["mask"] = {"kind": "causal"}
-    (path / "zarr.json").write_text(json.dumps(document))
-    return path
-
-
 # --- the originals ---
 
 
@@ -196,12 +181,9 @@ def make(seed: int, *, mixed: bool) -> Trace:
 class Original:
     """A stored trace, another recording of the same shape, and what replays of it give."""
 
-    def __init__(self, folder: Path, *, mixed: bool, version: int) -> None:
+    def __init__(self, folder: Path, *, mixed: bool) -> None:
         self.path = Path(make(0, mixed=mixed).save(folder / f"{mixed}.zarr"))
         other = Path(make(1, mixed=mixed).save(folder / f"{mixed}-other.zarr"))
-        if version < kvsim.schema.FORMAT_VERSION:
-            as_version(self.path, version)
-        self.version = version
         self.files, self.other = read_files(self.path), read_files(other)
         self.chunks = sorted(key for key in self.files if "/c/" in key)
         trace = kvsim.open_trace(self.path)
@@ -342,7 +324,7 @@ def checksums(rng: random.Random, case: Original, files: Files) -> None:
     """Exchange or replace checksums, digest, seal and list, by those of the other recording too."""
     root, other = json.loads(files["zarr.json"]), json.loads(case.other["zarr.json"])
     attributes = root["attributes"]
-    key = rng.choice(["checksums", "digest", *[key for key in BINDING if key in attributes]])
+    key = rng.choice(["checksums", "digest", *[x for x in ("chunks", "seal") if x in attributes]])
     if rng.random() < 0.4 or not isinstance(attributes[key], dict):
         attributes[key] = other["attributes"][key]
     else:
@@ -409,15 +391,14 @@ def run_case(originals: list[Original], seed: int, folder: Path) -> str:
     """Run one case and return its outcome; AssertionError for a finding."""
     rng = random.Random(seed)  # noqa: S311  repeatable on purpose
     case = rng.choice(originals)
-    bound = case.version == kvsim.schema.FORMAT_VERSION
     files = dict(case.files)
     for _ in range(rng.choice((1, 1, 1, 2))):
-        mutate = rng.choice(MUTATIONS if bound else HEADERS)
+        mutate = rng.choice(MUTATIONS)
         # an earlier one may have left nothing to change
         with contextlib.suppress(ValueError, KeyError, IndexError):
             mutate(rng, case, files)
     path = folder / f"case-{seed}"
-    renewed = rng.choice(RENEWED if bound else ("nothing",))
+    renewed = rng.choice(RENEWED)
     try:
         write_files(path, files)
         resealed = _renew(path, renewed)
@@ -463,10 +444,10 @@ def _outcome(rng: random.Random, case: Original, path: Path, *, resealed: bool) 
     return "forged outside the digest"
 
 
-def originals_in(folder: Path, version: int) -> Iterator[Original]:
-    """Yield the traces that are changed; version 1 has no layers that differ."""
-    for mixed in (False, True)[: 1 if version == 1 else 2]:
-        yield Original(folder, mixed=mixed, version=version)
+def originals_in(folder: Path) -> Iterator[Original]:
+    """Yield the traces that are changed: of layers that are alike, and of layers that differ."""
+    for mixed in (False, True):
+        yield Original(folder, mixed=mixed)
 
 
 def main() -> None:
@@ -474,7 +455,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--format", type=int, default=kvsim.schema.FORMAT_VERSION)
     parser.add_argument("--runs", action="store_true", help="change run folders and not traces")
     parser.add_argument("--dumps", action="store_true", help="change dumps of kept sets instead")
     options = parser.parse_args()
@@ -492,7 +472,7 @@ def main() -> None:
             dumps = dump_mutations.Originals(Path(name))
             judge = lambda seed: dump_mutations.run_case(dumps, seed, Path(name))  # noqa: E731
         else:
-            originals = list(originals_in(Path(name), options.format))
+            originals = list(originals_in(Path(name)))
             for original in originals:
                 check_reads(original.path, original.content)
             judge = lambda seed: run_case(originals, seed, Path(name))  # noqa: E731

@@ -143,7 +143,7 @@ def saved(folder, texts):
     records = tuple(
         Record(
             np.full((1, 1, 4), 2**31 - 1, np.int32),
-            *("tova", {}, budget, 8, True, 2, (0,)),
+            *("tova", {}, budget, 8, True, 2, (0,), (0,)),
             trace="one",
             response=Response(
                 tokens=tuple(ids[word] for word in text.split()),

@@ -15,7 +15,7 @@ def make_record(evicted_at, **given):
     """A Record of one layer and head."""
     fields = {"policy": "tova", "params": {}, "budget": 2, "interval": 1, "prefill": True}
     array = np.asarray(evicted_at, dtype=np.int32).reshape(1, 1, -1)
-    return Record(array, prompt_len=2, layers=(0,), **{**fields, **given})
+    return Record(array, prompt_len=2, layers=(0,), layer_ids=(0,), **{**fields, **given})
 
 
 def test_a_row_sees_a_position_from_its_own_row_to_its_last():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
 import random
 import shutil
 import tempfile
@@ -42,10 +41,8 @@ from kvsim.store import (
     publication,
     recover,
     save_trace,
-    upgrade,
     verify,
 )
-from kvsim.store.binding import BINDING
 from kvsim.store.draft import belongs_to
 from kvsim.store.index import index
 from kvsim.store.packing import pack, unpack
@@ -183,10 +180,9 @@ def _write_blocks(trace: Trace, path: Path, *, overwrite: bool) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """What is at a path: a content, of a format version, perhaps with an edited byte."""
+    """What is at a path: a content, perhaps with an edited byte."""
 
     content: Content
-    version: int = kvsim.schema.FORMAT_VERSION
     edited: bool = False
 
 
@@ -439,54 +435,17 @@ class Life(RuleBasedStateMachine):
             may=None if self.traces[source].edited else out not in self.traces,
         )
 
-    @precondition(lambda self: any(not self.traces[name].edited for name in self.folders()))
-    @rule(choice=number)
-    def downgrade(self, choice) -> None:
-        """Bring a trace of an earlier version of kvsim."""
-        name = self.pick([x for x in self.folders() if not self.traces[x].edited], choice)
-        root = self.root / name / "zarr.json"
-        document = json.loads(root.read_bytes())
-        for key in BINDING:
-            document["attributes"].pop(key, None)
-        document["attributes"]["kvsim_format"] = 2
-        root.write_text(json.dumps(document))
-        self.traces[name] = replace(self.traces[name], version=2)
-        self.states.pop(name)
-
-    @precondition(lambda self: self.folders())
-    @rule(choice=number, disturbance=disturbances(8))
-    def upgrade(self, choice, disturbance) -> None:
-        """Upgrade a trace."""
-        name = self.pick(self.folders(), choice)
-        stored = self.traces[name]
-        self.do(
-            lambda: upgrade(self.root / name),
-            disturbance,
-            target=name,
-            new=replace(stored, version=kvsim.schema.FORMAT_VERSION),
-            may=None if stored.edited else True,
-        )
-        if disturbance is not None and disturbance.happened:  # either version is whole
-            with_version = self.root / name / "zarr.json"
-            if not stored.edited:
-                version = json.loads(with_version.read_bytes())["attributes"]["kvsim_format"]
-                self.traces[name] = replace(stored, version=version)
-
     @precondition(lambda self: self.traces)
     @rule(choice=number, seed=number)
     def edit(self, choice, seed) -> None:
-        """Flip a bit of a file; of formats that do not bind their header, of a chunk."""
+        """Flip a bit of a file."""
         name = self.pick(self.traces, choice)
         path, stored = self.root / name, self.traces[name]
-        bound = stored.version == kvsim.schema.FORMAT_VERSION
         files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-        files = sorted(p for p in files if bound or (p != path and "/c/" in p.as_posix()))
-        # of an upgrade that was killed, which no reader looks at
-        files = [p for p in files if ".zarr.json." not in p.as_posix()]
         draw = random.Random(seed)  # noqa: S311  repeatable
         if not files:
             return
-        file = draw.choice(files)
+        file = draw.choice(sorted(files))
         data = bytearray(file.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         file.write_bytes(data)
@@ -568,8 +527,7 @@ class Life(RuleBasedStateMachine):
             entry = entries[name]
             assert entry.state == "whole" or (stored.edited and entry.state == "broken")
             if entry.state == "whole":
-                facts = (stored.content.n, stored.version)
-                assert (entry.tokens, entry.format) == facts
+                assert entry.tokens == stored.content.n
         for name in self.left:
             assert entries[name].state in ("unfinished", "replaced", "superseded")
 

@@ -17,7 +17,7 @@ def make_record(evicted_at, **given):
     """A Record of one layer and head."""
     fields = {"policy": "tova", "params": {}, "budget": 2, "interval": 1, "prefill": True}
     array = np.asarray(evicted_at, dtype=np.int32).reshape(1, 1, -1)
-    return Record(array, prompt_len=2, layers=(0,), **{**fields, **given})
+    return Record(array, prompt_len=2, layers=(0,), layer_ids=(0,), **{**fields, **given})
 
 
 def test_records_come_back_from_disk_as_they_were(tmp_path):
@@ -70,7 +70,7 @@ def test_a_folder_without_records_is_refused(tmp_path):
 
     with pytest.raises(OutputError, match="holds no records"):
         read_records(tmp_path / "nothing.zarr")
-    with pytest.raises(OutputError, match="version None; expected 1"):
+    with pytest.raises(OutputError, match="version None, expected 1"):
         read_records(tmp_path / "other.zarr")
 
 

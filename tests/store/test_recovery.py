@@ -34,7 +34,6 @@ from kvsim.store import (
     verify,
 )
 from kvsim.store.draft import Group
-from mutations import as_version
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Decoding is slow, so most tokens are prompt: one block of it, and a block that both share.
@@ -444,14 +443,11 @@ def test_a_draft_without_an_optional_array_is_an_error(name, tmp_path):
 HIDDEN = {"tmp": ".a.zarr.tmp-1-0123abcd", "old": ".a.zarr.old-1-0123abcd"}
 
 
-@pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("kind", HIDDEN)
 @pytest.mark.parametrize("damage", ["array", "chunk", "exchanged", "flipped"])
-def test_a_complete_draft_is_read_before_it_is_published(damage, kind, version, tmp_path, whole):
+def test_a_complete_draft_is_read_before_it_is_published(damage, kind, tmp_path, whole):
     """What a kill has left of a complete trace is no trace, whatever it lacks."""
     folder = shutil.copytree(whole.path, tmp_path / HIDDEN[kind])
-    if version == 1:
-        as_version(folder, 1)
     chunk = folder / "attn_out" / "c" / "1" / "0" / "1" / "0"
     if damage == "array":
         shutil.rmtree(folder / "attn_out")
@@ -469,33 +465,6 @@ def test_a_complete_draft_is_read_before_it_is_published(damage, kind, version, 
 
     assert "\n" not in str(caught.value)
     assert names(tmp_path) == [HIDDEN[kind]]
-
-
-@pytest.mark.parametrize("kind", HIDDEN)
-def test_a_complete_draft_of_an_older_version_is_published_as_it_is(kind, tmp_path, whole):
-    """A whole trace is renamed, of whatever version it is."""
-    as_version(shutil.copytree(whole.path, tmp_path / HIDDEN[kind]), 1)
-
-    path = recover(tmp_path / "a.zarr")
-
-    assert (verify(path).format, open_trace(path).digest) == (1, whole.digest)
-
-
-def test_a_draft_of_an_older_version_becomes_a_bound_trace(tmp_path, whole):
-    """A draft whose header is that of version 1 is recovered as a trace of today."""
-    left = interrupted(tmp_path / "a.zarr")
-    root = json.loads((left.path / "zarr.json").read_text())
-    attributes = root["attributes"]
-    attributes.pop("arrays")
-    (attributes["rope"],) = attributes.pop("ropes")
-    attributes["scale"] = attributes.pop("attention")[0]["scale"]
-    attributes.update(kvsim_format=1, mask={"kind": "causal"})
-    (left.path / "zarr.json").write_text(json.dumps(root))
-
-    path = recover(left.path)
-
-    check_prefix(open_trace(path), whole)
-    assert verify(path).format == 3
 
 
 def test_a_removal_that_is_killed_leaves_no_trace(tmp_path, whole, monkeypatch):

@@ -111,7 +111,7 @@ REASONS = {
     "empty.zarr": " is not a kvsim trace: zarr.json is missing, expected ",
     "foreign.zarr": " is not a kvsim trace: its zarr.json has no kvsim_format, expected ",
     "headless.zarr": ": attribute prompt_len is None, which ",
-    "later.zarr": f" has format version {FORMAT_VERSION + 1}, this kvsim reads up to ",
+    "later.zarr": " was recorded by another version of kvsim (trace format ",
     "list.zarr": ": zarr.json is not a JSON object; ",
 }
 #: Whole ones, in order.
