@@ -284,7 +284,7 @@ def _ranks(
     means = _even(better.mean(1, keepdims=True))[:, 0]
     rank, leads = np.full((2, len(values)), np.nan)
     for places in _by_budget(rows, ranked):
-        rank[places] = scipy.stats.rankdata(means[places], method="min")
+        rank[places] = 1 + np.searchsorted(np.sort(means[places]), means[places])
         leads[places] = (better[places] == better[places].min(0)).sum(1)
     return rank, leads
 
@@ -400,7 +400,7 @@ def _at_target(
     n = values.shape[1]
     bound = np.full(len(values), np.nan)
     if n > 1:
-        reach = scipy.stats.t.isf(0.025, n - 1) * values.std(1, ddof=1) / np.sqrt(n)
+        reach = -scipy.special.stdtrit(n - 1, 0.025) * values.std(1, ddof=1) / np.sqrt(n)
         bound = values.mean(1) + (-reach if higher else reach)
     inside = bound > target if higher else bound < target
     meets, smallest = (np.full(len(values), None, object) for _ in range(2))

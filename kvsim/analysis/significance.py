@@ -126,6 +126,6 @@ def prompts_needed(gap: Floats, level: float) -> int:
     (Guenther 1981, Am. Stat. 35:243), and at least `fewest`; at most `MOST`.
     """
     effect = abs(gap.mean()) / gap.std(ddof=1) if gap.std() else np.inf
-    at_level, at_power = scipy.stats.norm.isf(np.array([level / 2, 1 - POWER]))
+    at_level, at_power = -scipy.special.ndtri(np.array([level / 2, 1 - POWER]))
     needed = min(((at_level + at_power) / max(effect, 1e-9)) ** 2 + at_level**2 / 2, MOST)
     return max(ceil(float(needed)), fewest(level))

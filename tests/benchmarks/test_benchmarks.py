@@ -220,3 +220,14 @@ def test_judge_benchmark_prints_its_ratios(capsys):
         print("", *lines, sep="\n")
     assert set(ratios) == {"judged", "live"}
     assert all(value > 0 for value in ratios.values())
+
+
+def test_command_benchmark_names_the_large_libraries(capsys):
+    """A comparison reads tables with polars and loads no torch."""
+    commands = load("commands")
+
+    loaded, lines = commands.run(commands.SMALLEST, ("compare",))
+
+    with capsys.disabled():
+        print("", *lines, sep="\n")
+    assert loaded == {"compare": {"polars"}}

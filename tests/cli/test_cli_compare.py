@@ -251,9 +251,10 @@ def test_one_run_has_one_share_of_each_level(run, folder, tmp_path):
 
 
 def test_commands_that_read_tables_load_no_torch(folder, tmp_path):
-    """Nor zarr or transformers, in a new interpreter that runs one after the other."""
-    run = str(folder / "one")
+    """Nor zarr, transformers or scipy.stats, and those that describe policies and metrics."""
+    run = str(folder / "many")
     commands = [
+        *(["policies"], ["policies", "ams"], ["metrics"]),
         *(["compare", run], ["table", run], ["info", run]),
         ["plot", "pareto", run, "--out", str(tmp_path / "a.png")],
         ["report", run, "--out", str(tmp_path / "a.html")],
@@ -263,7 +264,7 @@ def test_commands_that_read_tables_load_no_torch(folder, tmp_path):
         f"for command in {commands!r}:\n"
         "    try: main(command)\n"
         "    except SystemExit as end: assert not end.code, (command, end.code)\n"
-        "print(*{'torch', 'transformers', 'zarr'} & {*sys.modules}, sep=',')"
+        "print(*{'scipy.stats', 'torch', 'transformers', 'zarr'} & {*sys.modules}, sep=',')"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
