@@ -18,6 +18,7 @@ libraries. Everything that is not listed in ``__all__`` may move between release
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvsim.core.hooks import hooks
 from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
@@ -94,6 +95,13 @@ _HOME = {
     "sweep": "sweeps.driver",
     "to_xarray": "store.labelled",
 }
+
+# what rooms above the core do for methods of its objects
+hooks.update(
+    html=lambda shown: import_module("kvsim.notebook").html(shown),
+    save_trace=lambda *given, **options: import_module("kvsim").save_trace(*given, **options),
+    to_xarray=lambda trace: import_module("kvsim").to_xarray(trace),
+)
 
 
 def __getattr__(name: str) -> object:

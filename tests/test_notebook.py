@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.recorder.progress import progress_bar
+from kvsim.progress import progress_bar
 from kvsim.sweeps import replay_all
 
 EVIL = "<script>alert('x')</script>&amp;"

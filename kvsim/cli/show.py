@@ -309,7 +309,7 @@ def echo_failures(failures: Sequence[Failure]) -> None:
 @contextmanager
 def bar(unit: str) -> Iterator[Callable[[int, int, str], None]]:
     """Return a function that shows (done, total, label) as a bar; silent in a pipe."""
-    from kvsim.recorder.progress import progress_bar
+    from kvsim.progress import progress_bar
 
     with progress_bar(unit) as show:
         yield lambda done, total, label: show(done, total, visible(label))

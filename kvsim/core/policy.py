@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import reprlib
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from importlib import import_module
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from kvsim.core.arguments import listed
-from kvsim.core.display import Displayed
+from kvsim.core.hooks import Displayed
 from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
@@ -53,7 +51,6 @@ __all__ = [
     "Scores",
     "Uniform",
     "Wrapper",
-    "as_policies",
     "protected_by",
 ]
 
@@ -163,13 +160,11 @@ class Policy(Displayed):
         return f"Policy({', '.join([repr(self.name), *params[:_SHOWN], *more, after])})"
 
     @classmethod
-    def of(cls, given: PolicyLike) -> Policy:
-        """Return a policy, built if it is given by name (`kvsim.policy`).
+    def of(cls, given: Policy | Scorer) -> Policy:
+        """Return a policy; a scorer alone becomes one that evicts every 128 rows.
 
-        A scorer alone becomes one that evicts every 128 rows. Raises PolicyError for anything else.
+        Raises PolicyError for anything else.
         """
-        if isinstance(given, str):
-            return cast("Policy", import_module("kvsim").policy(given))
         if isinstance(given, Scorer):
             return cls(given.label, given, schedule=Schedule(interval=128))
         if not isinstance(given, Policy):
@@ -430,9 +425,3 @@ class Policy(Displayed):
 
 #: A policy, its name, or a scorer alone.
 PolicyLike = Policy | Scorer | str
-
-
-def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:
-    """Return one policy or several as `Policy` objects (`Policy.of`)."""
-    several: list[PolicyLike] = listed(given)
-    return [Policy.of(each) for each in several]

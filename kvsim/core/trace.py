@@ -11,7 +11,6 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
@@ -32,9 +31,9 @@ from kvsim.core.checks import (
     missing_array,
 )
 from kvsim.core.digest import array_digest
-from kvsim.core.display import Displayed
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
+from kvsim.core.hooks import Displayed, hooks
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
@@ -210,11 +209,11 @@ class Trace(Displayed):
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
-        return cast("Path | str", _public("save_trace")(self, path, overwrite=overwrite))
+        return cast("Path | str", hooks["save_trace"](self, path, overwrite=overwrite))
 
     def to_xarray(self) -> xarray.Dataset:
         """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
-        return cast("xarray.Dataset", _public("to_xarray")(self))
+        return cast("xarray.Dataset", hooks["to_xarray"](self))
 
     def per_query_head(self) -> Trace:
         """Return the trace with keys and values repeated, so that each query head has its own.
@@ -441,8 +440,3 @@ def _of_layers(name: str, values: Iterable[T], where: str) -> tuple[T, ...]:
         raise TraceError(
             f"{where}: {name} is {reprlib.repr(values)}, expected a list with one for each layer"
         ) from None
-
-
-def _public(name: str) -> Any:
-    """The public function `kvsim.NAME`, found at call time: core knows nothing of files."""
-    return getattr(import_module("kvsim"), name)

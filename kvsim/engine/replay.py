@@ -25,6 +25,7 @@ from kvsim.engine.layers import DEFAULT_MEMORY, Run, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, isolated
+from kvsim.policies import as_policy
 from kvsim.schema import NEVER
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -60,7 +61,7 @@ def replay(
     where the policy has no rule for the budget, NeedsError where the trace has no context,
     ScoreError, MemoryLimitError.
     """
-    trace, policy = as_trace(trace), Policy.of(policy)
+    trace, policy = as_trace(trace), as_policy(policy)
     check_options(memory, internals)
     options = Options(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)

@@ -12,13 +12,14 @@ import torch
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import available
 from kvsim.core.arguments import listed, resolve_budget
-from kvsim.core.policy import PolicyLike, Schedule, as_policies
+from kvsim.core.policy import PolicyLike, Schedule
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError, local_path, suggest
 from kvsim.files import check_output, write_file
 from kvsim.learning.lessons import Lesson, Pairs
 from kvsim.learning.training import Projecting, fit
+from kvsim.policies import as_policies
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Network
 from kvsim.policies.model import common_model

@@ -33,10 +33,10 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import Interval
 from kvsim.core.arguments import listed
-from kvsim.core.display import notebook_shell
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import write_file
+from kvsim.progress import notebook_shell
 from kvsim.schema import rounded
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;

@@ -6,7 +6,15 @@ A new policy is one file here and its lines in `catalogue.py`. `policy` builds o
 from kvsim.policies.catalogue import ACCESS, CATALOGUE
 from kvsim.policies.description import Description, describe
 from kvsim.policies.entry import Entry, Preset
-from kvsim.policies.naming import access_names, declared, has_parameter, names, policy
+from kvsim.policies.naming import (
+    access_names,
+    as_policies,
+    as_policy,
+    declared,
+    has_parameter,
+    names,
+    policy,
+)
 from kvsim.policies.naming import parameter_names as parameters
 
 __all__ = [
@@ -16,6 +24,8 @@ __all__ = [
     "Entry",
     "Preset",
     "access_names",
+    "as_policies",
+    "as_policy",
     "declared",
     "describe",
     "has_parameter",

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvsim.core.arguments import listed
 from kvsim.core.parameters import Parameter, parameters
 from kvsim.core.policy import (
     Even,
     Everything,
     Length,
     Policy,
+    PolicyLike,
     Protection,
     Uniform,
 )
@@ -25,6 +27,17 @@ from kvsim.policies.full import Full
 #: Kinds of parts that stand behind an eviction.
 BEHIND = ("reader", "codec")
 _ALL = {**CATALOGUE, **ACCESS}
+
+
+def as_policy(given: PolicyLike) -> Policy:
+    """Return a policy, built if it is given by name; raises as `policy` and `Policy.of`."""
+    return policy(given) if isinstance(given, str) else Policy.of(given)
+
+
+def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:
+    """Return one policy or several as `Policy` objects (`as_policy`)."""
+    several: list[PolicyLike] = listed(given)
+    return [as_policy(each) for each in several]
 
 
 def policy(name: str, **params: Any) -> Policy:

@@ -116,10 +116,8 @@ _version = cache(version)
 
 def versions() -> dict[str, str]:
     """Return the versions of kvsim and of the libraries that run the model."""
-    from kvsim import __version__  # noqa: PLC0415  the package names its submodules lazily
-
     return {
-        "kvsim": __version__,
+        "kvsim": _version("kvsim"),
         "torch": str(torch.__version__),
         "transformers": _version("transformers"),
         "tokenizers": _version("tokenizers"),

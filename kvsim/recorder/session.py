@@ -20,6 +20,7 @@ from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
+from kvsim.progress import progress_bar
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
@@ -27,7 +28,6 @@ from kvsim.recorder.layers import Projections, Residual
 from kvsim.recorder.models import is_tiny, model_name, softcap
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
-from kvsim.recorder.progress import progress_bar
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition

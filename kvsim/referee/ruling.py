@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.arguments import resolve_budget
-from kvsim.core.display import Displayed
+from kvsim.core.hooks import Displayed
 from kvsim.core.parameters import is_finite
-from kvsim.core.policy import Policy, PolicyLike
+from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import whole
 from kvsim.errors import DumpError, PolicyError
+from kvsim.policies import as_policy
 from kvsim.referee.deviations import Deviation, explains, hypotheses
 from kvsim.referee.dump import Dump, read_dump
 from kvsim.referee.judging import Case, Difference
@@ -123,7 +124,7 @@ def conform(
     if not is_finite(tolerance) or tolerance < 0:
         raise PolicyError(f"tolerance is {tolerance!r}; expected a share, 0 or more")
     dump = dump if isinstance(dump, Dump) else read_dump(dump)
-    rule = Policy.of(policy)
+    rule = as_policy(policy)
     source = dump.trace if trace is None else as_trace(trace)
     if source is None:
         raise DumpError(

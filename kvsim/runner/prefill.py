@@ -31,6 +31,7 @@ from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
+from kvsim.policies import as_policy
 from kvsim.recorder.provenance import describe_model
 from kvsim.runner.decoder import Computed, Decoder
 from kvsim.runner.recorded import check_model, relative_change
@@ -110,7 +111,7 @@ def recompute(
         CaptureError: another model than the recorded one, or a family whose layers cannot be run.
         BudgetError, MemoryLimitError: as `kvsim.replay`.
     """
-    trace, policy = as_trace(trace), Policy.of(policy)
+    trace, policy = as_trace(trace), as_policy(policy)
     if policy.propagation is None or policy.per_query_head:
         raise PolicyError(
             f"{policy.name} propagates all rows or keeps sets per query head; expected a policy "

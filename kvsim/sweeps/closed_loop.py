@@ -16,14 +16,15 @@ from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.parameters import integer
-from kvsim.core.policy import PolicyLike, as_policies
+from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import PolicyError
+from kvsim.policies import as_policies
+from kvsim.progress import with_bar
 from kvsim.recorder import load_model
-from kvsim.recorder.progress import with_bar
 from kvsim.runner.checks import check_live
 from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import RunningModel

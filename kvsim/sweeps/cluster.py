@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from importlib.metadata import version
 from itertools import islice
 from typing import Any, TypeVar
 
-import kvsim
 from kvsim.errors import ClusterError, ConfigError, error_line
 from kvsim.sweeps.workers import AHEAD, ATTEMPTS, Lost
 
@@ -70,22 +70,22 @@ def _check_versions(client: Any, scheduler: str) -> None:
         raise ClusterError(
             f"{scheduler} has no workers; start some with `dask worker {option}{scheduler}`"
         )
-    for place, version in versions.items():
-        if isinstance(version, BaseException):
-            raise _not_importable(place, version)
-        if version != kvsim.__version__:
-            raise ClusterError(f"{place} has kvsim {version}, expected {kvsim.__version__}")
+    for place, theirs in versions.items():
+        if isinstance(theirs, BaseException):
+            raise _not_importable(place, theirs)
+        if theirs != _version():
+            raise ClusterError(f"{place} has kvsim {theirs}, expected {_version()}")
 
 
 def _not_importable(place: str, error: BaseException) -> ClusterError:
     return ClusterError(
         f"{place}: kvsim cannot be imported there ({error_line(error)}); install kvsim "
-        f"{kvsim.__version__} for the scheduler and its workers"
+        f"{_version()} for the scheduler and its workers"
     )
 
 
 def _version() -> str:
-    return kvsim.__version__
+    return version("kvsim")
 
 
 def _results(

@@ -16,7 +16,7 @@ from kvsim.core.checks import check_progress
 from kvsim.core.threads import threads_for
 from kvsim.errors import ConfigError
 from kvsim.files import lock
-from kvsim.recorder.progress import with_bar
+from kvsim.progress import with_bar
 from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.cluster import on_a_cluster
 from kvsim.sweeps.grid import Grid, Keys

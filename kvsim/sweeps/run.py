@@ -20,12 +20,13 @@ from kvsim.analysis.summaries import last_events, level_shares, main_variants, o
 from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.arguments import listed, resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.policy import Policy, PolicyLike, as_policies
+from kvsim.core.policy import Policy, PolicyLike
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import ConfigError, OutputError, PolicyError, local_path
-from kvsim.recorder.progress import with_bar
+from kvsim.policies import as_policies
+from kvsim.progress import with_bar
 from kvsim.schema import plural, schedule
 from kvsim.store.opening import Traces, as_traces
 from kvsim.store.records import read_records

@@ -326,7 +326,7 @@ def test_work_in_a_pipe_prints_a_line_every_so_often(run, trace, monkeypatch):
     """What is done of how many, on standard error; nothing if the work is done before."""
     arguments = ["replay", trace, "--policy", "tova,knorm", "--budget", "16", "--interval", "8"]
     quiet = run(*arguments)
-    monkeypatch.setattr("kvsim.recorder.progress.EVERY", 0.0)
+    monkeypatch.setattr("kvsim.progress.EVERY", 0.0)
 
     status, out, err = run(*arguments)
 

@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import ids
 from kvsim.errors import CaptureError, TraceExistsError
+from kvsim.progress import progress_bar
 from kvsim.recorder import blocks, capture, session
 from kvsim.recorder.cache import cache_of
-from kvsim.recorder.progress import progress_bar
 from kvsim.store import verify
 from kvsim.tiny import tasks
 

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvsim.core.display import notebook_shell
 from kvsim.schema import visible
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,6 +37,12 @@ def progress_lines(unit: str, label: str = "") -> Callable[..., None]:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 
     return show
+
+
+def notebook_shell() -> Any:
+    """Return the shell of the notebook that this process runs; None elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell if hasattr(shell, "kernel") else None
 
 
 @contextmanager

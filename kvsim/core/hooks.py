@@ -1,0 +1,17 @@
+"""What rooms above do for methods of the core's objects: `kvsim/__init__` puts it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: `html` of an object for notebooks, `save_trace` and `to_xarray` of a trace.
+hooks: dict[str, Callable[..., Any]] = {}
+
+
+class Displayed:
+    """An object that a notebook shows as more than its text."""
+
+    def _repr_html_(self) -> str:
+        """The object as HTML."""
+        return str(hooks["html"](self))
