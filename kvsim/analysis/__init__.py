@@ -72,7 +72,7 @@ from kvsim.analysis.kept.retention import (
 )
 from kvsim.analysis.kept.segments import Segments, ams_segments, noted, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
-from kvsim.analysis.output.error import OutputError, output_error
+from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.optimum import optimum
 from kvsim.analysis.output.recall import Attended, attended
 from kvsim.analysis.output.reconstruction import reconstruction_table
@@ -97,6 +97,7 @@ from kvsim.analysis.prompt.tables import (
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import COLUMNS, fidelity, measure, selection_fidelity
+from kvsim.core.outcome import OutputError
 
 __all__ = ["COLUMNS", "METRICS", "Analysis", "Metric", "fidelity", "measure", "metric"]
 __all__ += ["selection_fidelity"]

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Protocol, TypeVar
 
-from kvsim.analysis.arrays import EvictedAt, Floats, Ints
+from kvsim.analysis.arrays import EvictedAt, Ints
 from kvsim.analysis.attention.expectation import (
     Expectation,
     Projections,
@@ -34,10 +34,10 @@ from kvsim.analysis.kept.retention import (
 )
 from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, proxy_segments
 from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
-from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.prompt.ranking import Ranking, ranking
 from kvsim.analysis.prompt.tables import Diagnosis, diagnose
 from kvsim.core.checks import resolve_device
+from kvsim.core.outcome import Outcome, OutputError
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.source import windows
@@ -287,56 +287,6 @@ class Subject:
     def bursts(self) -> list[tuple[Layers, Bursts]]:
         """(layers, runs of all that is evicted) of the record."""
         return [(layers, dropped_bursts(evicted_at)) for layers, evicted_at in self.layer_groups]
-
-
-@dataclass(frozen=True)
-class Forced:
-    """The recorded response fed to the model under the policy, beside the same with the full cache.
-
-    Of R tokens of the response, each predicted by the row before it: nll, full_nll [R], their
-    negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
-    cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
-    stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
-    the prompt. output: the error of the attention output of the record's layers, all rows; None
-    where a replay was judged.
-    """
-
-    nll: Floats
-    full_nll: Floats
-    kl: Floats
-    agreement: Floats
-    stream_error: Floats
-    output: OutputError | None = None
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A response that the model wrote under the policy.
-
-    tokens: of the response. right: whether it has the right answer; None where nothing says what is
-    right. answered: tokens until the answer is complete, None without one. full_right: as right,
-    with the full cache. seconds: of decoding, without the prefill.
-    """
-
-    tokens: tuple[int, ...]
-    right: bool | None
-    answered: int | None
-    full_right: bool | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Both ways of running one prompt under one policy, or a replay that was judged.
-
-    None for what was not run. peak_bytes: most bytes of keys and values that were live at once in
-    decoding, from the event that ends the prefill on; full_bytes: of the full cache at the end.
-    """
-
-    forced: Forced | None
-    generated: Generated | None = None
-    peak_bytes: int | None = None
-    full_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.output.error import OutputError, check_record, output_error
+from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import model_name
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.outcome import OutputError
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.error import OutputError
-from kvsim.analysis.subject import Forced, Generated, Outcome
+from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsim.analysis.live.table import measure_judged
-from kvsim.analysis.subject import Forced, Outcome
 from kvsim.analysis.table import JUDGED
+from kvsim.core.outcome import Forced, Outcome
 from kvsim.core.pieces import Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record

@@ -11,10 +11,11 @@ import polars as pl
 
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.results import check_distinct
-from kvsim.analysis.subject import LiveSubject, Outcome
+from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
+from kvsim.core.outcome import Outcome
 from kvsim.core.parameters import integer
 from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record

@@ -12,9 +12,9 @@ import torch
 import kvsim
 from kvsim import Rope
 from kvsim.analysis.live.table import choose_live, measure_live
-from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.subject import Forced, Generated, LiveSubject, Outcome
+from kvsim.analysis.subject import LiveSubject
+from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
 from kvsim.errors import PolicyError
 
 

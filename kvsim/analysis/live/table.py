@@ -10,10 +10,10 @@ from typing import Any
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.output.error import OutputError
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.subject import LiveSubject, Outcome
+from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import Block, blocks_of, subjects_of, table_of
+from kvsim.core.outcome import Outcome, OutputError
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError

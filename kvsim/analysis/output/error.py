@@ -11,12 +11,10 @@ head, D of the residual stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.output.layer import Layer, Rows, length
@@ -24,49 +22,11 @@ from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.analysis.walk import by_layer
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.outcome import OutputError
 from kvsim.core.pieces import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
-
-# Distance is error / missing mass; below this it has more than 1 % of float32's rounding in it.
-_LEAST_MISSING = 1e-4
-
-
-@dataclass(frozen=True)
-class OutputError:
-    """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
-
-    NaN for rows of the prompt that were not propagated to the layer: they have no attention there.
-
-    error: |o_full - o_seen| / |o_full| against the output that the model computed.
-    mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
-        has them, which no policy evicts.
-    missing: 1 - mass, without the cancellation.
-    distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-4 (rounding noise).
-    factored: the error is the product of the two. Where keys were rotated to slots or rounded by a
-        codec it is not, and distance is NaN.
-    added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what
-        eviction adds to the residual stream; None unless it was computed.
-    """
-
-    error: NDArray[np.float32]
-    missing: NDArray[np.float32]
-    factored: bool = True
-    added: NDArray[np.float32] | None = None
-
-    @property
-    def mass(self) -> NDArray[np.float32]:
-        """1 - missing [layer, qhead, row]."""
-        return 1.0 - self.missing
-
-    @property
-    def distance(self) -> NDArray[np.float32]:
-        """|o_evicted - o_seen| / |o_full| [layer, qhead, row]."""
-        defined = (self.missing >= _LEAST_MISSING) & self.factored
-        out = np.full_like(self.error, np.nan)
-        np.divide(self.error, self.missing, out=out, where=defined)
-        return out
 
 
 def output_error(

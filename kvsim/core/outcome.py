@@ -1,0 +1,99 @@
+"""What the model did where a record was applied to it, and the error of the attention output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# Distance is error / missing mass; below this it has more than 1 % of float32's rounding in it.
+_LEAST_MISSING = 1e-4
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
+
+    NaN for rows of the prompt that were not propagated to the layer: they have no attention there.
+
+    error: |o_full - o_seen| / |o_full| against the output that the model computed.
+    mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
+        has them, which no policy evicts.
+    missing: 1 - mass, without the cancellation.
+    distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
+    factored: the error is the product of the two. Where keys were rotated to slots or rounded by a
+        codec it is not, and distance is NaN.
+    added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what
+        eviction adds to the residual stream; None unless it was computed.
+    """
+
+    error: NDArray[np.float32]
+    missing: NDArray[np.float32]
+    factored: bool = True
+    added: NDArray[np.float32] | None = None
+
+    @property
+    def mass(self) -> NDArray[np.float32]:
+        """1 - missing [layer, qhead, row]."""
+        return 1.0 - self.missing
+
+    @property
+    def distance(self) -> NDArray[np.float32]:
+        """|o_evicted - o_seen| / |o_full| [layer, qhead, row]."""
+        defined = (self.missing >= _LEAST_MISSING) & self.factored
+        out = np.full_like(self.error, np.nan)
+        np.divide(self.error, self.missing, out=out, where=defined)
+        return out
+
+
+@dataclass(frozen=True)
+class Forced:
+    """The recorded response fed to the model under the policy, beside the same with the full cache.
+
+    Of R tokens of the response, each predicted by the row before it: nll, full_nll [R], their
+    negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
+    cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
+    stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
+    the prompt. output: the error of the attention output of the record's layers, all rows; None
+    where a replay was judged.
+    """
+
+    nll: Floats
+    full_nll: Floats
+    kl: Floats
+    agreement: Floats
+    stream_error: Floats
+    output: OutputError | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A response that the model wrote under the policy.
+
+    tokens: of the response. right: whether it has the right answer; None where nothing says what is
+    right. answered: tokens until the answer is complete, None without one. full_right: as right,
+    with the full cache. seconds: of decoding, without the prefill.
+    """
+
+    tokens: tuple[int, ...]
+    right: bool | None
+    answered: int | None
+    full_right: bool | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Both ways of running one prompt under one policy, or a replay that was judged.
+
+    None for what was not run. peak_bytes: most bytes of keys and values that were live at once in
+    decoding, from the event that ends the prefill on; full_bytes: of the full cache at the end.
+    """
+
+    forced: Forced | None
+    generated: Generated | None = None
+    peak_bytes: int | None = None
+    full_bytes: int | None = None
