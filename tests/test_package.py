@@ -25,8 +25,8 @@ from kvsim.cli import main
 from kvsim.cost.accounting import estimate
 from kvsim.cost.model import Model
 from kvsim.errors import EXTRAS
+from kvsim.samples import SAMPLES
 from kvsim.sweeps import replay_all
-from kvsim.tiny.sample import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -115,10 +115,7 @@ def test_module_says_what_it_is(name):
 
 def test_import_is_light():
     """`import kvsim` loads none of the large libraries."""
-    assert (
-        loaded_after("import kvsim, kvsim.errors, kvsim.schema, kvsim.tiny.sample, kvsim.tiny")
-        == []
-    )
+    assert loaded_after("import kvsim, kvsim.errors, kvsim.schema, kvsim.samples, kvsim.tiny") == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import kvsim
-from kvsim.tiny.sample import SAMPLES
+from kvsim.samples import SAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]

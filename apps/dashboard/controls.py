@@ -22,8 +22,8 @@ from kvsim.cli.values import parse_set
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, Entry, access_names, has_parameter, names
 from kvsim.policies.ams import AMS
+from kvsim.samples import SAMPLES, sample_trace
 from kvsim.store.index import find_runs, find_traces
-from kvsim.tiny.sample import SAMPLES, sample_trace
 
 from . import cache, elements
 

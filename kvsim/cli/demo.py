@@ -28,7 +28,7 @@ from kvsim.cli.show import (
 from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 from kvsim.files import check_writable, published, refused
-from kvsim.tiny.sample import sample_judged, sample_trace
+from kvsim.samples import sample_judged, sample_trace
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace

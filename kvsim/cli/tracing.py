@@ -10,7 +10,7 @@ import typer
 
 from kvsim.cli.show import bar, echo_error, echo_json, echo_text, one_line
 from kvsim.cli.values import Json, Overwrite, Stop, path_argument, path_option
-from kvsim.tiny.sample import SAMPLES
+from kvsim.samples import SAMPLES, locate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,7 +43,6 @@ def pack(
     Chunks are checked first. The same trace has the same bytes.
     """
     from kvsim.store import packing
-    from kvsim.store.reader import locate
 
     if trace in SAMPLES and out is None:
         out = Path(f"{trace}.zarr.zip")  # not next to the sample, inside the package

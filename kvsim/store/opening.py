@@ -13,8 +13,9 @@ from pathlib import Path
 from kvsim.core.arguments import listed
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.samples import locate
 from kvsim.store.index import find_traces
-from kvsim.store.reader import locate, open_trace
+from kvsim.store.reader import open_trace
 
 #: A trace, or its path or URL, or the name of one that ships.
 TraceLike = Trace | str | Path

@@ -18,8 +18,8 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
-from kvsim.errors import TraceError, TraceNotFoundError, local_path
-from kvsim.schema import is_url
+from kvsim.errors import TraceError, TraceNotFoundError
+from kvsim.samples import SAMPLES, locate
 from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.layout import (
@@ -34,7 +34,6 @@ from kvsim.store.metadata import check_format, check_numbers, find_document, obj
 from kvsim.store.place import Folder, Packed, Place, damaged
 from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
-from kvsim.tiny.sample import SAMPLES, sample_trace
 
 _ALL = slice(None)
 
@@ -63,15 +62,6 @@ def open_trace(path: str | Path) -> Trace:
         digest=stored.digest,
         path=stored.path,
     )
-
-
-def locate(path: str | Path) -> Path | str:
-    """Return the path of a trace, or its URL; of a name in `SAMPLES` the path of what ships."""
-    if isinstance(path, str) and is_url(path):
-        return path
-    path = local_path(path, TraceNotFoundError)
-    shipped = str(path) in SAMPLES and not path.exists()
-    return sample_trace(SAMPLES[str(path)]) if shipped else path
 
 
 def find_place(path: str | Path) -> Place:

@@ -19,12 +19,12 @@ from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
 from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
 from kvsim.policies import policy as build
+from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import Traces, paths_of
 from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.run import SUMMARY, Terms, cells_of, measurable, shared_terms
-from kvsim.tiny.sample import SAMPLES
 
 #: Most bytes of a configuration, and most cells of a sweep.
 _DOCUMENT = 4 << 20

@@ -27,8 +27,8 @@ from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import available, measure
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
+from kvsim.samples import sample_trace
 from kvsim.sweeps.run import SUMMARY
-from kvsim.tiny.sample import sample_trace
 
 sys.path.append(str(Path(__file__).parent))
 from replay import matrix_rate, put

@@ -24,8 +24,8 @@ import psutil
 import torch
 
 import kvsim
+from kvsim.samples import sample_trace
 from kvsim.sweeps.run import replay_all
-from kvsim.tiny.sample import sample_trace
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from browsing import PAGES, Tab, chromium, home, serve

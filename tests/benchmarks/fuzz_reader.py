@@ -35,9 +35,9 @@ from kvsim import Rope, Trace, open_trace
 from kvsim.cli import _status
 from kvsim.core.attention import Formula
 from kvsim.errors import TraceError
+from kvsim.samples import sample_trace
 from kvsim.store import TraceWriter, describe, verify
 from kvsim.store.packing import pack
-from kvsim.tiny.sample import sample_trace
 from mutations import reseal
 
 #: Errors of resealing files that are damaged beyond reading.

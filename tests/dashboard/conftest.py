@@ -13,7 +13,7 @@ import torch
 import zarr
 
 from kvsim import Rope, Trace
-from kvsim.tiny.sample import sample_trace
+from kvsim.samples import sample_trace
 
 APP = Path(__file__).parents[2] / "apps" / "dashboard" / "app.py"
 

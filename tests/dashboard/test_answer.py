@@ -14,8 +14,8 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.verdict import tabulated
 from kvsim.report import read_run
+from kvsim.samples import sample_trace
 from kvsim.sweeps.run import replay_all
-from kvsim.tiny.sample import sample_trace
 
 
 def made(seed, texts=None):

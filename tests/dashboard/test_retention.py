@@ -12,7 +12,7 @@ import pytest
 
 import kvsim
 from apps.dashboard import cache
-from kvsim.tiny.sample import sample_trace
+from kvsim.samples import sample_trace
 
 FIRST = {"layer": "1", "head": "2", "budget": "96", "interval": "64"}
 

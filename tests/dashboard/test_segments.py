@@ -15,7 +15,7 @@ import kvsim
 from kvsim.analysis.kept.segmentation import segmented
 from kvsim.analysis.kept.segments import ams_segments
 from kvsim.core.attention import Formula
-from kvsim.tiny.sample import sample_trace
+from kvsim.samples import sample_trace
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 import kvsim
 from kvsim.analysis.attention.windows import head_table
+from kvsim.samples import sample_trace
 from kvsim.store.index import find_runs, find_traces
-from kvsim.tiny.sample import sample_trace
 
 
 def test_traces_of_a_folder_are_listed_by_name(folder):

@@ -10,7 +10,7 @@ import torch
 from smollm2_sample import judged
 
 import kvsim
-from kvsim.tiny.sample import sample_judged
+from kvsim.samples import sample_judged
 
 pytestmark = pytest.mark.real
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import kvsim
 import reference
 from kvsim.errors import BudgetError, PolicyError
+from kvsim.samples import sample_trace
 from kvsim.testing.strategies import Case
-from kvsim.tiny.sample import sample_trace
 from reference import NEVER, propagation
 from reference.strategies import Setup, naive
 

@@ -29,10 +29,10 @@ import kvsim
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
+from kvsim.samples import sample_trace
 from kvsim.store import describe, open_trace, remote, verify
 from kvsim.store.packing import pack, unpack
 from kvsim.tiny import tasks
-from kvsim.tiny.sample import sample_trace
 
 N = 300
 

@@ -6,10 +6,10 @@ import kvsim
 import reference
 from kvsim.errors import PolicyError, TraceNotFoundError
 from kvsim.policies import CATALOGUE
+from kvsim.samples import SAMPLES
 from kvsim.schema import NEVER
 from kvsim.store import describe, open_trace, verify
 from kvsim.store.place import Folder
-from kvsim.tiny.sample import SAMPLES
 
 #: The SHA-256 of what each trace says and of all its numbers.
 DIGESTS = {

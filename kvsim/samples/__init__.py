@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvsim.errors import TraceNotFoundError, suggest
+from kvsim.errors import TraceNotFoundError, local_path, suggest
+from kvsim.schema import is_url
 
-__all__ = ["SAMPLES", "sample_judged", "sample_trace"]
+__all__ = ["SAMPLES", "locate", "sample_judged", "sample_trace"]
 
 #: The names that commands take, and the model that each was recorded from.
 SAMPLES = {"sample": "tiny", "sample-smollm2": "smollm2"}
@@ -40,6 +41,15 @@ def sample_trace(model: str = "tiny") -> Path:
     raise TraceNotFoundError(
         f"there is no sample trace, expected it at {places[0]} or {places[1]}; install kvsim again"
     )
+
+
+def locate(path: str | Path) -> Path | str:
+    """Return the path of a trace, or its URL; of a name in `SAMPLES` the path of what ships."""
+    if isinstance(path, str) and is_url(path):
+        return path
+    path = local_path(path, TraceNotFoundError)
+    shipped = str(path) in SAMPLES and not path.exists()
+    return sample_trace(SAMPLES[str(path)]) if shipped else path
 
 
 def sample_judged() -> Path:
