@@ -23,10 +23,10 @@ from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
     from kvsim import plots
-    from kvsim.analysis import measure
     from kvsim.analysis.comparison import compare
     from kvsim.analysis.folder import read_run
     from kvsim.analysis.summaries import averages
+    from kvsim.analysis.table import measure
     from kvsim.core.attention import Rope
     from kvsim.core.policy import Policy
     from kvsim.core.record import Record
@@ -84,7 +84,7 @@ _HOME = {
     "conform": "referee.ruling",
     "judge": "runner.judging",
     "live": "sweeps.closed_loop",
-    "measure": "analysis",
+    "measure": "analysis.table",
     "open_trace": "store",
     "policy": "policies",
     "read_run": "analysis.folder",

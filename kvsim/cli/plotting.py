@@ -318,8 +318,8 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
 
     Attention is expected from the first fifth of each trace, as in the paper.
     """
-    from kvsim.analysis import Analysis, measure
-    from kvsim.analysis.table import in_order
+    from kvsim.analysis.subject import Analysis
+    from kvsim.analysis.table import in_order, measure
 
     analyses = [Analysis(trace, cut=trace.n_pos // 5) for trace in traces]
     for analysis in analyses:

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import kvsim
-from kvsim import analysis, plots
+from kvsim import plots
 from kvsim.analysis import axes
 from kvsim.analysis.attention.normality import states
-from kvsim.analysis.attention.windows import head_table, last_needed
+from kvsim.analysis.attention.sparsity import attention_sparsity
+from kvsim.analysis.attention.windows import attention_gaps, head_table, last_needed, window_overlap
+from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.kept.segmentation import cut_table, segmented
 from kvsim.analysis.kept.states import (
     head_course,
@@ -37,14 +39,14 @@ OF_LAYER = {
     "strips_after": lambda trace, record, layer, head=0: strips_after(
         trace, [record], layer=layer, head=head
     ),
-    "retention_lift": analysis.retention_lift,
+    "retention_lift": retention_lift,
 }
 OF_HEAD = [name for name in OF_LAYER if name not in ("lift_bars", "retention_lift")]
 #: What computes of a layer of a trace alone.
 OF_TRACE = {
-    "window_overlap": lambda trace, layer: analysis.window_overlap(trace, layer, window=8),
-    "attention_gaps": analysis.attention_gaps,
-    "attention_sparsity": analysis.attention_sparsity,
+    "window_overlap": lambda trace, layer: window_overlap(trace, layer, window=8),
+    "attention_gaps": attention_gaps,
+    "attention_sparsity": attention_sparsity,
     "states": states,
     "head_table": head_table,
     "last_needed": lambda trace, layer: last_needed(trace, layer, 0, least=0.1),

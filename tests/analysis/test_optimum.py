@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.optimum import optimum
 from kvsim.core.policy import Even, Protection, Schedule
 from kvsim.errors import KvsimError, MemoryLimitError, PolicyError
@@ -121,7 +122,7 @@ def test_chance_is_what_random_sets_retain(trace):
     records = [kvsim.replay(trace, rule, 20, interval=5, prefill=True) for rule in rules]
     best = optimum(trace, rules[0], records[0])
     notes = best.internals[0].notes
-    errors = kvsim.analysis.output_error(trace, [best, *records])
+    errors = output_error(trace, [best, *records])
     missing = np.stack([each.missing[:, :, trace.prompt_len :].mean(-1) for each in errors])
     of_heads = missing.reshape(len(missing), 2, 2, 2).mean(-1).astype(np.float64)
     lead = of_heads[1:] - of_heads[0]  # what random sets retain less than the optimum

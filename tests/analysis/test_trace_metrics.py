@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.expectation import STEPS
+from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
 from kvsim.analysis.attention.fit import normal_ks
 from kvsim.analysis.prompt.metrics import TAUS
 from kvsim.analysis.registry import METRICS, ROOMS
@@ -248,7 +248,7 @@ def test_every_metric_equals_its_definition(case, data):
 def test_steps_are_those_of_expected_attention():
     """The Spearman correlations of `expected_and_observed` behind the prompt; the last is alone."""
     trace = kvsim.open_trace(kvsim.sample_trace())
-    found = kvsim.analysis.expected_and_observed(trace, trace.prompt_len)
+    found = expected_and_observed(trace, trace.prompt_len)
     got = values(measured(trace, ["expectation_steps", "expectation"]))
 
     for (step, name), layer, qhead in itertools.product(enumerate(STEPS), range(3), range(8)):

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 import kvsim
 from apps.dashboard.tiles import attention_tile
-from kvsim import analysis as diagnostics
 from kvsim import store
+from kvsim.analysis.attention.expectation import expected_and_observed, key_projections
 from kvsim.analysis.attention.windows import window_overlap
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.output.reconstruction import reconstruction_table
+from kvsim.analysis.prompt.ranking import ranking
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.core.policy import Policy, Scorer
@@ -223,7 +226,7 @@ def test_the_output_error_equals_the_definition(name, policy, interval):
     record = kvsim.replay(trace, kvsim.policy(policy, **options), 10, interval=interval)
 
     table = kvsim.measure(trace, record, metrics=["output_error", "retained_mass"])
-    found = kvsim.analysis.output_error(trace, [record])[0]
+    found = output_error(trace, [record])[0]
 
     assert len(table)
     q, k, v = (x[0].numpy() for x in (trace.q, trace.k, trace.v))
@@ -285,7 +288,7 @@ def test_layers_that_differ_are_replayed_each_by_its_own():
     policy = kvsim.policy("expected_attention", n_future=8, value_norm="v")
 
     record = kvsim.replay(trace, policy, 16, interval=4)
-    errors = kvsim.analysis.output_error(trace, [record])[0].error
+    errors = output_error(trace, [record])[0].error
 
     for layer, name in enumerate(names):
         alone = kvsim.Trace.from_arrays(
@@ -298,7 +301,7 @@ def test_layers_that_differ_are_replayed_each_by_its_own():
         )
         own = kvsim.replay(alone, policy, 16, interval=4)
         assert np.array_equal(record.evicted_at[layer], own.evicted_at[0])
-        assert np.allclose(errors[layer], kvsim.analysis.output_error(alone, [own])[0].error[0])
+        assert np.allclose(errors[layer], output_error(alone, [own])[0].error[0])
 
 
 def test_layers_with_a_window_are_left_alone():
@@ -434,10 +437,10 @@ def test_analyses_of_windows_say_so_or_leave_them_out():
     """No analysis takes a layer with a window for one that sees everything."""
     trace = make(["window", "plain"])
     analyses = (
-        lambda: diagnostics.expected_and_observed(trace, 20),
-        lambda: diagnostics.key_projections(trace),
-        lambda: diagnostics.ranking(trace, kvsim.policy("asl", window=4).propagation),
-        lambda: diagnostics.reconstruction_table(trace, [kvsim.policy("knorm")]),
+        lambda: expected_and_observed(trace, 20),
+        lambda: key_projections(trace),
+        lambda: ranking(trace, kvsim.policy("asl", window=4).propagation),
+        lambda: reconstruction_table(trace, [kvsim.policy("knorm")]),
     )
     for analyse in analyses:
         with pytest.raises(PolicyError, match="layer 0 of memory has a sliding window of 7"):

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import kvsim
-from kvsim import analysis as diagnostics
 from kvsim import plots
+from kvsim.analysis.output.error import output_error
+from kvsim.analysis.prompt.ranking import ranking
+from kvsim.analysis.prompt.tables import diagnose, distribution, selection_table
 from kvsim.plots import layers as module
 from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
@@ -108,7 +110,7 @@ def test_the_error_figure_has_a_line_per_policy_and_its_fidelity(trace, records)
 
     lines = figure.axes[0].get_lines()
     assert [line.get_label() for line in lines] == ["tova", "snapkv@original"]
-    (expected,) = kvsim.analysis.output_error(trace, records[:1])
+    (expected,) = output_error(trace, records[:1])
     np.testing.assert_allclose(lines[0].get_ydata(), expected.error.mean((0, 1))[20:], rtol=1e-5)
     assert "exact, open" in figure.get_suptitle()
 
@@ -169,8 +171,8 @@ def deep(seed=0, layers=12, n=90, name="deep"):
 def layered():
     """A trace and its diagnosis at two budgets, with gold tokens."""
     trace = deep()
-    ranked = diagnostics.ranking(trace, ASL(window=16))
-    return trace, [diagnostics.diagnose(trace, ranked, b, gold=[10, 40]) for b in (32, 50)]
+    ranked = ranking(trace, ASL(window=16))
+    return trace, [diagnose(trace, ranked, b, gold=[10, 40]) for b in (32, 50)]
 
 
 def drawn_text(figure):
@@ -208,7 +210,7 @@ def test_many_curves_have_no_names():
     found = []
     for seed in range(11):
         trace = deep(seed, name=f"d{seed}")
-        found.append(diagnostics.diagnose(trace, diagnostics.ranking(trace, ASL(window=16)), 32))
+        found.append(diagnose(trace, ranking(trace, ASL(window=16)), 32))
 
     many, few = plots.variance_curves(found), plots.variance_curves(found[:2])
 
@@ -291,7 +293,7 @@ def test_the_bump_chart_explains_what_it_shows(layered):
     """Colours, lines and labels are named, those alone that are there, and none within the axes."""
     trace, found = layered
     one = found[0]
-    bare = diagnostics.diagnose(trace, one.ranking, 100)
+    bare = diagnose(trace, one.ranking, 100)
     best = one.ranking.ranks[-1].argsort()[:3].tolist()
     assert not {10, 40} & {*best}
 
@@ -340,9 +342,9 @@ def test_attention_of_the_layers_is_masked_after_the_row(layered):
 def test_the_histogram_counts_traces(layered):
     """Bars at the selection layers, `never` behind the last layer, the mean as a line."""
     _, found = layered
-    table = diagnostics.selection_table(found)
+    table = selection_table(found)
     never = table.with_columns(layer=None, trace=pl.lit("other"), task=pl.lit("deep"))
-    counts = diagnostics.distribution(pl.concat([table, never], how="vertical_relaxed"))
+    counts = distribution(pl.concat([table, never], how="vertical_relaxed"))
 
     figure = plots.selection_histogram(counts, 12)
 
@@ -379,8 +381,8 @@ def test_gold_recall_names_regret(layered):
 def test_the_legend_of_gold_recall_hides_no_line():
     """For one line, and for as many as have names, the legend lies below the axes."""
     trace = deep()
-    ranked = diagnostics.ranking(trace, ASL(window=16))
-    found = [diagnostics.diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(7)]
+    ranked = ranking(trace, ASL(window=16))
+    found = [diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(7)]
 
     for some in (found[:1], found):
         figure = plots.gold_recall(some)
@@ -407,9 +409,9 @@ def test_overlap_stands_beside_chance(layered):
 def test_shallow_models_have_every_figure(layers):
     """One layer, two, three: nothing to select, and no figure fails or warns."""
     trace = deep(layers=layers)
-    ranked = diagnostics.ranking(trace, ASL(window=16))
-    found = [diagnostics.diagnose(trace, ranked, b, gold=[3]) for b in (17, 32, 100)]
-    counts = diagnostics.distribution(diagnostics.selection_table(found))
+    ranked = ranking(trace, ASL(window=16))
+    found = [diagnose(trace, ranked, b, gold=[3]) for b in (17, 32, 100)]
+    counts = distribution(selection_table(found))
 
     for figure in (
         plots.variance_curves(found),
