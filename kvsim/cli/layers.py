@@ -107,11 +107,12 @@ def layers(
         expected = f"positions such as 12-18,40, or {_ANSWER!r}"
         positions = values.parse_ranges(gold, "--gold", expected)
 
-    from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
+    from kvsim.analysis.prompt.gold import check_positions, find_text
     from kvsim.analysis.prompt.ranking import ranking
     from kvsim.analysis.prompt.tables import diagnose
     from kvsim.core.arguments import resolve_budget
     from kvsim.policies.asl import ASL
+    from kvsim.tiny.answers import answer_facts
 
     with _as_options():
         rule = ASL(
@@ -128,7 +129,8 @@ def layers(
         if gold_text is not None:
             return find_text(trace, gold_text)
         if gold == _ANSWER:
-            return answer_facts(trace)
+            words = list(trace.token_text or ())[: trace.prompt_len]
+            return check_positions(trace, answer_facts(words, trace.name))
         return None if positions is None else check_positions(trace, positions)
 
     golds = [needed(trace) for trace in opened]

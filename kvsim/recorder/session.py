@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
+from kvsim.core.hooks import hooks
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
@@ -39,7 +40,6 @@ from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import final_part, is_right
-from kvsim.tiny import ledger
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
@@ -200,11 +200,7 @@ class Session:
         if self.response or response is None:
             return None
         if is_tiny(self.model) and text is not None:
-            try:
-                check = ledger.check(text, response)
-            except ledger.LedgerError as error:
-                return {"kind": "none", "right": None, "reason": str(error)}
-            return {"kind": "ledger", "right": check.exact, **asdict(check)}
+            return dict(hooks["ledger"](text, response))
         if answer is None:
             return None
         end = final_part(response).strip()[-200:]

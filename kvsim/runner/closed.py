@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsim.core.hooks import hooks
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
@@ -33,7 +34,6 @@ from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.store.metadata import object_at
 from kvsim.text.answers import is_right
-from kvsim.tiny import ledger
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class ClosedLoop:
         if text is None or check.get("right") is None:
             return None
         if check.get("kind") == "ledger":
-            return ledger.check(str(self.trace.meta["text"]["prompt"]), text).exact
+            return bool(hooks["ledger"](str(self.trace.meta["text"]["prompt"]), text)["right"])
         return is_right(text, str(check["expected"]))
 
     def _answered(self, tokens: Sequence[int]) -> int | None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.prompt.gold import answer_facts, check_positions, find_text
+from kvsim.analysis.prompt.gold import check_positions, find_text
 from kvsim.analysis.prompt.ranking import NEVER_SELECTS, Ranking, ranking, window_attention
 from kvsim.analysis.prompt.tables import (
     Diagnosis,
@@ -30,6 +30,7 @@ from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.testing.strategies import cases
 from kvsim.tiny import ledger, tasks
+from kvsim.tiny.answers import answer_facts
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -496,7 +497,7 @@ def test_answer_facts_are_enough_and_all_needed(task, seed):
     sample = tasks.prompts(1, seed, task=task, facts=20, lines=12, filler=0.4)[0]
     words = ["<bos>", *sample.prompt.split(), *sample.response.split()]
     prompt_len = 1 + len(sample.prompt.split())
-    gold = answer_facts(texts(words, prompt_len=prompt_len)).tolist()
+    gold = answer_facts(words[:prompt_len], "text")
     key, question = words.index("key"), words.index("question")
     stated = [words[at : at + 3] for at in gold if at < key and at - 1 not in gold]
     given = [words[at : at + 2] for at in gold if key < at < question and words[at].isalpha()]
@@ -524,9 +525,9 @@ def test_answer_facts_are_enough_and_all_needed(task, seed):
 
 def test_answer_facts_of_another_prompt():
     """Only prompts of the shipped model's tasks have them."""
-    for trace in (settling(1), texts(["once", "upon", "a", "time"])):
-        with pytest.raises(GoldError, match="no task of the shipped model"):
-            answer_facts(trace)
+    for words in ([], ["once", "upon", "a", "time"]):
+        with pytest.raises(GoldError, match=r"^text: the prompt is no task of the shipped"):
+            answer_facts(words, "text")
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -654,7 +655,8 @@ def test_one_trace_has_a_table_of_its_layers(run):
     assert sample.prompt_len <= half
     assert f"Budget {half} (50%), k = {ranked}: nothing to select" in out
     assert "Budget 64, k = 32: never selects" in out
-    assert f"{len(answer_facts(sample))} gold tokens" in out
+    prompt = sample.token_text[: sample.prompt_len]
+    assert f"{len(answer_facts(prompt, sample.name))} gold tokens" in out
     assert "compared over 2 layers instead of 8" in out
     assert "all exact" in out
 

@@ -10,7 +10,6 @@ import numpy as np
 from kvsim.analysis.arrays import Ints
 from kvsim.core.trace import Trace
 from kvsim.errors import GoldError, TraceError
-from kvsim.tiny.ledger import LedgerError, read, solve
 
 
 def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:
@@ -57,27 +56,3 @@ def find_text(trace: Trace, text: str) -> Ints:
     for start, end in spans:
         inside |= (starts < end) & (ends > start)
     return np.flatnonzero(inside)
-
-
-def answer_facts(trace: Trace) -> Ints:
-    """Positions of what the answer to a prompt of the shipped model's task is made from.
-
-    Whatever a word of the right response is looked up from in the prompt, with the rest of the
-    statement that holds it: facts (node, successor, kind), entries of the key (kind, digit) and of
-    the agenda, listed nodes and counters; see `kvsim.tiny.ledger`. Raises GoldError for any other
-    prompt.
-    """
-    words = list(trace.token_text or ())[: trace.prompt_len]
-    first = words.index("facts") if "facts" in words else 0
-    prompt = " ".join(words[first:])
-    try:
-        page, retrievals = read(prompt), solve(prompt).retrievals
-    except LedgerError as error:
-        raise GoldError(
-            f"{trace.name}: the prompt is no task of the shipped model ({error}); give gold "
-            "positions or a text"
-        ) from None
-    holds = {at: statement for statement in page.statements() for at in statement}
-    looked_up = {at for retrieval in retrievals for at in retrieval.path if at < page.length}
-    needed = [first + part for at in looked_up for part in holds.get(at, (at,))]
-    return check_positions(trace, needed)
