@@ -18,7 +18,7 @@ libraries. Everything that is not listed in ``__all__`` may move between release
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvsim.core.hooks import hooks
+from kvsim.core.delegates import delegates
 from kvsim.errors import missing_extra
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ _HOME = {
     "to_xarray": "store.labelled",
 }
 
-# what rooms above the core do for methods of its objects
-hooks.update(
+# the core knows no room above it, and some of its methods end there
+delegates.update(
     html=lambda shown: import_module("kvsim.notebook").html(shown),
     ledger=lambda *texts: import_module("kvsim.tiny.answers").answer_check(*texts),
     save_trace=lambda *given, **options: import_module("kvsim").save_trace(*given, **options),

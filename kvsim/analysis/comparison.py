@@ -39,7 +39,7 @@ from kvsim.analysis.summaries import (
     sees_more,
     uneven,
 )
-from kvsim.core.hooks import Displayed
+from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError, suggest

@@ -23,7 +23,7 @@ from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.results import extent, is_live
 from kvsim.analysis.table import COLUMNS, in_order
 from kvsim.core.arguments import listed
-from kvsim.core.hooks import Displayed
+from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, TraceError, local_path
 from kvsim.files import sync, sync_tree, unbroken

@@ -23,7 +23,7 @@ class OutputError:
     mass: share of the full attention that lies on what the row sees, and on the model's sinks if it
         has them, which no policy evicts.
     missing: 1 - mass, without the cancellation.
-    distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-5 (rounding noise).
+    distance: |o_evicted - o_seen| / |o_full|; NaN where missing is below 1e-4 (rounding noise).
     factored: the error is the product of the two. Where keys were rotated to slots or rounded by a
         codec it is not, and distance is NaN.
     added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from kvsim.core.hooks import Displayed
+from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,

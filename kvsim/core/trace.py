@@ -30,10 +30,10 @@ from kvsim.core.checks import (
     in_memory,
     missing_array,
 )
+from kvsim.core.delegates import Displayed, delegates
 from kvsim.core.digest import array_digest
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
-from kvsim.core.hooks import Displayed, hooks
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
@@ -209,11 +209,11 @@ class Trace(Displayed):
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
-        return cast("Path | str", hooks["save_trace"](self, path, overwrite=overwrite))
+        return cast("Path | str", delegates["save_trace"](self, path, overwrite=overwrite))
 
     def to_xarray(self) -> xarray.Dataset:
         """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
-        return cast("xarray.Dataset", hooks["to_xarray"](self))
+        return cast("xarray.Dataset", delegates["to_xarray"](self))
 
     def per_query_head(self) -> Trace:
         """Return the trace with keys and values repeated, so that each query head has its own.

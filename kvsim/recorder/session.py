@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
+from kvsim.core.delegates import delegates
 from kvsim.core.header import Header
-from kvsim.core.hooks import hooks
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
@@ -200,7 +200,7 @@ class Session:
         if self.response or response is None:
             return None
         if is_tiny(self.model) and text is not None:
-            return dict(hooks["ledger"](text, response))
+            return dict(delegates["ledger"](text, response))
         if answer is None:
             return None
         end = final_part(response).strip()[-200:]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.arguments import resolve_budget
-from kvsim.core.hooks import Displayed
+from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.core.policy import PolicyLike
 from kvsim.engine.checks import whole

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.hooks import hooks
+from kvsim.core.delegates import delegates
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
@@ -251,7 +251,7 @@ class ClosedLoop:
         if text is None or check.get("right") is None:
             return None
         if check.get("kind") == "ledger":
-            return bool(hooks["ledger"](str(self.trace.meta["text"]["prompt"]), text)["right"])
+            return bool(delegates["ledger"](str(self.trace.meta["text"]["prompt"]), text)["right"])
         return is_right(text, str(check["expected"]))
 
     def _answered(self, tokens: Sequence[int]) -> int | None:

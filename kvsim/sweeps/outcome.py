@@ -16,7 +16,7 @@ from kvsim.analysis.folder import write_run
 from kvsim.analysis.live.table import responses
 from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
-from kvsim.core.hooks import Displayed
+from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken

@@ -1,4 +1,4 @@
-"""What rooms above do for methods of the core's objects: `kvsim/__init__` puts it here."""
+"""Functions of rooms above that methods of the core call; `kvsim/__init__.py` puts them here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 #: `html` of an object for notebooks; `ledger`, the check of a response to a prompt of the shipped
 #: models; `save_trace` and `to_xarray` of a trace.
-hooks: dict[str, Callable[..., Any]] = {}
+delegates: dict[str, Callable[..., Any]] = {}
 
 
 class Displayed:
@@ -15,4 +15,4 @@ class Displayed:
 
     def _repr_html_(self) -> str:
         """The object as HTML."""
-        return str(hooks["html"](self))
+        return str(delegates["html"](self))
