@@ -57,13 +57,18 @@ class Plan:
     sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
+    def __str__(self) -> str:
+        usual = vars(Plan())
+        given = (f"{name}={x!r}" for name, x in vars(self).items() if x != usual[name])
+        return f"Plan({', '.join(given)})"
+
 
 FULL = Plan()
 #: Measuring a long prompt takes three times as long as a short one.
 _LENGTHS = tuple(1024 if at in (1, 6, 10, 13, 16, 19) else 512 for at in range(20))
 SMOLLM2 = Plan(
     model="smollm2",
-    prompts=60,
+    prompts=46,
     lengths=_LENGTHS,
     calibration=2048,
     budgets=(128, 256, 512),

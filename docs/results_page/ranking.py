@@ -170,10 +170,9 @@ def _apart(by_budget: Mapping[int, Sequence[Row]]) -> str:
         for row in moved[:3]
     )
     return (
-        f"Output error, by which this page was ranked once, orders them otherwise: its rank "
-        f"correlation with KL over these {len(leaders)} policies is {agreed[ERROR]} at these "
-        f"budgets, that of layer error {agreed[LAYER_ERROR]}. Furthest apart at budget {middle}: "
-        f"{apart}."
+        f"Output error orders them otherwise: its rank correlation with KL over these "
+        f"{len(leaders)} policies is {agreed[ERROR]} at these budgets, that of layer error "
+        f"{agreed[LAYER_ERROR]}. Furthest apart at budget {middle}: {apart}."
     )
 
 

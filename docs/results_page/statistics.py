@@ -87,7 +87,7 @@ def write_values(
     table.with_columns(pl.col("value", "chance").cast(pl.Float32)).write_parquet(
         path,
         compression_level=19,
-        metadata={"made": json.dumps(dict(made)), "plan": repr(plan)},
+        metadata={"made": json.dumps(dict(made)), "plan": str(plan)},
     )
 
 
@@ -125,7 +125,7 @@ def stored_rows(path: Path) -> pl.DataFrame:
 def read_values(path: Path, plan: Plan) -> Results:
     """Read what `write_values` wrote for this plan."""
     written = pl.read_parquet_metadata(path)
-    if written["plan"] != repr(plan):
+    if written["plan"] != str(plan):
         raise SystemExit(f"{path} has values of {written['plan']}; expected {plan}")
     rows = stored_rows(path)
     events = pl.col("metric") == _SECONDS

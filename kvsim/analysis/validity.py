@@ -96,7 +96,8 @@ def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
     equal = np.ones(n), np.ones(policies)
     prompts, weights = resamples(n, policies)
     each, resampled = _spearman(x, y, equal[1]), _spearman(x, y, weights[:, None])
-    means = _spearman(*((prompts[..., None] * of).sum(1) for of in (x, y)), weights)
+    mean_x, mean_y = ((prompts[..., None] * of).sum(1) for of in (x, y))
+    means = _spearman(mean_x, mean_y, weights)
     if (~np.isnan(each)).sum() < FEWEST:
         each = np.full(n, np.nan)
     for name, of, draws in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import polars as pl
 import pytest
@@ -21,6 +20,7 @@ from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
 from results_page.text import listing
 from results_page.traces import record
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
@@ -70,10 +70,10 @@ def test_the_page_has_its_parts(page):
     assert "python docs/results.py --smallest\n" in text
 
 
-@pytest.mark.parametrize("name", ["results", "results-smollm2"])
+@pytest.mark.parametrize("name", PLANS)
 def test_a_page_opens_with_the_ranking_of_its_tables(name):
     """The first of each budget is the best candidate of its table; each policy stands once."""
-    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    text = results.PAGES[name].read_text("utf-8")
     found = tables(text)
     first, *ranked = zip(*found["Which policy is best"], strict=True)
     few = ": 2 prompts"  # decide nothing
@@ -237,7 +237,6 @@ def test_the_file_of_values_has_those_of_every_prompt(page):
             assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", PLANS)
 def test_the_committed_page_follows_from_its_values(model, tmp_path):
     """Every number of a page is made of the file beside it, by one command."""
