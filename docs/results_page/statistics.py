@@ -95,7 +95,8 @@ def _of_page(rows: pl.DataFrame) -> pl.DataFrame:
     """The rows with one for all layers, of policies where the page does not look at each."""
     around = "(ams.*|" + "|".join(_bases(rows)) + ")$"
     compared = pl.col("metric").eq("retained_iou") & pl.col("policy").str.contains("^" + around)
-    layered = pl.col("policy").is_null() | pl.col("metric").is_in(_LAYERED) | compared
+    last = pl.col("metric").eq("punctuation_lift") & pl.col("policy").eq("gkv")
+    layered = pl.col("policy").is_null() | pl.col("metric").is_in(_LAYERED) | compared | last
     meant = [x for x in rows.columns if x not in ("layer", "value", "chance", "fidelity")]
     of_all = (
         over_layers(rows.filter(~layered), meant)

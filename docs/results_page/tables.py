@@ -71,7 +71,7 @@ class Replays:
     def pieces(self, policy: Policy) -> dict[str, tuple[str, ...]]:
         """The metrics of a policy in pieces, by a name for all that decides about a piece."""
         pieces = [(*self.metrics, *self.more.get(policy.name, ()))]
-        pieces += [JUDGED] * self.judged
+        pieces += [JUDGED] * (self.judged and policy.positions == "absolute")
         pieces += [REGRET] * (self.regret and policy.bounded)
         decides = policy.name, _params(policy), policy.schedule, self.budgets, self.options
         return {_hash(*decides, metrics): metrics for metrics in pieces}

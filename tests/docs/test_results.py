@@ -112,7 +112,7 @@ def test_every_policy_has_a_row_that_makes_sense(page):
             for label, row in zip(labels, rows, strict=True)
         }
         missing = {*alone, *CROSSES} - set(by_label)
-        kl = [number(row[1]) for row in rows]
+        kl = [number(row[1]) for row in rows if row[1]]  # keys at slots are not judged
         free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
 
         assert missing == set()
