@@ -29,8 +29,16 @@ def tune(
         ),
     ],
     metric: Annotated[
-        str, typer.Option(metavar="NAME", help="What to improve: a metric with a better direction.")
-    ] = "output_error",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What to improve: a metric with a better direction. Default: the best evidence: "
+            "response_kl with --judge, else layer_error, or output_error where traces have no "
+            "output projections.",
+        ),
+    ] = None,
+    judge: values.Judge = False,
+    model: values.JudgingModel = None,
     search: Annotated[
         list[str] | None,
         values.several(
@@ -86,6 +94,7 @@ def tune(
     with show.bar("trials") as report:
         tuning = tuned(
             *(opened, policy, budget, metric),
+            judge=model or judge,
             search=names,
             fixed=fixed,
             trials=trials,

@@ -16,10 +16,11 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.significance import sign_flip
 from kvsim.analysis.summaries import WEAKEST, Interval, averages, main_variants, per_prompt
-from kvsim.analysis.table import BESIDE, choose
+from kvsim.analysis.table import BESIDE, available, choose
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.checks import resolve_device
 from kvsim.core.trace import Trace
@@ -80,8 +81,9 @@ def tune(
     traces: Sequence[Trace],
     name: str,
     budget: int | str,
-    metric: str = "output_error",
+    metric: str | None = None,
     *,
+    judge: bool | str = False,
     search: Sequence[str] | None = None,
     fixed: Mapping[str, Any] | None = None,
     trials: int = 50,
@@ -102,7 +104,10 @@ def tune(
         traces: of the prompts; they are split at random.
         name: of the policy, as for `kvsim.policy`.
         budget: entries per KV head, or a share of each trace such as `25%`.
-        metric: by name, one of a replay that has a better direction.
+        metric: by name, one of a replay that has a better direction. By default the best evidence
+            (`EVIDENCE`): response_kl with a judge, else layer_error if all traces have output
+            projections, else output_error.
+        judge: apply every setting to the model, as for `replay_all`.
         search: parameters to search, by default all that have a range or choices, but for seeds.
         fixed: parameters with other values than the default; they are not searched.
         trials: settings to try, besides the default one.
@@ -119,8 +124,9 @@ def tune(
             setting cannot be replayed.
         KvsimError: optuna is not installed.
     """
+    metric = metric or available(EVIDENCE[0 if judge else 1 :], traces)[0]
     entry = metric_named(metric)
-    choose([metric], beside=BESIDE)
+    choose([metric], beside=BESIDE, judged=bool(judge))
     if entry.better is None or entry.kind == "trace":
         raise PolicyError(f"{metric} says of no policy that it is better; expected another metric")
     if not traces or not 0 <= held_out < 1 or trials < 1:
@@ -135,6 +141,7 @@ def tune(
         "interval": interval,
         "prefill": prefill,
         "device": resolve_device(device),
+        "judge": judge,
     }
     terms["regret"] = bool(entry.beside)
     objective = _Objective(name, budget, metric, fixed or {}, terms)
@@ -292,9 +299,10 @@ class _Objective:
                 raise PolicyError(f"{run.failures[0].trace}: {run.failures[0].error}")
             rows = per_prompt(main_variants(run.table, [self._metric])).drop_nulls("value")
             if rows.height < len(traces):
+                reasons = [record.remark for record in run.records if record.remark]
                 raise PolicyError(
-                    f"{self._metric} has values on {rows.height} of {len(traces)} traces; "
-                    "expected one on each: leave the others out, or lower --budget"
+                    f"{self._metric} has values on {rows.height} of {len(traces)} traces; expected "
+                    f"one on each: {(reasons or ['leave the others out, or lower --budget'])[0]}"
                 )
             costs = np.empty(0)
             if self._costs:

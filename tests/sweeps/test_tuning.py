@@ -44,7 +44,7 @@ def traces(paths):
 @pytest.fixture(scope="module")
 def tuning(traces):
     """The window of SnapKV and its pooling, searched on three of the prompts."""
-    return tune(traces, "snapkv", 36, trials=10, **TERMS)
+    return tune(traces, "snapkv", 36, "output_error", trials=10, **TERMS)
 
 
 def space_of(hint, default, entries=64):
@@ -142,6 +142,26 @@ def test_gains_are_those_of_single_replays(traces, tuning):
     assert tuning.gains["fidelity"].to_list() == ["open", "open"]
 
 
+def test_the_default_metric_is_the_best_evidence(traces, tmp_path):
+    """response_kl with a judge, layer_error with output projections, output_error without."""
+    (one,) = prompts(1, task="get", facts=6, lines=6, kinds=3)
+    kvsim.capture("tiny", None, one.prompt, max_new_tokens=8, o_proj=False, out=tmp_path / "x.zarr")
+    plain = kvsim.open_trace(tmp_path / "x.zarr")
+    terms = {"trials": 1, **TERMS}
+    judged = tune(traces[:2], "tova", 16, judge=True, **terms)
+    records = [kvsim.replay(trace, "tova", 16, **TERMS) for trace in traces[:2]]
+    kl = [
+        kvsim.judge("tiny", trace, record).filter(metric="response_kl")["value"].mean()
+        for trace, record in zip(traces[:2], records, strict=True)
+    ]
+
+    assert tune(traces[:2], "tova", 16, **terms).metric == "layer_error"
+    assert tune([plain, traces[0]], "tova", 16, **terms).metric == "output_error"
+    assert judged.metric == "response_kl"
+    assert judged.gains["fidelity"].to_list() == ["judged"]
+    assert judged.gains["default"][0] == pytest.approx(np.mean(kl))
+
+
 def test_the_best_trial_is_reported(tuning):
     """No trial that is done is better than the tuned setting on the searched prompts."""
     best = tuning.trials["value"].min()
@@ -154,8 +174,8 @@ def test_the_best_trial_is_reported(tuning):
 
 def test_equal_arguments_find_equal_parameters(traces, tuning):
     """The trials of a seed are the same again, and those of another seed differ."""
-    again = tune(traces, "snapkv", 36, trials=10, **TERMS)
-    other = tune(traces, "snapkv", 36, trials=10, seed=1, **TERMS)
+    again = tune(traces, "snapkv", 36, "output_error", trials=10, **TERMS)
+    other = tune(traces, "snapkv", 36, "output_error", trials=10, seed=1, **TERMS)
 
     assert again.trials.equals(tuning.trials)
     assert again.parameters == tuning.parameters
@@ -271,6 +291,7 @@ def test_an_interrupt_keeps_the_trials_that_are_done(traces):
         (("tova", 16), {"trials": 0}, "expected at least one trace and trial"),
         (("tova", 16), {"held_out": 1.0}, "a share from 0 to below 1"),
         (("tova", 16, "needle_recall"), {}, "has values on 0 of"),
+        (("streaming_llm@original", 16), {"judge": True}, "keys are rotated"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(traces, arguments, options, message):
@@ -294,8 +315,13 @@ def test_the_command_prints_gains_and_options(run, paths, tmp_path):
     """A line for each part of the prompts, options that a replay takes, and a file with all."""
     options = ["--policy", "snapkv", "--budget", "36", "--interval", "8", "--trials", "6"]
     status, out, err = run("tune", *paths, *options)
+    judged = run("tune", paths[0], *options, "--trials=1", "--judge", "--search=window")[1]
+    assert "snapkv, budget 36: response_kl (" in judged
+    assert (
+        run("tune", paths[0], *options, "--trials=1", "--model=tiny")[1].count("response_kl") == 1
+    )
     pasted = re.search(r"^Parameters: (.*)$", out, re.MULTILINE)[1].split()
-    replay = ["--budget", "36", "--interval", "8", "--json", "--metric", "output_error"]
+    replay = ["--budget", "36", "--interval", "8", "--json", "--metric", "layer_error"]
     out_file = ["--out", str(tmp_path / "tuned.json")]
     document = json.loads(run("tune", *paths, *options, *out_file, "--json")[1])
     of_replay = run("replay", *paths, "--policy", "snapkv", *pasted, *replay)[1]
@@ -307,7 +333,7 @@ def test_the_command_prints_gains_and_options(run, paths, tmp_path):
     assert re.search(r"^held out +2 ", out, re.MULTILINE)
     assert "does not declare: window 1 to 36 (up to the budget), pool_kernel 1 to 35" in out
     assert document["options"] == " ".join(pasted)
-    assert json.loads(of_replay)["cells"][0]["output_error"] == pytest.approx(tuned)
+    assert json.loads(of_replay)["cells"][0]["layer_error"] == pytest.approx(tuned)
     written = json.loads((tmp_path / "tuned.json").read_text())
     assert written | document == written
     assert len(written["trials"]) == 6
