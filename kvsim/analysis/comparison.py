@@ -27,7 +27,14 @@ from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
 from kvsim.analysis.results import REQUESTED, extent, is_live, labelled, mixed
-from kvsim.analysis.significance import ALPHA, holm, prompts_needed, sign_flip, undecidable
+from kvsim.analysis.significance import (
+    ALPHA,
+    FEWEST,
+    holm,
+    prompts_needed,
+    sign_flip,
+    undecidable,
+)
 from kvsim.analysis.summaries import (
     KEYS,
     ROUNDING,
@@ -395,17 +402,18 @@ def _at_target(
     """The results with the bound of their mean, and which budgets keep it on the target's side.
 
     Budgets are tested from the largest one down until one fails, so that no correction for their
-    number is due (Maurer, Hothorn and Lehmacher 1995).
+    number is due (Maurer, Hothorn and Lehmacher 1995). Null for fewer than `FEWEST` prompts.
     """
     n = values.shape[1]
     bound = np.full(len(values), np.nan)
-    if n > 1:
+    if n >= FEWEST:
         reach = -scipy.special.stdtrit(n - 1, 0.025) * values.std(1, ddof=1) / np.sqrt(n)
         bound = values.mean(1) + (-reach if higher else reach)
     inside = bound > target if higher else bound < target
     meets, smallest = (np.full(len(values), None, object) for _ in range(2))
     policies, entries = rows["policy"].to_numpy(), rows["entries"].to_numpy()
-    for name in dict.fromkeys(policies[ranked].tolist()):
+    decided = policies[ranked].tolist() if n >= FEWEST else []
+    for name in dict.fromkeys(decided):
         places = np.flatnonzero((policies == name) & ranked)
         places = places[np.argsort(-entries[places], kind="stable")]
         kept = np.logical_and.accumulate(inside[places])

@@ -205,7 +205,7 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     headers = ["policy", f"budget for {comparison.metric} {side} {comparison.target:g}"]
     headers += ["mean", "bound"]
     rows = []
-    ranked = comparison.table.drop_nulls("meets")
+    ranked = comparison.table.drop_nulls("rank")
     for of_policy in ranked.partition_by("policy", maintain_order=True):
         # the smallest that is enough, else the largest
         row = of_policy.sort("smallest", "entries", maintain_order=True).row(-1, named=True)
@@ -217,7 +217,7 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def _meaning(comparison: Comparison) -> list[str]:
-    from kvsim.analysis.significance import ALPHA, POWER
+    from kvsim.analysis.significance import ALPHA, FEWEST, POWER
 
     out = ["leads on: prompts on which no other policy is better."]
     if comparison.comparisons:
@@ -239,7 +239,8 @@ def _meaning(comparison: Comparison) -> list[str]:
     if comparison.target is not None:
         out.append(
             "bound: the worse end of the 95 % t interval of the mean. A budget is enough if its "
-            "bound, and that of every larger budget, is on the right side."
+            "bound, and that of every larger budget, is on the right side. Fewer than "
+            f"{FEWEST} prompts have no bound."
         )
     return out
 

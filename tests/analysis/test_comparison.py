@@ -352,7 +352,7 @@ def test_one_prompt_decides_nothing(real):
     assert comparison.table["low"].count() == 0
     assert set(comparison.table["verdict"].drop_nulls()) <= {"undecided", "equal"}
     assert comparison.table["needed"].count() == 0
-    assert not comparison.table["smallest"].any()
+    assert comparison.table["smallest"].count() == 0
     assert comparison.remarks[0].startswith("one prompt decides nothing; at least 8 can.")
     assert "(kvsim capture --model MODEL" in comparison.remarks[0]
 
@@ -430,6 +430,19 @@ def test_results_of_one_policy_are_told_apart():
         "ams",
         "ams (window=8)",
     ]
+
+
+@pytest.mark.parametrize(("prompts", "decided"), [(2, False), (5, False), (6, True)])
+def test_few_prompts_have_no_bound(prompts, decided):
+    """However far the values are from the target, fewer than 6 prompts decide no budget."""
+    rows = compare(table({"tova": [0.1 + 0.001 * x for x in range(prompts)]}), target=9.0).table
+
+    for name in ("bound", "meets", "smallest", "low"):
+        assert (rows[name].count() > 0) is decided, name
+    if decided:
+        ends = stats.ttest_1samp([0.1 + 0.001 * x for x in range(6)], 0).confidence_interval()
+        assert rows["bound"][0] == pytest.approx(ends.high)
+        assert rows["smallest"].to_list() == [True]
 
 
 def test_a_larger_budget_that_fails_stops_the_search():
