@@ -105,8 +105,7 @@ def tune(
         name: of the policy, as for `kvsim.policy`.
         budget: entries per KV head, or a share of each trace such as `25%`.
         metric: by name, one of a replay that has a better direction. By default the best evidence
-            (`EVIDENCE`): response_kl with a judge, else layer_error if all traces have output
-            projections, else output_error.
+            (`EVIDENCE`): response_kl with a judge, else the first that all traces have arrays for.
         judge: apply every setting to the model, as for `replay_all`.
         search: parameters to search, by default all that have a range or choices, but for seeds.
         fixed: parameters with other values than the default; they are not searched.
