@@ -137,8 +137,8 @@ def _ratios() -> Iterator[str]:
 def part() -> str:
     """The tables, from the stored values."""
     judged = {"judged KL": ("response_kl", "judged")}
-    offline = {f"`{name}`": (name, "open") for name in OFFLINE[:8]}
-    few = judged | {f"`{name}`": (name, "open") for name in ("layer_error", "output_error")}
+    offline = {f"`{name}`": (name, "open") for name in OFFLINE[:9]}
+    few = judged | {f"`{name}`": (name, "open") for name in OFFLINE[:2]}
     apart = [
         [title, "", *_table("smollm2", few, answers=answers)]
         for title, answers in (

@@ -27,7 +27,7 @@ from kvsim.errors import PolicyError
 
 #: Metrics of a replay that may predict the outcome of a live run.
 OFFLINE = (
-    *("layer_error", "layer_error_relative", "output_error", "concat_error"),
+    *("weighted_error", "layer_error", "layer_error_relative", "output_error", "concat_error"),
     *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
     *("needle_recall", "needle_wipeout", "global_eviction", "oracle_regret"),
 )

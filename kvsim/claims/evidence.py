@@ -37,9 +37,9 @@ Cases = dict[str, Floats]
 #: more, most of what it keeps may be the window itself.
 WINDOW = 0.5
 
-#: Means of two settings that are alike differ by no more than this share: of an error, and of KL,
-#: which grows with its square.
-ALIKE = {"response_kl": 0.1, "layer_error": 0.05, "output_error": 0.05}
+#: Means of two settings that are alike differ by no more than this share: of an error, and of what
+#: grows with its square.
+ALIKE = {"response_kl": 0.1, "weighted_error": 0.1, "layer_error": 0.05, "output_error": 0.05}
 
 
 @dataclass(frozen=True)

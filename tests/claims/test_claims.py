@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim, Seconds, claims
+from kvsim.claims.evidence import ALIKE
 
 EVERY = {
     "AMS": {f"Q{i}" for i in range(1, 14)},
@@ -734,6 +736,11 @@ def test_ams_around_tova_is_ams():
 
     assert list(found.cases) == ["budget 64"]
     assert found.verdict == HOLDS
+
+
+def test_every_kind_of_evidence_has_a_margin():
+    """Settings are alike by whichever metric says which is better."""
+    assert ALIKE.keys() == {*EVIDENCE}
 
 
 @pytest.mark.parametrize(
