@@ -143,10 +143,12 @@ def test_gains_are_those_of_single_replays(traces, tuning):
 
 
 def test_the_default_metric_is_the_best_evidence(traces, tmp_path):
-    """response_kl with a judge, layer_error with output projections, output_error without."""
+    """response_kl with a judge, else the first metric that all traces have arrays for."""
     (one,) = prompts(1, task="get", facts=6, lines=6, kinds=3)
-    kvsim.capture("tiny", None, one.prompt, max_new_tokens=8, o_proj=False, out=tmp_path / "x.zarr")
-    plain = kvsim.open_trace(tmp_path / "x.zarr")
+    options = {"max_new_tokens": 8, "sensitivity": False}
+    kvsim.capture("tiny", None, one.prompt, o_proj=False, out=tmp_path / "x.zarr", **options)
+    kvsim.capture("tiny", None, one.prompt, out=tmp_path / "y.zarr", **options)
+    plain, projected = (kvsim.open_trace(tmp_path / name) for name in ("x.zarr", "y.zarr"))
     terms = {"trials": 1, **TERMS}
     judged = tune(traces[:2], "tova", 16, judge=True, **terms)
     records = [kvsim.replay(trace, "tova", 16, **TERMS) for trace in traces[:2]]
@@ -155,7 +157,8 @@ def test_the_default_metric_is_the_best_evidence(traces, tmp_path):
         for trace, record in zip(traces[:2], records, strict=True)
     ]
 
-    assert tune(traces[:2], "tova", 16, **terms).metric == "layer_error"
+    assert tune(traces[:2], "tova", 16, **terms).metric == "weighted_error"
+    assert tune([projected, traces[0]], "tova", 16, **terms).metric == "layer_error"
     assert tune([plain, traces[0]], "tova", 16, **terms).metric == "output_error"
     assert judged.metric == "response_kl"
     assert judged.gains["fidelity"].to_list() == ["judged"]
@@ -321,7 +324,7 @@ def test_the_command_prints_gains_and_options(run, paths, tmp_path):
         run("tune", paths[0], *options, "--trials=1", "--model=tiny")[1].count("response_kl") == 1
     )
     pasted = re.search(r"^Parameters: (.*)$", out, re.MULTILINE)[1].split()
-    replay = ["--budget", "36", "--interval", "8", "--json", "--metric", "layer_error"]
+    replay = ["--budget", "36", "--interval", "8", "--json", "--metric", "weighted_error"]
     out_file = ["--out", str(tmp_path / "tuned.json")]
     document = json.loads(run("tune", *paths, *options, *out_file, "--json")[1])
     of_replay = run("replay", *paths, "--policy", "snapkv", *pasted, *replay)[1]
@@ -333,7 +336,7 @@ def test_the_command_prints_gains_and_options(run, paths, tmp_path):
     assert re.search(r"^held out +2 ", out, re.MULTILINE)
     assert "does not declare: window 1 to 36 (up to the budget), pool_kernel 1 to 35" in out
     assert document["options"] == " ".join(pasted)
-    assert json.loads(of_replay)["cells"][0]["layer_error"] == pytest.approx(tuned)
+    assert json.loads(of_replay)["cells"][0]["weighted_error"] == pytest.approx(tuned)
     written = json.loads((tmp_path / "tuned.json").read_text())
     assert written | document == written
     assert len(written["trials"]) == 6
