@@ -43,7 +43,7 @@ from results_page.policies import scaled
 from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("validity-results.parquet")
-CALIBRATIONS = RESULTS.parents[1] / "kvsim" / "analysis" / "calibrations.json"
+CALIBRATIONS = Path(kvsim.__file__).with_name("analysis") / "calibrations.json"
 #: Policies that somebody might deploy, and `random`, which no correlation counts.
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "keydiff", "expected_attention", "gkv", "ams"),
