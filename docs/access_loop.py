@@ -30,7 +30,7 @@ from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import Interval, averages
 from kvsim.core.policy import Policy
 from kvsim.recorder import load_model
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 RESULTS = ROOT / "docs/access-loop-results.jsonl"
 #: Policies of each model that run in the loop, and the eviction that has as many bytes.

@@ -24,7 +24,7 @@ from kvsim.cli import app
 from kvsim.errors import OutputError
 from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 

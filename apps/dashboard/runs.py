@@ -29,7 +29,7 @@ from kvsim.analysis.table import available, in_order
 from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import access_names, names
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 from . import cache, controls, elements
 

@@ -41,6 +41,8 @@ from kvsim.store.records import write_records
 from kvsim.store.remote import find_remote
 
 RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
+#: The configuration of a run, which is there from its beginning.
+CONFIG = "config.resolved.yaml"
 
 #: Most bytes of the results; what they decode to is bounded by them (`kvsim.analysis.parquet`).
 _RESULTS = 8 << 30
@@ -100,7 +102,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def writing(where: str, kept: Callable[[], str], again: str) -> Iterator[None]:
+def writing(where: str, kept: str, again: str) -> Iterator[None]:
     """Raise OutputError where the system refuses; an interrupt waits for the end.
 
     kept: what is kept then. again: how to go on.
@@ -112,7 +114,7 @@ def writing(where: str, kept: Callable[[], str], again: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise OutputError(
-            f"{where} cannot be written ({error.strerror or error}), {kept()}; make room or change "
+            f"{where} cannot be written ({error.strerror or error}), {kept}; make room or change "
             f"the permissions, and {again}"
         ) from error
 
@@ -144,10 +146,10 @@ def read_run(path: str | Path) -> Saved:
         # an entry that is missing fits no file
         data = read_file(folder / RESULTS, _RESULTS, files.get(RESULTS) or {})
     except FileNotFoundError as error:
-        if (folder / "sweep.json").is_file():
+        if (folder / CONFIG).is_file():
             raise OutputError(
-                f"{folder} is not finished; continue it with the `kvsim replay ... --out` that "
-                "wrote it and --resume"
+                f"{folder} is not finished; give the command that wrote it again, `kvsim replay` "
+                "and `kvsim live` with --resume"
             ) from None
         raise OutputError(
             f"{folder} is no run folder: {error} is missing; expected what `kvsim replay ... "

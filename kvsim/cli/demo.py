@@ -227,13 +227,14 @@ class _Demo:
 
         from kvsim.analysis.table import in_order
         from kvsim.policies import policy
-        from kvsim.sweeps.run import replay_all
+        from kvsim.sweeps.driver import replay_all
 
         policies, starts = [policy(name) for name in POLICIES], list[float]()
         with bar("cells") as report:
 
             def note(done: int, total: int, label: str) -> None:
-                starts.append(time.perf_counter())
+                if label.startswith(f"{trace.name}: "):  # a replay begins, or the measurement
+                    starts.append(time.perf_counter())
                 report(done, total, label)
 
             run = replay_all(

@@ -413,7 +413,7 @@ def _swept(
     metrics: Sequence[str],
 ) -> Data:
     from kvsim.analysis.registry import metric
-    from kvsim.sweeps.run import replay_all
+    from kvsim.sweeps.driver import replay_all
 
     names = list(dict.fromkeys(metrics))
     with bar("cells") as report:

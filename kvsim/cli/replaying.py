@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.groups import Chosen, Computing, Folder, Judging, Protected, Schedule, grouped
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.values import Stop
 from kvsim.schema import plural
@@ -42,28 +42,13 @@ _MEANING = {
 }
 
 
+@grouped
 def replay(
     traces: values.TracePaths,
-    policy: values.PolicyNames,
+    chosen: Chosen,
     budget: values.Budgets,
-    interval: values.Interval = None,
-    prefill: values.Prefill = None,
-    compress: values.Compress = None,
-    own_schedule: values.OwnSchedule = False,
-    settings: values.Settings = None,
-    fit: values.Fit = False,
-    sink: Annotated[
-        int,
-        typer.Option(
-            min=0, help="First positions that every policy protects; not with asl and its like."
-        ),
-    ] = 0,
-    recent: Annotated[
-        int, typer.Option(min=0, help="Last positions that every policy protects.")
-    ] = 0,
-    protect_prompt: Annotated[
-        bool, typer.Option("--protect-prompt", help="Every policy protects the prompt.")
-    ] = False,
+    schedule: Schedule,
+    protected: Protected,
     metric: Annotated[
         list[str] | None,
         values.several(
@@ -78,15 +63,10 @@ def replay(
             "--regret", help="Show how much more attention the best possible kept sets retain."
         ),
     ] = False,
-    judge: values.Judge = False,
-    model: values.JudgingModel = None,
-    memory: values.Memory = None,
-    device: values.Device = "cpu",
-    jobs: values.Jobs = None,
-    events: values.Events = False,
-    out: values.RunFolder = None,
-    resume: values.Resume = False,
-    overwrite: values.Overwrite = False,
+    *,
+    judging: Judging,
+    computing: Computing,
+    folder: Folder,
     as_json: values.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
@@ -95,41 +75,35 @@ def replay(
     moved. With --out, whatever ends the command keeps the cells that are done, and --resume
     continues.
     """
-    values.check_run_options(out, resume=resume, events=events, overwrite=overwrite)
-    limit = values.parse_memory(memory)
+    folder.check()
+    memory, out = values.parse_memory(computing.memory), folder.out
 
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
     from kvsim.sweeps import SUMMARY, replay_all
-    from kvsim.sweeps.parts import replaced
 
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, *REGRET]))
-    judging: bool | str = model or judge
-    choose(metric, beside=BESIDE if regret else (), judged=bool(judging))
-    protect = Protection(sink, recent, prompt=protect_prompt)
-    policies = values.build_policies(policy, settings, protect, fit=fit)
+    choose(metric, beside=BESIDE if regret else (), judged=bool(judging.by))
+    protect = Protection(protected.sink, protected.recent, prompt=protected.protect_prompt)
+    policies = chosen.built(protect)
     opened = values.open_traces(traces)
     try:
-        replacing = replaced(out) if out is not None and overwrite else nullcontext()
-        with replacing, show.bar("cells") as report:
+        with folder.replacing(), show.bar("cells") as report:
             run = replay_all(
                 opened,
                 policies,
                 budget,
-                interval=interval,
-                prefill=prefill,
-                compress=compress,
-                own_schedule=own_schedule,
+                **vars(schedule),
                 metrics=metric if metric or out is not None else available(SUMMARY, opened),
                 regret=regret,
-                judge=judging,
-                events=events,
-                memory=limit,
-                device=device,
-                jobs=jobs,
+                judge=judging.by,
+                events=folder.events,
+                memory=memory,
+                device=computing.device,
+                jobs=computing.jobs,
                 out=out,
-                resume=resume,
+                resume=folder.resume,
                 accounts=out is not None,
                 progress=report,
             )
@@ -170,10 +144,8 @@ def show_run(
     from kvsim.analysis.table import REGRET
     from kvsim.sweeps.run import PREDICTIONS
 
-    total = len(opened) * len(policies) * len(run.parameters["budgets"])
     if not run.records and run.interrupted:
-        done = "no cell was done and nothing was written"
-        raise Stop(f"interrupted, {_unmeasured(run, total, out) or done}", 130)
+        raise Stop("interrupted, no cell was done and nothing was written", 130)
     if not run.records:
         status = 1 if any(failure.unexpected for failure in run.failures) else 2
         raise Stop("\n".join(f"error: {x}" for _, x in show.errors_once(run.failures)), status)
@@ -190,7 +162,7 @@ def show_run(
                 f"Note: {', '.join(missing)} cannot be computed on {where}; `kvsim metrics "
                 f"{missing[0]}` says what it reads."
             )
-    finish(run, total, out)
+    finish(run, out)
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
@@ -322,25 +294,15 @@ def fidelity_line(table: pl.DataFrame) -> str:
     return f"Fidelity of the values: {parts}. {_OPEN_LOOP if 'open' in shares else ''}".rstrip()
 
 
-def finish(run: Run, total: int, out: Path | None) -> None:
+def finish(run: Run, out: Path | None) -> None:
     """Print on standard error what is missing, and end with the right status."""
     show.echo_failures(run.failures)
+    total = run.parameters["cells"]
     kept = "shown above" if out is None else f"kept in {out}"
     again = "" if out is None else "; continue with the same command and --resume"
     if run.interrupted:
-        more = _unmeasured(run, total, out)
         done = f"{len(run.records)} of {total} cells are done and {kept}"
-        raise Stop(f"interrupted, {done}{', ' * bool(more)}{more or again}", 130)
+        raise Stop(f"interrupted, {done}{again}", 130)
     if run.failures:
         failed = len({failure.cell for failure in run.failures})
         raise Stop(f"error: {failed} of {total} cells failed, the others are {kept}", 1)
-
-
-def _unmeasured(run: Run, total: int, out: Path | None) -> str:
-    """Return what became of cells that were replayed and not measured; empty without any."""
-    if not run.unmeasured:
-        return ""
-    count = f"{run.unmeasured} of {total} cells are replayed and not measured"
-    if out is None:
-        return f"{count}, their results are lost"
-    return f"{count}; continue the run in {out} with the same command and --resume"

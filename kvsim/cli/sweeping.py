@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.groups import Computing, Judging, grouped
 from kvsim.cli.values import OptionError, Stop
 from kvsim.schema import is_url, plural
 
 if TYPE_CHECKING:
-    from kvsim.sweeps.driver import Progress, Standing
+    from kvsim.sweeps.driver import Shown, Standing
     from kvsim.sweeps.grid import Grid
     from kvsim.sweeps.outcome import Run
     from kvsim.sweeps.planning import Plan
@@ -25,6 +27,103 @@ if TYPE_CHECKING:
 _LINES = 60
 
 
+@dataclass(frozen=True)
+class Swept:
+    """Policies, budgets and what of them is measured; a configuration has its own."""
+
+    policy: Annotated[list[str] | None, values.several("NAME[,NAME...]", "Policies.")] = None
+    budget: Annotated[list[str] | None, values.several("N|P%[,...]", "Entries, or shares.")] = None
+    settings: values.Settings = None
+    fit: values.Fit = False
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="RANGES", help="Layers of the traces, such as 0,4-7.  [default: all]"),
+    ] = None
+    metric: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,NAME...]",
+            "What to measure, as `kvsim metrics` lists it; default: the main metrics.",
+        ),
+    ] = None
+    records: Annotated[
+        bool, typer.Option("--records", help="Keep what each cell would have kept, too.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """When policies evict, in one way or several."""
+
+    interval: Annotated[
+        list[str] | None,
+        values.several(
+            "N|own[,...]",
+            "Rows between events; own: each policy's own schedule. Default: 32 for two or "
+            "more policies, the schedule of its paper for one.",
+        ),
+    ] = None
+    own_schedule: values.OwnSchedule = False
+    prefill: values.Prefill = None
+    compress: values.Compress = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Who computes the tasks."""
+
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Compute every N-th task, from the I-th on.")
+    ] = None
+    scheduler: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS|FILE.json", help="Compute on the workers of a dask cluster."),
+    ] = None
+    slurm: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Submit N shards as jobs of Slurm.")
+    ] = None
+    slurm_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="An option of submitit, such as slurm_partition=long."
+        ),
+    ] = None
+
+    def check(self, out: str | None, *, folder_only: bool) -> None:
+        """Raise OptionError for options that exclude each other, or need a folder."""
+        if out is None and (self.shard or self.slurm or folder_only):
+            option = (
+                "--shard" if self.shard else "--slurm" if self.slurm else "--status and --collect"
+            )
+            raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
+        if self.slurm_set and not self.slurm:
+            raise OptionError("--slurm-set is about jobs of Slurm; give --slurm N too")
+        if self.slurm and is_url(out):
+            raise OptionError(
+                "--slurm needs a folder that its jobs share; submit --shard I/N yourself"
+            )
+        ways = {"--shard": self.shard, "--slurm": self.slurm, "--scheduler": self.scheduler}
+        chosen = [name for name, value in ways.items() if value is not None]
+        if len(chosen) > 1:
+            raise OptionError(f"{' and '.join(chosen)} exclude each other; give one of them")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is done instead of computing."""
+
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what there is to do, and do nothing.")
+    ] = False
+    status: Annotated[bool, typer.Option("--status", help="Say how far the sweep in --out is.")] = (
+        False
+    )
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Write the results of what is done by now.")
+    ] = False
+
+
+@grouped
 def sweep(
     source: Annotated[
         list[str] | None,
@@ -34,39 +133,11 @@ def sweep(
             "the sweep in --out was begun with.",
         ),
     ] = None,
-    policy: Annotated[list[str] | None, values.several("NAME[,NAME...]", "Policies.")] = None,
-    budget: Annotated[list[str] | None, values.several("N|P%[,...]", "Entries, or shares.")] = None,
-    interval: Annotated[
-        list[str] | None,
-        values.several(
-            "N|own[,...]",
-            "Rows between events; own: each policy's own schedule. Default: 32 for two or "
-            "more policies, the schedule of its paper for one.",
-        ),
-    ] = None,
-    own_schedule: values.OwnSchedule = False,
-    settings: values.Settings = None,
-    fit: values.Fit = False,
-    prefill: values.Prefill = None,
-    compress: values.Compress = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="RANGES", help="Layers of the traces, such as 0,4-7.  [default: all]"),
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        values.several(
-            "NAME[,NAME...]",
-            "What to measure, as `kvsim metrics` lists it; default: the main metrics.",
-        ),
-    ] = None,
-    records: Annotated[
-        bool, typer.Option("--records", help="Keep what each cell would have kept, too.")
-    ] = False,
-    judge: values.Judge = False,
-    model: values.JudgingModel = None,
-    memory: values.Memory = None,
-    device: values.Device = "cpu",
+    *,
+    swept: Swept,
+    schedules: Schedules,
+    judging: Judging,
+    computing: Computing,
     out: Annotated[
         str | None,
         typer.Option(
@@ -75,32 +146,8 @@ def sweep(
             "command goes on with what is there; any number of processes may work on one folder.",
         ),
     ] = None,
-    jobs: values.Jobs = None,
-    shard: Annotated[
-        str | None, typer.Option(metavar="I/N", help="Compute every N-th task, from the I-th on.")
-    ] = None,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS|FILE.json", help="Compute on the workers of a dask cluster."),
-    ] = None,
-    slurm: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Submit N shards as jobs of Slurm.")
-    ] = None,
-    slurm_set: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="An option of submitit, such as slurm_partition=long."
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what there is to do, and do nothing.")
-    ] = False,
-    status: Annotated[
-        bool, typer.Option("--status", help="Say how far the sweep in --out is.")
-    ] = False,
-    collect: Annotated[
-        bool, typer.Option("--collect", help="Write the results of what is done by now.")
-    ] = False,
+    spread: Spread,
+    look: Look,
     as_json: values.Json = False,
 ) -> None:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and compare.
@@ -108,74 +155,58 @@ def sweep(
     Results go to --out as they are finished, one file per task. Whatever ends the command, the same
     command goes on; nothing finished is computed again, and more policies or budgets add to it.
     """
-    from kvsim.sweeps.driver import finish, publish
+    from kvsim.sweeps.driver import begin, finish, publish
     from kvsim.sweeps.planning import Plan
     from kvsim.sweeps.remote import kept_in
     from kvsim.sweeps.shards import Shards
 
+    interval = schedules.interval
     given = {
-        "policies": policy,
-        "budgets": budget,
-        "intervals": ["own"] if own_schedule and not interval else interval,
-        "set": settings,
-        "fit": fit or None,
-        "prefill": prefill,
-        "compress": compress,
-        "layers": layers,
-        "metrics": metric,
-        "records": records or None,
-        "judge": model or judge or None,
-        "memory": memory,
-        "device": None if device == "cpu" else device,
+        "policies": swept.policy,
+        "budgets": swept.budget,
+        "intervals": ["own"] if schedules.own_schedule and not interval else interval,
+        "set": swept.settings,
+        "fit": swept.fit or None,
+        "prefill": schedules.prefill,
+        "compress": schedules.compress,
+        "layers": swept.layers,
+        "metrics": swept.metric,
+        "records": swept.records or None,
+        "judge": judging.by or None,
+        "memory": computing.memory,
+        "device": None if computing.device == "cpu" else computing.device,
     }
-    if own_schedule and interval:
+    if schedules.own_schedule and interval:
         raise OptionError("--interval and --own-schedule were both given; expected one of them")
-    folder_only = status or collect
-    _check(out, slurm_set, shard=shard, slurm=slurm, scheduler=scheduler, folder_only=folder_only)
-    part = None if shard is None else _shard(shard)
+    spread.check(out, folder_only=look.status or look.collect)
+    part = None if spread.shard is None else _shard(spread.shard)
     kept = kept_in(out)
     grid = _grid(source or [], given, kept)
     plan = Plan.of(grid)
-    if status or dry_run:
+    if look.status or look.dry_run:
         kept.scan()
-        (_status if status else _dry_run)(plan, kept, as_json=as_json)
+        (_status if look.status else _dry_run)(plan, kept, as_json=as_json)
         return
-    if collect and isinstance(kept, Shards):
+    if look.collect and isinstance(kept, Shards):
         kept.scan()
         run = plan.run(kept)
         publish(run, kept)
         _show(run, plan, kept, out, as_json=as_json)
         return
-    if isinstance(kept, Shards):
-        kept.begin(plan.document())
-    if slurm is not None and out is not None:
-        _submit(Path(out), slurm, slurm_set or [], as_json=as_json)
+    begin(plan, kept)
+    if spread.slurm is not None and out is not None:
+        _submit(Path(out), spread.slurm, spread.slurm_set or [], as_json=as_json)
         return
     with _bar() as report:
-        run = finish(plan, kept, shard=part, jobs=jobs, scheduler=scheduler, progress=report)
+        run = finish(
+            plan,
+            kept,
+            shard=part,
+            jobs=computing.jobs,
+            scheduler=spread.scheduler,
+            progress=report,
+        )
     _show(run, plan, kept, out, shard=part, as_json=as_json)
-
-
-def _check(
-    out: str | None,
-    slurm_set: Sequence[str] | None,
-    *,
-    shard: str | None,
-    slurm: int | None,
-    scheduler: str | None,
-    folder_only: bool,
-) -> None:
-    if out is None and (shard or slurm or folder_only):
-        option = "--shard" if shard else "--slurm" if slurm else "--status and --collect"
-        raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
-    if slurm_set and not slurm:
-        raise OptionError("--slurm-set is about jobs of Slurm; give --slurm N too")
-    if slurm and is_url(out):
-        raise OptionError("--slurm needs a folder that its jobs share; submit --shard I/N yourself")
-    ways = {"--shard": shard, "--slurm": slurm, "--scheduler": scheduler}
-    chosen = [name for name, value in ways.items() if value is not None]
-    if len(chosen) > 1:
-        raise OptionError(f"{' and '.join(chosen)} exclude each other; give one of them")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -214,15 +245,15 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
-    """A bar of tasks with cells, traces and bytes; off a terminal lines of progress."""
+def _bar() -> Iterator[Shown]:
+    """A bar of cells with traces and bytes; off a terminal lines of progress."""
     from rich.filesize import decimal
 
-    with show.bar("tasks") as report:
+    with show.bar("cells") as report:
 
         def standing(now: Standing) -> None:
             whole = "{}/{} cells, {}/{} traces".format(*now.cells, *now.traces)
-            report(*now.tasks, f"{now.label} ({whole}, {decimal(now.read)} read)")
+            report(*now.steps, f"{now.label} ({whole}, {decimal(now.read)} read)")
 
         yield standing
 
@@ -328,7 +359,7 @@ def _show(
     from kvsim.sweeps.run import PREDICTIONS, summarise
 
     standing, total = _standing(plan, kept, run.parameters["done"]), len(plan.cells)
-    metrics = [name for name in run.parameters["metrics"] if name in set(run.table["metric"])]
+    metrics = [name for name in plan.metrics if name in set(run.table["metric"])]
     summary = summarise(run.table, list(dict.fromkeys([*PREDICTIONS, *metrics])))
     if as_json:
         cells = show.cells(summary) if summary.height else []
@@ -337,7 +368,7 @@ def _show(
     elif shard is None:
         if summary.height:
             show.echo_verdict(show.verdict(run.table, metrics))
-            show.echo_results(summary.head(_LINES), unbounded(plan.grid.built()))
+            show.echo_results(summary.head(_LINES), unbounded(plan.policies))
             hidden = summary.height - _LINES
             show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
             show.echo_text(means(run.table, metrics))

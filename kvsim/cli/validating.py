@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.groups import Folder
 from kvsim.cli.living import load
 from kvsim.cli.replaying import finish, folder_state
 from kvsim.cli.values import Stop
@@ -88,7 +89,7 @@ def fidelity(
     metric of the replay predicts what the model does, how errors differ by layer, and how far the
     kept sets agree.
     """
-    values.check_run_options(out, resume=resume)
+    Folder(out=out, resume=resume).check()
 
     from kvsim.analysis.prediction import calibrate, write_calibrations
     from kvsim.analysis.table import available, check_arrays
@@ -96,7 +97,7 @@ def fidelity(
     from kvsim.files import check_output
     from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.run import replay_all
+    from kvsim.sweeps.driver import replay_all
 
     if calibration is not None:
         check_output(calibration, advice="give a path where nothing is yet")
@@ -131,9 +132,8 @@ def fidelity(
         _report(replayed, live, out, as_json=as_json)
         if calibration is not None:
             write_calibrations(calibration, [calibrate(replayed.table, live.table, recorded)])
-    total = len(recorded) * len(policies) * len(budget)
-    finish(replayed, total, None)
-    finish(live, total, out)
+    finish(replayed, None)
+    finish(live, out)
 
 
 def _whole(run: Run) -> Run:
@@ -261,7 +261,7 @@ def predict(
     same model, and estimates nothing outside the layer errors that it was fitted on.
     """
     from kvsim.analysis import prediction
-    from kvsim.sweeps.run import replay_all
+    from kvsim.sweeps.driver import replay_all
 
     policies = values.build_policies(policy, settings, fit=fit)
     recorded = values.open_traces(traces)
@@ -283,7 +283,7 @@ def predict(
         show.echo_json(run.describe() | document)
     else:
         _print_predictions(fitted, rows, remarks)
-    finish(run, len(recorded) * len(policies) * len(budget), None)
+    finish(run, None)
     if rows and all(row["outside"] for row in rows):
         raise Stop("error: no cell is within the calibration, so nothing is predicted", 2)
 

@@ -233,25 +233,6 @@ class OptionError(KvsimError, ValueError):
     """An option with a bad value."""
 
 
-def check_run_options(
-    out: Path | None, *, resume: bool, events: bool = False, overwrite: bool = False
-) -> None:
-    """Raise OptionError where an option is about a run folder and there is none.
-
-    Raises OutputError where no run can be written to the folder, or continued in it.
-    """
-    if overwrite and resume:
-        raise OptionError("--overwrite replaces the run that --resume continues; give one of them")
-    flags = {"--overwrite": overwrite, "--resume": resume, "--events": events}
-    for flag, given in flags.items():
-        if given and out is None:
-            raise OptionError(f"{flag} is about the run in --out; give --out DIR as well")
-    if out is not None and not overwrite:
-        from kvsim.sweeps.parts import check_output
-
-        check_output(out, resume=resume)
-
-
 def paths_of(traces: Iterable[str]) -> list[Path | str]:
     """Return the paths and URLs of traces; those of `SAMPLES` ship, a folder may hold several."""
     from kvsim.store import opening

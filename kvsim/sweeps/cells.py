@@ -1,23 +1,20 @@
-"""The cells of a sweep: replayed one by one, measured together."""
+"""The cells of a sweep, and what computes those of one trace."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import polars as pl
 
-from kvsim.analysis.definition import Metric
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.optimum import Terms
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import COLUMNS, OF_RECORD, available, columns_of, in_order, measure
+from kvsim.analysis.table import COLUMNS, OF_RECORD, available, in_order, measure
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -26,15 +23,13 @@ from kvsim.engine import replay
 from kvsim.errors import KvsimError, TraceError, error_line
 from kvsim.policies.oracle import Oracle
 from kvsim.store import open_trace
-from kvsim.sweeps.outcome import Failure, Run
-from kvsim.sweeps.parts import Parts, Replayed, Rows
-from kvsim.sweeps.workers import Lost, in_processes
+from kvsim.sweeps.outcome import Failure
+from kvsim.sweeps.workers import Lost
 
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
 
-#: Cells that are measured together where results go to a folder. Records of a trace share most of
-#: the work, and a kill loses the measurements of so many at most.
+#: Cells that are measured together where records do not keep what readers read.
 TOGETHER = 32
 
 
@@ -64,39 +59,6 @@ def named(judge: bool | str) -> str:
     return "" if judge is True else str(judge)
 
 
-class Share(NamedTuple):
-    """Cells of one trace, without it, that one process computes.
-
-    name, path, digest: of the trace. metrics: names.
-    """
-
-    name: str
-    path: str
-    digest: str
-    cells: tuple[Cell, ...]
-    metrics: tuple[str, ...]
-    parameters: Mapping[str, Any]
-    accounts: bool = True
-
-
-class Computed(NamedTuple):
-    """Outcome of a share: records by the numbers of cells, values, and errors."""
-
-    records: Mapping[int, Record]
-    rows: Sequence[Rows]
-    failures: Sequence[Failure]
-    unmeasurable: frozenset[int] = frozenset()
-
-
-def compute(share: Share) -> Computed:
-    """Replay and measure the cells of a share. Raises TraceError for another trace."""
-    trace = reopened(share.path, share.digest)
-    cells = [cell._replace(trace=trace) for cell in share.cells]
-    metrics = {name: METRICS[name] for name in share.metrics}
-    options = dict(share.parameters)
-    return Cells(cells, metrics, options, lambda *_: None, accounts=share.accounts).computed()
-
-
 def reopened(path: str, digest: str) -> Trace:
     """Open a trace that is to be the one of that digest. Raises TraceError."""
     trace = open_trace(path)
@@ -108,285 +70,180 @@ def reopened(path: str, digest: str) -> Trace:
     return trace
 
 
-class Cells:
-    """The work of a sweep, and what is done of it; with parts, all of it is stored there.
+class Executor(Protocol):
+    """What computes the cells of one trace.
 
-    accounts: keep what readers read when it is measured.
+    together: cells that are measured at once, all if None.
     """
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        metrics: Mapping[str, Metric],
-        parameters: dict[str, Any],
-        report: Progress,
-        parts: Parts | None = None,
-        *,
-        accounts: bool = True,
-    ) -> None:
-        self._accounts, self._together = accounts, TOGETHER
-        self._cells, self._metrics, self._report = cells, metrics, report
-        self._parameters, self._parts = parameters, parts
-        self._beside = {metric.beside for metric in metrics.values() if metric.beside}
-        self._notes = frozenset[str]().union(*(metric.notes for metric in metrics.values()))
-        self._limits = {name: parameters[name] for name in ("memory", "device")}
-        self._replayed: dict[int, Replayed] = {} if parts is None else parts.cells()
-        rows = () if parts is None else parts.rows()
-        self._rows = [each for each in rows if set(each.cells) <= set(self._replayed)]
-        self._whole = set(self._replayed)  # with what they are compared with
-        self._failures: list[Failure] = []
-        self._unmeasurable: set[int] = set()
-        self._interrupted = False
-        self._judge: Any = None  # of the trace at hand
-        self._release(self.measured)
+    together: int | None
 
-    @property
-    def measured(self) -> set[int]:
-        """Numbers of the cells that are measured."""
-        return {number for rows in self._rows for number in rows.cells}
+    def record(self, cell: Cell) -> Record:
+        """Decide what a cell retains."""
+        ...
 
-    def record(self, number: int) -> Record:
-        """The record of a cell that is measured."""
-        return self._replayed[number].record
+    def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
+        """Measure cells whose records it has made."""
+        ...
 
-    def run(self, jobs: int = 1) -> Run:
-        """Compute what is not done yet, in this process or in several."""
-        if jobs > 1:
-            self._spread(jobs)
-        else:
-            self._compute()
-        done = self.measured | self._unmeasurable
-        return Run(
-            tuple(self._replayed[number].record for number in sorted(done)),
-            self._table(),
-            tuple(sorted(self._failures, key=lambda failure: failure.cell)),
-            self._parameters,
-            self._interrupted,
-            len(self._replayed) - len(done),
-        )
+    def kept(self, record: Record) -> Record:
+        """What is kept of a record that is measured."""
+        ...
 
-    def computed(self) -> Computed:
-        """Compute what is not done yet, and return what became of it."""
-        self._compute()
-        records = {number: self.record(number) for number in self.measured | self._unmeasurable}
-        return Computed(records, self._rows, self._failures, frozenset(self._unmeasurable))
 
-    def _compute(self) -> None:
-        for _, cells in itertools.groupby(self._cells, lambda cell: cell.trace.name):
-            try:
-                self._trace(list(cells))
-            except KeyboardInterrupt:  # while it is measured or stored
-                self._interrupted = True
-            if self._interrupted:
-                break
+class Computed(NamedTuple):
+    """Cells that were measured: their records by number, the rows of all, and what failed."""
 
-    def _spread(self, jobs: int) -> None:
-        """Compute shares in processes, and take what they return."""
-        shares = self._shares(jobs)
-        done = len(self._cells) - sum(len(share.cells) for share in shares)
-        results = in_processes(compute, shares, jobs)
+    records: Mapping[int, Record]
+    table: pl.DataFrame
+    failures: Sequence[Failure]
+    interrupted: bool = False
+
+
+def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Computed:
+    """Compute cells of one trace; what fails leaves the others, and Ctrl-C what is done.
+
+    report: called with (cells done, cells, what is being done).
+    """
+    records: dict[int, Record] = {}
+    tables: list[pl.DataFrame] = []
+    failures: list[Failure] = []
+    pending: list[tuple[Cell, Record]] = []
+    together = executor.together or len(cells)
+
+    def measure(group: Sequence[tuple[Cell, Record]]) -> None:
+        if not group:
+            return
+        of_group, made = zip(*group, strict=True)
         try:
-            with contextlib.closing(results):
-                for share, result in results:
-                    self._take(share, result)
-                    done += len(share.cells)
-                    self._report(done, len(self._cells), share.name)
-        except KeyboardInterrupt:
-            self._interrupted = True
-
-    def _shares(self, jobs: int) -> list[Share]:
-        """Cut the missing cells; the first share of a trace measures the trace, too."""
-        measured = self.measured
-        missing = [cell for cell in self._cells if cell.number not in measured]
-        size = max(1, min(self._together, -(-len(missing) // jobs)))
-        seen = {rows.trace for rows in self._rows}
-        shares = []
-        for name, of_trace in itertools.groupby(missing, lambda cell: cell.trace.name):
-            cells = list(of_trace)
-            trace = cells[0].trace
-            for first in range(0, len(cells), size):
-                part = tuple(cell._replace(trace=None) for cell in cells[first : first + size])  # type: ignore[arg-type]
-                names = tuple(self._names(first=name not in seen and first == 0))
-                shares.append(
-                    Share(
-                        name=name,
-                        path=str(trace.path),
-                        digest=trace.digest,
-                        cells=part,
-                        metrics=names,
-                        parameters=self._parameters,
-                        accounts=self._accounts,
-                    )
-                )
-        return shares
-
-    def _names(self, *, first: bool) -> list[str]:
-        """Metrics by name; first: with those of the trace alone."""
-        return [name for name, metric in self._metrics.items() if first or metric.kind != "trace"]
-
-    def _take(self, share: Share, result: Computed | Lost) -> None:
-        if isinstance(result, Lost):
-            result = Computed({}, (), [failure(share.name, cell, result) for cell in share.cells])
-        self._failures += result.failures
-        self._unmeasurable |= result.unmeasurable
-        for number, record in result.records.items():
-            self._replayed[number] = Replayed(record)
-            if self._parts is not None and number not in result.unmeasurable:
-                self._parts.add_cell(number, self._replayed[number])
-        for rows in result.rows:
-            self._rows.append(rows)
-            if self._parts is not None:
-                self._parts.add_rows(rows)
-
-    def _trace(self, cells: Sequence[Cell]) -> None:
-        """Replay the cells of a trace and measure them."""
-        bound = functools.cache(functools.partial(replay, cells[0].trace, **self._limits))
-        optima: dict[Hashable, Record] = {}
-        reading = not self._accounts and any(cell.policy.reader for cell in cells)
-        apart = self._parts is not None or reading
-        together = self._together if apart else len(cells)
-        measured = self.measured
-        missing = [cell for cell in cells if cell.number not in measured]
-        pending: list[Cell] = []
-        try:
-            for cell in missing:
-                label = f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}"
-                self._report(cell.number, len(self._cells), label)
-                if cell.number not in self._whole:
-                    self._replay(cell, bound, optima)
-                pending += [cell] * (cell.number in self._whole)
-                if len(pending) == together:
-                    group, pending = pending, []
-                    self._measure(group)
-                if self._interrupted:
-                    return
-        except KeyboardInterrupt:
-            self._interrupted = True
-        self._measure(pending)
-        # what they are compared with failed, so they are measured alone, and again when resumed
-        replayed = [cell for cell in missing if cell.number in self._replayed]
-        self._measure([cell for cell in replayed if cell.number not in self._whole], store=False)
-        self._release({cell.number for cell in cells} & set(self._replayed))
-
-    def _replay(
-        self, cell: Cell, bound: Callable[..., Record], optima: dict[Hashable, Record]
-    ) -> None:
-        """Replay a cell, and what it is compared with on the same terms.
-
-        bound: replays equal oracles once. optima: those of the trace by their terms.
-        """
-        policy, budget = cell.policy, cell.budget
-        internals = self._notes & policy.allocator.notes
-        try:
-            record = replace(self._record(cell, internals), share=cell.share)
-            self._replayed[cell.number] = replayed = Replayed(record)
-            if "oracle" in self._beside and policy.bounded:
-                oracle = bound(_oracle(policy, record), budget, layers=cell.layers)
-                replayed = replayed._replace(oracle=oracle)
-            if "optimum" in self._beside and policy.bounded:
-                of_policy = Terms.of(cell.trace, policy, record)
-                each = {"optimum": of_policy, "unprotected": of_policy.unprotected}
-                for terms in each.values():
-                    if terms.key not in optima:
-                        optima[terms.key] = terms.optimum(cell.trace, **self._limits)
-                replayed = replayed._replace(
-                    **{name: optima[terms.key] for name, terms in each.items()}
-                )
-            self._replayed[cell.number] = replayed
+            tables.append(executor.table(of_group, made))
         except KvsimError as error:
-            self._fail(cell, str(error))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
-            self._fail(cell, _unexpected(error), unexpected=True)
+            if len(group) > 1:
+                for pair in group:  # whichever can be measured
+                    measure([pair])
+                return
+            failures.append(failure(of_group[0], Lost(f"measuring: {error}", unexpected=False)))
         else:
-            self._whole.add(cell.number)
-            if self._parts is not None:
-                self._parts.add_cell(cell.number, self._replayed[cell.number])
+            records.update((cell.number, executor.kept(record)) for cell, record in group)
 
-    def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
-        """Record of a cell."""
-        options: dict[str, Any] = {**vars(cell.schedule), **self._limits}
-        return replay(
-            *(cell.trace, cell.policy, cell.budget),
+    done, interrupted = 0, False
+    try:
+        for done, cell in enumerate(cells, 1):
+            label = f"{cell.trace.name}: {cell.policy.name}, budget {cell.budget}"
+            report(done - 1, len(cells), label)
+            try:
+                pending.append((cell, replace(executor.record(cell), share=cell.share)))
+            except KvsimError as error:
+                failures.append(failure(cell, Lost(str(error), unexpected=False)))
+            except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
+                failures.append(failure(cell, Lost(_unexpected(error))))
+            if len(pending) == together:
+                group, pending = pending, []
+                report(done, len(cells), f"{cell.trace.name}: measuring")
+                measure(group)
+    except KeyboardInterrupt:
+        interrupted = True
+    if pending:
+        report(done, len(cells), f"{pending[0][0].trace.name}: measuring")
+    try:
+        measure(pending)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Computed(records, in_order(tables), failures, interrupted)
+
+
+class Replays:
+    """Replays the cells of a trace, and measures their records beside what they are compared with.
+
+    options: `regret`, `events`, `memory`, `device`, and `judge` and `accounts` where they are not
+    left out. accounts: whether records keep what readers read (`Record.reads`).
+    """
+
+    def __init__(self, trace: Trace, metrics: Sequence[str], options: Mapping[str, Any]) -> None:
+        chosen = [METRICS[name] for name in metrics]
+        self._trace, self._metrics, self._options = trace, metrics, options
+        self._limits = {name: options[name] for name in ("memory", "device")}
+        self._beside = {metric.beside for metric in chosen if metric.beside}
+        self._notes = frozenset[str]().union(*(metric.notes for metric in chosen))
+        self._replay = functools.cache(functools.partial(replay, trace, **self._limits))
+        self._optima: dict[Hashable, Record] = {}
+        self._compared: dict[int, dict[str, Record]] = {}
+        self._accounts = bool(options.get("accounts", True))
+        self.together: int | None = None if self._accounts else TOGETHER
+        self._judge: Any = None
+
+    def record(self, cell: Cell) -> Record:
+        """Replay a cell, and what it is compared with on the same terms."""
+        policy = cell.policy
+        record = replay(
+            cell.trace,
+            policy,
+            cell.budget,
             layers=cell.layers,
-            internals=internals,
-            **options,
+            internals=self._notes & policy.allocator.notes,
+            interval=cell.schedule.interval,
+            prefill=cell.schedule.prefill,
+            compress=cell.schedule.compress,
+            **self._limits,
         )
+        self._compared[cell.number] = {}
+        try:
+            self._compare(cell, record)
+        except KvsimError as error:
+            remark = f"{policy.name}, budget {cell.budget}: no regret: {error}"
+            record = replace(record, remark="\n".join(filter(None, (record.remark, remark))))
+        if "judge" in self._options:
+            from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
 
-    def _values(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
-        replayed = [self._replayed[cell.number] for cell in cells]
-        options: dict[str, Any] = {name: self._parameters[name] for name in ("events", "device")}
-        if self._parameters["regret"]:
-            options["oracles"] = [each.oracle for each in replayed]
-            options["optima"] = [each.optimum for each in replayed]
-            options["unprotected"] = [each.unprotected for each in replayed]
-        trace, records = cells[0].trace, [each.record for each in replayed]
-        of_replay = [name for name in names if METRICS[name].kind != "live"]
-        table = measure(trace, records, available(of_replay, [trace]), **options)
-        if len(of_replay) == len(names):
-            return table
-        return in_order([table, self._judged(cells, [x for x in names if x not in of_replay])])
+            remark = "\n".join(filter(None, (record.remark, unjudged(record))))
+            record = replace(record, remark=remark)
+        return record
 
-    def _judged(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
-        """What the model says of the records of cells; of others, a remark says why it cannot."""
+    def _compare(self, cell: Cell, record: Record) -> None:
+        """Replay what a cell is compared with, on the same terms."""
+        policy, compared = cell.policy, self._compared[cell.number]
+        if "oracle" in self._beside and policy.bounded:
+            oracle = _oracle(policy, record)
+            compared["oracles"] = self._replay(oracle, cell.budget, layers=cell.layers)
+        if "optimum" in self._beside and policy.bounded:
+            of_policy = Terms.of(cell.trace, policy, record)
+            each = {"optima": of_policy, "unprotected": of_policy.unprotected}
+            for name, terms in each.items():
+                if terms.key not in self._optima:
+                    self._optima[terms.key] = terms.optimum(cell.trace, **self._limits)
+                compared[name] = self._optima[terms.key]
+
+    def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
+        """Measure records; oracles and optima where regret is asked for."""
+        compared = [self._compared[cell.number] for cell in cells]
+        references: dict[str, Any] = {}
+        if self._options["regret"]:
+            for name in ("oracles", "optima", "unprotected"):
+                references[name] = [each.get(name) for each in compared]
+        options = {name: self._options[name] for name in ("events", "device")}
+        of_replay = [name for name in self._metrics if METRICS[name].kind != "live"]
+        names = available(of_replay, [self._trace])
+        table = measure(self._trace, records, names, **options, **references)
+        if of_model := [name for name in self._metrics if name not in of_replay]:
+            table = in_order([table, self._judged(records, of_model)])
+        for cell in cells:
+            del self._compared[cell.number]
+        return table
+
+    def kept(self, record: Record) -> Record:
+        """A record without what only measuring needs."""
+        return replace(record, internals=(), reads=record.reads if self._accounts else None)
+
+    def _judged(self, records: Sequence[Record], names: Sequence[str]) -> pl.DataFrame:
+        """What the model says of those records that it can judge."""
         from kvsim.runner.judging import judge_of, unjudged  # noqa: PLC0415  transformers
 
-        trace, records = cells[0].trace, []
-        for cell in cells:
-            each = self._replayed[cell.number]
-            reason = unjudged(each.record)
-            if not reason:
-                records.append(each.record)
-                continue
-            remark = "\n".join(filter(None, (each.record.remark, reason)))
-            self._replayed[cell.number] = each._replace(record=replace(each.record, remark=remark))
-        if self._judge is None or self._judge.trace is not trace:
-            self._judge = judge_of(trace, self._parameters["judge"], **self._limits)
+        judged = [record for record in records if not unjudged(record)]
+        if self._judge is None:
+            self._judge = judge_of(self._trace, self._options["judge"], **self._limits)
         with threads_for(self._judge.running.model):
-            outcomes = self._judge.outcomes(records)
-        return measure_judged(trace, records, outcomes, names)
-
-    def _measure(self, cells: Sequence[Cell], *, store: bool = True) -> None:
-        """Measure replayed cells of a trace; with the first of a trace, the trace itself."""
-        if not cells:
-            return
-        trace, number = cells[0].trace, cells[-1].number
-        self._report(number + 1, len(self._cells), f"{trace.name}: measuring")
-        first = not any(rows.trace == trace.name for rows in self._rows)
-        try:
-            table = self._values(cells, self._names(first=first))
-        except KvsimError as error:
-            if len(cells) == 1:
-                self._fail(cells[0], f"measuring: {error}")
-                self._unmeasurable.add(number)
-            else:
-                for cell in cells:  # whichever can be measured
-                    self._measure([cell] * (not self._interrupted), store=store)
-            return
-        except KeyboardInterrupt:
-            self._interrupted = True
-            return
-        rows = Rows(tuple(cell.number for cell in cells), trace.name if first else None, table)
-        self._rows.append(rows)
-        if not self._accounts:
-            self._release(set(rows.cells))
-        if store and self._parts is not None:
-            self._parts.add_rows(rows)
-
-    def _fail(self, cell: Cell, error: str, *, unexpected: bool = False) -> None:
-        self._failures.append(failure(cell.trace.name, cell, Lost(error, unexpected)))
-
-    def _release(self, numbers: set[int]) -> None:
-        """Free what only measuring needs."""
-        for number in numbers:
-            record = replace(self._replayed[number].record, internals=())
-            self._replayed[number] = Replayed(
-                record if self._accounts else replace(record, reads=None)
-            )
-
-    def _table(self) -> pl.DataFrame:
-        records = (self.record(number) for number in sorted(self.measured))
-        cells = [(record.trace, columns_of(record)) for record in records]
-        return in_cell_order([rows.table for rows in self._rows], cells, self._metrics)
+            outcomes = self._judge.outcomes(judged)
+        return measure_judged(self._trace, judged, outcomes, names)
 
 
 def in_cell_order(
@@ -432,9 +289,9 @@ def _oracle(policy: Policy, record: Record) -> Policy:
     )
 
 
-def failure(trace: str, cell: Cell, lost: Lost) -> Failure:
-    """Return the failure of a cell of a trace of that name."""
-    where = trace, cell.policy.name, cell.budget
+def failure(cell: Cell, lost: Lost, trace: str = "") -> Failure:
+    """Return the failure of a cell; trace: the name of its trace where it has none."""
+    where = trace or cell.trace.name, cell.policy.name, cell.budget
     return Failure(*where, lost.reason, unexpected=lost.unexpected, cell=cell.number)
 
 

@@ -32,10 +32,14 @@ from kvsim.runner.decoding import RunningModel
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
-from kvsim.sweeps.cells import Cell, Cells, Progress
+from kvsim.sweeps import tasks
+from kvsim.sweeps.cells import Cell, Progress
+from kvsim.sweeps.driver import begin, finish
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.parts import Parts
-from kvsim.sweeps.run import cell_remarks, cells_of, check_names, in_folder, params_of, shared_terms
+from kvsim.sweeps.planning import Plan
+from kvsim.sweeps.remote import kept_in
+from kvsim.sweeps.run import cells_of, check_names, described, params_of, shared_terms
+from kvsim.sweeps.tasks import Task, outcome_of, tasks_of
 
 
 @with_bar("cells")
@@ -84,7 +88,7 @@ def live(
     and what the model computes with the full cache (`kvsim.runner.recorded`); and what
     `replay_all` raises.
     """
-    report: Progress = check_progress(progress) or (lambda *_: None)
+    show = check_progress(progress)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
     metrics = None if metrics is None else names_of(metrics)
     policies = [each.fitted() for each in policies] if fit else policies
@@ -96,7 +100,6 @@ def live(
         raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
     chosen = choose_live(metrics)
     cells = cells_of(traces, policies, budgets, [terms])
-    notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
     for cell in cells:
         check_live(cell.policy)
         check_cell(cell.trace, cell.policy, cell.budget, None, cell.schedule)
@@ -111,7 +114,7 @@ def live(
         "weights": running.described.get("weights"),
         "policies": params_of(policies),
         "budgets": [str(budget) for budget in budgets],
-        **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
+        "schedules": [described(terms)],
         "layers": None if layers is None else list(layers),
         "max_new_tokens": new_tokens,
         "temperature": temperature,
@@ -133,53 +136,79 @@ def live(
             paging.release()  # the prefixes of another prompt
         return ClosedLoop(running, trace, tokenizer, writing, paging)
 
-    def work(parts: Parts | None) -> Run:
-        live_cells = _LiveCells(
-            cells, chosen, parameters, report, parts, loop_of=loop_of, layers=layers
-        )
-        with threads_for(running.model):
-            live_cells.check()
-            run = live_cells.run()
-        return replace(run, notes=(*notes, *([] if paging is None else paging.notes)))
+    of_task = ("policies", "budgets", "metrics", "schedules")
+    options = {name: x for name, x in parameters.items() if name not in of_task}
+    executor = Loops(loop_of, traces, list(chosen), layers, events=events)
+    plan = Plan(
+        traces=traces,
+        policies=policies,
+        cells=cells,
+        tasks=tasks_of(cells, list(chosen), options | {"records": True}, together=1),
+        metrics=list(chosen),
+        parameters=parameters,
+        notes=tuple(filter(None, [shared])),
+        document={**parameters, "traces": {trace.name: trace.digest for trace in traces}},
+        compute=executor.compute,
+        check=executor.check,
+    )
+    kept = kept_in(out)
+    begin(plan, kept, resume=resume)
+    run = finish(plan, kept, progress=show and (lambda now: show(*now.steps, now.label)))
+    return replace(run, notes=(*run.notes, *([] if paging is None else paging.notes)))
 
-    return in_folder(out, traces, policies, parameters, work, notes, resume=resume)
 
+class Loops:
+    """Runs the cells of tasks on a model, one after the other."""
 
-class _LiveCells(Cells):
-    """Cells that a running model computes; each is measured as soon as it has run."""
+    together: int | None = 1  # outcomes are not stored, only what is measured of them
 
     def __init__(
-        self, *args: Any, loop_of: Callable[[Trace], ClosedLoop], layers: Sequence[int] | None
+        self,
+        loop_of: Callable[[Trace], ClosedLoop],
+        traces: Sequence[Trace],
+        metrics: Sequence[str],
+        layers: Sequence[int] | None,
+        *,
+        events: bool,
     ) -> None:
-        super().__init__(*args)
-        self._loop_of, self._layers = loop_of, layers
-        self._together = 1  # outcomes are not stored, only what is measured of them
+        self._loop_of, self._metrics = loop_of, metrics
+        self._layers, self._events = layers, events
+        self._traces = {trace.name: trace for trace in traces}
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Outcome] = {}
 
     def check(self) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
-        measured = self.measured
-        cells = {cell.trace.name: cell for cell in self._cells if cell.number not in measured}
-        for cell in reversed(cells.values()):
-            self._report(cell.number, len(self._cells), f"{cell.trace.name}: full cache")
-            self._loop = self._loop_of(cell.trace)  # that of the first trace is used
-            self._loop.check()
+        for trace in reversed(self._traces.values()):
+            self._loop = self._loop_of(trace)  # that of the first trace is used
+            with threads_for(self._loop.running.model):
+                self._loop.check()
 
-    def _record(self, cell: Cell, internals: frozenset[str]) -> Record:
-        if self._loop is None or self._loop.trace is not cell.trace:
-            self._loop = self._loop_of(cell.trace)
-        record, self._outcomes[cell.number] = self._loop.run(
+    def compute(self, task: Task, report: Progress = lambda *_: None) -> tasks.Outcome:
+        """Run the cell of a task."""
+        trace = self._traces[task.name]
+        if self._loop is None or self._loop.trace is not trace:
+            self._loop = self._loop_of(trace)
+        with threads_for(self._loop.running.model):
+            return outcome_of(task, trace, self, report)
+
+    def record(self, cell: Cell) -> Record:
+        """Run a cell."""
+        loop = self._loop or self._loop_of(cell.trace)
+        record, self._outcomes[cell.number] = loop.run(
             cell.policy, cell.budget, cell.schedule, self._layers
         )
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
 
-    def _values(self, cells: Sequence[Cell], names: Sequence[str]) -> pl.DataFrame:
-        subjects = []
-        for cell in cells:
-            if cell.number not in self._outcomes:  # a kill came between its record and its values
-                self._record(cell, frozenset())
-            record = self._replayed[cell.number].record
-            subjects.append(LiveSubject(cell.trace, record, self._outcomes.pop(cell.number)))
-        return measure_live(subjects, names, events=self._parameters["events"])
+    def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
+        """Measure what the model did."""
+        subjects = [
+            LiveSubject(cell.trace, record, self._outcomes.pop(cell.number))
+            for cell, record in zip(cells, records, strict=True)
+        ]
+        return measure_live(subjects, self._metrics, events=self._events)
+
+    def kept(self, record: Record) -> Record:
+        """A record without what only measuring needs."""
+        return replace(record, internals=())

@@ -6,26 +6,32 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from kvsim.analysis.folder import replace_run
-from kvsim.core.checks import check_progress
-from kvsim.core.threads import threads_for
-from kvsim.errors import ConfigError
+from kvsim.analysis.table import BESIDE, choose
+from kvsim.core.arguments import listed
+from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.policy import PolicyLike
+from kvsim.engine import check_cell
+from kvsim.errors import ConfigError, PolicyError
 from kvsim.files import lock
+from kvsim.policies import as_policies
 from kvsim.progress import with_bar
-from kvsim.sweeps.cells import Cell
+from kvsim.schema import plural
+from kvsim.store.opening import Traces, as_traces
+from kvsim.sweeps.cells import Cell, Progress
 from kvsim.sweeps.cluster import on_a_cluster
-from kvsim.sweeps.grid import Grid, Keys
+from kvsim.sweeps.grid import Grid, Keys, Options
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
-from kvsim.sweeps.run import check_judge
+from kvsim.sweeps.run import measurable, shared_terms
 from kvsim.sweeps.shards import Kept, Shards
-from kvsim.sweeps.tasks import Outcome, Task, compute
+from kvsim.sweeps.tasks import Outcome, Task, replayed
 from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
 
 #: Seconds between looks at what other processes have finished.
@@ -36,20 +42,21 @@ _LOOK = 1.0
 class Standing:
     """How far a sweep is: what is done of how many, and bytes read by now.
 
-    tasks: of the shard, if it is one. cells, traces: of the whole; those of which all is done.
+    steps: cells of tasks, those of the shard if it is one; a cell whose layers are in several tasks
+    has as many. cells, traces: of the whole; those of which all is done.
     """
 
-    tasks: tuple[int, int]
+    steps: tuple[int, int]
     cells: tuple[int, int]
     traces: tuple[int, int]
     read: int
     label: str
 
 
-Progress = Callable[[Standing], None]
+Shown = Callable[[Standing], None]
 
 
-@with_bar("tasks", lambda standing: (*standing.tasks, standing.label))
+@with_bar("cells", lambda standing: (*standing.steps, standing.label))
 def sweep(
     config: str | Path | Mapping[str, Any] | Grid | None = None,
     /,
@@ -58,7 +65,7 @@ def sweep(
     jobs: int | None = 1,
     shard: tuple[int, int] | None = None,
     scheduler: str | None = None,
-    progress: Progress | bool | None = None,
+    progress: Shown | bool | None = None,
     **grid: Unpack[Keys],
 ) -> Run:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
@@ -84,12 +91,99 @@ def sweep(
     progress = check_progress(progress)
     plan = Plan.of(grid_from(config, **grid))
     kept = kept_in(out)
-    if isinstance(kept, Shards):
-        kept.begin(plan.document())
+    begin(plan, kept)
     return finish(plan, kept, jobs=jobs, shard=shard, scheduler=scheduler, progress=progress)
 
 
+@with_bar("cells")
+def replay_all(
+    traces: Traces,
+    policies: PolicyLike | Iterable[PolicyLike],
+    budgets: int | str | Iterable[int | str],
+    *,
+    interval: int | None = None,
+    own_schedule: bool = False,
+    jobs: int | None = 1,
+    out: str | Path | None = None,
+    resume: bool = False,
+    accounts: bool = True,
+    progress: Progress | bool | None = None,
+    **options: Unpack[Options],
+) -> Run:
+    """Replay every policy at every budget over every trace, and measure the outcome.
+
+    Args:
+        traces: one or several: objects, paths, folders, names of samples.
+        policies: one or several: objects or names.
+        budgets: one or several: entries per KV head, or shares such as `25%`.
+        interval: rows between events, the same events for every policy. Without one, two or more
+            policies act after the prompt and every `INTERVAL` rows, and one keeps the schedule of
+            its paper.
+        own_schedule: each policy keeps the schedule of its paper.
+        jobs: processes on this machine, each with one thread; None chooses, by the size of the
+            work. With several, a script needs `if __name__ == "__main__":`.
+        out: a new run folder, or the URL of a store. It is a run once `run.json` is in it.
+        resume: go on with what is in `out`; cells that are done are not computed again.
+        accounts: keep what readers read (`Record.reads`); False frees it once it is measured, where
+            there is no `out`.
+        progress: called with (cells done, cells, what is being done); True shows a bar.
+        options: those of `Grid`. Without `metrics`, everything that the traces have the arrays for.
+
+    Returns:
+        The Run: records, without what only measuring needs, and one Table. A cell that fails is
+        among its failures, whatever its policy raises, and stops no other one. Ctrl-C ends the
+        replays; what is done by then is measured and kept.
+
+    Raises, before any work starts:
+        BudgetError: a policy has no rule for a budget.
+        MemoryLimitError: the memory holds no layer.
+        NeedsError: a metric by name reads what a trace has not recorded.
+        OutputError: the folder cannot be written.
+        TraceError: two traces have one name.
+    """
+    traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
+    if not (traces and policies and budgets):
+        raise PolicyError(
+            f"{plural(len(traces), 'trace')}, {len(policies)} policies and {len(budgets)} budgets; "
+            "expected at least one of each"
+        )
+    show = check_progress(progress)
+    terms = interval, options.get("prefill"), options.get("compress")
+    shared_terms(policies, terms, own_schedule=own_schedule)
+    metrics, judged = options.pop("metrics", None), bool(options.get("judge"))
+    regret = options.get("regret", False)
+    if metrics is None:
+        chosen = choose(None, beside=BESIDE if regret else (), judged=judged)
+    else:
+        chosen = measurable(metrics, traces, regret=regret, judged=judged)
+    given: dict[str, Any] = dict(options)
+    grid = Grid(
+        traces=tuple(traces),
+        policies=tuple((each, {}) for each in policies),
+        budgets=tuple(map(str, budgets)),
+        intervals=(None,) if own_schedule else () if interval is None else (interval,),
+        metrics=None if metrics is None else tuple(chosen),
+        records=True,
+        **given | {"device": resolve_device(given.get("device", "cpu"))},
+    )
+    plan = Plan.of(grid, list(chosen), accounts=accounts or out is not None)
+    for cell in plan.cells:
+        check_cell(cell.trace, cell.policy, cell.budget, grid.memory, cell.schedule)
+    kept = kept_in(out)
+    begin(plan, kept, resume=resume)
+    return finish(
+        plan, kept, jobs=jobs, progress=show and (lambda now: show(*now.steps, now.label))
+    )
+
+
 # --------------------------------------------------------------------------------- the work itself
+
+
+def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
+    """Check that the plan can be computed, then make its folder or go on with one."""
+    plan.check()
+    if isinstance(kept, Shards):
+        kept.begin(plan.document, resume=resume)
 
 
 def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **options: Any) -> Run:
@@ -99,8 +193,11 @@ def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **op
     """
     interrupted = not work(plan, kept, shard=shard, **options)
     run = plan.run(kept, interrupted=interrupted)
-    if isinstance(kept, Shards) and shard is None and not interrupted:
-        publish(run, kept)
+    if isinstance(kept, Shards) and shard is None:
+        if run.parameters["done"]:
+            publish(run, kept)
+        else:
+            kept.withdraw()
     return run
 
 
@@ -111,11 +208,10 @@ def work(
     jobs: int | None = 1,
     shard: tuple[int, int] | None = None,
     scheduler: str | None = None,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> bool:
     """Compute what is not finished yet; False if Ctrl-C ended it."""
     mine = plan.share(shard)
-    check_judge(plan.grid.judge, plan.traces, plan.grid.device)
     count = processes(jobs, plan.flops, len(mine), plan.traces)
     if scheduler is not None and any(trace.path is None for trace in plan.traces):
         raise ConfigError(IN_MEMORY)
@@ -125,12 +221,12 @@ def work(
     try:
         while True:
             if scheduler is not None:
-                results = on_a_cluster(compute, todo, scheduler)
+                results = on_a_cluster(plan.compute, todo, scheduler)
             elif count > 1:
-                results = in_processes(compute, todo, count)
+                results = in_processes(plan.compute, todo, count)
             else:
-                results = in_this_process(compute, todo)
-            with contextlib.closing(results), threads_for(plan.traces):
+                results = in_this_process(lambda task: plan.compute(task, show.within), todo)
+            with contextlib.closing(results):
                 for task, result in results:
                     outcome = Outcome.lost(task, result) if isinstance(result, Lost) else result
                     kept.add(task, outcome)
@@ -184,11 +280,12 @@ class _Shown:
     """Calls `progress` with what is done."""
 
     def __init__(
-        self, mine: Sequence[Task], plan: Plan, kept: Kept, progress: Progress | None
+        self, mine: Sequence[Task], plan: Plan, kept: Kept, progress: Shown | None
     ) -> None:
         self._plan, self._progress = plan, progress
         done = kept.done
-        self._tasks = sum(task.without(done) is None for task in mine), len(mine)
+        finished = sum(len({*task.keys} & done) for task in mine if task.cells)
+        self._steps = finished, sum(map(_steps, mine))
         self._left = {number: len(set(keys) - done) for number, keys in plan.keys.items()}
         self._trace_of = {cell.number: cell.trace.name for cell in plan.cells}
         #: cells that are left of each trace
@@ -197,22 +294,31 @@ class _Shown:
         self._show("")
 
     def __call__(self, task: Task) -> None:
-        self._tasks = self._tasks[0] + 1, self._tasks[1]
+        self._steps = self._steps[0] + _steps(task), self._steps[1]
         self._read += self._plan.bytes_of(task)
         for cell in task.cells:
             self._left[cell.number] -= 1
             self._open[task.name] -= not self._left[cell.number]
         self._show(task.name if task.cells else "")
 
-    def _show(self, label: str) -> None:
+    def within(self, done: int, _: int, label: str) -> None:
+        """Show that so many cells of the task at hand are done."""
+        self._show(label, done)
+
+    def _show(self, label: str, more: int = 0) -> None:
         if self._progress is None:
             return
         cells, traces = len(self._plan.cells), len(self._plan.traces)
         done_cells = cells - self._open.total()
+        steps = self._steps[0] + more, self._steps[1]
         done_traces = traces - sum(count > 0 for count in self._open.values())
         self._progress(
-            Standing(self._tasks, (done_cells, cells), (done_traces, traces), self._read, label)
+            Standing(steps, (done_cells, cells), (done_traces, traces), self._read, label)
         )
+
+
+def _steps(task: Task) -> int:
+    return len(task.cells)
 
 
 def publish(run: Run, shards: Shards) -> None:
@@ -265,7 +371,7 @@ def _sampled(task: Task, work_of: Callable[[Task], float]) -> float:
     def rate(pairs: Sequence[tuple[Cell, str]]) -> float:
         cells = tuple(cell._replace(layers=layers) for cell, _ in pairs)
         sample = replace(task, cells=cells, keys=tuple(key for _, key in pairs), layers=layers)
-        return compute(sample).seconds / work_of(sample)
+        return replayed(sample).seconds / work_of(sample)
 
     pairs, began = alone or list(first.values()), time.perf_counter()
     of_first = rate(pairs[:1])

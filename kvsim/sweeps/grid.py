@@ -24,7 +24,7 @@ from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import Traces, paths_of
 from kvsim.sweeps.cells import Cell
-from kvsim.sweeps.run import SUMMARY, Terms, cells_of, measurable, shared_terms
+from kvsim.sweeps.run import SUMMARY, Terms, cells_of, check_names, measurable, shared_terms
 
 #: Most bytes of a configuration, and most cells of a sweep.
 _DOCUMENT = 4 << 20
@@ -33,13 +33,9 @@ _CELLS = 1_000_000
 Compress = Literal["prompt", "context", "both"]
 
 
-class Keys(TypedDict, total=False):
-    """The keys of a configuration, as keywords of `kvsim.sweep`; their meanings are `Grid`'s."""
+class Options(TypedDict, total=False):
+    """What cells have in common, as keywords; their meanings are `Grid`'s."""
 
-    traces: Traces
-    policies: PolicyLike | Mapping[str, Any] | Sequence[PolicyLike | Mapping[str, Any]]
-    budgets: int | str | Sequence[int | str]
-    intervals: int | str | Sequence[int | str | None] | None
     prefill: bool | None
     compress: Compress | None
     layers: int | Sequence[int] | None
@@ -49,9 +45,18 @@ class Keys(TypedDict, total=False):
     regret: bool
     judge: bool | str
     events: bool
-    records: bool
     memory: int | str | None
     device: str
+
+
+class Keys(Options, total=False):
+    """The keys of a configuration, as keywords of `kvsim.sweep`."""
+
+    traces: Traces
+    policies: PolicyLike | Mapping[str, Any] | Sequence[PolicyLike | Mapping[str, Any]]
+    budgets: int | str | Sequence[int | str]
+    intervals: int | str | Sequence[int | str | None] | None
+    records: bool
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,18 @@ class Grid:
     schedule for all (`kvsim.sweeps.run.shared_terms`). layers: numbers of layers in the trace, all
     by default. metrics: names; by default the main ones that the traces have the arrays for.
     protect: what every policy protects. fit: windows and segments are scaled to the budget
-    (`Policy.fitted`). records: keep them too. The others are those of `kvsim.replay` and
+    (`Policy.fitted`). records: keep them too. memory, device: as for `kvsim.replay`; events: as for
     `kvsim.measure`.
+
+    prefill: whether the event after the prompt fires; an interval brings it along. compress: after
+    what it fires, as for `kvsim.replay`.
+
+    regret: compute the optimum on the terms of each cell, and measure by how much it retains more
+    (`regret`, `regret_gap` and `possible_share`; `oracle_regret` by name). Policies that no budget
+    binds have none. judge: apply the records of a trace to the model in one forward pass
+    (`kvsim.judge`), and measure its predictions (`response_kl`, `nll_increase`, `top_agreement`,
+    `stream_error`, of fidelity `judged`). True takes the model that the trace names, a name what
+    `kvsim.recorder.load_model` takes. Records that no such pass can show have a remark instead.
 
     Raises ConfigError for a value of another kind.
     """
@@ -103,6 +118,7 @@ class Grid:
                 for values in itertools.product(*lists)
             ]
         policies = [each.fitted() for each in policies] if self.fit else policies
+        check_names(policies)
         return [replace(each, protect=each.protect | self.protect) for each in policies]
 
     def opened(self) -> list[Trace]:
@@ -151,21 +167,20 @@ class Grid:
     def document(self) -> dict[str, Any]:
         """The grid as a configuration, ready for YAML.
 
-        Raises ConfigError for traces in memory and for policies that are no names: a file cannot
-        hold them.
+        Traces in memory and policies that are no names stand there as texts, with `objects: true`:
+        a file cannot hold them, and nothing reads the grid again.
         """
-        for each in (*self.traces, *(name for name, _ in self.policies)):
-            if not isinstance(each, str):
-                kind = "a trace in memory" if isinstance(each, Trace) else "a Policy object"
-                raise ConfigError(
-                    f"{each!r:.80} is {kind}; expected a path or a name, which other processes "
-                    "can read"
-                )
+        given = (*self.traces, *(name for name, _ in self.policies))
+        objects = not all(isinstance(each, str) for each in given)
         special = {"traces", "policies", "protect"}
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
         return {
-            "traces": list(self.traces),
-            "policies": [{name: dict(given)} if given else name for name, given in self.policies],
+            "traces": [x if isinstance(x, str) else str(x.path or x.name) for x in self.traces],
+            "policies": [
+                {str(name): dict(given)} if given else str(getattr(name, "name", name))
+                for name, given in self.policies
+            ],
+            **({"objects": True} if objects else {}),
             **{x: list(y) if isinstance(y, tuple) else y for x, y in plain.items()},
             "protect": dict(vars(self.protect)),
         }
@@ -206,12 +221,17 @@ def grid_of(document: object, folder: Path, *, where: str) -> Grid:
 
 
 #: Keys of a configuration that are written by kvsim for its readers, and read by nobody.
-_NOTES = ("resolved",)
+_NOTES = ("resolved", "objects")
 
 
 def _grid(document: object, folder: Path) -> Grid:
     if not isinstance(document, dict):
         raise ConfigError(f"it holds {_kind(document)}; expected keys such as traces and policies")
+    if document.get("objects") or "loop" in document:
+        raise ConfigError(
+            "it is of a run of the model, or of traces or policies that were given as objects; "
+            "expected paths and names; continue with the command or the call that began it"
+        )
     names = [f.name for f in fields(Grid)]
     for key in document:
         if key not in (*names, *_NOTES):

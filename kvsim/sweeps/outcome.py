@@ -44,8 +44,7 @@ class Run(Displayed):
     """The outcome of a sweep: records in the order of traces, policies, budgets; one Table.
 
     interrupted: Ctrl-C ended the sweep; records and Table hold what was measured until then.
-    unmeasured: cells that were replayed by then and are not among the records. digests, notes: of
-    each trace, and remarks, where records are not kept.
+    digests, notes: of each trace, and remarks, where records are not kept.
     """
 
     records: tuple[Record, ...]
@@ -53,7 +52,6 @@ class Run(Displayed):
     failures: tuple[Failure, ...]
     parameters: dict[str, Any]
     interrupted: bool = False
-    unmeasured: int = 0
     digests: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

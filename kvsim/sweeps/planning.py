@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError
-from kvsim.sweeps.cells import Cell, flops_of, in_cell_order
+from kvsim.sweeps.cells import Cell, flops_of, in_cell_order, named
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
-from kvsim.sweeps.run import cell_remarks, params_of
+from kvsim.sweeps.run import Terms, cell_remarks, described, params_of
 from kvsim.sweeps.shards import Kept
-from kvsim.sweeps.tasks import Task, tasks_of
+from kvsim.sweeps.tasks import Compute, Task, replayed, tasks_of
 
 
 def grid_from(config: str | Path | Mapping[str, Any] | Grid | None, **more: Any) -> Grid:
@@ -36,21 +38,54 @@ def grid_from(config: str | Path | Mapping[str, Any] | Grid | None, **more: Any)
 
 
 class Plan(NamedTuple):
-    """A grid cut into tasks."""
+    """Cells cut into tasks, and what computes them.
 
-    grid: Grid
-    traces: list[Trace]
-    cells: list[Cell]
-    tasks: list[Task]
+    policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
+    notes: remarks on all results. document: the configuration, which a folder keeps. records:
+    whether they are kept. compute: of one task, in this process or another one. check: raises
+    where no task can be computed, before the first of them.
+    """
+
+    traces: Sequence[Trace]
+    policies: Sequence[Policy]
+    cells: Sequence[Cell]
+    tasks: Sequence[Task]
+    metrics: Sequence[str]
+    parameters: Mapping[str, Any]
+    document: Mapping[str, Any]
+    compute: Compute
+    notes: Sequence[str] = ()
+    records: bool = True
+    check: Callable[[], None] = lambda: None
 
     @staticmethod
-    def of(grid: Grid) -> Plan:
-        """Open the traces of a grid, and cut it."""
-        traces = grid.opened()
-        cells = grid.cells(traces)
-        return Plan(grid, traces, cells, tasks_of(grid, traces, cells))
+    def of(grid: Grid, metrics: Sequence[str] | None = None, *, accounts: bool = True) -> Plan:
+        """Open the traces of a grid, and cut it.
 
-    def share(self, shard: tuple[int, int] | None) -> list[Task]:
+        metrics: by default those of the grid, checked. accounts: keep what readers read.
+        """
+        traces, policies = grid.opened(), grid.built()
+        schedules = grid.schedules(policies)
+        cells = grid.cells(traces)
+        names = grid.chosen(traces) if metrics is None else metrics
+        options = {x: getattr(grid, x) for x in ("regret", "events", "memory", "device", "records")}
+        options |= {"judge": named(grid.judge)} if grid.judge else {}
+        options |= {} if accounts else {"accounts": False}
+        return Plan(
+            traces=traces,
+            policies=policies,
+            cells=cells,
+            tasks=tasks_of(cells, names, options),
+            metrics=names,
+            parameters=_parameters(grid, policies, [terms for terms, _ in schedules]),
+            notes=[*filter(None, (remark for _, remark in schedules))],
+            document=_document(grid, policies, traces, len(cells)),
+            compute=replayed,
+            records=grid.records,
+            check=partial(check_judge, grid.judge, traces, grid.device),
+        )
+
+    def share(self, shard: tuple[int, int] | None) -> Sequence[Task]:
         """The tasks of shard i of n, counted from 0: every n-th one, so that shards are alike."""
         if shard is None:
             return self.tasks
@@ -58,17 +93,6 @@ class Plan(NamedTuple):
         if not 0 <= number < count:
             raise ConfigError(f"shard is {number}/{count}; expected i/N with i from 0 to N - 1")
         return self.tasks[number::count]
-
-    def document(self) -> dict[str, Any]:
-        """The grid as a configuration, and what it was resolved to."""
-        policies = [
-            {policy.name: json.loads(json.dumps(policy.params))} for policy in self.grid.built()
-        ]
-        traces = {trace.name: trace.digest for trace in self.traces}
-        resolved = {"policies": policies, "traces": traces, "cells": len(self.cells)}
-        return self.grid.document() | {
-            "resolved": resolved | {"versions": provenance()["versions"]}
-        }
 
     @property
     def flops(self) -> float:
@@ -111,8 +135,8 @@ class Plan(NamedTuple):
         first = [(cell.trace.name, keys[cell.number][0]) for cell in done]
         columns = [(name, parts[key].done[key]) for name, key in first]
         tables = kept.tables([*keys[-1], *wanted])
-        table = in_cell_order(tables, columns, self.grid.chosen(self.traces))
-        records = kept.records(wanted) if self.grid.records else {}
+        table = in_cell_order(tables, columns, self.metrics)
+        records = kept.records(wanted) if self.records else {}
         finished = {cell.number for cell in done}
         failed = {key: x for part in kept.parts.values() for key, x in part.failed.items()}
         failures = {
@@ -126,39 +150,53 @@ class Plan(NamedTuple):
         def missing(of_cell: Sequence[str]) -> bool:
             return not all(key in parts or key in failed for key in of_cell)
 
-        shared = (remark for _, remark in self.grid.schedules(self.grid.built()))
-        notes = filter(None, (*shared, *cell_remarks(done)))
+        notes = (*self.notes, *cell_remarks(done))
         remarks = dict.fromkeys((*notes, *(text for key in wanted for text in parts[key].remarks)))
+        counts = {"cells": len(self.cells), "done": len(done)}
+        counts["missing"] = sum(map(missing, keys.values()))
         return Run(
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,
             tuple(failures.values()),
-            self._parameters(len(done), sum(map(missing, keys.values()))),
+            {**self.parameters, **counts},
             interrupted,
             digests={trace.name: trace.digest for trace in self.traces},
             notes=tuple(remarks),
         )
 
-    def _parameters(self, done: int, missing: int) -> dict[str, Any]:
-        """Parameters and counts of the run, ready for JSON."""
-        names = (
-            "budgets",
-            "intervals",
-            "prefill",
-            "compress",
-            "layers",
-            "regret",
-            "judge",
-            "events",
-        )
-        return {
-            "policies": params_of(self.grid.built()),
-            **{name: getattr(self.grid, name) for name in (*names, "memory", "device")},
-            "metrics": self.grid.chosen(self.traces),
-            "cells": len(self.cells),
-            "done": done,
-            "missing": missing,
-        }
+
+def check_judge(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
+    """Raise NeedsError or CaptureError for a trace that the judging model did not record."""
+    if judge:
+        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
+
+        for trace in traces:
+            judge_of(trace, named(judge), device, None)
+
+
+def _parameters(
+    grid: Grid, policies: Sequence[Policy], schedules: Sequence[Terms]
+) -> dict[str, Any]:
+    """Parameters of a run, ready for JSON."""
+    names = ("budgets", "layers", "metrics", "regret", "judge", "events", "memory", "device")
+    return {
+        "policies": params_of(policies),
+        "schedules": [described(terms) for terms in schedules],
+        **{name: getattr(grid, name) for name in names},
+    }
+
+
+def _document(
+    grid: Grid, policies: Sequence[Policy], traces: Sequence[Trace], cells: int
+) -> dict[str, Any]:
+    """The grid as a configuration, and what it was resolved to."""
+    resolved = {
+        "policies": [{one.name: json.loads(json.dumps(one.params))} for one in policies],
+        "traces": {trace.name: trace.digest for trace in traces},
+        "cells": cells,
+        "versions": provenance()["versions"],
+    }
+    return grid.document() | {"resolved": resolved}
 
 
 def _joined(records: Sequence[Record]) -> Record:

@@ -14,12 +14,12 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from kvsim.analysis.folder import RUN
+from kvsim.analysis.folder import CONFIG, RUN
 from kvsim.errors import OutputError, local_path
 from kvsim.schema import is_url
 from kvsim.store.remote import filesystem, is_web, store_errors
 from kvsim.sweeps.parts import PARTS
-from kvsim.sweeps.shards import CONFIG, Kept, Shards
+from kvsim.sweeps.shards import Kept, Shards
 
 #: Files of a part; the last one makes it one.
 _SUFFIXES = (".parquet", ".records", ".json")
@@ -84,6 +84,11 @@ class Store(Shards):
                         target = f"{self._root}/{file.relative_to(self.folder).as_posix()}"
                         self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
                         self._system.pipe_file(target, file.read_bytes())
+
+    def withdraw(self) -> None:
+        """Remove what was sent of a run of which nothing is done."""
+        if self._withdrawn:
+            self._remove("")
 
     def is_empty(self) -> bool:
         """Whether nothing is there."""

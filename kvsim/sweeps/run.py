@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 
 from kvsim.analysis.definition import Metric
-from kvsim.analysis.folder import RECORDS, read_run
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, check_distinct, of_model
+from kvsim.analysis.results import REQUESTED, of_model
 from kvsim.analysis.summaries import last_events, level_shares, main_variants, over_layers
 from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
-from kvsim.core.arguments import listed, resolve_budget, share_of
-from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.policy import Policy, PolicyLike
-from kvsim.core.threads import threads_for
+from kvsim.core.arguments import resolve_budget, share_of
+from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
-from kvsim.engine import check_cell
-from kvsim.errors import ConfigError, OutputError, PolicyError, local_path
-from kvsim.policies import as_policies
-from kvsim.progress import with_bar
-from kvsim.schema import plural, schedule
-from kvsim.store.opening import Traces, as_traces
-from kvsim.store.records import read_records
-from kvsim.sweeps.cells import Cell, Cells, Progress, flops_of, named
-from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.parts import Parts, is_complete, other_sweep, plan, plan_digest
-from kvsim.sweeps.workers import processes
+from kvsim.errors import ConfigError, PolicyError
+from kvsim.schema import schedule
+from kvsim.sweeps.cells import Cell
 
 #: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
@@ -44,6 +31,11 @@ _FAR = 1.5
 #: What replaces the schedules of policies: interval, prefill and compress, each None where a
 #: policy's own stays.
 Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None]
+
+
+def described(terms: Terms) -> dict[str, Any]:
+    """What replaces the schedules of policies, ready for JSON."""
+    return dict(zip(("interval", "prefill", "compress"), terms, strict=True))
 
 
 def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
@@ -145,154 +137,6 @@ def paper_remark(cells: Sequence[Cell]) -> str:
         f"rows see far more than the budget on the schedule of the paper: {', '.join(far)}; "
         f"--interval {INTERVAL} holds the budget"
     )
-
-
-@with_bar("cells")
-def replay_all(
-    traces: Traces,
-    policies: PolicyLike | Iterable[PolicyLike],
-    budgets: int | str | Iterable[int | str],
-    *,
-    interval: int | None = None,
-    prefill: bool | None = None,
-    compress: Literal["prompt", "context", "both"] | None = None,
-    own_schedule: bool = False,
-    fit: bool = False,
-    metrics: str | Sequence[str] | None = None,
-    regret: bool = False,
-    judge: bool | str = False,
-    events: bool = False,
-    memory: int | None = None,
-    device: str = "cpu",
-    jobs: int | None = 1,
-    out: str | Path | None = None,
-    resume: bool = False,
-    accounts: bool = True,
-    progress: Progress | bool | None = None,
-) -> Run:
-    """Replay every policy at every budget over every trace and measure the outcome.
-
-    traces, policies, budgets, metrics: one or several, as for `kvsim.replay`; the path of a folder
-    stands for the traces in it.
-
-    interval: rows between events, the same events for every policy; the prefill event is one of
-    them unless prefill is False. Without an interval, two or more policies act after the prompt and
-    every `INTERVAL` rows, and one keeps the schedule of its paper. own_schedule: each policy keeps
-    its own, of which prefill replaces the prefill event alone. compress says after what that fires,
-    as for `kvsim.replay`, and is listed among the parameters of results. The schedule is recorded
-    with every result. fit: scale windows and segments to the budget (`Policy.fitted`).
-
-    regret: compute the optimum on the terms of each cell, and measure by how much it retains more
-    (`regret`, `regret_gap` and `possible_share`; `oracle_regret` by name). Policies that no budget
-    binds have none. judge: after the replays of a trace, apply its records to the model in one
-    forward pass (`kvsim.judge`), and measure its predictions: `response_kl`, `nll_increase`,
-    `top_agreement` and `stream_error`, of fidelity `judged`. True takes the model that the trace
-    names, a name what `kvsim.recorder.load_model` takes. Records that no such pass can show have a
-    remark instead. What metrics read of the decisions at events (`Metric.notes`) is noted and
-    measured; the records are returned without it.
-
-    jobs: processes on this machine, each with one thread; None chooses, by the size of the work.
-    Results do not depend on it. Traces shorter than 4,096 tokens are replayed with one thread in
-    any case. With several, a script needs `if __name__ == "__main__":`.
-
-    out: a new run folder. What is computed is there as soon as it is: each replay, and the values
-    of every `TOGETHER` cells. The folder is a run once `run.json` is in it. resume: continue what
-    an earlier sweep left in `out`; cells that it finished are not computed again, failed ones are.
-    accounts: keep what readers read (`Record.reads`); False frees it when it is measured, where
-    there is no `out`, and records have none.
-
-    Budgets that a policy has no rule for (BudgetError), a memory budget that holds no layer
-    (MemoryLimitError), two traces of one name (TraceError), and a folder that cannot be written to
-    or resumed with these parameters (OutputError) are found before any work starts, and so is a
-    metric by name that reads what a trace has not recorded (NeedsError). A cell that
-    fails later is listed in `failures`, whatever its policy raises, and the others are kept. Ctrl-C
-    ends the replays; what is done by then is measured and kept, and Ctrl-C while measuring leaves
-    the last cells unmeasured.
-    """
-    report: Progress = check_progress(progress) or (lambda *_: None)
-    traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
-    if not (traces and policies and budgets):
-        raise PolicyError(
-            f"{plural(len(traces), 'trace')}, {len(policies)} policies and {len(budgets)} budgets; "
-            "expected at least one of each"
-        )
-    policies = [each.fitted() for each in policies] if fit else policies
-    check_names(policies)
-    check_distinct(traces)
-    terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
-    if metrics is None:
-        chosen = choose(None, beside=BESIDE if regret else (), judged=bool(judge))
-    else:
-        chosen = measurable(metrics, traces, regret=regret, judged=bool(judge))
-        metrics = list(chosen)
-    cells = cells_of(traces, policies, budgets, [terms])
-    for cell in cells:
-        check_cell(cell.trace, cell.policy, cell.budget, memory, cell.schedule)
-    parameters: dict[str, Any] = {
-        "policies": params_of(policies),
-        "budgets": [str(budget) for budget in budgets],
-        **dict(zip(("interval", "prefill", "compress"), terms, strict=True)),
-        "metrics": metrics,
-        "regret": regret,
-        "events": events,
-        "memory": memory,
-        "device": resolve_device(device),
-        **({"judge": named(judge)} if judge else {}),
-    }
-    check_judge(judge, traces, device)
-    flops = sum(flops_of(cell.trace, cell.trace.n_layers) for cell in cells)
-    count = processes(jobs, flops, len(cells), traces)
-    notes = tuple(filter(None, [shared, *cell_remarks(cells)]))
-
-    def compute(parts: Parts | None) -> Run:
-        kept = accounts or parts is not None
-        with threads_for(traces):
-            done = Cells(cells, chosen, parameters, report, parts, accounts=kept).run(count)
-        return replace(done, notes=notes)
-
-    return in_folder(out, traces, policies, parameters, compute, notes, resume=resume)
-
-
-def check_judge(judge: bool | str, traces: Sequence[Trace], device: str) -> None:
-    """Raise NeedsError or CaptureError for a trace that the judging model did not record."""
-    if judge:
-        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
-
-        for trace in traces:
-            judge_of(trace, named(judge), resolve_device(device), None)
-
-
-def in_folder(
-    out: str | Path | None,
-    traces: Sequence[Trace],
-    policies: Sequence[Policy],
-    parameters: dict[str, Any],
-    work: Callable[[Parts | None], Run],
-    notes: tuple[str, ...],
-    *,
-    resume: bool,
-) -> Run:
-    """Do the work of a sweep, and write it to the folder `out`, if there is one.
-
-    notes: those of a run that is complete already. Raises OutputError for another sweep's folder.
-    """
-    if out is None:
-        return work(None)
-    folder, content = local_path(out, OutputError), plan(traces, policies, parameters)
-    parameters["plan"] = plan_digest(content)
-    if resume and is_complete(folder):
-        saved = read_run(folder)
-        stored, given = saved.parameters, json.loads(json.dumps(parameters))
-        if stored.get("plan") != given["plan"]:
-            names = [name for name in given if name != "plan" and stored.get(name) != given[name]]
-            raise other_sweep(folder, names or ["traces, code or versions"])
-        records = tuple(read_records(folder / RECORDS))
-        return Run(records, saved.table, (), parameters, notes=notes)
-    with Parts(folder, content, resume=resume) as parts:
-        run = work(parts)
-        if run.records:
-            parts.publish(run.write, complete=not (run.interrupted or run.failures))
-    return run
 
 
 def measurable(

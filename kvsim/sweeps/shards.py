@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 import polars as pl
 import yaml
 
-from kvsim.analysis.folder import writing
+from kvsim.analysis.folder import CONFIG, writing
 from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
 from kvsim.core.record import Record
@@ -34,10 +35,8 @@ from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
 from kvsim.sweeps.grid import Grid, read_grid
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.parts import PARTS, decode_records, encode_records
+from kvsim.sweeps.parts import PARTS, decode_records, encode_records, locked, taken
 from kvsim.sweeps.tasks import Outcome, Task
-
-CONFIG = "config.resolved.yaml"
 
 #: Most bytes of a Table or the records of a part.
 _LARGEST = 8 << 30
@@ -114,10 +113,20 @@ class Shards(Kept):
     def __init__(self, folder: Path, where: str | None = None) -> None:
         super().__init__()
         self.folder, self.where = folder, where or str(folder)
+        self._again = "run the same command again"
+        self._withdrawn = False
         self._claims: dict[str, Any] = {}
 
-    def begin(self, configuration: Mapping[str, Any]) -> None:
-        """Make the folder, or go on with one, and write what is computed."""
+    def begin(self, configuration: Mapping[str, Any], *, resume: bool | None = None) -> None:
+        """Make the folder, or go on with one, and write what is computed.
+
+        resume: False takes an empty folder alone; None goes on with what is there.
+        """
+        if resume is not None:
+            self._withdrawn = self.is_empty()
+            self._again = "continue with the same command and --resume"
+        if resume is False and not self.is_empty():
+            raise taken(self.where, begun=self.has_begun())
         # in this order: another process may begin the folder at this moment
         if not self.is_empty() and not self.has_begun():
             raise OutputError(
@@ -133,7 +142,9 @@ class Shards(Kept):
 
     def is_empty(self) -> bool:
         """Whether nothing is there, apart from what `begin` makes before the configuration."""
-        return not self.folder.exists() or all(
+        if not self.folder.is_dir():
+            return not (self.folder.exists() or self.folder.is_symlink())
+        return all(
             path.name.startswith(f".{CONFIG}.")
             or (path.name == PARTS and path.is_dir() and not any(path.iterdir()))
             for path in self.folder.iterdir()
@@ -223,12 +234,7 @@ class Shards(Kept):
 
     def claimed(self, task: Task) -> bool:
         """Whether a process computes a task now."""
-        path = self.folder / PARTS / f"{task.key}.claim"
-        try:
-            with path.open("rb") as file:
-                return not lock(file, wait=False)
-        except FileNotFoundError:
-            return False
+        return locked(self.folder / PARTS / f"{task.key}.claim")
 
     def release(self, key: str) -> None:
         """Give up the claim to a task."""
@@ -237,6 +243,11 @@ class Shards(Kept):
             with contextlib.suppress(OSError):
                 (self.folder / PARTS / f"{key}.claim").unlink(missing_ok=True)
             file.close()
+
+    def withdraw(self) -> None:
+        """Remove the folder of which nothing is done, if it was made for this run alone."""
+        if self._withdrawn:
+            shutil.rmtree(self.folder)
 
     # --- reading it again ---
 
@@ -258,7 +269,7 @@ class Shards(Kept):
 
     def writing(self) -> AbstractContextManager[None]:
         """Raise OutputError where the system refuses; an interrupt waits for the end."""
-        return writing(self.where, lambda: "what is finished is kept", "run the same command again")
+        return writing(self.where, "what is finished is kept", self._again)
 
 
 def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFrame:

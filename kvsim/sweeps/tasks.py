@@ -9,34 +9,45 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.table import columns_of, measure
+from kvsim.core.digest import document_digest
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
+from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import DEFAULT_MEMORY, replayed
-from kvsim.sweeps.cells import Cell, Cells, failure, named, reopened
-from kvsim.sweeps.grid import Grid
+from kvsim.engine.layers import DEFAULT_MEMORY
+from kvsim.sweeps.cells import (
+    Cell,
+    Executor,
+    Progress,
+    Replays,
+    compute,
+    failure,
+    flops_of,
+    reopened,
+)
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.parts import code_of, identity
 from kvsim.sweeps.workers import Lost
 
 #: Bytes of the arrays of a task as they are held in memory. More layers share more work, fewer are
 #: done sooner and keep more processes busy.
 _BLOCK = 64 << 20
-#: Most cells of a task; whoever is killed loses one task.
-_TOGETHER = 64
+#: Most cells of a task, and floating-point operations of their attention; a kill loses one task.
+_TOGETHER, _FLOPS = 64, 2e13
 
 
 @dataclass(frozen=True)
@@ -95,31 +106,48 @@ class Outcome(NamedTuple):
     @staticmethod
     def lost(task: Task, lost: Lost) -> Outcome:
         """The outcome of a task of which nothing came."""
-        failures = [failure(task.name, cell, lost) for cell in task.cells]
+        failures = [failure(cell, lost, task.name) for cell in task.cells]
         if not failures:
             failures = [Failure(task.name, "", 0, lost.reason, lost.unexpected, cell=-1)]
         return Outcome(pl.DataFrame(), failed=dict(zip(task.keys, failures, strict=True)))
 
 
-def tasks_of(grid: Grid, traces: Sequence[Trace], cells: Sequence[Cell]) -> list[Task]:
-    """Cut a grid into tasks, in the order of its cells."""
-    metrics = grid.chosen(traces)
+class Compute(Protocol):
+    """Computes a task, and reports the cells that are done of it."""
+
+    def __call__(self, task: Task, report: Progress = ..., /) -> Outcome:
+        """Return what became of its cells. Raises KvsimError where nothing can be computed."""
+        ...
+
+
+def tasks_of(
+    cells: Sequence[Cell],
+    metrics: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    together: int | None = None,
+) -> list[Task]:
+    """Cut cells, those of a trace next to each other, into tasks in their order.
+
+    options: of the executor, and `records`, whether they are kept. together: cells of a task.
+    """
     groups = itertools.groupby(cells, lambda cell: cell.trace.name)
     return [
         task
-        for trace, (_, group) in zip(traces, groups, strict=True)
-        for task in _of_one(grid, trace, list(group), metrics)
+        for _, group in groups
+        for task in _of_one(list(group), metrics, options, together=together)
     ]
 
 
 def _of_one(
-    grid: Grid, trace: Trace, cells: Sequence[Cell], metrics: Sequence[str]
+    cells: Sequence[Cell],
+    metrics: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    together: int | None,
 ) -> Iterator[Task]:
-    names = ("regret", "events", "memory", "device", "records")
-    options = {name: getattr(grid, name) for name in names}
-    if grid.judge:
-        options["judge"] = named(grid.judge)
-    layers = replayed(trace, grid.layers)
+    trace = cells[0].trace
+    layers = cells[0].layers or tuple(range(trace.n_layers))
     of_trace = tuple(name for name in metrics if METRICS[name].kind == "trace")
     of_records = tuple(name for name in metrics if METRICS[name].kind != "trace")
 
@@ -142,12 +170,14 @@ def _of_one(
         yield task([], layers, of_trace)
     whole = [cell for cell in cells if _across_layers(cell.policy)]
     single = [cell for cell in cells if not _across_layers(cell.policy)]
-    together = "judge" in options or any(METRICS[name].together for name in of_records)
-    of_single = [layers] if together else _blocks(trace, layers)
+    undivided = together or "judge" in options or any(METRICS[name].together for name in of_records)
+    of_single = [layers] if undivided else _blocks(trace, layers)
     for part, blocks in ((single, of_single), (whole, [layers])):
         for block in blocks:
-            for start in range(0, len(part), _TOGETHER):
-                yield task(part[start : start + _TOGETHER], block, of_records)
+            most = int(min(_TOGETHER, max(1, _FLOPS // flops_of(trace, len(block)))))
+            size = together or most
+            for start in range(0, len(part), size):
+                yield task(part[start : start + size], block, of_records)
 
 
 def _across_layers(policy: Policy) -> bool:
@@ -183,7 +213,7 @@ def _key(
 ) -> str:
     """A name for all that the values of a cell in some layers depend on."""
     content: dict[str, Any] = {
-        "trace": [trace.name, identity(trace)],
+        "trace": [trace.name, _identity(trace)],
         "layers": layers,
         "metrics": metrics,
         "options": {x: y for x, y in options.items() if x != "memory"},
@@ -193,11 +223,29 @@ def _key(
         policy = cell.policy
         content |= {
             "policy": [policy.name, policy.params, vars(policy.schedule)],
-            "code": dict(code_of(policy)),
+            "code": dict(_code_of(policy)),
             "budget": [cell.budget, cell.share],
             "schedule": vars(cell.schedule),
         }
     return _digest([json.dumps(content, sort_keys=True)])
+
+
+def _identity(trace: Trace) -> str:
+    """Return the digest of a trace, and that of its probe, which the former leaves out."""
+    probe = trace.header.probe
+    return trace.digest if probe is None else f"{trace.digest} {document_digest(probe.document())}"
+
+
+def _code_of(piece: object) -> Iterator[tuple[str, str]]:
+    """Yield the modules of a policy's pieces that kvsim has not, with the SHA-256 of each."""
+    name = type(piece).__module__
+    path = getattr(sys.modules.get(name), "__file__", None)
+    if not is_dataclass(piece):
+        return
+    if name.partition(".")[0] != "kvsim" and path is not None:
+        yield name, hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    for each in fields(piece):
+        yield from _code_of(getattr(piece, each.name))
 
 
 def key_of(keys: Iterable[str]) -> str:
@@ -212,40 +260,37 @@ def _digest(parts: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------ computing a task
 
 
-def compute(task: Task) -> Outcome:
+def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
     """Replay and measure the cells of a task; failures of cells are among what it returns.
 
     Raises KvsimError where nothing can be computed.
     """
     began = time.process_time()
     trace = _loaded(task)
-    outcome = _of_cells(task, trace) if task.cells else _of_trace(task, trace)
+    with threads_for([trace]):
+        if task.cells:
+            outcome = outcome_of(task, trace, Replays(trace, task.metrics, task.options), report)
+        else:
+            analysis = Analysis(trace, device=task.options["device"], only=task.layers)
+            table = measure(analysis, metrics=task.metrics, events=task.options["events"])
+            outcome = Outcome(table, done={task.keys[0]: {}})
     return outcome._replace(seconds=time.process_time() - began)
 
 
-def _of_cells(task: Task, trace: Trace) -> Outcome:
+def outcome_of(task: Task, trace: Trace, executor: Executor, report: Progress) -> Outcome:
+    """Compute the cells of a task."""
     cells = [cell._replace(trace=trace) for cell in task.cells]
-    metrics = {name: METRICS[name] for name in task.metrics}
-    work = Cells(cells, metrics, dict(task.options), lambda *_: None)
-    run = work.run()
+    computed = compute(executor, cells, report)
     keys = {cell.number: key for cell, key in zip(task.cells, task.keys, strict=True)}
-    failed = {keys[failure.cell]: failure for failure in run.failures}
-    done = [number for number in sorted(work.measured) if keys[number] not in failed]
-    records = tuple(map(work.record, done))
+    records = computed.records
     return Outcome(
-        run.table,
-        records if task.options["records"] else (),
-        {keys[at]: columns_of(record) for at, record in zip(done, records, strict=True)},
-        failed,
-        tuple(dict.fromkeys(record.remark for record in records if record.remark)),
-        interrupted=run.interrupted,
+        computed.table,
+        tuple(records.values()) if task.options["records"] else (),
+        {keys[number]: columns_of(record) for number, record in records.items()},
+        {keys[one.cell]: one for one in computed.failures},
+        tuple(dict.fromkeys(record.remark for record in records.values() if record.remark)),
+        interrupted=computed.interrupted,
     )
-
-
-def _of_trace(task: Task, trace: Trace) -> Outcome:
-    analysis = Analysis(trace, device=task.options["device"], only=task.layers)
-    table = measure(analysis, metrics=task.metrics, events=task.options["events"])
-    return Outcome(table, done={task.keys[0]: {}})
 
 
 def _loaded(task: Task) -> Trace:

@@ -27,7 +27,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
 from kvsim.schema import FIDELITY
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.space import Dimension, dimension
 
 if TYPE_CHECKING:

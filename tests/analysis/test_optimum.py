@@ -11,7 +11,7 @@ from kvsim.analysis.output.optimum import optimum
 from kvsim.core.policy import Even, Protection, Schedule
 from kvsim.errors import KvsimError, MemoryLimitError, PolicyError
 from kvsim.policies import names
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 
 CASE = make_case("normal", layers=2, heads=2, group=2, n=70, prompt_len=50, seed=3)

@@ -19,7 +19,8 @@ from kvsim.analysis.registry import METRICS
 from kvsim.core.record import Plans, Record
 from kvsim.schema import NEVER
 from kvsim.sweeps import cells
-from kvsim.sweeps.run import replay_all, summarise
+from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.run import summarise
 from kvsim.testing.strategies import make_case
 from reference.strategies import evictions
 

@@ -25,7 +25,8 @@ from kvsim.analysis.summaries import (
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
-from kvsim.sweeps.run import fidelity_shares, replay_all, summarise
+from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.run import fidelity_shares, summarise
 
 
 def row(trace, policy, value, **more):

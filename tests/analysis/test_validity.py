@@ -16,7 +16,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import in_order
 from kvsim.analysis.validity import correlation, errors_by_layer, kept_agreement, rank_correlations
 from kvsim.errors import PolicyError
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 POLICIES, BUDGETS = ("tova", "knorm", "h2o", "snapkv", "keydiff"), (16, 32)
 CELLS = list(itertools.product(POLICIES, BUDGETS))

@@ -25,7 +25,7 @@ import torch
 
 import kvsim
 from kvsim.samples import sample_trace
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from browsing import PAGES, Tab, chromium, home, serve

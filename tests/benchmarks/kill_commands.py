@@ -36,7 +36,7 @@ import kvsim
 from kvsim.errors import KvsimError, OutputError
 from kvsim.report import read_run
 from kvsim.store import discard, find_drafts, open_trace, recover, verify
-from kvsim.sweeps import cells
+from kvsim.sweeps import tasks
 from kvsim.tiny.tasks import prompts
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -50,7 +50,7 @@ kvsim.cli.main(sys.argv[2:])
 """
 IMPORTED = {
     "capture": "kvsim.recorder",
-    "replay": "kvsim.sweeps.run",
+    "replay": "kvsim.sweeps.driver",
     "report": "kvsim.report",
     "plot": "kvsim.plots",
     "prompts": "kvsim.tiny.tasks",
@@ -290,7 +290,7 @@ def _look_at_run(out: Path, whole: Path, work: Path) -> str:
     except OutputError as error:
         return f"unfinished{'' if '--resume' in str(error) else ', not named: FINDING'}"
     assert table.join(expected, on=table.columns, how="anti", nulls_equal=True).is_empty()
-    if (out / "sweep.json").exists():
+    if read_run(out).parameters["missing"]:
         return "partial"
     assert table.equals(expected)
     return "whole"
@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cells.TOGETHER = 3
+    tasks._TOGETHER = 3
     fixtures = Fixtures(options.folder.resolve() / "fixtures")
     log = options.folder / "kills.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []

@@ -1,4 +1,4 @@
-"""Changes the parts of unfinished sweeps and runs, and continues them.
+"""Changes the parts of unfinished sweeps, and continues them.
 
     python tests/benchmarks/part_mutations.py --cases 300 --seed 0
 
@@ -25,8 +25,6 @@ import polars as pl
 import kvsim
 import mutations as traces
 from kvsim.sweeps import tasks
-from kvsim.sweeps.parts import Parts
-from kvsim.sweeps.run import replay_all
 
 POLICIES, BUDGETS, METRICS = ("tova", "random", "streaming_llm"), (48, 64), ("wipeout",)
 
@@ -38,6 +36,7 @@ class Sweep:
         self.path = folder / "sweep"
         self._grid: dict[str, Any] = {"traces": paths, "policies": list(POLICIES)}
         self._grid |= {"budgets": list(BUDGETS), "intervals": [32], "metrics": list(METRICS)}
+        self._grid["records"] = True
         self.table, _ = self.go_on(self.path)
 
     def go_on(self, path: Path) -> tuple[pl.DataFrame, int]:
@@ -45,21 +44,6 @@ class Sweep:
         with mock.patch.object(tasks, "_TOGETHER", 2):
             run = kvsim.sweep(**self._grid, out=path)
         return run.table, run.parameters["missing"]
-
-
-class Replayed:
-    """A `replay_all` that was killed when all its parts were written."""
-
-    def __init__(self, folder: Path, paths: list[str]) -> None:
-        self.path, self._paths = folder / "replayed", paths
-        with mock.patch.object(Parts, "publish"):
-            self.table, _ = self.go_on(self.path)
-
-    def go_on(self, path: Path) -> tuple[pl.DataFrame, int]:
-        """Return the Table of the run in a folder, and how many cells are missing."""
-        terms: dict[str, Any] = {"interval": 32, "metrics": METRICS, "out": path, "resume": True}
-        run = replay_all(self._paths, POLICIES, BUDGETS, **terms)
-        return run.table, len(self._paths) * len(POLICIES) * len(BUDGETS) - len(run.records)
 
 
 def mutate(rng: random.Random, folder: Path) -> None:
@@ -90,10 +74,10 @@ def mutate(rng: random.Random, folder: Path) -> None:
             one.write_bytes(data[:at] if how == "cut" else data)
 
 
-def run_case(originals: list[Sweep | Replayed], seed: int, folder: Path) -> str:
+def run_case(original: Sweep, seed: int, folder: Path) -> str:
     """Return what became of a changed folder: "whole", or a finding."""
     rng = random.Random(seed)  # noqa: S311  cases, not secrets
-    original, path = rng.choice(originals), folder / "case"
+    path = folder / "case"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(original.path, path)
     mutate(rng, path / "parts")
@@ -111,24 +95,24 @@ def main() -> None:
     given = parser.parse_args()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        originals = make_originals(Path(folder))
+        original = make_original(Path(folder))
         for seed in range(given.seed, given.seed + given.cases):
-            outcome = run_case(originals, seed, Path(folder))
+            outcome = run_case(original, seed, Path(folder))
             counts[outcome] += 1
             if outcome != "whole":
                 print(f"seed {seed}: {outcome}")
     print(dict(counts))
 
 
-def make_originals(folder: Path) -> list[Sweep | Replayed]:
-    """Record two traces, and sweep them both ways."""
+def make_original(folder: Path) -> Sweep:
+    """Record two traces, and sweep them."""
     paths = []
     for seed in range(2):
         paths.append(str(folder / f"t{seed}.zarr"))
         trace = traces.make(seed, mixed=False)
         header = replace(trace.header, name=f"t{seed}")
         kvsim.Trace(trace.source, header, dtype=trace.dtype).save(paths[-1])
-    return [Sweep(folder, paths), Replayed(folder, paths)]
+    return Sweep(folder, paths)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from kvsim.core.record import record_document
 from kvsim.errors import KvsimError
 from kvsim.report import read_run
 from kvsim.store.records import read_records
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 Files = dict[str, bytes]
 

@@ -27,7 +27,7 @@ import polars as pl
 import torch
 
 import kvsim
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 sys.path.append(str(Path(__file__).parent))
 from replay import put

@@ -220,7 +220,7 @@ def finished(tmp_path_factory, paths):
     """Runs of both traces: three policies at two budgets, and one of them with a parameter."""
     folder = tmp_path_factory.mktemp("runs")
     traces = [kvsim.open_trace(path) for path in paths]
-    from kvsim.sweeps.run import replay_all
+    from kvsim.sweeps.driver import replay_all
 
     metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
     metrics += [

@@ -289,17 +289,16 @@ def test_a_policy_that_exits_is_no_success(run, trace, own):
 
 
 def test_a_finished_run_is_not_computed_again(run, trace, tmp_path):
-    """`--resume` prints what the folder holds, and refuses another command for it."""
+    """`--resume` prints what the folder holds, and computes what it has not."""
     arguments = ["replay", trace, "--policy", "tova", "--out", tmp_path / "x", "--resume"]
     status, text, err = run(*arguments, "--budget", "16")
     assert (status, err) == (0, "")
-    before = (tmp_path / "x" / "run.json").read_bytes()
+    before = sorted((tmp_path / "x" / "parts").iterdir())
 
     assert run(*arguments, "--budget", "16") == (0, text, "")
-    assert (tmp_path / "x" / "run.json").read_bytes() == before
-    status, out, err = run(*arguments, "--budget", "24")
-    assert (status, out) == (2, "")
-    assert "holds a run with other budgets" in one_line(err)
+    assert sorted((tmp_path / "x" / "parts").iterdir()) == before
+    assert run(*arguments, "--budget", "24")[0] == 0
+    assert len([*(tmp_path / "x" / "parts").glob("*.json")]) == 3  # two cells, and the trace alone
     status, _, err = run("replay", trace, "--policy", "tova", "--budget", "16", "--resume")
     assert status == 2
     assert "give --out DIR as well" in one_line(err)
@@ -316,7 +315,10 @@ def test_a_run_is_replaced_on_request(run, trace, tmp_path):
     assert run(*arguments, "--budget", "24", "--overwrite")[0] == 0
     assert json.loads((tmp_path / "x" / "run.json").read_bytes())["budgets"] == ["24"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    (tmp_path / "x" / "run.json").unlink()  # an unfinished run
+    assert run(*arguments, "--budget", "24", "--overwrite")[0] == 0
     (tmp_path / "x" / "run.json").unlink()
+    (tmp_path / "x" / "config.resolved.yaml").unlink()
     status, _, err = run(*arguments, "--budget", "24", "--overwrite")
     assert (status, "is no run folder" in err) == (2, True)
     assert "--resume continues" in run(*arguments, "--budget", "24", "--overwrite", "--resume")[2]
@@ -332,7 +334,7 @@ def test_work_in_a_pipe_prints_a_line_every_so_often(run, trace, monkeypatch):
 
     assert (status, out) == quiet[:2]
     assert quiet[2] == ""
-    assert re.fullmatch(r"(\d of 2 cells after 0 s: small: .*\n)+", err)
+    assert re.fullmatch(r"0 of 2 cells after 0 s\n(\d of 2 cells after 0 s: small.*\n)+", err)
 
 
 def test_failed_cells_leave_the_others(run, trace, own):

@@ -15,7 +15,7 @@ from kvsim.analysis.summaries import averages
 from kvsim.analysis.verdict import tabulated
 from kvsim.report import read_run
 from kvsim.samples import sample_trace
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 
 def made(seed, texts=None):

@@ -17,7 +17,7 @@ from browsing import PAGES, Tab
 
 import kvsim
 from kvsim import Rope, Trace
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 #: Pixels of the page's height, and by how many each text is wider than its place.
 _SIZES = """() => [

@@ -20,7 +20,7 @@ from kvsim.analysis.summaries import averages, compare, stages
 from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
 from kvsim.samples import sample_trace
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 MEASURED = ("output_error", "wipeout", "entries_seen", "bytes_held", "retained_iou", "sparsity")
 POLICIES = ("streaming_llm", "tova", "random")

@@ -12,7 +12,7 @@ from kvsim.core.policy import Schedule
 from kvsim.core.record import record_document, record_of
 from kvsim.errors import KvsimError, NeedsError, PolicyError
 from kvsim.store.records import read_records, write_records
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 
 CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed=3)
@@ -133,7 +133,7 @@ def test_records_and_results_tell_it_apart(tmp_path):
         json.loads(run.table["params"].drop_nulls()[0]).get("compress") for run in (plain, context)
     ]
     assert params == [None, "context"]
-    assert context.parameters["compress"] == "context"
+    assert context.parameters["schedules"][0]["compress"] == "context"
 
 
 def test_kept_sets_of_the_context_are_exact():

@@ -22,7 +22,7 @@ from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged, numbered, plural
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 DIM = 8
 PLAIN = Formula(0.3)

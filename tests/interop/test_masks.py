@@ -14,7 +14,7 @@ import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.errors import CaptureError, OutputError, PolicyError
 from kvsim.interop.masks import DEFECTS, Masks, masking, read_masks, write_masks
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from small_model import small
 from tests.reference.masked import masked_logits
 

@@ -12,7 +12,7 @@ from kvsim.errors import PolicyError
 from kvsim.policies import names
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.schema import merged
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 from tests.sweeps.test_sweeps import make_trace
 

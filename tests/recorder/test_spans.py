@@ -16,7 +16,7 @@ from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder.spans import located
 from kvsim.store import describe, recover
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 from small_model import small, words_tokenizer
 

@@ -18,7 +18,7 @@ from kvsim.core.policy import Policy
 from kvsim.errors import OutputError, PolicyError
 from kvsim.report import read_run, write_report
 from kvsim.schema import FIDELITY, FIDELITY_MEANING
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 

@@ -22,7 +22,7 @@ from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, read_run, write_report
 from kvsim.report.html import cell, details, lines, metric_name, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 

@@ -22,7 +22,8 @@ from kvsim.report import read_run
 from kvsim.store import inputs
 from kvsim.store.inputs import digests
 from kvsim.store.records import read_records
-from kvsim.sweeps.run import replay_all, summarise
+from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.run import summarise
 
 
 @pytest.fixture(scope="module")

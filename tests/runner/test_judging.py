@@ -253,7 +253,7 @@ def test_records_of_other_sequences_are_refused():
 def test_a_sweep_is_judged_by_the_model_that_its_trace_names(tmp_path, monkeypatch):
     """In one piece or in shares, resumed or not; what cannot be judged has a remark, no value."""
     monkeypatch.setattr(
-        "kvsim.sweeps.cells.in_processes",
+        "kvsim.sweeps.driver.in_processes",
         lambda work, shares, _: ((share, work(share)) for share in shares),
     )
     _, trace, judge = tiny()

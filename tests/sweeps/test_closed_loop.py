@@ -22,7 +22,7 @@ from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
 from kvsim.runner.closed import ClosedLoop
 from kvsim.store.records import read_records
-from kvsim.sweeps.run import replay_all
+from kvsim.sweeps.driver import replay_all
 from live_runs import older
 from small_model import small, words_tokenizer
 
@@ -193,8 +193,11 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeyp
     same = [name for name in again.table["metric"].unique() if name != "decode_seconds"]
     on = pl.col("metric").is_in(same)
     assert second.table.filter(on).equals(again.table.filter(on))
-    with pytest.raises(OutputError, match="holds a run with other"):
-        kvsim.live(*given, interval=4, out=folder, resume=True)
+    with pytest.raises(OutputError, match="holds a run; continue it"):
+        kvsim.live(*given, interval=8, out=folder)
+    other = kvsim.live(*given, interval=4, out=folder, resume=True)  # other cells
+    assert len(ran) == 9 + 4
+    assert {record.interval for record in other.records} == {4}
 
 
 def test_a_seed_fixes_what_is_drawn(model, trace):
@@ -262,7 +265,7 @@ def test_other_weights_are_refused_in_a_line(model, trace, tmp_path):
 
 
 def test_a_run_is_not_continued_with_other_weights(model, trace, tmp_path, monkeypatch):
-    """Not with weights that compute the same within rounding either: one Table is of one model."""
+    """Not with weights that compute the same within rounding either: every cell runs again."""
     run_cell, recorded, ran = ClosedLoop.run, older(trace), []
     given = ([recorded], policies("tova", "knorm"), [16])
 
@@ -279,9 +282,12 @@ def test_a_run_is_not_continued_with_other_weights(model, trace, tmp_path, monke
 
     assert first.interrupted
     ClosedLoop(kvsim_running(other), recorded, None, None).check()
-    with pytest.raises(OutputError, match="holds a run with other weights; expected the same"):
-        kvsim.live(other, *given, out=tmp_path / "run", resume=True)
+    ran.clear()
+    monkeypatch.setattr(ClosedLoop, "run", lambda *cell: (ran.append(cell), run_cell(*cell))[1])
+    kvsim.live(other, *given, out=tmp_path / "run", resume=True)
+    assert len(ran) == 2
     assert len(kvsim.live(model, *given, out=tmp_path / "run", resume=True).records) == 2
+    assert len(ran) == 3  # the first one was done
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_shards_are_submitted_as_jobs(grid, tmp_path):
     """submitit's local executor computes two shards; together they are the whole."""
     shards = Shards(tmp_path / "x")
     plan = Plan.of(grid_from(None, **grid))
-    shards.begin(plan.document())
+    shards.begin(plan.document)
 
     numbers = submit(tmp_path / "x", 2, {"cluster": "local", "timeout_min": 2})
 
@@ -158,7 +158,7 @@ def test_shards_are_submitted_as_jobs(grid, tmp_path):
 
 def test_without_slurm_nothing_is_submitted(grid, tmp_path):
     """Neither a machine without Slurm nor an option that submitit has not passes for a sweep."""
-    Shards(tmp_path / "x").begin(Plan.of(grid_from(None, **grid)).document())
+    Shards(tmp_path / "x").begin(Plan.of(grid_from(None, **grid)).document)
     with pytest.raises(ClusterError, match="no job can be submitted"):
         submit(tmp_path / "x", 1, {})
     with pytest.raises(ConfigError, match="submitit refuses"):

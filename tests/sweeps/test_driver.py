@@ -18,9 +18,9 @@ from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import ConfigError, OutputError, TraceError
 from kvsim.files import replace_file
 from kvsim.policies import policy
-from kvsim.sweeps import driver, shards, tasks
+from kvsim.sweeps import driver, planning, shards, tasks
+from kvsim.sweeps.driver import replay_all as in_turn
 from kvsim.sweeps.planning import Plan, grid_from
-from kvsim.sweeps.run import replay_all as in_turn
 from kvsim.sweeps.shards import Shards
 
 METRICS = ["output_error", "wipeout", "retained_iou", "sparsity"]
@@ -157,8 +157,8 @@ def test_a_part_counts_for_the_cells_that_it_has(grid, small_blocks, tmp_path):
     plan = Plan.of(grid_from(None, **grid))
     task = next(each for each in plan.tasks if len(each.cells) == 3)
     shards = Shards(tmp_path / "x")
-    shards.begin(plan.document())
-    whole = tasks.compute(task)
+    shards.begin(plan.document)
+    whole = tasks.replayed(task)
     done = dict([*whole.done.items()][:1])
     shards.add(task, whole._replace(done=done, interrupted=True))
 
@@ -194,9 +194,10 @@ def test_a_cell_that_fails_stops_no_other(grid, tmp_path):
     counts = []
     requested = grid | {"policies": policies, "budgets": [12, 90]}
 
-    run = kvsim.sweep(**requested, progress=lambda standing: counts.append(standing.tasks))
+    run = kvsim.sweep(**requested, progress=lambda standing: counts.append(standing.steps))
 
-    assert [done for done, _ in counts] == [*range(counts[0][1] + 1)]
+    assert counts == sorted(counts)
+    assert {done for done, _ in counts} == {*range(counts[0][1] + 1)}
     assert {(failure.trace, failure.policy) for failure in run.failures} == {
         (name, "fails") for name in "ab"
     }
@@ -212,20 +213,20 @@ def test_a_trace_that_is_gone_fails_and_the_others_are_done(paths, grid, tmp_pat
     for path in paths:
         copies.append(str(tmp_path / Path(path).name))
         shutil.copytree(path, copies[-1])
-    compute = driver.compute
+    compute = planning.replayed
 
-    def once_removed(task):
+    def once_removed(task, *report):
         shutil.rmtree(copies[1], ignore_errors=True)
-        return compute(task)
+        return compute(task, *report)
 
-    monkeypatch.setattr(driver, "compute", once_removed)
+    monkeypatch.setattr(planning, "replayed", once_removed)
     run = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
 
     assert {failure.trace for failure in run.failures} == {"b"}
     assert set(run.table["trace"]) == {"a"}
     failures = json.loads((tmp_path / "x" / "failures.json").read_text())
     assert len(failures) == len(run.failures)
-    monkeypatch.setattr(driver, "compute", compute)
+    monkeypatch.setattr(planning, "replayed", compute)
     shutil.copytree(paths[1], copies[1])
     again = kvsim.sweep(**grid | {"traces": copies}, out=tmp_path / "x")
     assert again.failures == ()
@@ -236,14 +237,14 @@ def test_another_trace_at_the_same_path_is_noticed(paths, grid, tmp_path, monkey
     """A trace that is replaced while a sweep runs is not mixed with the one before."""
     path = str(tmp_path / "a.zarr")
     shutil.copytree(paths[0], path)
-    compute = driver.compute
+    compute = planning.replayed
 
-    def replaced(task):
+    def replaced(task, *report):
         shutil.rmtree(path)
         shutil.copytree(paths[1], path)
-        return compute(task)
+        return compute(task, *report)
 
-    monkeypatch.setattr(driver, "compute", replaced)
+    monkeypatch.setattr(planning, "replayed", replaced)
     run = kvsim.sweep(**grid | {"traces": [path]})
 
     assert run.records == ()
@@ -252,21 +253,21 @@ def test_another_trace_at_the_same_path_is_noticed(paths, grid, tmp_path, monkey
 
 def test_ctrl_c_keeps_what_is_done(grid, small_blocks, tmp_path, monkeypatch):
     """An interrupt ends the sweep, finished tasks are in the folder, and the next one goes on."""
-    compute, calls = driver.compute, []
+    compute, calls = planning.replayed, []
 
-    def interrupted(task):
+    def interrupted(task, *report):
         calls.append(task)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return compute(task)
+        return compute(task, *report)
 
-    monkeypatch.setattr(driver, "compute", interrupted)
+    monkeypatch.setattr(planning, "replayed", interrupted)
     run = kvsim.sweep(**grid, out=tmp_path / "x")
 
     assert run.interrupted
     assert len(parts(tmp_path / "x")) == 2
     assert not list((tmp_path / "x" / "parts").glob("*.claim"))
-    monkeypatch.setattr(driver, "compute", compute)
+    monkeypatch.setattr(planning, "replayed", compute)
     assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
 
 
@@ -294,13 +295,13 @@ def test_two_drivers_share_the_work(grid, small_blocks, tmp_path, monkeypatch):
     """Two sweeps of one folder compute each task once, and both end with the whole."""
     monkeypatch.setattr(driver, "_LOOK", 0.02)
     counted = []
-    compute = driver.compute
+    compute = planning.replayed
 
-    def counting(task):
+    def counting(task, *report):
         counted.append(task.key)
-        return compute(task)
+        return compute(task, *report)
 
-    monkeypatch.setattr(driver, "compute", counting)
+    monkeypatch.setattr(planning, "replayed", counting)
     runs = []
     threads = [
         threading.Thread(target=lambda: runs.append(kvsim.sweep(**grid, out=tmp_path / "x")))
@@ -320,14 +321,14 @@ def test_a_killed_driver_loses_no_finished_task(grid, tmp_path, warm_python):
     """`kill -9` in the middle leaves parts that are whole, claims that are free, and a way on."""
     script = (
         "import os, sys, json, kvsim\n"
-        "from kvsim.sweeps import driver, tasks\n"
+        "from kvsim.sweeps import planning, tasks\n"
         "tasks._TOGETHER = 2\n"
-        "compute, calls = driver.compute, []\n"
-        "def dying(task):\n"
+        "compute, calls = planning.replayed, []\n"
+        "def dying(task, *report):\n"
         "    calls.append(task)\n"
         "    if len(calls) == 3: os.kill(os.getpid(), 9)\n"
-        "    return compute(task)\n"
-        "driver.compute = dying\n"
+        "    return compute(task, *report)\n"
+        "planning.replayed = dying\n"
         "kvsim.sweep(**json.loads(sys.argv[1]), out=sys.argv[2])\n"
     )
     command = [warm_python, "-c", script, json.dumps(grid), str(tmp_path / "x")]

@@ -129,8 +129,10 @@ def test_objects_are_taken_and_not_written():
 
     assert isinstance(grid, Grid)
     assert [cell.budget for cell in grid.cells(grid.opened())] == [64]
-    with pytest.raises(ConfigError, match="expected a path or a name"):
-        grid.document()
+    document = grid.document()
+    assert document["policies"] == ["tova"]
+    with pytest.raises(ConfigError, match="that were given as objects"):
+        grid_of(document, Path(), where="it")
 
 
 def test_layers_apart_are_held_in_memory_with_those_between(paths):

@@ -12,7 +12,7 @@ import pytest
 
 import kvsim
 from kvsim.errors import OutputError
-from kvsim.sweeps import driver
+from kvsim.sweeps import driver, planning
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import Store, kept_in
 
@@ -58,13 +58,13 @@ def store():
 @pytest.fixture
 def computed(monkeypatch):
     """The keys of the tasks that have been computed."""
-    keys, compute = [], driver.compute
+    keys, compute = [], planning.replayed
 
-    def counting(task):
+    def counting(task, *report):
         keys.append(task.key)
-        return compute(task)
+        return compute(task, *report)
 
-    monkeypatch.setattr(driver, "compute", counting)
+    monkeypatch.setattr(planning, "replayed", counting)
     return keys
 
 
@@ -174,13 +174,13 @@ def test_two_processes_on_one_store_count_a_task_once(paths, store):
     plan = Plan.of(grid_from(None, **grid))
     one, other = Store(store), Store(store)
     for each in (one, other):
-        each.begin(plan.document())
+        each.begin(plan.document)
         each.scan()
     for task in plan.tasks:
         assert one.claim(task)
         assert other.claim(task)  # no store has locks
-        one.add(task, driver.compute(task))
-        other.add(task, driver.compute(task))
+        one.add(task, planning.replayed(task))
+        other.add(task, planning.replayed(task))
 
     run = kvsim.sweep(**grid, out=store)
 

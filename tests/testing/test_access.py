@@ -22,9 +22,9 @@ from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
 from kvsim.store.records import read_records, write_records
 from kvsim.sweeps import cells
+from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.parts import decode_records, encode_records
 from kvsim.sweeps.planning import _joined
-from kvsim.sweeps.run import replay_all
 from kvsim.testing import InvariantError, check_policy, strategies
 from kvsim.testing.invariants import access
 
