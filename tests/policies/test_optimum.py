@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import linear_sum_assignment, linprog
+from scipy.optimize import linear_sum_assignment
 
 import kvsim
 from kvsim.core.policy import Even, Policy, Protection, Schedule, Uniform
@@ -114,60 +114,6 @@ def test_it_is_the_best_assignment_of_evictions(events, budget):
 
     assert optimum.retained[0] == pytest.approx(mass.sum() - cost[rows, columns].sum(), rel=1e-12)
     assert optimum.bound == pytest.approx(optimum.retained, rel=1e-12)
-
-
-def test_it_is_the_value_of_the_linear_program():
-    """HiGHS on one variable for every entry and event: no fraction of a place retains more."""
-    mass, first, capacity = draw(15)
-    entries, events = mass.shape[1:]
-    place = np.arange(entries * events).reshape(entries, events)
-    rows = []
-    for at in place[:, 1:].ravel():  # an entry is kept no more than at the event before
-        rows.append(np.zeros(place.size))
-        rows[-1][[at, at - 1]] = 1, -1
-    limits = [np.bincount(place[:, m], minlength=place.size) for m in range(events)]
-    bounds = [(0, int(since <= m)) for since in first for m in range(events)]
-    # before an entry competes it is not there, and nothing limits it at its first event
-    rows = [row for row in rows if bounds[int(row.argmin())][1]]
-    for pool in range(POOLS):
-        limit = np.r_[np.zeros(len(rows)), capacity[pool]]
-        program = linprog(-mass[pool].ravel(), np.array([*rows, *limits]), limit, bounds=bounds)
-        assert solve(mass, first, capacity).retained[pool] == pytest.approx(-program.fun, rel=1e-9)
-
-
-def greedy(mass, first, capacity):
-    """What is retained by keeping, at each event, the entries with the most mass still to come."""
-    alive, retained = np.ones(len(first), bool), 0.0
-    for m, places in enumerate(capacity):
-        later = np.where(alive & (first <= m), mass[:, m:].sum(1), -1.0)
-        keep = np.argsort(-later, kind="stable")[:places]
-        alive &= (first > m) | np.isin(np.arange(len(first)), keep)
-        retained += mass[alive & (first <= m), m].sum()
-    return retained
-
-
-def test_keeping_what_the_future_attends_to_most_falls_short():
-    """An entry that a later one displaces anyway takes a place that another could have used."""
-    mass = np.array([[[0.0, 5.0], [4.0, 0.0], [0.0, 10.0]]])
-    first, capacity = np.array([0, 0, 1]), np.ones((1, 2), int)
-    optimum = solve(mass, first, capacity)
-
-    assert greedy(mass[0], first, capacity[0]) == 10.0
-    assert optimum.retained[0] == 14.0
-    assert optimum.stop.tolist() == [[0, 1, 2]]
-
-
-def test_no_greedy_choice_retains_more():
-    """On random pools the greedy rule never wins, and loses on some of them."""
-    short = []
-    for seed in range(100):
-        mass, first, capacity = draw(seed)
-        best = solve(mass, first, capacity).retained
-        pools = zip(best, mass, capacity, strict=True)
-        short += [b - greedy(of, first, places) for b, of, places in pools]
-
-    assert min(short) > -1e-9
-    assert max(short) > 0.01
 
 
 # --- the oracle that replays it ---

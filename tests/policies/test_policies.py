@@ -1,6 +1,7 @@
 """Policies by name: presets, parameters and clear refusals."""
 
 import importlib
+import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -186,6 +187,40 @@ def test_parameters_replace_defaults_and_presets():
         ("ams+triattention", {}, "triattention: calibration is missing"),
         ("qfilter", {"calibration": "prefix:0"}, "qfilter: calibration is 'prefix:0'"),
         ("qfilter", {"calibration": "no/such/trace"}, "qfilter: calibration is 'no/such/trace'"),
+        ("gkv", {"fusion": "min"}, "gkv: fusion is 'min'; expected 'max', 'mean' or 'sum'"),
+        ("gkv", {"threshold": 2.0}, "gkv: threshold is 2.0; expected a number from 0 to 1"),
+        ("gkv", {"cosine": "exact"}, "gkv: cosine is 'exact'; expected 'kernel' or 'raw'"),
+        ("global+knorm", {"decay": math.nan}, "global: decay is nan"),
+        ("morphkv@original", {"fusion": "mean"}, "fusion is 'mean'; expected 'sum' or 'max'"),
+        ("rkv@ams", {"sink": -1}, "rkv: sink is -1; expected an integer of at least 0"),
+        ("rkv", {"slot_order": "score"}, "rkv: slot_order is 'score'; expected 'position' or"),
+        ("cake", {"gamma": math.inf}, "cake: gamma is inf; expected a finite number of at"),
+        ("cake", {"dispersion": "mad"}, "cake: dispersion is 'mad'; expected 'var' or 'std'"),
+        ("cake", {"tau2": 0.0}, "cake: tau2 is 0.0; expected a finite number above 0"),
+        ("rpc", {"heads": "some"}, "rpc: heads is 'some'; expected 'all' or 'group'"),
+        ("rpc", {"pool_kernel": 0}, "rpc: pool_kernel is 0; expected an odd integer"),
+        ("rpc", {"compression": 0}, "rpc: compression is 0; expected an integer of"),
+        ("rpc@ams", {"sink": -2}, "rpc: sink is -2; expected an integer of at least 0"),
+        ("expected_attention", {"sink": -1}, "sink is -1; expected an integer of at least 0"),
+        ("expected_attention", {"epsilon": -0.1}, "epsilon is -0.1; expected a finite number of"),
+        ("expected_attention", {"value_norm": "k"}, "is 'k'; expected 'none', 'v' or 'wo_v'"),
+        ("expected_attention", {"rope": "none"}, "rope is 'none'; expected 'mean' or 'mixture'"),
+        ("expected_attention", {"origin": "here"}, "is 'here'; expected 'next' or 'buffer'"),
+        (
+            "expected_attention",
+            {"origin": "buffer", "query_buffer": 4},
+            r"query_buffer is 4, of which the first 4 \(sink\) are left out; expected at least 5",
+        ),
+        ("criticalkv+knorm", {"epsilon": -1.0}, "criticalkv: epsilon is -1.0; expected a finite"),
+        ("lagkv", {"sink": -1}, "lagkv: sink is -1; expected an integer"),
+        ("lagkv", {"lag": 0}, "lagkv: lag is 0; expected an"),
+        ("triattention", {"calibration": "oracle", "offsets": "median"}, "offsets is 'median'"),
+        ("qfilter", {"calibration": "prefix:"}, "is 'prefix:'; expected a number of rows, at le"),
+        ("qfilter", {"calibration": "prefix:1.5"}, "is 'prefix:1.5'; expected a number"),
+        ("qfilter", {"calibration": "orakel"}, "'orakel', which is no trace .*prefix:64"),
+        ("ams", {"min_segment": 0}, "min_segment is 0; expected an integer of at least 1"),
+        ("ams", {"credit_of": "score"}, "credit_of is 'score'; expected 'mass' or 'usage'"),
+        ("ams", {"suffix_fill": "max"}, "suffix_fill is 'max'; expected 'head_max'"),
         ("oracle", {"by": "luck"}, "oracle: by is 'luck'"),
         ("criticalkv+tova", {"first_stage": 2.0}, "criticalkv: first_stage is 2.0"),
         ("snapkv", {"window": 0}, "snapkv: window is 0; expected an integer of at least 1"),

@@ -165,24 +165,23 @@ def redundancy(
     quirk: a row without a similar entry leaves out the first instead of none.
     """
     threshold = float(event.params["threshold"])
-    unit = [k / (float(np.linalg.norm(k)) + epsilon) for k in event.keys[head][among]]
-    n = len(among)
-    total = [0.0] * n
+    keys = event.keys[head][among]
+    unit = keys / (np.linalg.norm(keys, axis=-1, keepdims=True) + epsilon)
+    total = np.zeros(len(among))
     nearest = math.inf  # to the threshold
-    for i in range(n):
-        cosine = [0.0 if i == j else float(unit[i] @ unit[j]) for j in range(n)]
-        similar = [j for j in range(n) if j != i and cosine[j] > threshold]
+    for i, own in enumerate(unit):
+        cosine = unit @ own
+        cosine[i] = 0.0
+        others = np.arange(len(among)) != i
+        similar = np.flatnonzero(others & (cosine > threshold))
+        last_similar = similar[-1] if len(similar) else 0
         # nothing before the last similar one matters
-        for j in range(similar[-1] if similar else 0, n):
-            if j != i:
-                nearest = min(nearest, abs(cosine[j] - threshold))
-        if similar:
-            cosine[similar[-1]] = 0.0
-        elif quirk:
-            cosine[0] = 0.0
-        for j in range(n):
-            total[j] += cosine[j] / n
-    return dict(zip(among, total, strict=True)), [(max(nearest, 1e-300), 1.0)]
+        gaps = abs(cosine - threshold)[last_similar:][others[last_similar:]]
+        nearest = min([nearest, *gaps.tolist()])
+        if len(similar) or quirk:
+            cosine[last_similar] = 0.0
+        total += cosine / len(among)
+    return dict(zip(among, total.tolist(), strict=True)), [(max(nearest, 1e-300), 1.0)]
 
 
 def _share(mean: dict[int, float]) -> dict[int, float]:
