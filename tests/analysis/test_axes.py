@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 import kvsim
 from kvsim import plots
@@ -24,6 +23,7 @@ from kvsim.analysis.kept.states import (
     token_states,
 )
 from kvsim.errors import PolicyError
+from traces import random_trace
 
 #: What draws or computes of a layer of a trace and a record, by name.
 OF_LAYER = {
@@ -66,16 +66,7 @@ OF_RECORD = {
 @pytest.fixture(scope="module")
 def trace():
     """Two layers of two KV heads, with text."""
-    torch.manual_seed(0)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 90, 8) * 2,
-        torch.randn(2, 2, 90, 8),
-        torch.randn(2, 2, 90, 8),
-        prompt_len=30,
-        rope=kvsim.Rope.default(8),
-        name="small",
-        token_text=[f"t{i % 9}" for i in range(90)],
-    )
+    return random_trace(name="small", token_text=[f"t{i % 9}" for i in range(90)])
 
 
 @pytest.fixture(scope="module")

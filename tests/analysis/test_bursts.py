@@ -75,20 +75,6 @@ def test_dense_windows_equal_a_loop_over_windows(last, window, density):
             assert found[head, j] == pytest.approx(covered.mean())
 
 
-def test_one_hole_in_the_text_is_one_burst():
-    """Sinks and a window leave a single run, dense wherever a window of 64 fits into it."""
-    last = np.full((1, 1000), NEVER, np.int32)
-    last[0, 4:904] = 999
-
-    found = dropped_bursts(last)
-
-    assert (found.runs, found.longest, found.p95, found.mean) == (1, 900, 900, 900)
-    assert (found.shares == 1).all()
-    assert found.per_1000 == 1
-    # a dense window may hold 3 entries that stay
-    assert dense_share(last) == 906 / 1000
-
-
 @pytest.mark.parametrize(("total", "kept"), [(9, 0), (9, 1), (9, 4), (9, 8), (1, 0)])
 def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     """Number and mean of runs and shares in long ones, over every choice of what is kept."""

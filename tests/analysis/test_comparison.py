@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvsim
-from kvsim.analysis.comparison import COLUMNS, compare
+from kvsim.analysis.comparison import compare
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import (
     ALPHA,
@@ -286,34 +286,6 @@ def test_references_have_no_rank(real):
     assert named.filter(policy="tova")["against"].unique().to_list() == ["oracle"]
 
 
-def test_equal_policies_are_rarely_called_different():
-    """Of 200 tables of five equal policies at two budgets, at most 5 % have a verdict by chance."""
-    rng = np.random.default_rng(3)
-    wrong = 0
-    for _ in range(200):
-        gaps = rng.gamma(2, 0.02, (10, 5, 2))
-        pairs = [
-            gaps[:, a, b] - gaps[:, c, b] for b in range(2) for a in range(5) for c in range(a)
-        ]
-        wrong += holm(sign_flip(np.array(pairs))).min() <= ALPHA
-
-    assert wrong / 200 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
-
-
-def test_the_best_of_equal_policies_is_not_called_better():
-    """All pairs count: corrected for those with the best alone, more than 5 % are wrong."""
-    rng = np.random.default_rng(4)
-    names = [(name, 0.0) for name in ("tova", "snapkv", "h2o", "knorm", "keydiff", "lagkv")]
-    wrong = narrow = 0
-    for _ in range(60):
-        rows = compare(simulated(rng, 14, names)).table
-        wrong += rows["verdict"].is_in(["worse", "better"]).any()
-        narrow += holm(rows["p"].drop_nulls().to_numpy()).min() <= ALPHA
-
-    assert wrong / 60 <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 60)
-    assert narrow > wrong
-
-
 def test_a_true_order_is_shown():
     """With enough prompts the ranking is that of the simulation, and what differs is called so."""
     shifts = [("tova", 0.2), ("snapkv", 0.0), ("h2o", 0.1), ("knorm", 0.1)]
@@ -459,17 +431,6 @@ def test_a_larger_budget_that_fails_stops_the_search():
     assert rows["smallest"].to_list() == [False, False, True, False]
 
 
-def test_a_target_is_met_by_chance_at_most_as_often_as_said():
-    """Of 200 tables whose true mean is the target, at most about 5 % call a budget enough."""
-    rng = np.random.default_rng(8)
-    met = [
-        compare(table({"tova": rng.gamma(4, 0.1, 10)}), target=0.4).table["meets"][0]
-        for _ in range(200)
-    ]
-
-    assert np.mean(met) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
-
-
 def test_what_cannot_be_compared_is_refused(real):
     """A metric without a direction or values, an unknown policy; the message says what there is."""
     with pytest.raises(PolicyError, match="middle_coverage has no better direction"):
@@ -488,12 +449,6 @@ def test_a_prompt_without_a_value_is_left_out(missing):
     assert comparison.traces == ("t0", "t2")
     assert "t1 (tova at budget 64 has none)" in comparison.remarks[0]
     assert comparison.table["mean"].to_list() == pytest.approx([0.2, 0.3])
-
-
-def test_it_is_public(real):
-    """`kvsim.compare` is the function, and its table has the declared columns."""
-    assert kvsim.compare is compare
-    assert dict(compare(real).table.schema) == COLUMNS
 
 
 def test_rows_of_earlier_events_change_nothing(real, tmp_path):

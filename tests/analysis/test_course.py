@@ -5,19 +5,12 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.kept.states import head_course, kept_positions, longest_gaps
-
-
-def made(seed=0, n=110):
-    """A trace of random numbers."""
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(2, heads, n, 8) * 2 for heads in (4, 2, 2))
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=40, rope=kvsim.Rope.default(8))
+from traces import random_trace
 
 
 @pytest.mark.parametrize(
@@ -25,7 +18,7 @@ def made(seed=0, n=110):
 )
 def test_numbers_are_those_of_the_table(policy, interval):
     """Every event, every number: `measure` with events says the same."""
-    trace = made()
+    trace = random_trace(n=110)
     record = kvsim.replay(trace, kvsim.policy(policy), 34, interval=interval, layers=[1])
     table = kvsim.measure(
         trace, record, ["wipeout", "burst_length", "middle_coverage"], events=True
@@ -54,7 +47,9 @@ def test_numbers_are_those_of_the_table(policy, interval):
 @given(seed=st.integers(0, 99), budget=st.integers(1, 60), interval=st.integers(1, 30))
 def test_the_longest_gap_is_the_first_of_the_longest_runs(seed, budget, interval):
     """By a loop over positions; as long as the metric says."""
-    record = kvsim.replay(made(seed), kvsim.policy("random"), budget, interval=interval)
+    record = kvsim.replay(
+        random_trace(n=110, seed=seed), kvsim.policy("random"), budget, interval=interval
+    )
     course = head_course(record, 0, 1)
     gaps = longest_gaps(record, 0, 1, course["event"].to_numpy())
     for row, (start, stop) in zip(course["event"], gaps.tolist(), strict=True):
@@ -69,6 +64,6 @@ def test_the_longest_gap_is_the_first_of_the_longest_runs(seed, budget, interval
 
 def test_nothing_is_dropped():
     """No event, no row; and an event that leaves one head whole has no gap there."""
-    record = kvsim.replay(made(), kvsim.policy("full"), 24)
+    record = kvsim.replay(random_trace(n=110), kvsim.policy("full"), 24)
     assert head_course(record, 0, 0).height == 0
     assert longest_gaps(record, 0, 0, np.array([50])).tolist() == [[0, 0]]

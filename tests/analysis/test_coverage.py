@@ -7,11 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import kvsim
 from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.kept.retention import event_rows, retention_ratio
 from kvsim.schema import NEVER
-from kvsim.testing import strategies
 from reference.strategies import evictions
 
 THIRDS = Fraction(1, 3), Fraction(2, 3)
@@ -39,36 +37,6 @@ def test_coverage_equals_a_loop_over_positions(last, bins, middle):
             got = (found.middle[head, j], found.edges[head, j], found.ratio[head, j])
             np.testing.assert_allclose(got, (*some, ratio))
             assert found.overall[head, j] == pytest.approx(kept.mean())
-
-
-@given(evictions())
-def test_coverage_of_the_bins_sums_to_what_is_kept(last):
-    """Sum of coverage x positions = |K|, and the positions of all bins are the text."""
-    found = kept_coverage(last)
-
-    sums = np.nansum(found.curve * found.positions, axis=1)
-    held = np.array([(last[:, : row + 1] > row).sum(-1) for row in found.rows]).reshape(-1, 2).T
-    np.testing.assert_allclose(sums, held)
-    np.testing.assert_array_equal(found.positions.sum(0), found.rows + 1)
-
-
-def test_sinks_and_a_window_cover_the_edges_alone():
-    """StreamingLLM keeps nothing in the middle third, a random set the same share everywhere."""
-    case = strategies.make_case("normal", heads=8, n=3000, prompt_len=3000)
-    trace = case.trace()
-    held = {
-        name: kept_coverage(kvsim.replay(trace, kvsim.policy(name), budget=600).evicted_at[0])
-        for name in ("streaming_llm", "random")
-    }
-
-    for found in held.values():
-        np.testing.assert_allclose(found.overall, 0.2)
-    assert (held["streaming_llm"].middle == 0).all()
-    np.testing.assert_allclose(held["streaming_llm"].edges, 600 / 2000)
-    np.testing.assert_allclose(held["streaming_llm"].curve[0, 16:, 0], [146 / 150, 1, 1, 1])
-    # 8 heads x 150 positions of a bin: five standard errors
-    np.testing.assert_allclose(held["random"].curve[..., 0].mean(0), 0.2, atol=5 * 0.4 / 1200**0.5)
-    np.testing.assert_allclose(held["random"].ratio.mean(), 1, atol=0.1)
 
 
 @given(evictions())
@@ -107,24 +75,6 @@ def test_distance_and_older_places_equal_loops(last, recent):
         held = [p for p in range(old) if last[head, p] > found.row]
         mean = np.mean([(p + 0.5) / old for p in held]) if held else np.nan
         np.testing.assert_allclose(older[head], mean)
-
-
-def test_positions_have_closed_forms():
-    """Uniform sets have mean 1/2 exactly, sinks and a window nearly 1 - budget / 2 N.
-
-    A window of a tenth is nine tenths away from uniform; of 100 positions behind which 50 are left
-    out it holds the last 50, with mean place 1 - 25 / 950 of what remains.
-    """
-    every_third = np.full((1, 300), 299, np.int32)
-    every_third[0, 1::3] = NEVER
-    window = np.full((1, 1000), 999, np.int32)
-    window[0, -100:] = NEVER
-
-    assert retained_positions(every_third).mean == pytest.approx(0.5)
-    assert retained_positions(window).mean == pytest.approx(1 - 100 / 2000)
-    assert retained_positions(window).distance == pytest.approx(0.9, abs=1e-3)
-    assert retained_positions(every_third).distance < 0.01
-    assert retained_positions(window).older(50) == pytest.approx(1 - 25 / 950)
 
 
 @given(evictions(), st.data())

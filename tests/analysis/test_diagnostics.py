@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,31 +29,9 @@ from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.testing.strategies import cases
 from kvsim.tiny.answers import answer_facts
+from traces import settling_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")
-
-
-def settling(layers, n=120, *, seed=0, speed=1.4, prompt_len=None, name="settling", **more):
-    """A trace whose queries and keys approach the same ones from layer to layer."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    depth = torch.arange(layers) / max(1, layers - 1)
-    near = torch.sin((depth * speed).clamp(max=1) * torch.pi / 2)[:, None, None, None]
-    far = (1 - near**2).sqrt()
-    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
-    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
-    return kvsim.Trace.from_arrays(
-        2 * q,
-        k,
-        normal(layers, 2, n, 8),
-        prompt_len=n - 4 if prompt_len is None else prompt_len,
-        rope=kvsim.Rope.default(8),
-        name=name,
-        **more,
-    )
 
 
 def made(scores, window=4, **parameters):
@@ -203,18 +180,11 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
 
 def test_the_threshold_is_strict():
     """Below tau, not at it: the first tested layer has 1."""
-    curve = ranking(settling(24, speed=0.1), ASL(window=8)).curve(40)
+    curve = ranking(settling_trace(24, speed=0.1), ASL(window=8)).curve(40)
 
     assert curve.relative[8] == 1.0
     assert curve.selected(tau=1.0) != 8
     assert curve.selected(tau=np.nextafter(1.0, 2)) == 8
-
-
-def test_entropy_of_equal_scores_is_the_logarithm():
-    """Equal scores have the value that stands beside; one score alone has none."""
-    one = made([[2.0] * 8, [0, 0, 5, 0, 0, 0, 0, 0]])
-
-    np.testing.assert_allclose(one.entropy(), [math.log(8), 0], atol=1e-12)
 
 
 def test_jaccard_by_chance_is_what_random_sets_give():
@@ -256,7 +226,7 @@ def test_the_curve_selects_where_replay_does(layers, name, piece):
     """The selection layer, and the variances up to it, bit for bit, at any parameters."""
     selected = set()
     for seed, speed in enumerate((0.2, 1.0, 1.6)):
-        trace = settling(layers, seed=seed, speed=speed)
+        trace = settling_trace(layers, seed=seed, speed=speed)
         for window, pool in ((8, "avg"), (32, "max")):
             one = ranking(trace, piece(window=window, pool=pool))
             for budget, tau, more in itertools.product(
@@ -278,7 +248,7 @@ def test_the_curve_selects_where_replay_does(layers, name, piece):
 
 def test_the_trace_is_read_once():
     """Curves, grids and tables come from the ranking alone."""
-    trace = settling(12)
+    trace = settling_trace(12)
     one = ranking(trace)
 
     class Gone:
@@ -300,7 +270,7 @@ def test_the_trace_is_read_once():
 
 def test_a_grid_compares_layers_once_per_look_back(monkeypatch):
     """Curves that differ in the first layer alone share what their look-back compares."""
-    one = ranking(settling(12))
+    one = ranking(settling_trace(12))
     counted = []
     members = type(one).members
     monkeypatch.setattr(
@@ -312,19 +282,9 @@ def test_a_grid_compares_layers_once_per_look_back(monkeypatch):
     assert len(counted) == len(set(counted)) == 11 + 10
 
 
-def test_layers_of_a_stored_trace(tmp_path):
-    """A trace on disk has the same ranking as in memory."""
-    trace = settling(5)
-    trace.save(tmp_path / "t.zarr")
-
-    stored = ranking(kvsim.open_trace(tmp_path / "t.zarr"))
-
-    assert torch.equal(stored.ranks, ranking(trace).ranks)
-
-
 def test_window_attention_is_that_of_the_trace():
     """Mean over query heads of full attention; columns are pooled by their maximum."""
-    trace = settling(2, n=50)
+    trace = settling_trace(2, n=50)
     rows = range(46 - 8, 46)
     expected = np.stack(
         [trace.attention(layer, rows, range(46)).mean(0).numpy() for layer in range(2)]
@@ -340,35 +300,6 @@ def test_window_attention_is_that_of_the_trace():
 
 
 # ------------------------------------------------------------------------------ the rule in words
-
-
-def captured(layers, n=120):
-    """A recorded random model."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    return kvsim.capture(model, None, torch.randint(0, 64, (n,)).tolist(), max_new_tokens=1)
-
-
-def test_a_model_of_24_layers_has_the_whole_rule():
-    """First layer 8, eight layers compared, no remark; and its ranks never settle."""
-    trace = captured(24)
-    one = diagnose(trace, ranking(trace), 64)
-
-    assert (one.curve.first_layer, one.curve.look_back, one.remark) == (8, 8, "")
-    assert one.layer is None
-    assert one.curve.verdict().startswith("never selects: the relative variance of layers 8 to 22")
 
 
 def test_a_small_model_is_told_how_its_rule_differs():
@@ -400,14 +331,14 @@ def test_a_small_model_is_told_how_its_rule_differs():
 )
 def test_verdicts(layers, budget, parameters, expected):
     """Where ASL selects, or why it does not, in a sentence."""
-    curve = ranking(settling(layers)).curve(budget, ASL(**parameters))
+    curve = ranking(settling_trace(layers)).curve(budget, ASL(**parameters))
 
     assert curve.verdict().startswith(expected.format(layer=curve.selected()))
 
 
 def test_the_second_pass_takes_the_last_layer():
     """`asl_2pass` selects in any case, and the verdict says why there."""
-    curve = ranking(settling(6, speed=0.1), TwoPass(tau=0.1)).curve(64)
+    curve = ranking(settling_trace(6, speed=0.1), TwoPass(tau=0.1)).curve(64)
 
     assert curve.selected() == 5
     assert curve.verdict() == "no layer is below tau = 0.1; the last layer selects, 5"
@@ -427,15 +358,12 @@ def test_the_second_pass_takes_the_last_layer():
 def test_refusals(call, error, expected):
     """What has no answer says what was expected."""
     with pytest.raises(error, match=expected):
-        call(settling(6))
+        call(settling_trace(6))
 
 
 def test_a_trace_of_some_layers_is_refused():
     """Ranks are compared from layer to layer, so a layer that is missing would change them."""
-    whole = settling(3)
-    trace = kvsim.Trace.from_arrays(
-        whole.q, whole.k, whole.v, prompt_len=100, rope=whole.rope, layer_ids=[0, 2, 4]
-    )
+    trace = settling_trace(3, layer_ids=[0, 2, 4])
 
     with pytest.raises(PolicyError, match=r"layers \[0, 2, 4\]; expected 0, 1, 2"):
         ranking(trace)
@@ -447,7 +375,7 @@ def test_a_trace_of_some_layers_is_refused():
 def texts(pieces, prompt_len=None):
     """A trace with given token texts."""
     n = len(pieces)
-    return settling(1, n, prompt_len=prompt_len or n, token_text=pieces)
+    return settling_trace(1, n, prompt_len=prompt_len or n, token_text=pieces)
 
 
 def test_text_is_found_between_words():
@@ -476,12 +404,12 @@ def test_text_of_tokens_without_blanks():
 def test_text_needs_token_texts():
     """A trace that was recorded without a tokenizer has positions alone."""
     with pytest.raises(TraceError, match="no token texts"):
-        find_text(settling(1), "x")
+        find_text(settling_trace(1), "x")
 
 
 def test_positions_are_those_of_the_prompt():
     """Sorted, each once; none outside."""
-    trace = settling(1, 60, prompt_len=50)
+    trace = settling_trace(1, 60, prompt_len=50)
 
     assert check_positions(trace, [7, 3, 7]).tolist() == [3, 7]
     for outside in (-1, 50):
@@ -497,7 +425,7 @@ def several():
     """Four traces of two tasks, with gold tokens, at two budgets."""
     found = []
     for i, speed in enumerate((1.1, 1.2, 2.0, 0.1)):
-        trace = settling(24, seed=i, speed=speed, name=f"{'walk' if i % 2 else 'get'}-{i}")
+        trace = settling_trace(24, seed=i, speed=speed, name=f"{'walk' if i % 2 else 'get'}-{i}")
         one = ranking(trace)
         found += [
             diagnose(trace, one, budget, gold=[i, 110], share=share)
@@ -572,7 +500,7 @@ def test_the_distribution_counts_traces(several):
 )
 def test_tasks(name, meta, task):
     """From the trace's labels, else the first part of its name."""
-    assert task_of(settling(1, name=name, meta=meta)) == task
+    assert task_of(settling_trace(1, name=name, meta=meta)) == task
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -597,7 +525,7 @@ def stored(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     speeds = (1.4, 1.8, 0.1)
     return [
-        settling(24, seed=i, speed=speed, name=f"task-{i}").save(folder / f"{i}.zarr")
+        settling_trace(24, seed=i, speed=speed, name=f"task-{i}").save(folder / f"{i}.zarr")
         for i, speed in enumerate(speeds)
     ]
 

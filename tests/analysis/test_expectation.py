@@ -6,7 +6,6 @@ import math
 import numpy as np
 import polars as pl
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +18,7 @@ from kvsim.analysis.attention.expectation import (
     key_table,
 )
 from kvsim.analysis.subject import Analysis
-from kvsim.core.policy import Policy, Schedule
 from kvsim.errors import PolicyError
-from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.testing.strategies import cases
 
 STILL = kvsim.Rope((0.0, 0.0))
@@ -96,68 +93,6 @@ def test_every_step_equals_the_definition(case, data):
     lengths = np.linalg.norm(case.k[:, :, sink:cut], axis=-1)
     np.testing.assert_allclose(found.key_norm, lengths.repeat(case.shape[2], 1))
     assert (found.keys, found.rows, found.group) == (cut - sink, case.n - cut, case.shape[2])
-
-
-@pytest.mark.parametrize("cut", [94, 226])
-def test_the_last_step_is_what_the_policy_scores(cut):
-    """The scorer without value and epsilon, replayed on the sample cut there, per query head."""
-    sample = kvsim.open_trace(kvsim.sample_trace())
-    double = [x.double() for x in (sample.q, sample.k, sample.v)]
-    ended, whole = (
-        kvsim.Trace.from_arrays(*double, prompt_len=n, rope=sample.rope, scale=sample.scale)
-        for n in (cut, 300)
-    )
-    scorer = ExpectedAttention(n_future=sample.n_pos - cut, epsilon=0.0, value_norm="none")
-    policy = Policy("ea", scorer, schedule=Schedule(interval=None), per_query_head=True)
-    (plan,) = kvsim.replay(ended, policy, 8, internals=True).internals
-
-    found = expected_and_observed(whole, cut)
-
-    np.testing.assert_allclose(np.exp(found.expected[-1]), plan.scores[..., 4:], rtol=1e-9)
-    assert found.expected.shape == (4, 3, 8, cut - 4)
-    assert not np.allclose(np.exp(found.expected[-2]), plan.scores[..., 4:], rtol=1e-3)
-
-
-def test_one_query_over_and_over_is_expected_exactly():
-    """Without spread, rotation and drift every step is the observed share of each key."""
-    rng = np.random.default_rng(0)
-    q = np.broadcast_to(rng.standard_normal((1, 4, 1, 4)), (1, 4, 30, 4))
-    k = rng.standard_normal((1, 2, 30, 4))
-    trace = kvsim.Trace.from_arrays(q.copy(), k, k, prompt_len=10, rope=STILL)
-
-    found = expected_and_observed(trace, 10, sink=2)
-
-    share = np.exp(found.observed)
-    share /= share.sum(-1, keepdims=True)
-    for expected in found.expected:
-        np.testing.assert_allclose(np.exp(expected), share, rtol=1e-9)
-    np.testing.assert_allclose(found.spearman, 1.0)
-    np.testing.assert_allclose(found.log_pearson, 1.0)
-    np.testing.assert_allclose(found.loss()[:4], found.loss()[[-1] * 4], atol=1e-12)
-
-
-def test_normal_queries_part_from_nothing_but_the_rotation():
-    """4,000 queries of one distribution: normal is the mean; past and future moments agree."""
-    rng = np.random.default_rng(1)
-    n, cut, rope = 4_000, 2_000, kvsim.Rope((0.7, 0.02))
-    root = 0.6 * rng.standard_normal((4, 4))
-    before = torch.from_numpy(rng.standard_normal((1, 1, n, 4)) @ root.T + 0.5)
-    k = torch.from_numpy(rng.standard_normal((1, 1, n, 4)))
-    q = rope.rotate(before, torch.arange(n))
-    # the keys of the first 40 positions stand for all: the others are those again
-    trace = kvsim.Trace.from_arrays(q, k[:, :, torch.arange(n) % 40], k, prompt_len=cut, rope=rope)
-
-    found = expected_and_observed(trace, cut, sink=0)
-    means, normal, rotated, past = (one[..., :40] for one in found.expected)
-
-    np.testing.assert_allclose(past, rotated, atol=0.15)
-    still = expected_and_observed(
-        kvsim.Trace.from_arrays(before, trace.k, k, prompt_len=cut, rope=STILL), cut, sink=0
-    ).expected[..., :40]
-    np.testing.assert_allclose(still[0], still[1], atol=0.15)
-    np.testing.assert_allclose(still[1], still[2], atol=1e-12)
-    assert np.abs(normal - rotated).max() > 0.1  # what the rotation costs here
-    assert np.abs(means - normal).max() < np.abs(normal - rotated).max()
 
 
 def test_the_default_cut_is_the_share_of_the_paper():

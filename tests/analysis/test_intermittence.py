@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsim.analysis.attention.windows import _orders, attention_gaps
+from kvsim.analysis.attention.windows import attention_gaps
 from kvsim.errors import TraceError
 from kvsim.testing.strategies import cases, make_case
 
@@ -88,50 +88,6 @@ def test_chance_is_the_mean_over_every_order(case, count):
         counts = np.mean([one[0] for one in every], axis=0)
         np.testing.assert_allclose(found.chance.gaps[head], counts)
         assert found.chance.back[head] == pytest.approx(np.mean([one[2] for one in every]))
-
-
-def test_chance_has_closed_forms():
-    """Of m tops in W windows: a gap of (W - m) / (m + 1) on average, none at all with m / W."""
-    for windows in (2, 3, 9, 40):
-        returns, broken = _orders(windows)
-        for m in range(2, windows + 1):
-            assert returns[m].sum() == pytest.approx(m - 1)
-            mean = (returns[m] @ np.arange(windows - 1)) / (m - 1)
-            assert mean == pytest.approx((windows - m) / (m + 1))
-            assert returns[m, 0] == pytest.approx((m - 1) * m / windows)
-        assert broken[windows] == 0
-        assert (returns[:2] == 0).all()
-
-
-def test_a_key_wanted_in_every_other_window():
-    """Every return of it comes after one window without it; other keys are never wanted."""
-    case = make_case("normal", n=120, prompt_len=40, dim=4)
-    case.k[:] = 0.0
-    case.k[:, :, 7, 0] = 10.0
-    case.k[:, :, 9, 1] = 10.0
-    case.q[:] = 0.0
-    even = np.arange(120) // 10 % 2 == 0
-    case.q[..., 0], case.q[..., 1] = np.where(even, 5.0, 0.0), np.where(even, 0.0, 5.0)
-
-    found = attention_gaps(case.trace(), 0, start=40, window=10, share=1 / 40)
-
-    assert found.gaps[0].tolist() == [0, 6, 0, 0, 0, 0, 0]
-    assert found.mean_gap == pytest.approx([1.0])
-    assert found.after_gap == pytest.approx([1.0])
-    assert found.keys_back == pytest.approx([1.0])
-    assert found.chance.mean_gap == pytest.approx([(8 - 4) / 5])
-
-
-def test_steady_attention_has_no_gap():
-    """Where every row ranks the keys alike the same ones are the top of every window."""
-    case = make_case("normal", n=100, prompt_len=50)
-    case.q[:], case.k[:] = 1.0, -0.05 * np.arange(100)[:, None]
-
-    found = attention_gaps(case.trace(), 0)
-
-    assert found.mean_gap == pytest.approx([0.0])
-    assert found.chance.mean_gap == pytest.approx([0.0])
-    assert found.keys_back == pytest.approx([0.0])
 
 
 def test_a_trace_without_two_windows_is_refused():

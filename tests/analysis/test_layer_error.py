@@ -22,6 +22,7 @@ from kvsim.testing import strategies
 from kvsim.tiny import tasks
 from reference import metrics as loop_metrics
 from tests.reference.masked import masked_logits
+from traces import changed
 
 NAMES = ["layer_error", "layer_error_relative"]
 PROMPT, HIDDEN = 20, 12
@@ -154,10 +155,7 @@ def test_it_is_finite_and_zero_only_where_nothing_is_evicted(kind, seed, budget)
 def test_a_stream_of_zeros_that_does_not_move_has_no_relative_error():
     """0 / 0 is 0, as for the output error."""
     trace = make_trace()
-    arrays = {name: getattr(trace, name) for name in ("q", "k", "v", "o_proj")}
-    still = kvsim.Trace.from_arrays(
-        **arrays, residual=torch.zeros(3, 90, 12), prompt_len=PROMPT, rope=trace.rope
-    )
+    still = changed(trace, o_proj=trace.o_proj, residual=torch.zeros(3, 90, 12))
     record = kvsim.replay(still, kvsim.policy("full"), budget=9)
 
     assert kvsim.measure(still, record, NAMES)["value"].to_list() == [0.0] * 6

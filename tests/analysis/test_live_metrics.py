@@ -7,15 +7,14 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
-from kvsim import Rope
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
 from kvsim.errors import PolicyError
+from traces import changed, random_trace
 
 
 def outcome():
@@ -45,9 +44,7 @@ def outcome():
 
 def subject(of=None):
     """A live run of tova at 8 entries."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=21, rope=Rope.default(8))
+    trace = random_trace(n=24, prompt_len=21)
     record = kvsim.replay(trace, kvsim.policy("tova"), 8)
     return LiveSubject(trace, replace(record, closed=True), of or outcome())
 
@@ -123,9 +120,7 @@ def test_a_response_of_one_token_has_no_likelihoods():
 def test_an_event_after_the_context_reaches_the_first_token_too():
     """The last row of the prompt sees what such an event has left."""
     given = subject()
-    q, k, v = torch.randn(2, 4, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
-    size = {"prompt_len": 21, "context_len": 12}
-    trace = kvsim.Trace.from_arrays(q, k, v, **size, rope=Rope.default(8))
+    trace = changed(given.trace, context_len=12)
     for compress, expected in (("prompt", 0.25), ("context", 0.2), ("both", 0.2)):
         record = replace(given.record, compress=compress)
         table = measure_live([LiveSubject(trace, record, outcome())], ["response_kl"])

@@ -23,23 +23,13 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, fidelity
 from kvsim.errors import KvsimError, PolicyError, TraceError
 from kvsim.schema import NEVER
-from reference import metrics as loop_metrics
 from reference.strategies import evictions
+from traces import changed, random_trace
 
 
-def make_trace(
-    layers=2, heads=2, group=2, tokens=60, dim=8, prompt=20, dtype=torch.float64, meta=None
-):
+def make_trace(n=60, prompt_len=20, dtype=torch.float64, **options):
     """A random trace whose attention is uneven."""
-    torch.manual_seed(0)
-    return kvsim.Trace.from_arrays(
-        torch.randn(layers, heads * group, tokens, dim, dtype=dtype) * 2,
-        torch.randn(layers, heads, tokens, dim, dtype=dtype),
-        torch.randn(layers, heads, tokens, dim, dtype=dtype),
-        prompt_len=prompt,
-        rope=kvsim.Rope.default(dim),
-        meta=meta,
-    )
+    return random_trace(n=n, prompt_len=prompt_len, dtype=dtype, **options)
 
 
 # --- output error ---
@@ -48,15 +38,7 @@ def make_trace(
 def test_the_error_is_measured_against_what_the_model_computed():
     """A recorded output that is off by a known amount shows in the error of the full cache."""
     trace = make_trace(dtype=torch.float32)
-    moved = kvsim.Trace.from_arrays(
-        trace.q,
-        trace.k,
-        trace.v,
-        prompt_len=20,
-        rope=trace.rope,
-        attn_out=trace.attn_out * 1.25,
-        lse=trace.lse,
-    )
+    moved = changed(trace, attn_out=trace.attn_out * 1.25, lse=trace.lse)
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=58)
 
     (found,) = output_error(moved, [record])
@@ -68,40 +50,6 @@ def test_the_error_is_measured_against_what_the_model_computed():
     assert (found.error[..., -1] > 0).all()
 
 
-def test_the_full_cache_has_no_error_and_all_mass():
-    """Exactly zero and one."""
-    trace = make_trace()
-
-    (found,) = output_error(trace, [kvsim.replay(trace, kvsim.policy("full"), budget=5)])
-
-    assert (found.error == 0).all()
-    assert (found.mass == 1).all()
-    assert np.isnan(found.distance).all()
-
-
-def test_slots_rotate_keys_and_query_to_their_place_in_the_cache():
-    """streaming_llm@original equals a loop that rebuilds the cache from unrotated keys."""
-    trace = make_trace(layers=1, heads=1, group=2, tokens=24, prompt=6)
-    record = kvsim.replay(trace, kvsim.policy("streaming_llm@original", sink=2), budget=8)
-
-    (found,) = output_error(trace, [record])
-
-    rope, pos = trace.rope, torch.arange(24)
-    plain_q, plain_k = rope.unrotate(trace.q[0], pos), rope.unrotate(trace.k[0, 0], pos)
-    for row in range(24):
-        at = torch.from_numpy(record.kept(row)[0, 0]).nonzero()[:, 0]
-        slot = torch.arange(len(at))
-        k = rope.rotate(plain_k[at], slot)
-        for head in range(2):
-            q = rope.rotate(plain_q[head, row : row + 1], slot[-1:])[0]
-            out = (k @ q * trace.scale).softmax(0) @ trace.v[0, 0, at]
-            full = trace.attn_out[0, head, row]
-            expected = float((out - full).norm() / full.norm())
-            assert found.error[0, head, row] == pytest.approx(expected, abs=1e-6)
-    (absolute,) = output_error(trace, [kvsim.replay(trace, kvsim.policy("streaming_llm"), 8)])
-    assert (abs(absolute.error - found.error) > 1e-4).any()
-
-
 def test_a_record_of_another_stored_trace_is_refused_by_every_metric(tmp_path):
     """Traces of one shape are told apart by their digest."""
     paths = [make_trace(layers=n).save(tmp_path / f"{n}.zarr") for n in (1, 2)]
@@ -111,50 +59,10 @@ def test_a_record_of_another_stored_trace_is_refused_by_every_metric(tmp_path):
     with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
         kvsim.measure(other, record, ["wipeout"])
     with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
-        kvsim.measure(make_trace(tokens=61), record, ["entries_seen"])
-
-
-def test_a_record_of_another_trace_is_refused():
-    """The message says which shapes met."""
-    record = kvsim.replay(make_trace(tokens=60), kvsim.policy("tova"), budget=8)
-
-    with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
-        output_error(make_trace(tokens=61), [record])
+        kvsim.measure(make_trace(n=61), record, ["entries_seen"])
 
 
 # --- kept sets ---
-
-
-def test_wipe_out_of_streaming_llm_has_a_closed_form():
-    """A region is wiped out iff it lies in [4, N - (budget - 4))."""
-    trace = make_trace(layers=1, tokens=400, prompt=100)
-    budget, length = 64, 16
-    record = kvsim.replay(trace, kvsim.policy("streaming_llm"), budget=budget, interval=50)
-
-    found = wipeout(record.evicted_at[0], length)
-
-    for j, row in enumerate(found.rows):
-        n = row + 1
-        starts = [s for s in range(16, n, length) if s + length <= n - 32]
-        gone = [s for s in starts if s >= 4 and s + length <= n - (budget - 4)]
-        assert found.regions[j] == len(starts)
-        assert (found.wiped[:, j] == len(gone)).all()
-
-
-def test_wipe_out_of_a_random_policy_follows_the_hypergeometric_law():
-    """P(region wiped out) = C(T - length, budget) / C(T, budget), within four standard errors."""
-    trace = make_trace(layers=1, heads=1, group=1, tokens=1040, prompt=1040, dim=4)
-    budget, length = 260, 4
-    shares = []
-    for seed in range(20):
-        record = kvsim.replay(trace, kvsim.policy("random", seed=seed), budget=budget)
-        shares.append(wipeout(record.evicted_at[0], length).cumulative[0, 0])
-
-    expected = comb(1040 - length, budget) / comb(1040, budget)
-
-    regions = (1040 - 32) // length - 1
-    error = np.sqrt(expected * (1 - expected) / (20 * regions))
-    assert abs(np.mean(shares) - expected) < 4 * error
 
 
 @pytest.mark.parametrize(("length", "threshold"), [(16, 0.0), (32, 0.1), (128, 0.1)])
@@ -217,20 +125,6 @@ def test_wipe_out_of_any_regions_equals_a_loop(last, data, threshold, recent):
             np.testing.assert_allclose(found.cumulative_chance[at], chance, atol=1e-9)
 
 
-def test_a_random_policy_wipes_out_what_chance_says_at_every_event():
-    """The mean over many heads of the hazard and of its chance agree, first and later events."""
-    trace = make_trace(layers=1, heads=64, group=1, tokens=600, prompt=200, dim=4)
-    record = kvsim.replay(trace, kvsim.policy("random"), budget=100, interval=50)
-
-    found = wipeout(record.evicted_at[0], 8, recent=0)
-
-    assert np.isfinite(found.cumulative_chance).any(0).tolist() == [True] + [False] * 8
-    by_chance = found.expected.sum(0)
-    assert (by_chance > 5).all()
-    # counts of rare, hardly dependent losses: within five standard errors of a Poisson number
-    assert (abs(found.now.sum(0) - by_chance) < 5 * np.sqrt(by_chance)).all()
-
-
 def test_steps_end_at_newlines_or_else_at_sentences():
     """Short ones are joined with the next, and what has no end is none."""
     lines = ["a"] * 9 + [".\n\n"] + ["b", "\n"] + ["c"] * 8 + ["\n", "d", "d"]
@@ -243,29 +137,6 @@ def test_steps_end_at_newlines_or_else_at_sentences():
     # a newline in the prompt alone says nothing about the response
     assert steps(["\n", *sentences], 1, least=1).tolist() == [[0, 9], [9, 13], [13, 23]]
     assert steps(["a"] * 20, 5).shape == (0, 2)
-
-
-def test_wipe_out_grows_with_the_threshold_and_with_time():
-    """At threshold 0 the wiped regions only become more; a higher threshold never wipes fewer."""
-    trace = make_trace(tokens=300, prompt=60)
-    last = kvsim.replay(trace, kvsim.policy("h2o"), budget=40, interval=20).evicted_at[0]
-
-    found = [wipeout(last, 16, threshold) for threshold in (0.0, 0.1, 0.25, 0.5)]
-
-    assert (np.diff(found[0].wiped, axis=-1) >= 0).all()
-    for low, high in itertools.pairwise(found):
-        assert (low.wiped <= high.wiped).all()
-
-
-def test_iou_and_survival_obey_their_identity():
-    """J = s / (2 - s) for constant budgets; the null is nearly budget / (budget + 2 interval)."""
-    trace = make_trace(tokens=300, prompt=60)
-    last = kvsim.replay(trace, kvsim.policy("tova"), budget=40, interval=20).evicted_at[0]
-
-    found = retained_iou(last)
-
-    np.testing.assert_allclose(found.iou, found.survival / (2 - found.survival))
-    np.testing.assert_allclose(found.chance, 40 / (40 + 2 * 20), rtol=0.005)
 
 
 @given(evictions(), st.integers(0, 5), st.integers(0, 9))
@@ -285,30 +156,6 @@ def test_iou_over_part_of_the_text_equals_a_loop(last, sink, recent):
             np.testing.assert_allclose(found.survival[head, j], survival)
             chance = len(held_then) / (len(held) + then - row)
             assert found.survival_chance[head, j] == pytest.approx(chance)
-
-
-def test_survival_under_streaming_llm_has_a_closed_form():
-    """(sinks + what of the window is still in it) / budget, and nothing of the middle."""
-    trace = make_trace(layers=1, tokens=400, prompt=100)
-    for budget, interval in ((64, 50), (64, 80), (40, 7)):
-        last = kvsim.replay(
-            trace, kvsim.policy("streaming_llm"), budget=budget, interval=interval
-        ).evicted_at[0]
-
-        found = retained_iou(last, recent=budget)
-
-        np.testing.assert_allclose(found.survival, (4 + max(0, budget - 4 - interval)) / budget)
-        assert np.isnan(found.middle).all()
-
-
-def test_random_eviction_has_the_iou_of_chance():
-    """The null printed beside the value is what a random policy really shows."""
-    trace = make_trace(layers=1, heads=8, group=1, tokens=2000, prompt=100, dim=4)
-    last = kvsim.replay(trace, kvsim.policy("random"), budget=100, interval=50).evicted_at[0]
-
-    found = retained_iou(last)
-
-    assert found.iou.mean() == pytest.approx(found.chance.mean(), abs=0.01)
 
 
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 6))
@@ -354,51 +201,7 @@ def test_entries_seen_count_what_rows_see():
             np.testing.assert_allclose(entries_seen(record.evicted_at[layer], 20), counts[layer])
 
 
-def test_kept_set_metrics_equal_loops_over_regions_and_events():
-    """Counts of every region length, threshold and event, and IoU of every pair of events."""
-    trace = make_trace(tokens=120, prompt=30)
-    for name, interval in (("h2o", 9), ("random", 1), ("streaming_llm", 13)):
-        record = kvsim.replay(trace, kvsim.policy(name), budget=14, interval=interval)
-        last = record.evicted_at
-        for length, threshold in ((4, 0.0), (8, 0.1), (10, 0.3)):
-            found = wipeout(last[0], length, threshold, recent=8)
-            for j, row in enumerate(found.rows):
-                expected = loop_metrics.wipeout(
-                    last, 0, 1, int(row), length=length, threshold=threshold, recent=8
-                )
-                got = (found.regions[j], found.wiped[1, j], found.alive[1, j], found.now[1, j])
-                assert got == (
-                    expected.regions,
-                    expected.wiped,
-                    expected.alive_before,
-                    expected.wiped_now,
-                )
-        pairs = retained_iou(last[0])
-        for j, (row, then) in enumerate(zip(record.events, record.events[1:], strict=False)):
-            one = loop_metrics.retained_iou(last, 0, 1, row, then)
-            assert pairs.iou[1, j] == pytest.approx(one.iou)
-            assert pairs.survival[1, j] == pytest.approx(one.survival)
-            assert pairs.chance[1, j] == pytest.approx(one.random_iou)
-
-
 # --- window overlap ---
-
-
-def test_window_overlap_equals_loops_over_keys():
-    """All shares, the union and the equal-budget version, of every layer."""
-    trace = make_trace(tokens=120)
-    for layer in range(2):
-        found = window_overlap(trace, layer, window=12)
-        for i, share in enumerate(found.shares):
-            expected = loop_metrics.window_overlap(
-                trace.q, trace.k, layer, window=12, share=float(share)
-            )
-            np.testing.assert_allclose(found.before[:, i], expected.before)
-            assert found.union[i] == pytest.approx(expected.union)
-            assert found.union_size[i] == pytest.approx(expected.union_size)
-            assert found.equal_budget[i] == pytest.approx(expected.equal_budget)
-            assert found.chance[i] == pytest.approx(expected.chance)
-            assert found.chance_union[i] == pytest.approx(expected.chance_union)
 
 
 def test_windows_that_leave_no_keys_are_refused():
@@ -412,9 +215,7 @@ def test_windows_that_leave_no_keys_are_refused():
 
 def test_a_table_is_tidy_and_carries_its_origin():
     """One row per value, with policy, parameters, budget, schedule, unit and fidelity."""
-    bare = make_trace()
-    text = {"token_text": ["a", "."] * 30, "tokens": np.arange(60) % 7}
-    trace = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, prompt_len=20, rope=bare.rope, **text)
+    trace = make_trace(token_text=["a", "."] * 30, tokens=np.arange(60) % 7)
     record = kvsim.replay(trace, kvsim.policy("snapkv", window=4), budget=9, interval=10)
 
     table = kvsim.measure(trace, record)
@@ -451,7 +252,7 @@ def test_a_table_carries_what_the_prompt_says_of_itself():
 
 def test_a_table_lists_events_on_request_and_their_summary_otherwise():
     """Cumulative rates are summarised by the last event, the others by their mean."""
-    trace = make_trace(tokens=200, prompt=50)
+    trace = make_trace(n=200, prompt_len=50)
     record = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=15)
     names = ["wipeout", "wipeout_hazard", "retained_iou"]
 
@@ -470,7 +271,7 @@ def test_a_table_lists_events_on_request_and_their_summary_otherwise():
 
 def test_layers_computed_together_have_the_values_of_each_alone(monkeypatch):
     """Layers are grouped by their events, a group has a limit, and rows stay in layer order."""
-    trace = make_trace(layers=5, tokens=90)
+    trace = make_trace(layers=5, n=90)
     record = kvsim.replay(trace, "tova", budget=24, interval=8)
     gone = record.evicted_at.copy()
     gone[1::2][gone[1::2] == record.events[-1]] = NEVER  # some layers have an event less
@@ -567,9 +368,7 @@ def test_the_error_of_a_layer_is_that_of_all_heads_as_one_vector():
 )
 def test_what_measure_cannot_take_is_one_line(record, options, message):
     """Metrics, records and oracles of other types are named with what was expected."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 20, 8, generator=generator) for heads in (4, 2, 2))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8))
+    trace = random_trace(layers=1, n=20)
     replayed = kvsim.replay(trace, kvsim.policy("tova"), 8)
 
     with pytest.raises(KvsimError, match=message) as caught:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.kept.coverage import needle_visibility
 from kvsim.schema import NEVER
-from kvsim.testing.strategies import make_case
+from traces import random_trace
 
 NAMES = ["needle_recall", "needle_wipeout"]
 
@@ -46,9 +46,8 @@ def test_visibility_equals_a_loop_over_rows(data, prompt_len, response, heads):
 
 def trace(spans=None):
     """A random trace of 60 tokens, 40 of them the prompt."""
-    bare = make_case("normal", n=60, prompt_len=40).trace()
     meta = {} if spans is None else {"spans": {"needle": spans}}
-    return kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, prompt_len=40, rope=bare.rope, meta=meta)
+    return random_trace(n=60, prompt_len=40, meta=meta)
 
 
 def test_a_window_sees_the_needles_that_lie_in_it():
@@ -68,16 +67,6 @@ def test_a_window_sees_the_needles_that_lie_in_it():
     assert recall["value"].to_list() == pytest.approx([0.4] * recall.height)
     assert recall["chance"].to_list() == pytest.approx([12 / 40] * recall.height)
     assert wipeout["value"].to_list() == pytest.approx([1 / 3] * wipeout.height)
-
-
-def test_the_full_cache_loses_nothing():
-    """Every entry of the needle is visible, and no needle is wiped out."""
-    source = trace([[20, 24]])
-
-    table = kvsim.measure(source, kvsim.replay(source, kvsim.policy("full"), budget=60), NAMES)
-
-    assert set(table.filter(metric="needle_recall")["value"]) == {1.0}
-    assert set(table.filter(metric="needle_wipeout")["value"]) == {0.0}
 
 
 def test_a_trace_without_a_needle_has_no_values():

@@ -90,32 +90,6 @@ def test_no_policy_retains_more(trace, attention):
     assert len(checked) > 50
 
 
-def test_the_certificate_is_that_of_the_kept_sets(trace, attention):
-    """In a few lines of its own: places suffice, and prices bound what the kept sets retain."""
-    policy = kvsim.policy("snapkv", window=4)
-    record = kvsim.replay(trace, policy, 12, interval=5)
-    best = optimum(trace, policy, record)
-    notes, events = best.internals[0].notes, [49, 54, 59, 64, 69]
-    rows = trace.group * (trace.n_pos - trace.prompt_len)
-    for layer, head in np.ndindex(2, 2):
-        weights = attention[layer, 2 * head : 2 * head + 2].sum(0) / rows
-        bound = retained = 0.0
-        for pos in range(trace.n_pos):
-            periods = [(e, n) for e, n in zip(events, [*events[1:], 69], strict=True) if pos <= e]
-            free = [m for m, (e, _) in enumerate(periods) if pos <= e - 4]
-            price = notes["price"][layer, head][len(events) - len(periods) :]
-            gains = [weights[e + 1 : n + 1, pos].sum() for e, n in periods]
-            bound += max([0, *np.cumsum([gains[m] - price[m] for m in free])])
-            kept = best.evicted_at[layer, head, pos]
-            retained += sum(gains[m] for m in free if kept > periods[m][0])
-        bound += sum((12 - 4) * notes["price"][layer, head])
-        seen = [best.retained(row)[layer, head].sum() for row in events]
-
-        assert max(seen) <= 12
-        assert notes["retained"][layer, head] == pytest.approx(retained, rel=1e-9)
-        assert notes["bound"][layer, head] == pytest.approx(bound, rel=1e-9)
-
-
 def test_chance_is_what_random_sets_retain(trace):
     """The mean of 200 random policies, within four standard errors, in every layer and head."""
     rules = [kvsim.policy("random", seed=seed) for seed in range(200)]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.kept.pages import pages
-from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 from reference.strategies import evictions
 
@@ -51,15 +50,6 @@ def test_pages_are_those_of_a_loop(evicted_at, size, data):
     assert list(zip(alone.freed, alone.fragmentation, strict=True)) == [
         pytest.approx(values) for values in each
     ]
-
-
-def test_pages_by_hand():
-    """A page of two is freed with its second entry; what leaves after the prompt is not written."""
-    gone = np.array([[3, NEVER, 3, NEVER, 5, 6, NEVER, NEVER]], np.int32)
-    found = pages(gone[None], 4, 2)  # slots: 1 3 | 4 5 | 6 7; rows 4 to 7
-
-    assert found.freed[0] == pytest.approx(1 - (2 + 2 + 3 + 2) / (3 + 3 + 4 + 4))
-    assert found.fragmentation[0] == pytest.approx(1 - (3 + 4 + 4 + 4) / (2 * 9))
 
 
 def test_pages_are_metrics_by_name():

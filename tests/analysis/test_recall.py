@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.attention import windows
-from kvsim.analysis.kept.retention import wipeout
 from kvsim.analysis.output.recall import attended, strongest
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import available
 from kvsim.core.record import Record
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases, make_case
+from traces import changed
 
 
 def weights(case, layer, qhead):
@@ -126,9 +126,7 @@ def test_under_a_reader_recall_counts_what_a_row_reads(name, heads):
     policy = kvsim.policy(name, heads=heads, **options)
     record = kvsim.replay(case.trace(), policy, budget=16, interval=8)
     meta = {"spans": {"needle": [(3, 9), (12, 14)]}}
-    bare = case.trace()
-    sizes = {"prompt_len": 30, "rope": bare.rope, "scale": bare.scale}
-    trace = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, **sizes, meta=meta)
+    trace = changed(case.trace(), meta=meta)
 
     table = kvsim.measure(trace, record, ["topk_recall", "needle_recall", "needle_wipeout"])
 
@@ -180,31 +178,6 @@ def check_lost(case, last, full, events, wiped):
                 assert shares[head, j] == pytest.approx(expected, nan_ok=True, abs=1e-9)
 
 
-def test_even_attention_gives_the_rate_of_regions():
-    """Where all keys are alike every region gets the same mass, so that mass and count agree."""
-    case = make_case("zero_keys", heads=2, group=2, n=300, prompt_len=60)
-    record = kvsim.replay(case.trace(), kvsim.policy("random"), budget=40, interval=20)
-
-    (found,) = attended(case.trace(), [record])
-
-    for (length, threshold), shares in found.wiped[0].items():
-        rate = wipeout(record.evicted_at[0], length, threshold).cumulative
-        known = found.events[0] < 299  # after the last row nobody attends
-        np.testing.assert_allclose(shares[:, known], rate[:, known], atol=1e-12)
-
-
-def test_the_full_cache_recalls_everything():
-    """Exactly one, and there is no event."""
-    case = make_case("sharp", n=80, group=2, prompt_len=20)
-    record = kvsim.replay(case.trace(), kvsim.policy("full"), budget=5)
-
-    (found,) = attended(case.trace(), [record])
-
-    assert (found.recall == 1).all()
-    assert (found.seen == 1).all()
-    assert found.wiped[0][32, 0.0].shape == (1, 0)
-
-
 @pytest.mark.parametrize("top", [1, 3, 10, 39])
 def test_equal_attention_is_taken_from_the_lowest_positions(top):
     """Of repeated keys the first ones are the strongest, whatever torch.topk takes."""
@@ -232,22 +205,6 @@ def test_equal_attention_is_taken_from_the_lowest_positions(top):
                 strict=True,
             )
         )
-
-
-def test_recall_of_repeated_keys_asks_for_the_first_of_them():
-    """With all keys alike the strongest entries are the first ten: the recall of what is kept."""
-    case = make_case("zero_keys", heads=2, group=2, n=120, prompt_len=60)
-    first, last = (
-        some_record(case, 0, layers=(0,)),
-        some_record(case, 0, layers=(0,)),
-    )
-    first.evicted_at[:] = np.where(np.arange(case.n) < 10, NEVER, np.maximum(np.arange(case.n), 60))
-    last.evicted_at[:] = np.where(np.arange(case.n) < 10, 60, NEVER)
-
-    kept, lost = attended(case.trace(), [first, last])
-
-    assert (kept.recall == 1).all()
-    assert (lost.recall[..., 1:] == 0).all()
 
 
 def test_a_trace_without_a_response_has_no_rows():
@@ -284,12 +241,8 @@ def replayed():
     """A stored-like trace, its attention already known, with records of six policies."""
     case = make_case("sharp", layers=2, heads=2, group=2, n=200, prompt_len=80)
     trace = case.trace()
-    made = kvsim.Trace.from_arrays(
-        case.q,
-        case.k,
-        case.v,
-        prompt_len=80,
-        rope=trace.rope,
+    made = changed(
+        trace,
         attn_out=trace.attn_out,
         lse=trace.lse,
         token_text=[".", "a"] * 100,

@@ -10,45 +10,12 @@ from kvsim.analysis.output import seen as seen_module
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.layer import Layer
 from reference import metrics as loop_metrics
-
-
-@pytest.mark.parametrize(
-    ("name", "interval"), [("tova", 1), ("h2o", 1), ("snapkv", None), ("random", 7), ("tova", 80)]
-)
-def test_output_error_and_mass_equal_a_loop_over_rows(name, interval, monkeypatch):
-    """Events at the ends of blocks and inside of them agree with float64 loops, with factors."""
-    trace = make_trace(tokens=150, prompt=40)
-    params = {"window": 8} if name == "snapkv" else {}
-    record = kvsim.replay(trace, kvsim.policy(name, **params), budget=16, interval=interval)
-    monkeypatch.setattr(seen_module, "ROWS", 16)
-
-    (found,) = output_error(trace, [record])
-
-    expected = loop_metrics.outputs(trace.q, trace.k, trace.v, record.evicted_at)
-    np.testing.assert_allclose(found.error, expected.relative_error, atol=1e-6)
-    np.testing.assert_allclose(found.mass, expected.retained_mass, atol=1e-6)
-    np.testing.assert_allclose(found.missing, expected.missing_mass, atol=1e-6)
-    far = found.missing > 1e-3
-    np.testing.assert_allclose(found.distance[far], expected.distance[far], rtol=1e-4)
-
-
-def test_blocks_of_any_size_give_the_same(monkeypatch):
-    """Events at the ends of blocks and inside of them, in float32."""
-    trace = make_trace(tokens=300, prompt=50, dtype=torch.float32)
-    record = kvsim.replay(trace, kvsim.policy("snapkv", window=8), budget=20, interval=100)
-    results = []
-    for rows in (1000, 64, 7):  # 1000 rows: events lie inside of blocks
-        monkeypatch.setattr(seen_module, "ROWS", rows)
-        results.append(output_error(trace, [record])[0])
-
-    for other in results[1:]:
-        np.testing.assert_allclose(other.error, results[0].error, atol=2e-6)
-        np.testing.assert_allclose(other.mass, results[0].mass, atol=2e-6)
+from traces import changed
 
 
 def test_records_together_have_the_values_of_each_alone():
     """Whatever the others leave: equal heads, unequal ones, events inside of blocks."""
-    trace = make_trace(tokens=300, prompt=80, dtype=torch.float32)
+    trace = make_trace(n=300, prompt_len=80, dtype=torch.float32)
     names = ("streaming_llm", "tova", "adakv+knorm", "tova@kvpress", "streaming_llm@original")
     records = [
         kvsim.replay(trace, kvsim.policy(name), budget, interval=interval)
@@ -69,10 +36,9 @@ def test_records_together_have_the_values_of_each_alone():
 @pytest.mark.parametrize("interval", [1, 32])
 def test_rows_that_see_almost_nothing_of_full_attention_are_exact(interval, monkeypatch):
     """Where weights of full attention underflow, the output is that of the rows' own logits."""
-    trace = make_trace(layers=1, tokens=200, prompt=60)
+    trace = make_trace(layers=1, n=200, prompt_len=60)
     q = trace.q * 30  # logits range over hundreds
-    arrays = (x.float() for x in (q, trace.k, trace.v))
-    sharp = kvsim.Trace.from_arrays(*arrays, prompt_len=60, rope=trace.rope)
+    sharp = changed(trace, q=q.float(), k=trace.k.float(), v=trace.v.float())
     record = kvsim.replay(sharp, kvsim.policy("random"), budget=8, interval=interval)
     expected = loop_metrics.outputs(q, trace.k, trace.v, record.evicted_at)
     assert (expected.retained_mass < 1e-30).any()
@@ -88,7 +54,7 @@ def test_rows_that_see_almost_nothing_of_full_attention_are_exact(interval, monk
 
 def test_no_weight_is_subnormal(monkeypatch):
     """Products with subnormal numbers take a hundred times as long."""
-    trace = make_trace(layers=1, tokens=200, prompt=60, dtype=torch.float32)
+    trace = make_trace(layers=1, n=200, prompt_len=60, dtype=torch.float32)
     layer = Layer.read(trace, 0, torch.device("cpu"))
     layer.q = layer.q * 10  # the log-sum-exp is another, which only makes weights smaller
     gone = torch.full((2, 200), 199)
@@ -107,7 +73,7 @@ def test_no_weight_is_subnormal(monkeypatch):
 
 def test_mass_never_exceeds_one_by_more_than_rounding():
     """The clamp at 1 hides less than 1e-5: what is seen cannot weigh more than everything."""
-    trace = make_trace(tokens=400, prompt=50, dtype=torch.float32)
+    trace = make_trace(n=400, prompt_len=50, dtype=torch.float32)
     record = kvsim.replay(trace, kvsim.policy("h2o"), budget=60)
     layer = Layer.read(trace, 0, torch.device("cpu"))
 
@@ -121,7 +87,7 @@ def test_mass_never_exceeds_one_by_more_than_rounding():
 
 def test_weights_are_computed_once_for_all_records(monkeypatch):
     """Each record adds one product for each head of a block and shares the others."""
-    trace = make_trace(layers=1, tokens=200, prompt=60, dtype=torch.float32)
+    trace = make_trace(layers=1, n=200, prompt_len=60, dtype=torch.float32)
     policies = ("streaming_llm", "tova", "knorm")
     records = [kvsim.replay(trace, kvsim.policy(name), 16, interval=64) for name in policies]
     calls = []

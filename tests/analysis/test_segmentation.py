@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,15 +13,14 @@ import kvsim
 from kvsim.analysis.kept.segmentation import cut_table, segmented
 from kvsim.analysis.kept.segments import ams_segments
 from kvsim.errors import PolicyError
+from traces import random_trace
 
 EPSILON = 1e-12
 
 
 def replayed(seed=0, budget=24, interval=20, **parameters):
     """A record of `ams` over random numbers, small enough for 120 positions."""
-    torch.manual_seed(seed)
-    q, k, v = (torch.randn(2, heads, 120, 8) * 2 for heads in (4, 2, 2))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=60, rope=kvsim.Rope.default(8))
+    trace = random_trace(n=120, prompt_len=60, seed=seed)
     small = {"min_segment": 4, "max_segment": 16, "window": 8, "sink": 2, "recent": 4}
     policy = kvsim.policy("ams+tova", **{**small, **parameters})
     return kvsim.replay(trace, policy, budget=budget, interval=interval, internals=True)

@@ -44,20 +44,6 @@ def test_it_equals_a_loop_over_pairs(seed, stay):
         assert found.chance[head] == pytest.approx(chance, nan_ok=True, abs=1e-12)
 
 
-def test_it_has_closed_forms():
-    """Equal keys have 1, opposite ones -1, and of both kinds alike nearly 0."""
-    keys = np.repeat([[[1.0, 0.0], [-3.0, 0.0]]], 10, axis=1).reshape(1, 20, 2)
-    for kept, expected in ((range(5), 1.0), ((0, 15), -1.0)):
-        gone = np.full((1, 20), 19, np.int32)
-        gone[0, list(kept)] = NEVER
-
-        found = key_similarity(gone, keys)
-
-        assert found.value[0] == pytest.approx(expected)
-        # 90 pairs of each kind are equal, 100 opposite
-        assert found.chance[0] == pytest.approx((90 - 100) / 190)
-
-
 def test_the_metric_reads_each_heads_own_keys():
     """Per KV head and per query head, whose group shares the keys."""
     case = make_case("normal", layers=2, heads=2, group=2, n=60, prompt_len=40)

@@ -69,20 +69,6 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(length, threshold):
     np.testing.assert_allclose(found.hazard_chance[:, 1], found.hazard[:, 1].mean())
 
 
-def test_slots_are_positions_until_something_left():
-    """At the first event of a head both count the same regions, and the same are wiped out."""
-    rng = np.random.default_rng(0)
-    last = np.where(rng.random((3, 400)) < 0.9, 399, NEVER).astype(np.int32)
-    last[:, 100:140] = 399
-
-    for length, threshold in itertools.product((8, 16, 32), (0.0, 0.1)):
-        slots = LeavingSlots.of(Leaving.of(last)).wipeout(length, threshold)
-        text = wipeout(last, length, threshold)
-        np.testing.assert_array_equal(slots.hazard, text.hazard)
-        np.testing.assert_allclose(slots.hazard_chance, text.hazard_chance)
-        assert length > 16 or slots.wiped.sum() > 0
-
-
 @pytest.mark.parametrize("fill", ["head_max", "observed"])
 def test_ams_wipes_out_no_region_that_holds_a_segment(fill):
     """Regions of 2 max_segment - 1 slots: one segment of each lies inside, and keeps an entry.

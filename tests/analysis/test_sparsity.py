@@ -120,46 +120,6 @@ def some(gone, prompt_len, layers, **changes):
     )
 
 
-def test_nothing_evicted_is_the_full_cache():
-    """With a window behind the prompt and all keys counted both say the same."""
-    case = make_case("sharp", layers=2, heads=2, group=2, n=90, prompt_len=40)
-    record = kvsim.replay(case.trace(), kvsim.policy("full"), budget=1)
-
-    (found,) = compressed_sparsity(case.trace(), [record])
-
-    for layer, one in enumerate(found):
-        full = attention_sparsity(case.trace(), layer)
-        np.testing.assert_array_equal(one.sequence, full.sequence)
-        np.testing.assert_array_equal(one.behind_sink, full.behind_sink)
-
-
-def test_even_attention_is_not_sparse_and_one_key_makes_it_so():
-    """0 where all keys are alike; all others are below 1 % of a key that takes nearly all."""
-    even = make_case("zero_keys", n=60, prompt_len=30)
-    peaked = make_case("normal", n=60, prompt_len=30)
-    peaked.q[:] = 1.0
-    peaked.k[:] = 0.0
-    peaked.k[:, :, 20] = 10.0
-
-    assert (attention_sparsity(even.trace(), 0).sequence == 0).all()
-    found = attention_sparsity(peaked.trace(), 0)
-    np.testing.assert_allclose(found.sequence, 43 / 44)
-    np.testing.assert_allclose(found.behind_sink, 39 / 40)
-
-
-def test_the_sink_in_the_maximum_makes_attention_look_sparse():
-    """Two sizes of score behind a sink: below 1 % of the sink, not of each other."""
-    case = make_case("normal", n=60, prompt_len=30)
-    case.q[:] = 1.0
-    case.k[:] = 0.0
-    case.k[:, :, 0] = 10.0
-
-    found = attention_sparsity(case.trace(), 0)
-
-    np.testing.assert_allclose(found.sequence, 43 / 44)
-    assert (found.behind_sink == 0).all()
-
-
 def test_keys_rotated_to_slots_have_no_sparsity():
     """Their attention is not that of the trace."""
     case = make_case("normal", n=60, prompt_len=30)

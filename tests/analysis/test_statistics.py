@@ -77,14 +77,6 @@ def test_intervals_of_many_prompts_take_little_memory(monkeypatch):
     assert max(sizes) <= 1000
 
 
-def test_intervals_cover_the_mean_about_as_often_as_they_say():
-    """Of 400 samples of 24 normal values, 95 % intervals hold the true mean in 88 to 98 %."""
-    rng = np.random.default_rng(1)
-    found = [Interval.of(rng.normal(3.0, 2.0, 24)) for _ in range(400)]
-
-    assert 0.88 < np.mean([one.low <= 3.0 <= one.high for one in found]) < 0.98
-
-
 @given(st.lists(st.floats(-1e3, 1e3), min_size=6, max_size=12))
 @example([-8.826233823527722e-29] * 6)
 def test_an_interval_lies_within_the_values(values):

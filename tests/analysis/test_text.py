@@ -16,6 +16,7 @@ from kvsim.analysis.kept.contents import (
 )
 from kvsim.errors import NeedsError
 from kvsim.schema import NEVER
+from traces import random_trace
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -45,21 +46,10 @@ def test_the_longest_loop_equals_a_search_over_endings(tokens, period):
     assert max_loop(np.array(tokens, np.int64), period) == pytest.approx(expected, nan_ok=True)
 
 
-def test_repetition_of_known_texts():
-    """All n-grams alike, all different, and a loop behind an introduction."""
-    assert repetition(np.zeros(11, np.int64), 2) == pytest.approx(0.9)
-    assert repetition(np.arange(11), 2) == 0
-    assert max_loop(np.array([9, 8, 1, 2, 3, 1, 2, 3, 1])) == 7
-    assert max_loop(np.arange(50)) == 0
-
-
 def made(text=None, tokens=None, n=60, prompt=20, layers=1, heads=2):
     """A random trace with a text."""
-    rng = np.random.default_rng(0)
-    arrays = rng.standard_normal((3, layers, heads, n, 4))
-    return kvsim.Trace.from_arrays(
-        *arrays, prompt_len=prompt, rope=kvsim.Rope.default(4), token_text=text, tokens=tokens
-    )
+    text = {"token_text": text, "tokens": tokens}
+    return random_trace(layers=layers, heads=heads, group=1, n=n, dim=4, prompt_len=prompt, **text)
 
 
 @example(text=["a"] * 30, row=0, sink=0, recent=2, heads=None)

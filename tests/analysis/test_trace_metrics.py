@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
-from statistics import NormalDist
 
 import numpy as np
 import polars as pl
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
+from kvsim.analysis.attention.expectation import STEPS, expected_and_observed, key_projections
 from kvsim.analysis.attention.fit import normal_ks
+from kvsim.analysis.attention.normality import state_normality
 from kvsim.analysis.prompt.metrics import TAUS
+from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.registry import METRICS, ROOMS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import averages
@@ -25,6 +24,7 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.testing.strategies import cases
+from traces import changed, settling_trace
 
 #: Metrics of a trace alone that the loops below define.
 DEFINED = (
@@ -46,34 +46,7 @@ def values(table):
     return {row[:-1]: row[-1] for row in rows}
 
 
-def settling(layers, n=120, *, speed=1.4, seed=0, name="settling", **more):
-    """A trace of which the queries and keys approach the same ones from layer to layer."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    depth = torch.arange(layers) / max(1, layers - 1)
-    near = torch.sin((depth * speed).clamp(max=1) * torch.pi / 2)[:, None, None, None]
-    far = (1 - near**2).sqrt()
-    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
-    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
-    v = normal(layers, 2, n, 8)
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(2 * q, k, v, prompt_len=n - 4, rope=rope, name=name, **more)
-
-
-# ------------------------------------------------------------------------ loops, as one writes them
-
-
-def turn(inv_freq, p, dim):
-    """The matrix that turns a vector at position p; pair i is (i, i + dim / 2)."""
-    out = np.eye(dim)
-    for i, f in enumerate(inv_freq):
-        j = i + dim // 2
-        out[i, i] = out[j, j] = math.cos(f * p)
-        out[i, j], out[j, i] = -math.sin(f * p), math.sin(f * p)
-    return out
+# -------------------------------------------------------------- values of the arrays that they reduce
 
 
 def rank_correlation(a, b):
@@ -84,152 +57,63 @@ def rank_correlation(a, b):
     return float(np.corrcoef(*ranked)[0, 1])
 
 
-def attention(case, layer, qhead):
-    """Weights [row, pos], 0 for what is later than the row."""
-    q, k = case.q[layer, qhead], case.k[layer, qhead // case.shape[2]]
-    out = np.zeros((case.n, case.n))
-    for row in range(case.n):
-        raw = [math.exp(case.scale * (q[row] @ k[pos])) for pos in range(row + 1)]
-        out[row, : row + 1] = np.array(raw) / sum(raw)
-    return out
-
-
-def naive_expectation(case, layer, qhead, weights):
-    """Attention on the prompt's keys: the response's, and what is expected of the prompt's moments.
-
-    Each query of the prompt is turned back, and forward by the mean of the turns ahead.
-    """
-    dim, n, cut = case.shape[-1], case.n, case.prompt_len
-    turns = [turn(case.rope.inv_freq, p, dim) for p in range(n)]
-    ahead = sum(turns[cut:]) / (n - cut)
-    past = np.stack([ahead @ turns[p].T @ case.q[layer, qhead, p] for p in range(4, cut)])
-    mu, spread = past.mean(0), np.cov(past.T, ddof=0)
-    keys = case.k[layer, qhead // case.shape[2], 4:cut]
-    expected = [case.scale * mu @ x + case.scale**2 / 2 * x @ spread @ x for x in keys]
-    observed = [weights[cut:, pos].mean() for pos in range(4, cut)]
-    return rank_correlation(expected, observed)
-
-
-def naive_gap(case, layer, skip):
-    """|median over heads and keys| of what log mean exp lacks, less what normal samples lack."""
-    dim, n = case.shape[-1], case.n
-    ahead = sum(turn(case.rope.inv_freq, n + j, dim) for j in range(512)) / 512
-    z = [NormalDist().inv_cdf((i + 0.5) / (n - skip)) for i in range(n - skip)]
-    found = []
-    for qhead in range(case.q.shape[1]):
-        rows = range(skip, n)
-        past = [turn(case.rope.inv_freq, p, dim).T @ case.q[layer, qhead, p] for p in rows]
-        for pos in rows:
-            key = ahead.T @ case.k[layer, qhead // case.shape[2], pos]
-            x = np.array([case.scale * one @ key for one in past])
-            gap = math.log(np.exp(x).mean()) - x.mean() - x.var() / 2
-            deviation = x.std()
-            normal = math.log(np.mean([math.exp(deviation * one) for one in z]))
-            found.append(gap - (normal - deviation**2 / 2))
-    return abs(float(np.median(found)))
-
-
-def naive_distance(case, layer, qhead):
-    """Largest difference of the distribution functions, mean over dimensions."""
-    dim, rows = case.shape[-1], range(4, case.n)
-    past = [turn(case.rope.inv_freq, p, dim).T @ case.q[layer, qhead, p] for p in rows]
-    found = []
-    for x in np.stack(past).T:
-        normal = NormalDist(x.mean(), x.std())
-        steps = [(i / len(x), (i + 1) / len(x), normal.cdf(y)) for i, y in enumerate(sorted(x))]
-        found.append(max(max(abs(low - at), abs(high - at)) for low, high, at in steps))
-    return sum(found) / dim
-
-
-def naive_decline(case, head, weights):
+def naive_decline(trace, layer, head):
     """Windows of 16 rows after the prompt: their number beside their largest score of its keys."""
-    group, cut = case.shape[2], case.prompt_len
-    largest = []
-    for start in range(cut, case.n - 15, 16):
-        scores = []
-        for pos in range(cut):
-            rows = range(start, start + 16)
-            of_group = [[weights[head * group + g][row, pos] for g in range(group)] for row in rows]
-            scores.append(sum(map(max, of_group)) / 16)
-        largest.append(max(scores))
-    return rank_correlation(largest, range(len(largest)))
+    weights = trace.attention(layer, range(trace.n_pos))
+    of_group = weights[head * trace.group : (head + 1) * trace.group].amax(0)  # [row, pos]
+    starts = range(trace.prompt_len, trace.n_pos - 15, 16)
+    scores = [of_group[start : start + 16, : trace.prompt_len].mean(0) for start in starts]
+    return rank_correlation([float(one.max()) for one in scores], range(len(scores)))
 
 
-def naive_scores(case, weights, window):
-    """ASL's scores of one layer, pooled over three neighbours; [m]."""
-    m = case.prompt_len - window
-    out = [0.0] * m
-    for of_head in weights:
-        votes = [of_head[m : case.prompt_len, pos].sum() for pos in range(m)]
-        for pos in range(m):
-            out[pos] += sum(votes[max(0, pos - 1) : pos + 2]) / 3
-    return out
+def values_of_arrays(trace, ks, rule):
+    """Every metric but the steps of the expectation, by `KEY`.
 
-
-def naive_variances(scores, back, k):
-    """(V, tokens) of each layer; None before there are `back` layers."""
-    ranked = [
-        [1 + sum(y > x or (y == x and j < i) for j, y in enumerate(one)) for i, x in enumerate(one)]
-        for one in scores
-    ]
-    found = [None] * (back - 1)
-    for layer in range(back - 1, len(scores)):
-        tokens = zip(*ranked[layer - back + 1 : layer + 1], strict=True)
-        spread = [float(np.var(one)) for one in tokens if min(one) <= k]
-        found.append((sum(spread) / len(spread), len(spread)))
-    return found
-
-
-def naive(case, ks, window):
-    """Every metric but the steps of the expectation, by `KEY`."""
-    layers, heads, group, n, _ = case.shape
-    first = layers // 3
-    back = first + 1
-    out, scores = {}, []
-    for layer in range(layers):
-        weights = [attention(case, layer, qhead) for qhead in range(heads * group)]
-        scores.append(naive_scores(case, weights, window))
-        share = [x / sum(scores[-1]) for x in scores[-1]]
-        out["layer_entropy", "", layer, None, None] = -sum(x * math.log(x) for x in share)
-        for skip in (0, 4):
-            out["projection_gap", f"skip={skip}", layer, None, None] = naive_gap(case, layer, skip)
-        for qhead in range(heads * group):
-            at = ("", layer, None, qhead)
-            out["expectation", *at] = naive_expectation(case, layer, qhead, weights[qhead])
-            out["normal_distance", *at] = naive_distance(case, layer, qhead)
-        if n - case.prompt_len >= 32:
-            for head in range(heads):
-                found = naive_decline(case, head, weights)
-                out["score_decline", "", layer, head, None] = found
+    The arrays have loops as their witness in test_expectation, test_normality, test_diagnostics.
+    """
+    layers, out = range(trace.n_layers), {}
+    ranks, first = ranking(trace, rule), trace.n_layers // 3
+    expected = expected_and_observed(trace, trace.prompt_len).spearman[-1]
+    distance = state_normality(trace, skip=4).effects["ks"].mean(-1)
+    for layer in layers:
+        out["layer_entropy", "", layer, None, None] = ranks.entropy()[layer]
+        for qhead in range(trace.n_qheads):
+            out["expectation", "", layer, None, qhead] = expected[layer, qhead]
+            out["normal_distance", "", layer, None, qhead] = distance[layer, qhead]
+        if trace.n_pos - trace.prompt_len >= 32:
+            for head in range(trace.n_heads):
+                decline = naive_decline(trace, layer, head)
+                out["score_decline", "", layer, head, None] = decline
+    for skip in (0, 4):
+        found = key_projections(trace, skip=skip)
+        gap = np.abs(np.median(found.gap - found.normal_gap, axis=(1, 2)))
+        for layer in layers:
+            out["projection_gap", f"skip={skip}", layer, None, None] = gap[layer]
     for k in ks:
-        variances = naive_variances(scores, back, k)
-        for layer in range(back - 1, layers):
+        curve = ranks.curve(k + rule.window, rule)
+        for layer in layers[first:]:
             at = (f"k={k}", layer, None, None)
-            out["rank_variance", *at], tokens = variances[layer]
-            out["rank_union", *at] = tokens / k
-            base = variances[first][0]
-            out["rank_relative", *at] = variances[layer][0] / base if base else 0.0
+            out["rank_variance", *at] = curve.variance[layer]
+            out["rank_union", *at] = curve.union[layer] / k
+            out["rank_relative", *at] = curve.relative[layer]
         for tau in TAUS:
-            rho = [
-                out["rank_relative", f"k={k}", layer, None, None] for layer in range(first, layers)
-            ]
-            at = [first + i for i, x in enumerate(rho[:-1]) if x < tau]
-            at = at[0] if at else None
-            out["selection_layer", f"k={k},tau={tau:g}", None, None, None] = at
+            at = f"k={k},tau={tau:g}", None, None, None
+            out["selection_layer", *at] = curve.selected(tau=tau)
     return out
 
 
 @settings(max_examples=10)
 @given(case=cases(kinds=("normal",), min_n=20, max_n=50, max_heads=2), data=st.data())
-def test_every_metric_equals_its_definition(case, data):
+def test_every_metric_is_that_of_its_arrays(case, data):
     """All rows there are, and no other, in traces of up to three layers and 14 query heads."""
     cut = data.draw(st.integers(10, case.n - 2))
     case = replace(case, prompt_len=cut)
     window = data.draw(st.integers(1, 4))
     ks = (1, data.draw(st.integers(2, cut - window - 1)))
 
-    found = measured(case.trace(), ks=ks, rule=ASL(window=window, pool_kernel=3))
-    expected = naive(case, ks, window)
+    trace, rule = case.trace(), ASL(window=window, pool_kernel=3)
+    found = measured(trace, ks=ks, rule=rule)
+    expected = values_of_arrays(trace, ks, rule)
 
     other = pl.col("metric").eq("expectation_steps") | pl.col("variant").str.contains(
         "layer=|back="
@@ -237,9 +121,7 @@ def test_every_metric_equals_its_definition(case, data):
     got = values(found.filter(~other))
     assert set(got) == set(expected)
     for key, value in expected.items():
-        # the gap of normal samples is interpolated between 256 deviations
-        near = 2e-3 if key[0] == "projection_gap" else 1e-6
-        assert got[key] == (None if value is None else pytest.approx(value, abs=near)), key
+        assert got[key] == (None if value is None else pytest.approx(value, abs=1e-6)), key
 
 
 # ----------------------------------------------------------------------------------- the same again
@@ -268,7 +150,7 @@ def test_steps_are_those_of_expected_attention():
 )
 def test_the_selection_layer_is_where_replay_selects(layers, others):
     """At every threshold, look-back and first layer, and none where it never does."""
-    trace = settling(layers)
+    trace = settling_trace(layers)
     got = values(measured(trace, ["selection_layer"], ks=(40,), rule=ASL(window=8)))
     at = {key[1]: value for key, value in got.items()}
     names = {f"k=40,tau={tau:g}": {"tau": tau} for tau in TAUS}
@@ -285,41 +167,15 @@ def test_variants_name_what_departs_from_the_rule():
     """Thresholds at each k; at ASL's own a quarter, half, double the look-back, other layers."""
     rules = ("look_back=2", "look_back=4", "look_back=10", "first_layer=4", "first_layer=14")
     own = [f"tau={tau:g}" for tau in TAUS] + [f"tau=0.3,{rule}" for rule in rules]
-    variants = measured(settling(28), ["selection_layer"], rule=ASL(window=8))["variant"]
+    variants = measured(settling_trace(28), ["selection_layer"], rule=ASL(window=8))["variant"]
     assert variants.to_list() == [f"k={k},{name}" for k in ("10%", "25%", "50%") for name in own]
     given = measured(
-        settling(6), ["selection_layer"], ks=(3,), rule=ASL(tau=0.25, window=8, look_back=2)
+        settling_trace(6), ["selection_layer"], ks=(3,), rule=ASL(tau=0.25, window=8, look_back=2)
     )
     assert given["variant"].to_list() == [
         *(f"k=3,tau={tau:g}" for tau in (*TAUS, 0.25)),
         *("k=3,tau=0.25,look_back=3", "k=3,tau=0.25,first_layer=1", "k=3,tau=0.25,first_layer=3"),
     ]
-
-
-def test_a_smaller_threshold_selects_no_earlier():
-    """And where it never does, no smaller one does."""
-    got = values(measured(settling(24), ["selection_layer"], rule=ASL(window=8)))
-    for k in ("10%", "25%", "50%"):
-        at = [got["selection_layer", f"k={k},tau={tau:g}", None, None, None] for tau in TAUS]
-        late = [math.inf if x is None else x for x in at]
-        assert late == sorted(late, reverse=True)
-    assert {got["selection_layer", f"k=10%,tau={tau:g}", None, None, None] for tau in TAUS} != {
-        None
-    }
-
-
-def test_layers_that_rank_alike_have_no_variance_and_a_union_of_k():
-    """One layer three times: V is 0, so ASL selects at once, and one set is the union."""
-    one = settling(1, n=60)
-    q, k, v = (x.repeat(6, 1, 1, 1) for x in (one.q, one.k, one.v))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=56, rope=one.rope)
-    found = measured(trace, ks=(12,), rule=ASL(window=8))
-
-    for name, value in (("rank_variance", 0.0), ("rank_relative", 0.0), ("rank_union", 1.0)):
-        part = found.filter(metric=name)
-        assert part["layer"].to_list() == [2, 3, 4, 5]
-        assert part["value"].to_list() == [value] * 4
-    assert found.filter(metric="selection_layer", variant="k=12,tau=0.3")["value"].item() == 2
 
 
 def test_chance_of_a_union_is_what_random_rankings_have():
@@ -330,7 +186,7 @@ def test_chance_of_a_union_is_what_random_rankings_have():
         for _ in range(2_000)
     ]
     # 20 of 28 tokens lie before the window; layer 2 of 6 is the first, so three are compared
-    trace = settling(6, n=32)
+    trace = settling_trace(6, n=32)
     found = measured(trace, ["rank_union"], ks=(5,), rule=ASL(window=8))
 
     assert found["chance"].to_list() == pytest.approx([np.mean(drawn)] * 4, abs=0.02)
@@ -351,21 +207,6 @@ def test_normal_samples_are_no_farther_from_normal_than_chance():
     assert found.height == 16
     assert found["value"].mean() == pytest.approx(normal_ks(400), rel=0.05)
     assert set(found["chance"]) == {normal_ks(400)}
-
-
-def test_attention_that_thins_out_declines_and_more_of_it_rises():
-    """A constant query beside more and more equal keys; one that looks harder at the prompt."""
-    still = kvsim.Rope((0.0, 0.0))
-    q = np.ones((1, 2, 120, 4))
-    k = np.zeros((1, 2, 120, 4))
-    k[:, 0, :40] = 1.0  # one head prefers the prompt
-    thin = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=still)
-    q = q * np.linspace(0, 1, 120)[:, None]
-    k[:, :, 0] = 4.0
-    rises = kvsim.Trace.from_arrays(q, k, k, prompt_len=40, rope=still)
-
-    assert measured(thin, ["score_decline"])["value"].to_list() == [-1, -1]
-    assert measured(rises, ["score_decline"])["value"].to_list() == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------- the Table
@@ -403,7 +244,9 @@ def test_rows_are_those_of_a_table():
 def test_what_never_selects_is_counted_and_not_zero():
     """Of two traces one selects: one of two, at the layer of the one."""
     tables = [
-        measured(settling(24, speed=speed, name=name), ["selection_layer"], rule=ASL(window=8))
+        measured(
+            settling_trace(24, speed=speed, name=name), ["selection_layer"], rule=ASL(window=8)
+        )
         for name, speed in (("random", 0.0), ("settling", 1.4))
     ]
     at = values(tables[1])["selection_layer", "k=25%,tau=0.6", None, None, None]
@@ -444,7 +287,7 @@ def test_a_trace_alone_has_all_of_its_metrics():
 
 def test_gold_tokens_are_found_in_layers():
     """Recall of each layer at each k, the first that has all, and layers from there to ASL's."""
-    trace = settling(24)
+    trace = settling_trace(24)
     ranks = Analysis(trace, rule=ASL(window=8)).ranking.ranks
     gold = ranks[9].argsort()[:6].tolist()  # the best six of layer 9
     found = values(measured(trace, ("gold_recall", "gold_layer", "gold_regret", "selection_layer"),
@@ -463,7 +306,7 @@ def test_gold_tokens_are_found_in_layers():
 
 def test_overlap_of_layers_is_that_of_their_first_tokens():
     """Jaccard index with the layer before, from the second layer on; chance is below it."""
-    trace = settling(6)
+    trace = settling_trace(6)
     ranks = Analysis(trace, rule=ASL(window=8)).ranking.ranks
     table = measured(trace, ("rank_overlap",), ks=(20,), rule=ASL(window=8))
     tops = [set(of_layer.argsort()[:20].tolist()) for of_layer in ranks]
@@ -508,20 +351,16 @@ def test_what_no_metric_reads_is_not_analysed():
 )  # fmt: skip
 def test_what_a_trace_is_too_short_for_has_no_rows(n, prompt_len, missing):
     """A prompt behind the sinks, rows after it, two windows, more tokens than ASL's window."""
-    whole = settling(3, n=80)
-    q, k, v = (x[:, :, :n] for x in (whole.q, whole.k, whole.v))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=prompt_len, rope=whole.rope)
+    whole = settling_trace(3, n=80)
+    arrays = {name: getattr(whole, name)[:, :, :n] for name in "qkv"}
+    trace = changed(whole, **arrays, prompt_len=prompt_len)
 
     assert set(DEFINED) - set(measured(trace)["metric"]) == missing
 
 
 def test_some_layers_of_a_model_are_not_ranked():
     """Ranks are compared from layer to layer; the rest goes by the trace's own layers."""
-    whole = settling(3)
-    some = kvsim.Trace.from_arrays(
-        whole.q, whole.k, whole.v, prompt_len=60, rope=whole.rope, layer_ids=(0, 4, 8)
-    )
-    found = measured(some)
+    found = measured(settling_trace(3, prompt_len=60, layer_ids=(0, 4, 8)))
     assert set(found["metric"]) == {
         *("expectation", "expectation_steps", "projection_gap", "normal_distance", "score_decline"),
     }
@@ -530,7 +369,7 @@ def test_some_layers_of_a_model_are_not_ranked():
 
 def test_a_prompt_that_fits_is_asked_and_does_not_select():
     """No test of its ranks, so no curve, at a k of all tokens or more."""
-    found = measured(settling(12), ks=("100%", 4_000, "50%"), rule=ASL(window=8))
+    found = measured(settling_trace(12), ks=("100%", 4_000, "50%"), rule=ASL(window=8))
 
     assert set(found.filter(metric="rank_relative")["variant"]) == {"k=50%"}
     fits = found.filter(pl.col("variant").str.starts_with("k=100%,"))
@@ -566,4 +405,4 @@ def test_heads_without_a_correlation_are_null():
 def test_refusals(arguments, says):
     """What was found and what was expected, before anything is computed."""
     with pytest.raises(PolicyError, match=says):
-        measured(settling(3), **arguments)
+        measured(settling_trace(3), **arguments)

@@ -36,22 +36,6 @@ def test_overlap_equals_loops_over_entries(seed, sink, stay):
         assert found.chance[head] == pytest.approx(chance, nan_ok=True)
 
 
-def test_a_policy_that_keeps_the_largest_values_has_overlap_one():
-    """And one that keeps the smallest has none, where less than half is kept."""
-    case = make_case("normal", heads=2, n=40, prompt_len=40)
-    norms = np.linalg.norm(case.v[0], axis=-1)
-    order = np.argsort(-norms[:, 4:], axis=-1) + 4
-    for best, expected in ((order[:, :10], 1.0), (order[:, -10:], 0.0)):
-        gone = np.full((2, 40), 39, np.int32)
-        gone[:, :4] = NEVER
-        np.put_along_axis(gone, best, NEVER, axis=-1)
-
-        found = value_norm_overlap(gone, norms)
-
-        assert found.value == pytest.approx([expected] * 2)
-        assert found.chance == pytest.approx([10 / 36] * 2)
-
-
 def test_the_metric_reads_each_heads_own_values():
     """Per KV head and per query head, whose group shares the values."""
     case = make_case("normal", layers=2, heads=2, group=2, n=60, prompt_len=40)

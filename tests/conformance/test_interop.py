@@ -13,6 +13,7 @@ import kvsim
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, RunningModel
+from traces import changed
 
 pytestmark = pytest.mark.peers
 
@@ -87,8 +88,7 @@ def pressed(model, press, tokens, cache=None):
 def decoding_trace(recorded):
     """A trace of 100 tokens of a prompt and 50 after it."""
     whole = recorded("llama", 150)[2]
-    sizes = {"prompt_len": 100, "rope": whole.rope, "scale": whole.scale}
-    return kvsim.Trace.from_arrays(whole.q, whole.k, whole.v, **sizes)
+    return changed(whole, prompt_len=100)
 
 
 @pytest.mark.parametrize("name", POLICIES)

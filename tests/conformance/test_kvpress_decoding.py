@@ -23,6 +23,7 @@ import kvsim
 from kvsim.core.policy import Policy, Scorer, Scores
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
+from traces import changed
 
 pytestmark = pytest.mark.peers
 
@@ -133,15 +134,7 @@ def positions_of(keys: Tensor, known: Tensor) -> Tensor:
 
 def with_queries(trace: kvsim.Trace, q: Tensor) -> kvsim.Trace:
     """The trace with other queries, and the prompt that is decoded from."""
-    return kvsim.Trace.from_arrays(
-        q,
-        trace.k,
-        trace.v,
-        prompt_len=PROMPT,
-        rope=trace.rope,
-        scale=trace.scale,
-        o_proj=trace.o_proj,
-    )
+    return changed(trace, q=q, prompt_len=PROMPT, o_proj=trace.o_proj)
 
 
 # ----------------------------------------------------------------- what makes kvpress's sets differ
@@ -417,11 +410,6 @@ def test_adakv_brings_evicted_entries_back(kvpress, decoded, fake_keys):
 def damaged(trace: kvsim.Trace, event: Event) -> kvsim.Trace:
     """Layer 0 with the keys that the press had in its cache; the event is the only one."""
     stop = event.row + 1
-    return kvsim.Trace.from_arrays(
-        trace.q[:1, :, :stop],
-        event.keys[None],
-        trace.v[:1, :, :stop],
-        prompt_len=stop - INTERVAL,
-        rope=trace.rope,
-        scale=trace.scale,
-    )
+    q, v = (x[:1, :, :stop] for x in (trace.q, trace.v))
+    arrays = {"q": q, "k": event.keys[None], "v": v, "layer_ids": [0], "rope": trace.rope}
+    return changed(trace, **arrays, prompt_len=stop - INTERVAL, scale=trace.scale)

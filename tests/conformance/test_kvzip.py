@@ -12,6 +12,7 @@ from kvsim.core.probe import Chunk, Probe
 from kvsim.recorder import load_model
 from kvsim.recorder.repetition import read_probe
 from kvsim.tiny.tasks import prompts
+from traces import changed
 
 pytestmark = pytest.mark.peers
 
@@ -68,12 +69,8 @@ def trace(tiny, presses):
     probe = Probe("repeat", chunks, tuple(token for ids in rows for token in ids))
     queries, keys = read_probe(model, tokens, probe, range(len(model.model.layers)))
     plain = kvsim.capture(model, None, tokens, max_new_tokens=0)
-    return kvsim.Trace.from_arrays(
-        plain.q,
-        plain.k,
-        plain.v,
-        prompt_len=len(tokens),
-        rope=plain.ropes,
+    return changed(
+        plain,
         probe_q=queries.clone(),
         probe_k=keys.clone(),
         meta={"probe": probe.document()},

@@ -19,6 +19,7 @@ import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.testing import loops
 from reference import metrics as loop_metrics
+from traces import changed
 
 TOLERANCE = 1e-5
 PROMPT, LENGTH = 40, 90
@@ -73,11 +74,8 @@ def test_single_layer_replay_is_a_live_run(random_model, prompt, name, params, b
     model, tokens = random_model(7), prompt(LENGTH, 7)
     recorded = kvsim.capture(model, None, tokens, max_new_tokens=0)
     q, k, v = recorded.q, recorded.k, recorded.v
-    rotary = {"rope": recorded.rope, "scale": recorded.scale}
     # the same rows, of which the first ones are the prompt
-    trace = kvsim.Trace.from_arrays(
-        q, k, v, prompt_len=PROMPT, attn_out=recorded.attn_out, lse=recorded.lse, **rotary
-    )
+    trace = changed(recorded, prompt_len=PROMPT, attn_out=recorded.attn_out, lse=recorded.lse)
     policy = kvsim.policy(name, **params)
     for layer in range(trace.n_layers):
         record = kvsim.replay(trace, policy, budget, interval=interval, layers=[layer])
@@ -91,9 +89,9 @@ def test_single_layer_replay_is_a_live_run(random_model, prompt, name, params, b
         for mine, its in [(q[layer], live_q), (k[layer], live_k), (v[layer], live_v)]:
             torch.testing.assert_close(mine, its, rtol=TOLERANCE, atol=TOLERANCE)
         # so the policy decides alike on what the live run offers it
-        again = kvsim.Trace.from_arrays(
-            live_q[None], live_k[None], live_v[None], prompt_len=PROMPT, **rotary
-        )
+        rotary = {"rope": recorded.rope, "scale": recorded.scale, "layer_ids": [0]}
+        lived = {"q": live_q[None], "k": live_k[None], "v": live_v[None]}
+        again = changed(recorded, **lived, **rotary, prompt_len=PROMPT)
         if name != "random" or layer == 0:  # whose draws depend on the layer's number
             found = kvsim.replay(again, policy, budget, interval=interval)
             assert (found.evicted_at == record.evicted_at).all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsim.core import attention
-from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge
+from kvsim.core.attention import Formula, Rope, attend, merge
 
 
 def naive(q, k, v, scale, seen):
@@ -55,18 +55,6 @@ def test_attention_with_a_mask_is_the_softmax_over_what_a_row_sees(kernel):
     torch.testing.assert_close(out.double(), expected_out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
     assert bool((out[1, :, 4] == 0).all())
-
-
-def test_causal_attention_lets_a_row_see_itself_and_what_came_before(kernel):
-    """Row i sees entries 0 to i."""
-    q, k, v = example(rows=14)
-    seen = torch.ones(14, 14, dtype=torch.bool).tril().expand(2, 3, 14, 14)
-
-    out, lse = causal_attention(q.flatten(0, 1), k[:, 0], v[:, 0], Formula(0.3))
-
-    expected_out, expected_lse = naive(q, k, v, 0.3, seen)
-    torch.testing.assert_close(out.double(), expected_out.flatten(0, 1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse.flatten(0, 1), atol=1e-5, rtol=1e-5)
 
 
 def test_attention_over_no_entries_is_zero_with_a_log_sum_exp_of_minus_infinity():
@@ -138,25 +126,6 @@ def test_one_vector_turns_to_many_positions():
     torch.testing.assert_close(turned[:, 4], rope.rotate(x[:, 0], torch.tensor(4)))
 
 
-def test_rotated_products_depend_on_the_distance_alone():
-    """The property that rotary embedding exists for."""
-    rope = Rope.default(8, theta=100.0)
-    q, k = torch.randn(1, 8, dtype=torch.float64), torch.randn(1, 8, dtype=torch.float64)
-
-    def product(row, pos):
-        return (rope.rotate(q, torch.tensor([row])) * rope.rotate(k, torch.tensor([pos]))).sum()
-
-    torch.testing.assert_close(product(7, 3), product(1007, 1003))
-
-
-def test_a_rope_whose_numbers_do_not_fit_is_refused():
-    """Frequencies and rotary dimensions must agree, and the layout must be known."""
-    with pytest.raises(ValueError, match="one frequency per rotated pair"):
-        Rope((1.0, 0.1), rotary_dim=6)
-    with pytest.raises(ValueError, match="expected 'half' or 'interleaved'"):
-        Rope((1.0,), layout="pairs")
-
-
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (7, 1), (5, 2), (300, 512), (-40, 17)])
 def test_the_mean_rotation_is_the_average_of_rotations(layout, start, count):
@@ -169,26 +138,6 @@ def test_the_mean_rotation_is_the_average_of_rotations(layout, start, count):
 
     each = [rope.rotate(x, torch.tensor(p)) for p in range(start, start + count)]
     torch.testing.assert_close(mean, torch.stack(each).mean(0))
-
-
-def test_a_mean_rotation_over_one_position_is_that_rotation():
-    """Nothing is damped."""
-    rope, x = Rope.default(8), torch.randn(5, 8, dtype=torch.float64)
-
-    torch.testing.assert_close(rope.rotate_mean(x, 11, 1), rope.rotate(x, torch.tensor(11)))
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_the_mean_rotation_by_negative_positions_is_the_transpose(layout):
-    """(R x) . y = x . (R' y): what is rotated forward on one side goes back on the other."""
-    rope = Rope((1.0, 0.1, 0.02), attention_scaling=1.2, layout=layout)
-    x, y = torch.randn(2, 8, dtype=torch.float64)
-
-    forward = rope.rotate_mean(x, 30, 9) @ y
-    back = x @ rope.rotate_mean(y, 1 - 30 - 9, 9)
-
-    torch.testing.assert_close(forward, back)
-    assert not torch.isclose(forward, x @ rope.rotate_mean(y, 30, 9))
 
 
 def test_pairs_are_the_two_components_that_turn_together():

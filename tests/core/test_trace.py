@@ -15,27 +15,17 @@ from hypothesis import strategies as st
 from kvsim.core.attention import Rope, causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PositionError, TraceError
+from traces import random_arrays, random_trace
 
 
-def arrays(layers=2, heads=2, group=2, n=40, dim=8, seed=0, dtype=torch.float32):
+def arrays(**sizes):
     """Random q, k, v."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(count):
-        return torch.randn(layers, count, n, dim, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
-
-    return {"q": draw(heads * group), "k": draw(heads), "v": draw(heads)}
+    return random_arrays(**{"n": 40, "size": 1.0} | sizes)
 
 
-def make(prompt_len=10, dtype=torch.float32, **options):
+def make(prompt_len=10, **options):
     """A trace of random arrays."""
-    sizes = {key: options.pop(key) for key in list(options) if key in ("layers", "n", "group")}
-    data = arrays(dtype=dtype, **sizes)
-    return Trace.from_arrays(
-        **data, prompt_len=prompt_len, rope=Rope.default(data["q"].shape[-1]), **options
-    )
+    return random_trace(**{"n": 40, "size": 1.0, "prompt_len": prompt_len} | options)
 
 
 def naive_attention(q, k, scale):

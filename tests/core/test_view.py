@@ -8,6 +8,7 @@ from kvsim.core import view as view_module
 from kvsim.core.entries import Entries
 from kvsim.core.view import Setting, View
 from kvsim.engine.source import TraceSource
+from traces import random_trace
 
 
 @pytest.fixture
@@ -16,14 +17,8 @@ def trace():
     torch.manual_seed(0)
     rope = kvsim.Rope.default(8)
     plain = torch.randn(1, 6, 20, 8, dtype=torch.float64)
-    return kvsim.Trace.from_arrays(
-        rope.rotate(plain, torch.arange(20)),
-        torch.randn(1, 2, 20, 8, dtype=torch.float64),
-        torch.randn(1, 2, 20, 8, dtype=torch.float64),
-        prompt_len=5,
-        rope=rope,
-        meta={"plain": plain.tolist()},
-    )
+    q, meta = rope.rotate(plain, torch.arange(20)), {"plain": plain.tolist()}
+    return random_trace(layers=1, group=3, n=20, dtype=torch.float64, prompt_len=5, q=q, meta=meta)
 
 
 def make_view(trace, *, row=14, since=-1, keep=None):

@@ -12,20 +12,17 @@ import torch
 
 import kvsim
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer, Scores
-from kvsim.engine import layers_per_block, rows
+from kvsim.engine import layers_per_block
 from kvsim.engine.replay import Options, run
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
 from kvsim.store.records import write_records
+from traces import random_trace
 
 
-def make_trace(layers=2, heads=2, group=2, tokens=40, dim=8, prompt=10, seed=0, **given):
-    """A random float64 trace."""
-    torch.manual_seed(seed)
-    q = torch.randn(layers, heads * group, tokens, dim, dtype=torch.float64) * 2
-    k, v = (torch.randn(layers, heads, tokens, dim, dtype=torch.float64) for _ in range(2))
-    arrays = {"q": q, "k": k, "v": v, **given}
-    return kvsim.Trace.from_arrays(**arrays, prompt_len=prompt, rope=kvsim.Rope.default(dim))
+def make_trace(**options):
+    """A random float64 trace of 40 tokens, 10 of them prompt."""
+    return random_trace(**{"n": 40, "prompt_len": 10, "dtype": torch.float64} | options)
 
 
 def replay_by_event(trace, name, budget):
@@ -88,7 +85,7 @@ def test_h2o_keeps_the_recent_and_the_most_attended_so_far():
 
 def test_streaming_llm_keeps_sinks_and_the_recent():
     """Its closed form: after every row the first 2 and the last budget - 2 positions."""
-    trace = make_trace(tokens=30, prompt=12)
+    trace = make_trace(n=30, prompt_len=12)
 
     record = kvsim.replay(trace, kvsim.policy("streaming_llm", sink=2), budget=6)
 
@@ -101,7 +98,7 @@ def test_streaming_llm_keeps_sinks_and_the_recent():
 
 def test_a_row_sees_one_more_than_the_budget_after_an_event_and_more_until_the_next():
     """b + 1 to b + s entries between events, as counted by kept."""
-    trace = make_trace(tokens=60, prompt=20)
+    trace = make_trace(n=60, prompt_len=20)
 
     record = kvsim.replay(trace, kvsim.policy("random"), budget=9, interval=5)
 
@@ -145,18 +142,6 @@ def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
     assert own.events == [9]
     assert (given.interval, given.prefill, given.own_schedule) == (6, False, False)
     assert given.events == [15, 21, 27, 33, 39]
-
-
-def test_layers_replay_alone_as_they_do_together():
-    """No layer influences another, and `layers` picks them in the given order."""
-    trace = make_trace(layers=4)
-    for name in ("tova", "random"):
-        whole = kvsim.replay(trace, kvsim.policy(name), budget=7).evicted_at
-
-        some = kvsim.replay(trace, kvsim.policy(name), budget=7, layers=[2, 0])
-
-        assert some.layers == (2, 0)
-        assert (some.evicted_at == whole[[2, 0]]).all()
 
 
 def test_layers_of_numpy_are_layers(tmp_path):
@@ -210,13 +195,13 @@ def test_internals_hold_the_scores_and_quotas_of_every_event_that_acted():
 
 def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
     """A dead entry's logit, 300 above all others, takes the block's maximum and changes nothing."""
-    trace = make_trace(layers=1, heads=1, group=1, tokens=60, prompt=10)
+    trace = make_trace(layers=1, heads=1, group=1, n=60, prompt_len=10)
     q, k = trace.q.clone(), trace.k.clone()
     # position 3 gets the lowest logit up to row 12, so it leaves, and a huge one from row 14 on
     k[0, 0, 3] = 0
     k[0, 0, 3, 0] = 100.0
     q[0, 0, :14, 0], q[0, 0, 14:, 0] = -10.0, 10.0
-    trace = make_trace(layers=1, heads=1, group=1, tokens=60, prompt=10, q=q, k=k)
+    trace = make_trace(layers=1, heads=1, group=1, n=60, prompt_len=10, q=q, k=k)
 
     for name in ("tova", "h2o"):
         by_row = kvsim.replay(trace, kvsim.policy(name), budget=8)
@@ -224,17 +209,6 @@ def test_an_entry_that_left_does_not_dim_those_that_stay(monkeypatch):
 
         assert by_row.evicted_at[0, 0, 3] < 14
         assert (by_row.evicted_at == by_event.evicted_at).all()
-
-
-@pytest.mark.parametrize("size", [1, 5, 1000])
-def test_the_size_of_a_block_of_rows_changes_nothing(size, monkeypatch):
-    """Blocks of one row, of some, and of all rows give the same Record."""
-    trace = make_trace(tokens=70)
-    expected = replay_by_event(trace, "h2o", 9).evicted_at
-
-    monkeypatch.setattr(rows, "ROWS", size)
-
-    assert (kvsim.replay(trace, kvsim.policy("h2o"), budget=9).evicted_at == expected).all()
 
 
 @dataclass(frozen=True)
@@ -369,7 +343,7 @@ def test_a_policy_without_a_workable_budget_says_so():
 
 def test_a_memory_budget_counts_the_window_of_the_scorer():
     """Attention of a long window takes memory, so fewer layers fit into a block."""
-    trace = make_trace(layers=1, tokens=400)
+    trace = make_trace(layers=1, n=400)
     short, long = (kvsim.policy("snapkv", window=w) for w in (4, 300))
     memory = 100 << 20
 
@@ -378,7 +352,7 @@ def test_a_memory_budget_counts_the_window_of_the_scorer():
 
 def test_a_record_belongs_to_its_trace_and_budget():
     """What a Record says about where it came from."""
-    trace = make_trace(tokens=33)
+    trace = make_trace(n=33)
 
     record = kvsim.replay(trace, kvsim.policy("snapkv", window=3), budget=8)
 
@@ -403,7 +377,7 @@ class Uneven(Allocator):
 @pytest.mark.parametrize("name", ["h2o", "tova", "random"])
 def test_an_event_acts_only_on_layers_that_hold_more_than_the_budget(name):
     """A layer with room is left alone, columns included: each layer replays as it does alone."""
-    trace = make_trace(layers=3, tokens=120)
+    trace = make_trace(layers=3, n=120)
     params = {"recent": 1} if name == "h2o" else {}
     policy = replace(kvsim.policy(name, **params), allocator=Uneven())
 

@@ -9,6 +9,7 @@ import torch
 import kvsim
 from kvsim.errors import MemoryLimitError
 from kvsim.store import describe
+from traces import random_trace
 
 BUDGET = 96 << 20
 
@@ -87,13 +88,7 @@ def test_replay_of_a_trace_four_times_the_memory_budget_stays_within_it(large_tr
 
 def test_a_memory_budget_below_one_layer_is_refused_with_what_is_needed():
     """The error names the memory that one layer needs."""
-    small_trace = kvsim.Trace.from_arrays(
-        torch.randn(1, 2, 32, 4),
-        torch.randn(1, 1, 32, 4),
-        torch.randn(1, 1, 32, 4),
-        prompt_len=8,
-        rope=kvsim.Rope.default(4),
-    )
+    small_trace = random_trace(layers=1, heads=1, n=32, dim=4)
 
     with pytest.raises(MemoryLimitError, match="give at least --memory"):
         kvsim.replay(small_trace, kvsim.policy("tova"), budget=16, memory=1 << 20)

@@ -3,8 +3,6 @@
 The rules themselves are compared with the naive reference in test_reference_propagation.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -17,12 +15,12 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Propagation, Selection, Step
 from kvsim.engine import check_cell
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.policies.asl import ASL, rank_variance, ranks
-from kvsim.policies.expected_attention import ExpectedAttention
+from kvsim.policies.asl import ASL
 from kvsim.policies.full import Full
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.schema import NEVER
 from kvsim.store.records import read_records, write_records
+from traces import changed
 
 LAYERS, HEADS, GROUP, DIM = 7, 2, 2, 8
 
@@ -175,57 +173,6 @@ def test_dropping_rows_is_part_of_the_prefill_and_no_event(trace):
     assert held[2:].tolist() == [[30] * HEADS] * (LAYERS - 2)
 
 
-def test_decoding_goes_on_evicting_from_what_is_left(trace):
-    """With an interval every layer is cut to the budget, deeper ones from the rows they have."""
-    record = kvsim.replay(
-        trace, kvsim.policy("fastkv+tova", rows=30, layer=1, window=4), 20, interval=5
-    )
-
-    for row in record.events:
-        assert (record.retained(row).sum(-1) == 20).all()
-    assert record.events == list(range(69, 90, 5))
-
-
-@pytest.mark.parametrize("name", ["h2o", "tova", "expected_attention", "streaming_llm", "snapkv"])
-def test_deeper_layers_are_those_of_a_shorter_prompt(trace, name):
-    """A scorer sees what it would see if the rows that went on were the whole prompt."""
-    policy = kvsim.policy(f"fastkv+{name}", rows=30, layer=1, window=4)
-    record = kvsim.replay(trace, policy, 20)
-    rows = np.flatnonzero(record.evicted_at[-1, 0, :70] >= np.arange(70))
-    at = np.concatenate([rows, np.arange(70, 90)])
-    short = kvsim.Trace.from_arrays(
-        trace.q[:, :, at],
-        trace.k[:, :, at],
-        trace.v[:, :, at],
-        prompt_len=30,
-        rope=trace.rope,
-    )
-    if name == "expected_attention":  # it also reads where the rows are
-        short = trace.only(torch.from_numpy(rows))
-    alone = kvsim.replay(short, replace(policy, propagation=None), 20, layers=[6])
-
-    assert len(rows) == 30
-    assert (record.retained(69)[6][:, rows] == alone.retained(29)[0][:, :30]).all()
-
-
-def test_expected_attention_counts_positions_and_not_places(trace):
-    """Rows that were dropped leave a gap in the positions, which the rotary embedding sees."""
-    rows = torch.arange(0, 70, 3)
-    part = trace.only(rows)
-
-    class Asking(ExpectedAttention):
-        def score(self, view):
-            turned = view.rope.rotate(view.unrotated(5), rows[-5:])
-            assert torch.allclose(turned, view.queries(5))
-            assert view.next_position == 70
-            return super().score(view)
-
-    policy = Policy("asking", Asking(), schedule=Schedule(interval=None))
-    assert kvsim.replay(part, policy, 10).events == [23]
-    assert part.positions.tolist() == [*range(0, 70, 3), *range(70, 90)]
-    assert part.per_query_head().positions.tolist() == part.positions.tolist()
-
-
 def test_internals_name_positions(trace):
     """What was decided in deeper layers is noted by position in the text."""
     record = kvsim.replay(
@@ -281,34 +228,6 @@ def test_output_of_a_second_pass_is_that_of_new_positions(trace):
 
 
 # ------------------------------------------------------------------------------------- the rules
-
-
-def test_ranks_and_their_variance():
-    """Ties rank by place; the variance is the population's, over what ranks high in one layer."""
-    ranked = ranks(torch.tensor([[3.0, 5.0, 5.0, 1.0], [9.0, 2.0, 4.0, 3.0]]))
-
-    assert ranked.tolist() == [[3, 1, 2, 4], [1, 4, 2, 3]]
-    # among the first 1 of a layer: tokens 0 (ranks 3, 1) and 1 (ranks 1, 4)
-    assert rank_variance(ranked, 1) == pytest.approx((1.0 + 2.25) / 2)
-    assert rank_variance(ranked, 0) == 0.0
-
-
-MAPS = {
-    "exponential": torch.exp,
-    "cube": lambda x: x**3,
-    "affine": lambda x: 5 * x - 9,
-    "logarithm": torch.log1p,
-}
-
-
-@pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
-def test_a_monotone_map_of_the_scores_changes_nothing(mapped):
-    """Ranks, and with them variance, layer and set, depend on the order of the scores alone."""
-    scores = torch.rand(6, 300, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    scores[:, 40:60] = scores[:, 60:80]  # ties
-
-    assert torch.equal(ranks(mapped(scores)), ranks(scores))
-    assert rank_variance(ranks(mapped(scores)), 30) == rank_variance(ranks(scores), 30)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(32, 0.766), (28, 0.789)])
@@ -460,9 +379,7 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
         kvsim.replay(trace, kvsim.policy("asl_2pass"), 20)
     with pytest.raises(PolicyError, match=r"7 rows propagate \(rows=0.1 of a prompt of 70 t"):
         kvsim.replay(trace, kvsim.policy("fastkv", rows=0.1), 20)
-    deep = kvsim.Trace.from_arrays(
-        trace.q, trace.k, trace.v, prompt_len=70, rope=trace.rope, layer_ids=range(3, 10)
-    )
+    deep = changed(trace, layer_ids=range(3, 10))
     with pytest.raises(PolicyError, match="goes through the layers from the first one on"):
         check_cell(deep, kvsim.policy("gemfilter"), 20, None)
     with pytest.raises(PolicyError, match="propagation is 3; expected a Propagation"):

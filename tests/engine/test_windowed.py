@@ -23,6 +23,7 @@ from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged, numbered, plural
 from kvsim.sweeps.driver import replay_all
+from traces import changed, random_trace
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -277,13 +278,7 @@ def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):
 def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons):
     """What has a reason is None or empty, and what has none is there."""
     made = make(formulas, n)
-    trace = kvsim.Trace.from_arrays(
-        *(made.q, made.k, made.v),
-        prompt_len=prompt_len,
-        rope=made.rope,
-        formulas=formulas,
-        layer_ids=ids,
-    )
+    trace = changed(made, prompt_len=prompt_len, layer_ids=ids)
     analysis = Analysis(trace)
 
     assert set(analysis.left_out) == set(reasons)
@@ -326,9 +321,7 @@ def test_a_record_without_internals_says_so():
 
 def test_one_layer_is_one_layer(tmp_path, run):
     """A single layer and head, one ranked token that goes on, no value at all."""
-    q, k, v = (torch.randn(1, 1, 120, DIM, generator=torch.Generator()) for _ in "qkv")
-    rope = Rope.default(DIM)
-    one = kvsim.Trace.from_arrays(q, k, v, prompt_len=90, rope=rope, name="one")
+    one = random_trace(layers=1, heads=1, group=1, n=120, prompt_len=90, name="one")
     path = one.save(tmp_path / "one.zarr")
 
     _, out, _ = run("replay", path, "--policy", "tova", "--budget", "20", "--metric", "repetition")

@@ -11,6 +11,7 @@ from kvsim.core.attention import Formula
 from kvsim.errors import PolicyError
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
+from traces import changed
 
 
 def test_scores_are_those_worked_out_by_hand():
@@ -75,10 +76,8 @@ def test_layers_with_sinks_of_their_own_are_refused_with_a_variant_that_takes_th
     """As in gpt-oss: one ranking needs layers that compute alike, equal heads do not."""
     case = make_case("normal", layers=2, heads=2, n=20, prompt_len=15, seed=3)
     formulas = [Formula(1.0, sinks=(layer, 0.0) * case.shape[2]) for layer in range(2)]
-    arrays = {name: getattr(case, name) for name in ("q", "k", "v", "probe_q", "probe_k")}
-    trace = kvsim.Trace.from_arrays(
-        **arrays, prompt_len=15, rope=case.rope, formulas=formulas, meta=case.trace().meta
-    )
+    probe = {"probe_q": case.probe_q, "probe_k": case.probe_k, "meta": case.trace().meta}
+    trace = changed(case.trace(), **probe, formulas=formulas)
     with pytest.raises(PolicyError, match=r"differ in their sinks.* such as kvzip@uniform"):
         kvsim.replay(trace, "kvzip", 8)
     assert kvsim.replay(trace, "kvzip@uniform", 8).retained(14).sum() == 2 * 2 * 8

@@ -24,6 +24,7 @@ from kvsim.policies.learned import Learned, Network
 from kvsim.policies.model import model_of
 from kvsim.testing import check_policy
 from kvsim.testing.strategies import make_case
+from traces import changed
 
 CAUSAL = ("position", "attention", "keys", "values")
 
@@ -252,9 +253,9 @@ def test_projections_replay_on_their_model_alone(given, model, words, tmp_path):
 def test_projections_belong_to_the_layers_of_their_traces():
     """As many other layers of the same model are another model to them."""
     case = make_case("sink", layers=2, heads=2, group=2, n=26, prompt_len=12, seed=3, dim=8)
-    arrays = {"prompt_len": 12, "rope": case.trace().rope, "meta": {"model": {"name": "m"}}}
+    meta = {"model": {"name": "m"}}
     digests = [
-        model_of(kvsim.Trace.from_arrays(case.q, case.k, case.v, layer_ids=ids, **arrays))["digest"]
+        model_of(changed(case.trace(), layer_ids=ids, meta=meta))["digest"]
         for ids in (None, (0, 1), (1, 2), (2, 3))
     ]
 

@@ -17,6 +17,7 @@ from kvsim.policies.oracle import Oracle
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.schema import NEVER
 from kvsim.testing import check_policy
+from traces import random_trace
 
 POOLS = 4
 KINDS = ("spread", "few values", "equal", "zero", "one strong entry")
@@ -123,12 +124,8 @@ N, PROMPT, CONTEXT = 9, 5, 4
 
 def short_trace(seed):
     """Two layers, two KV heads, groups of two, nine tokens; attention far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (
-        torch.randn(2, h, N, 8, generator=generator, dtype=torch.float64) * 2 for h in (4, 2, 2)
-    )
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=PROMPT, context_len=CONTEXT, rope=rope)
+    lengths = {"n": N, "prompt_len": PROMPT, "context_len": CONTEXT}
+    return random_trace(seed=seed, dtype=torch.float64, **lengths)
 
 
 def attended(trace):

@@ -9,13 +9,13 @@ import pytest
 from torch import Tensor
 
 from kvsim import Policy, Trace, replay
-from kvsim.core.attention import Rope
 from kvsim.core.policy import Schedule, Scorer
 from kvsim.core.view import View
 from kvsim.errors import ScoreError
 from kvsim.policies.criticalkv import CriticalKV
 from kvsim.policies.gkv import Global
 from kvsim.policies.knorm import Knorm
+from traces import random_trace
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,8 @@ class Undeclared(Scorer):
 
 
 def _trace(n: int) -> Trace:
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(1, heads, n, 8)).astype("f") for heads in (2, 1, 1))
-    o_proj = rng.normal(size=(1, 2, 8, 6)).astype("f")
-    return Trace.from_arrays(q, k, v, prompt_len=n - 4, rope=Rope.default(8), o_proj=o_proj)
+    o_proj = np.random.default_rng(0).normal(size=(1, 2, 8, 6)).astype("f")
+    return random_trace(layers=1, heads=1, n=n, prompt_len=n - 4, o_proj=o_proj)
 
 
 @pytest.mark.parametrize("wrapper", [Global, CriticalKV])

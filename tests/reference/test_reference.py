@@ -29,6 +29,7 @@ from kvsim.testing.strategies import Case
 from reference import NEVER, Scored
 from reference import metrics as loop_metrics
 from reference.strategies import Setup, examples, naive, of, setups
+from traces import changed
 
 CATALOGUED = {*CATALOGUE, *(f"{n}@{p}" for n, entry in CATALOGUE.items() for p in entry.presets)}
 #: Policies that are replayed by the most cases, and measured.
@@ -294,15 +295,7 @@ def test_replay_under_a_softcap_equals_the_naive_replay(name, params, monkeypatc
             "sharp", layers=2, heads=2, group=2, n=26, prompt_len=15, seed=seed
         )
         formulas = [Formula(case.scale, softcap=cap)] * 2
-        trace = kvsim.Trace.from_arrays(
-            case.q,
-            case.k,
-            case.v,
-            prompt_len=15,
-            rope=case.rope,
-            formulas=formulas,
-            o_proj=case.o_proj,
-        )
+        trace = changed(case.trace(), formulas=formulas, o_proj=case.o_proj)
         setup = Setup(name, params, 9, 4, prefill=None)
         outcome = naive(case, setup)
         record = run(trace, setup.built, 9, setup.schedule, Options())
@@ -438,22 +431,6 @@ def test_output_error_of_a_longer_trace_equals_the_naive_one():
     for name, interval in [("snapkv", 150), ("tova", 65), ("h2o", 20), ("streaming_llm", None)]:
         params = {"window": 8} if name == "snapkv" else {}
         check_outputs(case, replay(case, Setup(name, params, 24, interval, None)))
-
-
-def test_records_measured_together_equal_records_measured_alone():
-    """What records of a trace share is not changed by any of them.
-
-    On some processors the sums of a product of more rows are rounded otherwise.
-    """
-    case = strategies.make_case("sharp", heads=2, group=2, n=200, prompt_len=40, seed=5)
-    records = [
-        replay(case, Setup(name, {}, 24, 70, None)) for name in ("tova", "h2o", "random", "tova")
-    ]
-    together = output_error(case.trace(), records)
-    for record, found in zip(records, together, strict=True):
-        alone = output_error(case.trace(), [record])[0]
-        np.testing.assert_allclose(found.error, alone.error, rtol=1e-6)
-        np.testing.assert_allclose(found.missing, alone.missing, rtol=1e-6)
 
 
 @settings(QUIET, max_examples=examples(80))

@@ -25,6 +25,7 @@ from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 from reference import reading
 from reference.strategies import examples
+from traces import changed
 
 READERS = ("quest", "quest@release", "double_sparsity", "infllm", "rocketkv", "topk", "topp")
 #: Evictions in front of a reader, and their parameters; "" alone, "any" whatever leaves whenever.
@@ -67,9 +68,7 @@ def generated(
     softcap = float(rng.choice([2.0, 20.0])) if rng.random() < 0.3 else None
     sinks = tuple(rng.normal(size=heads * group).tolist()) if rng.random() < 0.3 else ()
     formula = Formula(case.scale, softcap=softcap, sinks=sinks)
-    trace = Trace.from_arrays(
-        case.q, case.k, case.v, prompt_len=prompt, rope=case.rope, formulas=[formula]
-    )
+    trace = changed(case.trace(), prompt_len=prompt, formulas=[formula])
     shared = ["query", "kv", "layer"][: 2 if front.startswith("adakv") else 3]
     params: dict[str, Any] = {"heads": str(rng.choice(shared))}
     if name.startswith("quest"):

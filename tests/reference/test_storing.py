@@ -25,6 +25,7 @@ from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import storing
 from reference.strategies import examples, setups
+from traces import changed
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 EVICTIONS = ("full", "snapkv", "tova", "h2o", "gkv", "streaming_llm", "adakv+snapkv")
@@ -215,9 +216,7 @@ def test_storing_under_a_softcap_and_sinks(name):
     case = strategies.make_case("sharp", layers=2, heads=2, group=2, n=18, prompt_len=5, seed=7)
     sinks = (0.5, -1.0, 2.0, 0.0)
     formula = Formula(case.scale, softcap=3.0, sinks=sinks)
-    trace = kvsim.Trace.from_arrays(
-        *(case.q, case.k, case.v), prompt_len=5, rope=case.rope, formulas=[formula] * 2
-    )
+    trace = changed(case.trace(), prompt_len=5, formulas=[formula] * 2)
 
     class Fixed:
         """The first of what could be drawn."""

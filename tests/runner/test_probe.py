@@ -13,6 +13,7 @@ from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.paged import Paging
 from small_model import small
+from traces import changed
 
 PROMPT, NEW, BUDGET = 40, 12, 16
 
@@ -84,9 +85,7 @@ def test_without_a_probe_the_repetition_alone_runs(recorded):
 def test_a_trace_without_a_probe_says_how_to_record_it(recorded):
     """Replay and closed loop name the option; a policy that drops rows is refused at once."""
     running, trace = recorded
-    plain = kvsim.Trace.from_arrays(
-        trace.q, trace.k, trace.v, prompt_len=PROMPT, rope=trace.ropes, tokens=trace.tokens
-    )
+    plain = changed(trace, context_len=None, tokens=trace.tokens)
     policy = kvsim.policy("kvzip")
     with pytest.raises(NeedsError, match=r"probe_.*--probe repeat"):
         kvsim.replay(plain, policy, BUDGET)

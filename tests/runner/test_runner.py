@@ -21,6 +21,7 @@ from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.runner.decoder import Decoder
 from live_runs import older
+from traces import changed
 
 PROMPT = 130
 SIZES = {
@@ -588,9 +589,7 @@ def test_deep_recorded_traces_agree_with_the_naive_reference(recorded):
 def test_what_cannot_be_recomputed_is_refused(recorded):
     """No residual stream, no rows dropped, sets per query head, a family with other parts."""
     model, trace = recorded
-    plain = kvsim.Trace.from_arrays(
-        trace.q, trace.k, trace.v, prompt_len=trace.prompt_len, rope=trace.rope
-    )
+    plain = changed(trace)
 
     with pytest.raises(NeedsError, match="--residual"):
         kvsim.recompute(plain, kvsim.policy("fastkv", rows=60), 32, model)
