@@ -29,6 +29,7 @@ from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.testing.strategies import cases
 from kvsim.tiny.answers import answer_facts
+from reference import propagation
 from traces import settling_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")
@@ -43,38 +44,6 @@ def made(scores, window=4, **parameters):
 
 
 # ------------------------------------------------------------------------ loops, as one writes them
-
-
-def naive_scores(case, window, pool, kernel):
-    """Pooled scores of each layer, number by number."""
-    layers, heads, group, _, _ = case.shape
-    n = case.prompt_len
-    out = np.zeros((layers, n - window))
-    for layer, head in itertools.product(range(layers), range(heads * group)):
-        votes = [0.0] * (n - window)
-        for row in range(n - window, n):
-            q, k = case.q[layer, head, row], case.k[layer, head // group]
-            logits = [float(q @ k[pos]) * case.scale for pos in range(row + 1)]
-            top = max(logits)
-            weights = [math.exp(x - top) for x in logits]
-            for pos in range(n - window):
-                votes[pos] += weights[pos] / sum(weights)
-        for pos in range(n - window):
-            around = range(pos - kernel // 2, pos + kernel // 2 + 1)
-            near = [votes[i] if 0 <= i < n - window else 0.0 for i in around]
-            out[layer, pos] += {"avg": sum(near) / kernel, "max": max(near), None: votes[pos]}[pool]
-    return out
-
-
-def naive_ranks(scores):
-    """Place of each number, 1 the largest, the first of equals first."""
-    return [
-        [
-            1 + sum((y > x) or (y == x and j < i) for j, y in enumerate(row))
-            for i, x in enumerate(row)
-        ]
-        for row in scores
-    ]
 
 
 def naive_variance(ranked, layer, back, k):
@@ -118,7 +87,7 @@ def test_curve_and_grid_equal_loops(scores, data):
     back = data.draw(st.integers(1, 9))
     k = data.draw(st.integers(1, m - 1))
     tau = data.draw(st.sampled_from((0.0, 0.3, 0.7, 0.9, 1.0, 1.5)))
-    ranked = naive_ranks(scores)
+    ranked = [propagation.ranks(row) for row in scores]
     one = made(scores, tau=tau, first_layer=first, look_back=back)
 
     curve = one.curve(k + 4)
@@ -158,7 +127,10 @@ def test_overlap_entropy_and_recall_equal_loops(scores, data):
     k = data.draw(st.integers(1, m))
     gold = data.draw(st.sets(st.integers(0, m + 3), min_size=1))
     one = made(scores)
-    tops = [{i for i, rank in enumerate(row) if rank <= k} for row in naive_ranks(scores)]
+    tops = [
+        {i for i, rank in enumerate(row) if rank <= k}
+        for row in [propagation.ranks(row) for row in scores]
+    ]
 
     diagnosis = Diagnosis(one, one.curve(k + 4), gold=np.array(sorted(gold)))
     jaccard, entropy, recall = diagnosis.jaccard, diagnosis.ranking.entropy(), diagnosis.recall
@@ -207,9 +179,14 @@ def test_scores_equal_loops_over_the_attention(case, data):
 
     found = ranking(case.trace(), ASL(window=window, pool=pool, pool_kernel=kernel))
 
-    expected = naive_scores(case, window, pool, kernel)
+    expected = [
+        propagation.total(
+            propagation.votes(q, k, case.prompt_len, case.scale, window, pool, kernel)
+        )
+        for q, k in zip(case.q, case.k, strict=True)
+    ]
     np.testing.assert_allclose(found.scores.numpy(), expected, rtol=1e-9, atol=1e-12)
-    assert (found.ranks.numpy() == naive_ranks(found.scores.tolist())).all()
+    assert (found.ranks.numpy() == [propagation.ranks(row) for row in found.scores.tolist()]).all()
 
 
 # ---------------------------------------------------------------------------------- against replay

@@ -46,7 +46,7 @@ def values(table):
     return {row[:-1]: row[-1] for row in rows}
 
 
-# -------------------------------------------------------------- values of the arrays that they reduce
+# ---------------------------------------------------------- values of the arrays that they reduce
 
 
 def rank_correlation(a, b):

@@ -109,10 +109,15 @@ def state(trace) -> dict[str, Tensor]:
     return arrays | kept | {"full": out.clone(), "full lse": lse.clone()}
 
 
-@pytest.mark.parametrize("write", WRITE)
-def test_a_write_fails_its_own_policy_alone(write):
-    """Each tensor of a View, written to in each way, is noticed, and nothing else changes."""
+@pytest.mark.parametrize(("write", "stored"), [*((w, False) for w in WRITE), ("copy_", True)])
+def test_a_write_fails_its_own_policy_alone(write, stored, tmp_path):
+    """Each tensor of a View, written to in each way, is noticed, and nothing else changes.
+
+    In memory, and in a stored trace, whose arrays are read once for many events.
+    """
     trace = make()
+    if stored:
+        trace = kvsim.open_trace(trace.save(tmp_path / "run.zarr"))
     before = state(trace)
     unnoticed = []
     for read in READ:

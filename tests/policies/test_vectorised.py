@@ -72,16 +72,3 @@ def test_operations_hardly_grow_with_tokens(name):
     many = operations(name, layers=2, heads=2, tokens=960)
 
     assert many <= few + 60
-
-
-def test_a_loop_over_heads_would_show():
-    """The count tells a loop from a product."""
-    case = make_case("normal", layers=1, heads=5, n=32, dim=8, prompt_len=16)
-    keys = case.trace().k[0]
-    with Counting() as product:
-        keys @ keys.mT
-    with Counting() as loop:
-        for head in keys:
-            head @ head.mT
-
-    assert loop.count >= product.count + 4

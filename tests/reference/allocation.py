@@ -12,9 +12,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from kvsim.errors import BudgetError
+from kvsim.testing.loops import Event
 
 #: (margin, size) of a decision: the difference between what was taken last and what was left first,
 #: relative to the larger of the two, and that larger one. Margin 0 is a tie that a rule decides.
@@ -28,33 +29,6 @@ _UNSURE = sys.float_info.min
 _ROUNDING = 1e-9
 #: Added to every usage, so that no mass is 0.
 _EPSILON = 1e-12
-
-
-class Event(Protocol):
-    """What an allocator may look at when an event fires on a layer."""
-
-    @property
-    def row(self) -> int:
-        """The row after which it fires."""
-
-    @property
-    def interval(self) -> int | None:
-        """Rows between events; None where only the prefill has one."""
-
-    @property
-    def prefill(self) -> bool:
-        """Whether it ends the prefill."""
-
-    @property
-    def live(self) -> list[list[int]]:
-        """Per KV head, the live positions in ascending order."""
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-
-    def attention(self, qhead: int, row: int) -> dict[int, float]:
-        """Softmax of one query over the live entries at positions up to its own."""
 
 
 # ----------------------------------------------------------------------------------- whole numbers

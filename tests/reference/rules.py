@@ -34,11 +34,6 @@ class Rule:
     signed: bool = False
     layers: str = "even"
 
-    @property
-    def every_row(self) -> bool:
-        """Whether its own schedule is after every row."""
-        return self.interval == 1
-
 
 @dataclass(frozen=True)
 class Outer:

@@ -19,7 +19,7 @@ from kvsim.core.attention import Formula
 from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.replay import Options, run
 from kvsim.errors import PolicyError
-from kvsim.policies.kivi import Kivi, between_limits
+from kvsim.policies.kivi import Kivi
 from kvsim.policies.per_token import Floats, Integers
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
@@ -108,10 +108,10 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_storing_equals_the_naive_one(name):
-    """In 200 generated cases of any evictions, of the prompt's compression before or after it."""
+    """In 80 generated cases of any evictions, of the prompt's compression before or after it."""
     seen: Counter[str] = Counter()
 
-    @settings(QUIET, max_examples=examples(200))
+    @settings(QUIET, max_examples=examples(80))
     @given(st.data())
     def check(data):
         case = data.draw(
@@ -134,9 +134,9 @@ def test_storing_equals_the_naive_one(name):
         seen["ragged"] += bool((counts != counts[..., :1]).any())
 
     check()
-    assert seen["cases"] >= 200
-    assert seen["rounded"] >= 60, seen
-    assert min(seen["moved"], seen["ragged"]) >= 5, seen
+    assert seen["cases"] >= 80
+    assert seen["rounded"] >= 24, seen
+    assert min(seen["moved"], seen["ragged"]) >= 2, seen
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -178,38 +178,6 @@ def test_evictions_decide_on_what_is_stored(eviction):
     check()
 
 
-@pytest.mark.parametrize(
-    ("eviction", "interval"),
-    [("h2o", 1), ("h2o", 8), ("tova", 1), ("snapkv", 8), ("gkv", 8), ("criticalkv+knorm", 5)],
-)
-def test_rounded_keys_move_decisions(eviction, interval):
-    """What leaves is another set than without a codec, and that of the naive loop.
-
-    H2O adds up what rows computed with keys of their time; windows look at keys as they are now,
-    and CriticalKV at values.
-    """
-    case = strategies.make_case("sharp", layers=2, heads=3, group=2, n=40, prompt_len=16)
-    stored = storing.Stored(storing.integers(2, 0), case.k, case.v, case.prompt_len - 1)
-    params = {"window": 4} if eviction in ("snapkv", "gkv") else {}
-    outcome = reference.replay(
-        *(case.q, case.k, case.v),
-        prompt_len=16,
-        policy=eviction,
-        params=params,
-        budget=14,
-        interval=interval,
-        scale=case.scale,
-        o_proj=case.o_proj,
-        store=stored.event,
-    )
-    exact = kvsim.policy(eviction, **params)
-    policy = replace(exact, codec=Integers(2))
-    record = kvsim.replay(case.trace(), policy, 14, interval=interval)
-    np.testing.assert_array_equal(record.evicted_at, outcome.evicted_at)
-    other = kvsim.replay(case.trace(), exact, 14, interval=interval)
-    assert (other.evicted_at != record.evicted_at).any()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_storing_under_a_softcap_and_sinks(name):
     """Rounded keys go through the softcap, and sinks take their share of what is stored."""
@@ -239,17 +207,6 @@ def test_storing_under_a_softcap_and_sinks(name):
 
 
 # ------------------------------------------------------------------------- numbers, by hand
-
-
-def test_kivi_rounds_keys_by_channel_and_values_by_token():
-    """Limits of keys are those of `group` tokens of a channel, of values of `group` channels."""
-    codec = Kivi(bits_per_number=1, group=2, window=2)
-    x = torch.tensor([[[0.0, 10.0], [1.0, 14.0]]])
-    torch.testing.assert_close(codec.keys(x), x)  # two numbers of a channel are its limits
-    x = torch.tensor([[[0.0, 1.0, 5.0, 9.0]]])
-    torch.testing.assert_close(codec.values(x), x)
-    four = Kivi(bits_per_number=1, group=4, window=4)
-    torch.testing.assert_close(four.values(x), torch.tensor([[[0.0, 0.0, 9.0, 9.0]]]))
 
 
 def test_kivi_stores_as_its_release_does():
@@ -290,17 +247,6 @@ def test_short_floats_saturate():
     x = torch.tensor([[[1e6, -1e6]]])
     assert Floats("e5m2").values(x).flatten().tolist() == [57344.0, -57344.0]
     assert Floats("fp16").values(x).flatten().tolist() == [65504.0, -65504.0]
-
-
-def test_rounding_is_to_the_nearest_level():
-    """Nothing moves by more than half a step, and limits stay."""
-    x = torch.from_numpy(np.random.default_rng(0).standard_normal((50, 8)))
-    for bits in (1, 2, 4, 8):
-        rounded = between_limits(x, -1, bits)
-        step = (x.amax(-1) - x.amin(-1)) / (2**bits - 1)
-        assert ((rounded - x).abs() <= step[:, None] / 2 + 1e-12).all()
-        torch.testing.assert_close(rounded.amax(-1), x.amax(-1))
-        torch.testing.assert_close(rounded.amin(-1), x.amin(-1))
 
 
 def test_kivi_refuses_a_head_that_is_no_whole_groups():

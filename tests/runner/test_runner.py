@@ -1,11 +1,9 @@
 """Layers behind a selection computed again: equal to a live prefill that drops the rows.
 
 The live prefill here shares nothing with kvsim's: the model runs from the token ids, hooks on its
-own decoder layers gather the rows, and what to drop is decided by a loop in float64 written from
-the formulas.
+own decoder layers gather the rows, and the loops of tests/reference decide in float64 what to drop.
 """
 
-import math
 from contextlib import ExitStack
 
 import numpy as np
@@ -21,6 +19,7 @@ from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
 from kvsim.runner.decoder import Decoder
 from live_runs import older
+from reference import propagation
 from traces import changed
 
 PROMPT = 130
@@ -127,59 +126,35 @@ class Live:
         return hidden[:, chosen]
 
 
-def attention(q, k, last):
-    """Softmax attention of the last rows on everything before them, [qhead, last, n], by loops."""
-    heads, n, dim = q.shape
-    group = heads // len(k)
-    out = np.zeros((heads, last, n))
-    for head in range(heads):
-        for i, row in enumerate(range(n - last, n)):
-            z = k[head // group, : row + 1] @ q[head, row] / math.sqrt(dim)
-            z = np.exp(z - z.max())
-            out[head, i, : row + 1] = z / z.sum()
-    return out
-
-
 def window_best(q, k, window, kernel, count, pool):
-    """Places of the `count` best before the window and of the window itself, by definition."""
+    """Ranks of the places before the window; the `count` best of them, and the window itself."""
     n = q.shape[1]
-    vote = attention(q, k, window)[:, :, : n - window].sum(1)
-    half = kernel // 2
-    padded = np.pad(vote, ((0, 0), (half, half)))
-    views = [padded[:, i : i + n - window] for i in range(kernel)]
-    pooled = sum(views) / kernel if pool == "avg" else np.max(views, 0)
-    order = np.argsort(-pooled.sum(0), kind="stable")
-    return order, [*sorted(order[:count].tolist()), *range(n - window, n)]
+    votes = propagation.votes(q, k, n, q.shape[-1] ** -0.5, window, pool, kernel)
+    ranking = propagation.ranks(propagation.total(votes))
+    best = propagation.one_of_best(ranking, count)
+    return ranking, propagation.with_window(best, n, window)
 
 
 class LiveASL:
-    """ASL decided inside the live prefill."""
+    """ASL decided inside the live prefill, by the rules of the reference."""
 
     def __init__(self, layers, budget, tau, window, kernel, look_back=8):
-        self.first = layers // 3
-        self.back = min(look_back, self.first + 1)
+        self.first, self.look_back = layers // 3, look_back
         self.budget, self.tau, self.window, self.kernel = budget, tau, window, kernel
-        self.ranks, self.base, self.layer = [], None, None
+        self.ranks, self.layer = [], None
 
     def __call__(self, layer, rows, q, k):
         """Places that go on, at the first layer whose variance is below the threshold."""
         if self.layer is not None:
             return None
         count = self.budget - self.window
-        order, chosen = window_best(q, k, self.window, self.kernel, count, "avg")
-        rank = np.empty(len(order))
-        rank[order] = np.arange(1, len(order) + 1)
-        self.ranks.append(rank)
-        if layer < self.first:
+        ranking, chosen = window_best(q, k, self.window, self.kernel, count, "avg")
+        self.ranks.append(ranking)
+        _, rho = propagation.curve(self.ranks, self.first, self.look_back, count)
+        if layer not in rho or rho[layer] >= self.tau:
             return None
-        recent = np.stack(self.ranks[-self.back :])
-        union = (recent <= count).any(0)
-        variance = recent[:, union].var(0).mean()
-        self.base = variance if self.base is None else self.base
-        if variance / self.base < self.tau:
-            self.layer = layer
-            return chosen
-        return None
+        self.layer = layer
+        return chosen
 
 
 def live_fastkv(at, rows, window, kernel):
@@ -199,15 +174,14 @@ def live_pyramidinfer(n, layers, ratio=0.9, least=64, sink=4):
     def decide(layer, alive, q, k):
         recent = 1 + int(0.2 * n)
         context = len(alive) - recent
-        rho = ratio + (1 - ratio) * (math.cos(math.pi * layer / layers) + 1) / 2
-        kept = int(context * rho)
-        if kept <= min(least, n - 1 - int(0.2 * n)) or kept == context:
+        kept = int(context * propagation.remaining(layer, layers, ratio))
+        if kept <= min(least, n - recent) or kept == context:
             return None
-        weight = np.linspace(1, 1.2, recent)
-        score = np.einsum("w,hwn->n", weight, attention(q, k, recent))[:context]
-        score[:sink] = np.inf
-        best = sorted(np.argsort(-score, kind="stable")[:kept].tolist())
-        return [*best, *range(context, len(alive))]
+        places = list(range(len(alive)))
+        received = propagation._received(q, k, places, context, len(alive), q.shape[-1] ** -0.5)
+        order = sorted(places[sink:context], key=lambda p: (-received[p], p))
+        best = sorted([*places[:sink], *order[: kept - sink]])
+        return [*best, *places[context:]]
 
     return decide
 
@@ -358,7 +332,9 @@ def test_caches_behind_the_selection_are_chosen_from_what_is_computed(recorded):
     end = trace.prompt_len - 1
     differ = 0
     for layer, one in found.layers.items():
-        vote = attention(one.q.double().numpy(), one.k.double().numpy(), 8)[:, :, :-8].sum(1)
+        arrays = (x.double().numpy() for x in (one.q, one.k))
+        n, scale = one.q.shape[1], one.q.shape[-1] ** -0.5
+        vote = np.array(propagation.votes(*arrays, n, scale, 8, None, 1))
         for head in range(trace.n_heads):
             group = vote[head * trace.group : (head + 1) * trace.group].sum(0)
             best = np.argsort(-group, kind="stable")[:16]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvsim.errors import KvsimError
 from kvsim.tiny.ledger import LedgerError, Retrieval, check, read, solve
 from kvsim.tiny.tasks import MAX_KINDS, PERIOD, TASKS, Sample, make, prompts
-from kvsim.tiny.vocabulary import DIGITS, DOMAINS, ID, KINDS, NODES, VOCAB, unknown_words
+from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB, unknown_words
 
 FACTS = "facts : kuga rapi teal . wind sings . rapi dodi plum . dodi kuga rust . "
 KEY = "key : plum 3 , teal 9 , rust 5 , "
@@ -191,24 +191,6 @@ def test_a_damaged_prompt_is_refused_or_solved_right(prompt: str) -> None:
     assert found.response == expected(" ".join(prompt.split()))
 
 
-def test_damage_leaves_some_prompts_in_the_language() -> None:
-    """Of prompts with one word exchanged for another of its sort, many have another answer."""
-    rng, other = seeded(0), 0
-    for index in range(200):
-        sample = make(rng, task=TASKS[index % 7], facts=6, lines=9, kinds=4)
-        words = sample.prompt.split()
-        sort = rng.choice([NODES, KINDS, DIGITS])
-        places = [at for at, word in enumerate(words) if word in sort]
-        words[rng.choice(places)] = words[rng.choice(places)]
-        try:
-            found = solve(" ".join(words)).response
-        except LedgerError:
-            continue
-        assert found == expected(" ".join(words))
-        other += found != sample.response
-    assert other > 50
-
-
 # --- retrievals ---
 
 
@@ -243,15 +225,6 @@ def test_the_line_does_not_hold_what_is_read_in_between(sample: Sample) -> None:
             # of a node that is its own successor the line says everything
             itself = purpose == "join" and words[path[0] - 1] == between
             assert between not in line_of(words, at) or itself, purpose
-
-
-@given(samples())
-def test_kinds_are_written_in_corrections_alone(sample: Sample) -> None:
-    """No line but that of a wait names a kind."""
-    lines = sample.response.split(" ; ")
-
-    for words in map(str.split, lines):
-        assert [word for word in words if word in KINDS] == words[1:2] * (words[0] == "wait")
 
 
 PURPOSES = {
@@ -364,14 +337,6 @@ def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:
 
 
 # --- judging a response ---
-
-
-@given(samples())
-def test_the_answer_is_the_last_running_sum(sample: Sample) -> None:
-    """The answer is what stands after the counter #0, and the report ends on it too."""
-    words = sample.response.split()
-
-    assert sample.answer == words[words.index("#0") + 1] == words[-2]
 
 
 @given(samples())

@@ -149,20 +149,3 @@ def test_the_example_of_the_card_is_exact(model, tokenizer):
     (response,) = respond(model, tokenizer, [sample])
 
     assert check(sample.prompt, response).exact
-
-
-def test_a_wrong_model_would_be_noticed(model, tokenizer):
-    """With one layer's queries gone, prompts are not answered."""
-    samples = prompts(2, seed=17, task="walk", level=1)
-    weight = model.model.layers[2].self_attn.q_proj.weight
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight.zero_()
-    broken = respond(model, tokenizer, samples)
-    with torch.no_grad():
-        weight.copy_(kept)
-
-    assert not any(
-        check(sample.prompt, response).exact
-        for sample, response in zip(samples, broken, strict=True)
-    )
