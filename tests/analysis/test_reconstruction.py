@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.output.reconstruction import RATIOS, reconstruction_table
 from kvsim.errors import BudgetError, PolicyError
+from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases
+from reference import metrics
 from traces import changed
 
 POLICIES = ("expected_attention", "knorm", "streaming_llm", "adakv+tova", "h2o")
@@ -20,32 +22,15 @@ def naive(case, kept, cut):
 
     kept bool [layer, head, cut].
     """
-    layers, heads, group, n, dim = case.shape
-    out = np.zeros((layers, 2))
-    for layer in range(layers):
-        absolute, relative = [], []
-        for row in range(cut, n):
-            full, seen = np.zeros((2, heads * group, dim))
-            for qhead in range(heads * group):
-                head = qhead // group
-                for of, held in ((full, [True] * cut), (seen, kept[layer, head])):
-                    at = [p for p in range(row + 1) if p >= cut or held[p]]
-                    z = np.array(
-                        [
-                            case.scale * case.q[layer, qhead, row] @ case.k[layer, head, p]
-                            for p in at
-                        ]
-                    )
-                    weights = np.exp(z - z.max())
-                    of[qhead] = sum(
-                        w * case.v[layer, head, p] for w, p in zip(weights, at, strict=True)
-                    )
-                    of[qhead] /= weights.sum()
-            moved, size = np.sqrt(((full - seen) ** 2).sum()), np.sqrt((full**2).sum())
-            absolute.append(moved)
-            relative.append(moved / size if size else 0.0)
-        out[layer] = np.mean(absolute), np.mean(relative)
-    return out
+    gone = np.full(case.k.shape[:3], NEVER)
+    gone[..., :cut][~kept] = cut - 1
+    found = metrics.outputs(case.q, case.k, case.v, gone, scale=case.scale)
+    moved, size = (  # all heads as one vector, [layer, row]
+        np.sqrt((x[:, :, cut:] ** 2).sum((1, 3)))
+        for x in (found.out_full - found.out_seen, found.out_full)
+    )
+    relative = np.divide(moved, size, out=np.zeros_like(moved), where=size > 0)
+    return np.stack([moved.mean(-1), relative.mean(-1)], -1)
 
 
 @given(
