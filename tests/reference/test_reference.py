@@ -214,6 +214,7 @@ def test_two_hundred_small_cases_equal_the_naive_replay(name):
     assert acted >= 200
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_of_narrow_floats_equals_the_naive_replay(name):
     """In float32 and from float16 input, too, outside near-ties of the scores."""

@@ -264,6 +264,7 @@ def test_layers_that_nobody_gave(name, layers):
         assert record.selection.notes["layer"] == outcome.selection.selected
 
 
+@pytest.mark.deep
 def test_replay_of_narrow_floats_equals_the_naive_replay():
     """In float32, too, outside near-ties; and most cases are outside."""
     seen: Counter[str] = Counter()

@@ -207,6 +207,7 @@ def test_logits_that_are_not_finite_are_refused():
         judge.outcomes(records)
 
 
+@pytest.mark.deep
 def test_every_policy_of_the_catalogue_is_judged_or_refused_in_one_line():
     """No row is left without entries; refusals name the policy and what to do."""
     _, trace, judge = tiny()

@@ -34,6 +34,11 @@ POLICIES = live_policies()
 UNEVEN = ("adakv+snapkv", "criticalkv+snapkv", "cake", "pyramidkv", "global+tova")
 
 
+def deep(family):
+    """A family on which all policies run after the others."""
+    return pytest.param(family, marks=pytest.mark.deep)
+
+
 @functools.cache
 def running(name, kernel=None, dtype=torch.float32):
     """A small random model of a family."""
@@ -90,7 +95,7 @@ def tie(trace, policy, budget, live, layer, **options):
 # ------------------------------------------------------------------- one layer evicts: the replay
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", *(deep(x) for x in ("qwen2", "qwen3", "gemma3"))])
 def test_a_layer_that_alone_evicts_is_its_replay(family):
     """Each policy keeps the sets of the replay of the same q, k, v; outputs are by definition."""
     run = running(family)
@@ -106,6 +111,7 @@ def test_a_layer_that_alone_evicts_is_its_replay(family):
         assert output_gap(live, layer, record.evicted_at[0]) < CLOSE, name
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_the_shipped_model_evicts_as_in_the_replay_of_its_capture(layer):
     """On `tiny` policies keep the sets of the recorded trace, up to scores that nearly tie.
@@ -129,6 +135,18 @@ def test_the_shipped_model_evicts_as_in_the_replay_of_its_capture(layer):
     assert ties.count(0) >= len(ties) - 2
 
 
+@pytest.mark.deep
+def test_the_schedules_of_the_papers():
+    """Policies with their own intervals, 1 for many, evict as in the replay of the same q, k, v."""
+    run = running("llama")
+    for name, policy in POLICIES.items():
+        live = run_live(run, policy, budget_of(name), TOKENS, PROMPT, layers=[1])
+
+        record = kvsim.replay(live.trace(), policy, budget_of(name), layers=[1])
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_layer_0_and_decisions_at_the_prompt_do_not_drift(family):
     """With all layers evicting, both are those of the replay of the full-cache run."""
@@ -152,7 +170,7 @@ def test_layer_0_and_decisions_at_the_prompt_do_not_drift(family):
 # ------------------------------------------------------- all layers evict: the Record as a mask
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", deep("qwen2"), deep("qwen3")])
 def test_logits_are_those_of_the_record_as_a_mask(family):
     """A cache from which entries are gathered gives the logits of the full cache with a mask."""
     run = running(family)

@@ -201,6 +201,7 @@ def written(policy, paging=None, *, shared=False):
     return [int(x.argmax()) for x in logits], torch.stack(logits), decoding
 
 
+@pytest.mark.deep
 def test_all_policies_write_the_text_of_the_ordinary_cache():
     """Token for token in blocks of 1, 8 and 16: ragged heads, both tables, shared prefixes.
 

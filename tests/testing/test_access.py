@@ -136,6 +136,7 @@ def _mine(piece, eviction="knorm"):
     return replace(kvsim.policy(eviction), name="mine", **{kind: piece})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("piece", "invariant"),
     [
@@ -230,6 +231,7 @@ def _dead_are_stored(patch):
     )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("bug", "piece", "invariant"),
     [

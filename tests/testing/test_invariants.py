@@ -72,7 +72,12 @@ def around(name):
     return name if entry.innermost or entry.default else f"{name}+tova"
 
 
-@pytest.mark.parametrize("name", [around(name) for name in NAMES])
+PRESETS = pytest.mark.deep  # their policies come first
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(around(x), marks=[PRESETS] if "@" in x else []) for x in NAMES]
+)
 def test_policy_satisfies_every_invariant(name):
     """Each policy and preset, on generated traces at budgets near what it protects."""
     reference.check(name, small(name), max_examples=examples(8), max_n=16)
@@ -106,6 +111,7 @@ def test_a_window_of_the_release_is_whole_after_the_prompt():
         INVARIANTS["same_events"](Trial(policy, case, 8, None, None, salt=0))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("inner", INNER)
 def test_every_cross_satisfies_every_invariant(outer, inner):

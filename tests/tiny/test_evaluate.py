@@ -189,8 +189,8 @@ def test_means_are_those_of_the_response_rows(start):
 def test_teacher_forced_chains_are_those_of_greedy_generation(model):
     """With and without a KV head, both ways of counting exact chains give the same number."""
     tokenizer = load_tokenizer(PATH)
-    samples = prompts(6, seed=12, task="fork", level=1)
-    for columns in (slice(0, 0), slice(64, 128), slice(192, 256)):
+    samples = prompts(3, seed=12, task="fork", level=1)
+    for columns in (slice(0, 0), slice(192, 256)):
         with replaced(model, 1, columns, 0.0):
             responses = evaluate.respond(model, tokenizer, samples)
             forced = score(model, samples)
