@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 import kvsim
 from kvsim.analysis.prompt.gold import check_positions, find_text
@@ -573,8 +574,10 @@ def test_json_is_one_document(run, stored):
     assert sum(row["traces"] for row in document["distribution"]) == 4
 
 
-def test_figures_are_written_to_a_new_folder(run, stored, tmp_path):
+def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch):
     """Details of one trace, a comparison of several; a folder that exists is refused."""
+    # tests/plots look at what they show
+    monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
     one, many = tmp_path / "a" / "one", tmp_path / "many"
 
     status, out, _ = run(stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json")
