@@ -10,23 +10,18 @@ from hypothesis import strategies as st
 from kvsim.analysis.attention.windows import attention_gaps
 from kvsim.errors import TraceError
 from kvsim.testing.strategies import cases, make_case
+from reference import metrics
 
 
 def tops(case, layer, start, width, share):
     """For each KV head and window, the set of keys in its top."""
     out = []
-    for head in range(case.shape[1]):
-        own = range(head * case.shape[2], (head + 1) * case.shape[2])
+    weights = metrics.attention(case.q[layer], case.k[layer], case.scale)
+    of_heads = weights.reshape(*case.shape[1:3], case.n, case.n).max(1)  # [head, row, pos]
+    for attention in of_heads:
         of_head = []
         for first in range(start, case.n - width + 1, width):
-            scores = np.zeros(start)
-            for row in range(first, first + width):
-                best = np.zeros(start)
-                for i in own:
-                    z = case.scale * (case.k[layer, head, : row + 1] @ case.q[layer, i, row])
-                    e = np.exp(z - z.max())
-                    best = np.maximum(best, (e / e.sum())[:start])
-                scores += best / width
+            scores = attention[first : first + width, :start].mean(0)
             order = sorted(range(start), key=lambda p: (-scores[p], p))
             of_head.append(set(order[: max(1, round(share * start))]))
         out.append(of_head)

@@ -16,18 +16,13 @@ from kvsim.analysis.table import available
 from kvsim.core.record import Record
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases, make_case
+from reference import metrics
 from traces import changed
 
 
-def weights(case, layer, qhead):
-    """Full attention [row, pos] of a query head, by its definition."""
-    out = np.zeros((case.n, case.n))
-    q, k = case.q[layer, qhead], case.k[layer, qhead // case.shape[2]]
-    for row in range(case.n):
-        z = np.array([case.scale * float(q[row] @ k[pos]) for pos in range(row + 1)])
-        e = np.exp(z - z.max())
-        out[row, : row + 1] = e / e.sum()
-    return out
+def weights(case, layer):
+    """Full attention [qhead, row, pos] of a layer, by its definition."""
+    return metrics.attention(case.q[layer], case.k[layer], case.scale)
 
 
 def some_record(case, seed, *, per_query_head=False, layers=None):
@@ -80,7 +75,7 @@ def test_lost_mass_and_recall_equal_loops(case, seed, rows):
 
     for record, one in zip(records, found, strict=True):
         for at, layer in enumerate(record.layers):
-            full = [weights(case, layer, i) for i in range(case.q.shape[1])]
+            full = weights(case, layer)
             check_recall(case, record.evicted_at[at], full, one.recall[at], one.seen[at])
             check_lost(case, record.evicted_at[at], full, one.events[at], one.wiped[at])
 
@@ -135,7 +130,7 @@ def test_under_a_reader_recall_counts_what_a_row_reads(name, heads):
     for at in range(2):
         needle = np.zeros((4, 3))
         for i in range(4):
-            attention, shares = weights(case, at, i), []
+            attention, shares = weights(case, at)[i], []
             for row in range(30, 60):
                 read = set(read_by(record, at, i * accounts // 4, row))
                 best = sorted(range(row + 1), key=lambda p: -attention[row, p])[:10]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvsim.core.attention import Rope, causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import NeedsError, PositionError, TraceError
+from reference import metrics
 from traces import random_arrays, random_trace
 
 
@@ -26,20 +27,6 @@ def arrays(**sizes):
 def make(prompt_len=10, **options):
     """A trace of random arrays."""
     return random_trace(**{"n": 40, "size": 1.0, "prompt_len": prompt_len} | options)
-
-
-def naive_attention(q, k, scale):
-    """Full attention rows in float64 by the definition: q [qhead, n, d], k [head, n, d]."""
-    group = q.shape[0] // k.shape[0]
-    n = q.shape[1]
-    out = np.zeros((q.shape[0], n, n))
-    for head in range(q.shape[0]):
-        for row in range(n):
-            z = [scale * float(q[head, row] @ k[head // group, p]) for p in range(row + 1)]
-            top = max(z)
-            total = sum(math.exp(x - top) for x in z)
-            out[head, row, : row + 1] = [math.exp(x - top) / total for x in z]
-    return out
 
 
 def test_sizes_come_from_the_arrays():
@@ -124,7 +111,7 @@ def test_recorded_attention_is_used():
 def test_attention_rows_equal_the_definition(rows, pos, layer):
     """Any rows and columns of full attention equal a float64 loop, and future columns are 0."""
     trace = make(n=12, dtype=torch.float64, prompt_len=4)
-    expected = naive_attention(trace.q[layer], trace.k[layer], trace.scale)
+    expected = metrics.attention(trace.q[layer], trace.k[layer], trace.scale)
 
     found = trace.attention(layer, rows, pos)
 

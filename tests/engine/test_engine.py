@@ -35,13 +35,9 @@ def trace_of_logits(logits, prompt):
     """One layer and head whose logits are those of the matrix [row, pos], exactly."""
     n = len(logits)
     eye = torch.eye(n, dtype=torch.float64)
-    return kvsim.Trace.from_arrays(
-        torch.tensor(logits, dtype=torch.float64)[None, None],
-        eye[None, None],
-        eye[None, None],
-        prompt_len=prompt,
-        rope=kvsim.Rope.default(n),
-        scale=1.0,
+    q, k = torch.tensor(logits, dtype=torch.float64)[None, None], eye[None, None]
+    return random_trace(
+        layers=1, heads=1, group=1, dim=n, n=n, q=q, k=k, v=k, prompt_len=prompt, scale=1.0
     )
 
 

@@ -13,10 +13,14 @@ from kvsim.schema import NEVER
 from kvsim.testing.loops.event import Bools, Floats, logits_of, rotate, softmax
 
 
-def seen_by(evicted_at: npt.ArrayLike, row: int) -> Bools:
-    """bool [layer, head, pos]: p <= row <= evicted_at[p]."""
-    last = np.asarray(evicted_at)
-    return np.asarray((np.arange(last.shape[-1]) <= row) & (row <= last), dtype=np.bool_)
+def attention(q: npt.ArrayLike, k: npt.ArrayLike, scale: float) -> Floats:
+    """[qhead, row, pos]: full attention of a layer, 0 for what is later than the row."""
+    queries, keys = (np.asarray(x, dtype=np.float64) for x in (q, k))
+    z = logits_of(queries, keys, scale)
+    out = np.zeros(z.shape)
+    for head, row in np.ndindex(z.shape[:2]):
+        out[head, row, : row + 1] = softmax(z[head, row, : row + 1])
+    return out
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,7 @@ def window_overlap(
     queries, keys = (np.asarray(x, dtype=np.float64)[layer] for x in (q, k))
     heads, n, dim = keys.shape
     group = len(queries) // heads
-    z = logits_of(queries, keys, dim**-0.5 if scale is None else scale)
+    weights = attention(queries, keys, dim**-0.5 if scale is None else scale)
     domain = n - 4 * window
     if domain < 1:
         raise ValueError(
@@ -269,8 +273,8 @@ def window_overlap(
         for block in range(4):
             score = np.zeros(domain)
             for row in range(domain + block * window, domain + (block + 1) * window):
-                rows = [z[h * group + g, row, : row + 1] for g in range(group)]
-                score += np.max([softmax(x)[:domain] for x in rows], axis=0) / window
+                own = weights[h * group : (h + 1) * group, row, :domain]
+                score += own.max(axis=0) / window
             scores.append(score)
         sets = [_top(score, top) for score in scores]
         union = sets[0] | sets[1] | sets[2]
