@@ -10,23 +10,15 @@ from kvsim.analysis.attention.sparsity import attention_sparsity, compressed_spa
 from kvsim.core.record import Record
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases, make_case
+from reference import metrics
 
 SHARES = (0.05, 0.4)
 KINDS = ("normal", "sharp", "sink")
 
 
-def score(case, layer, heads, seen, start, pos):
-    """Mean over rows from `start` of the largest weight of the query heads on `pos`."""
-    total = 0.0
-    for row in range(start, case.n):
-        best = 0.0
-        for i in heads:
-            k = case.k[layer, i // case.shape[2]]
-            alive = [p for p in range(row + 1) if seen(row, p)]
-            e = {p: np.exp(case.scale * float(case.q[layer, i, row] @ k[p])) for p in alive}
-            best = max(best, e.get(pos, 0.0) / sum(e.values()))
-        total += best
-    return total / (case.n - start)
+def scores_of(weights, own, start):
+    """Mean over rows from `start` of the largest weight of the query heads, [pos]."""
+    return weights[own, start:].max(0).mean(0)
 
 
 def below(scores, among, counted, share):
@@ -46,13 +38,13 @@ def test_sparsity_of_full_attention_equals_loops(case, window, domain):
         found = attention_sparsity(
             case.trace(), layer, shares=SHARES, window=window, domain=domain, sink=sink
         )
+        weights = metrics.attention(case.q[layer], case.k[layer], case.scale)
         for head in range(case.shape[1]):
             if start < 1:
                 assert np.isnan(found.sequence[:, head]).all()
                 continue
-            own = range(head * group, (head + 1) * group)
             keys = list(range(start))
-            scores = [score(case, layer, own, lambda *_: True, start, p) for p in keys]
+            scores = scores_of(weights, range(head * group, (head + 1) * group), start)
             late = [p for p in keys if p >= start - domain]
             behind = [p for p in late if p >= sink]
             for i, share in enumerate(SHARES):
@@ -91,12 +83,11 @@ def test_sparsity_of_a_compressed_cache_equals_loops(case, window, per_query_hea
     start = max(case.prompt_len, case.n - window)
     per_head = case.q.shape[1] // heads
     for at, layer in enumerate(layers):
+        weights = metrics.attention(case.q[layer], case.k[layer], case.scale, gone[at])
         for head in range(heads):
-            last = gone[at, head]
             own = range(head * per_head, (head + 1) * per_head)
-            keys = [p for p in range(start) if last[p] >= case.n - 1 and start < case.n]
-            seen = lambda row, p, last=last: last[p] >= row  # noqa: E731 a rule, named
-            scores = {p: score(case, layer, own, seen, start, p) for p in keys}
+            keys = [p for p in range(start) if gone[at, head, p] >= case.n - 1 and start < case.n]
+            scores = scores_of(weights, own, start) if keys else ()
             behind = [p for p in keys if p >= sink]
             for i, share in enumerate(SHARES):
                 expected = below(scores, keys, keys, share), below(scores, behind, behind, share)

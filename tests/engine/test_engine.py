@@ -404,7 +404,7 @@ DIGEST = """
 import hashlib, kvsim
 trace = kvsim.open_trace(kvsim.sample_trace())
 digest = hashlib.sha256()
-for name in ("random", "streaming_llm", "h2o", "tova", "snapkv"):
+for name in ("random", "h2o", "snapkv"):
     for interval in (1, 32):
         record = kvsim.replay(trace, kvsim.policy(name), budget=64, interval=interval)
         digest.update(record.evicted_at.tobytes())

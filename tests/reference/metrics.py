@@ -13,13 +13,21 @@ from kvsim.schema import NEVER
 from kvsim.testing.loops.event import Bools, Floats, logits_of, rotate, softmax
 
 
-def attention(q: npt.ArrayLike, k: npt.ArrayLike, scale: float) -> Floats:
-    """[qhead, row, pos]: full attention of a layer, 0 for what is later than the row."""
+def attention(
+    q: npt.ArrayLike, k: npt.ArrayLike, scale: float, last: npt.ArrayLike = NEVER
+) -> Floats:
+    """[qhead, row, pos]: attention of a layer, 0 for what is later than the row.
+
+    last: the last row that sees an entry [head, pos], as in `evicted_at`; every row by default.
+    """
     queries, keys = (np.asarray(x, dtype=np.float64) for x in (q, k))
     z = logits_of(queries, keys, scale)
-    out = np.zeros(z.shape)
+    out, pos = np.zeros(z.shape), np.arange(z.shape[-1])
+    gone = np.broadcast_to(last, (np.shape(last)[0] if np.ndim(last) else 1, len(pos)))
+    gone = gone.repeat(len(z) // len(gone), 0)
     for head, row in np.ndindex(z.shape[:2]):
-        out[head, row, : row + 1] = softmax(z[head, row, : row + 1])
+        seen = (pos <= row) & (row <= gone[head])
+        out[head, row, seen] = softmax(z[head, row, seen])
     return out
 
 
