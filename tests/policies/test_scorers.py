@@ -259,6 +259,17 @@ def test_a_replay_may_calibrate_on_its_own_future_only_as_an_oracle():
 # ----------------------------------------------------------------------------------- criticalkv
 
 
+@pytest.mark.parametrize("held", [1, 1000])
+def test_projected_sizes_do_not_depend_on_what_is_held_at_once(held, monkeypatch):
+    """A few entries at a time, down to one."""
+    trace = make_trace()
+    o_proj = trace.o_proj.unflatten(1, (HEADS, GROUP))
+    whole = projected_size(trace.v, o_proj)
+    monkeypatch.setattr(criticalkv_module, "LOGIT_BYTES", held)
+
+    torch.testing.assert_close(projected_size(trace.v, o_proj), whole)
+
+
 def test_criticalkv_is_its_scorer_in_all_but_the_ranking():
     """Columns, window, protection and needs are the scorer's, with what is projected added."""
     around = CriticalKV(H2O(recent=3))
