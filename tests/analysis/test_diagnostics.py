@@ -331,20 +331,19 @@ def test_the_second_pass_takes_the_last_layer():
         (lambda t: ranking(t).curve(64, ASL(window=8)), PolicyError, "a ranking for each"),
         (lambda t: ranking(t).curve(64, ASL(first_layer=6)), PolicyError, "layer is 6"),
         (lambda t: ranking(t).grid(64, [7], [2]), PolicyError, "layer is 7"),
+        # ranks are compared from layer to layer: one that is missing would change them
+        (
+            lambda _: ranking(settling_trace(3, layer_ids=[0, 2, 4])),
+            *(PolicyError, r"layers \[0, 2, 4\]; expected 0, 1, 2"),
+        ),
+        # recorded without a tokenizer
+        (lambda t: find_text(t, "x"), TraceError, "no token texts"),
     ],
 )
 def test_refusals(call, error, expected):
     """What has no answer says what was expected."""
     with pytest.raises(error, match=expected):
         call(settling_trace(6))
-
-
-def test_a_trace_of_some_layers_is_refused():
-    """Ranks are compared from layer to layer, so a layer that is missing would change them."""
-    trace = settling_trace(3, layer_ids=[0, 2, 4])
-
-    with pytest.raises(PolicyError, match=r"layers \[0, 2, 4\]; expected 0, 1, 2"):
-        ranking(trace)
 
 
 # -------------------------------------------------------------------------------------------- gold
@@ -377,12 +376,6 @@ def test_text_of_tokens_without_blanks():
     for absent in ("ld", "key", "", "  "):
         with pytest.raises(GoldError, match="does not occur in the prompt"):
             find_text(trace, absent)
-
-
-def test_text_needs_token_texts():
-    """A trace that was recorded without a tokenizer has positions alone."""
-    with pytest.raises(TraceError, match="no token texts"):
-        find_text(settling_trace(1), "x")
 
 
 def test_positions_are_those_of_the_prompt():

@@ -198,16 +198,20 @@ def test_differences_are_of_one_schedule():
     assert dict(found.select("interval", "mean").rows()) == {16: 1.0, 64: 8.0}
 
 
-def test_a_policy_that_is_not_there_is_an_error():
-    """With the names that are, and a suggestion."""
-    with pytest.raises(PolicyError, match="no policy 'tov'; did you mean 'tova'"):
-        compare(table(row("a", "tova", 0.2)), "tov")
-
-
-def test_a_column_that_is_not_there_is_an_error():
-    """With the columns that are, and a suggestion."""
-    with pytest.raises(PolicyError, match="no column 'domian'; did you mean 'domain'"):
-        averages(table(row("a", "tova", 0.2)), by=["domian"])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda values: compare(values, "tov"), "no policy 'tov'; did you mean 'tova'"),
+        (lambda values: averages(values, by=["domian"]), "'domian'; did you mean 'domain'"),
+        # what the others are compared with has to be one thing
+        (lambda values: compare(values, "tova"), "tova has several parameters or schedules"),
+    ],
+)
+def test_what_is_not_there_and_a_base_at_two_schedules_are_errors(call, message):
+    """With the names that are there, and a suggestion."""
+    rows = [row("a", "tova", 0.2, interval=n) for n in (8, 16)]
+    with pytest.raises(PolicyError, match=message):
+        call(table(*rows, row("a", "ams", 0.1)))
 
 
 @pytest.mark.parametrize("name", ["value", "chance", "fidelity"])
@@ -233,13 +237,6 @@ def test_a_column_that_tells_results_apart_may_be_named():
     assert per_prompt(values, by=["trace"]).equals(per_prompt(values))
     with pytest.raises(PolicyError, match="means are over traces"):
         averages(values, by=["trace"])
-
-
-def test_a_base_at_two_schedules_is_an_error():
-    """What the others are compared with has to be one thing."""
-    rows = [row("a", "tova", 0.2, interval=n) for n in (8, 16)]
-    with pytest.raises(PolicyError, match="tova has several parameters or schedules"):
-        compare(table(*rows, row("a", "ams", 0.1)), "tova")
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,22 @@ def test_events_fire_after_the_prompt_and_every_interval_rows(schedule, expected
     assert schedule.rows(prompt_len=10, n_pos=16) == expected
 
 
-def test_an_interval_below_one_row_is_refused():
-    """The message says what was found."""
-    with pytest.raises(PolicyError, match="interval is 0; expected an integer of at least 1"):
-        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=8, interval=0)
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"interval": 0}, PolicyError, "interval is 0; expected an integer of at least 1"),
+        ({"layers": [2]}, PolicyError, r"layer is 2; expected 0\.\.1"),
+        ({"layers": [1, 1]}, PolicyError, r"layers are \[1, 1\]; expected some layers, each of th"),
+        *(
+            ({"budget": budget}, BudgetError, "expected a whole number of entries")
+            for budget in (2.5, True, None, 10**30)
+        ),
+    ],
+)
+def test_what_is_no_interval_layer_or_budget_is_refused(given, error, message):
+    """The message says what was found, and what there is."""
+    with pytest.raises(error, match=message):
+        kvsim.replay(make_trace(), kvsim.policy("tova"), **{"budget": 8} | given)
 
 
 def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
@@ -146,20 +158,6 @@ def test_layers_of_numpy_are_layers(tmp_path):
     write_records(tmp_path / "records.zarr", [record])
 
     assert [(type(layer), layer) for layer in record.layers] == [(int, 0), (int, 2)]
-
-
-def test_a_layer_that_the_trace_lacks_is_refused():
-    """The message names the layers that there are."""
-    with pytest.raises(PolicyError, match=r"layer is 2; expected 0\.\.1"):
-        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[2])
-
-
-def test_a_layer_named_twice_is_refused():
-    """A Record holds each layer once."""
-    with pytest.raises(
-        PolicyError, match=r"layers are \[1, 1\]; expected some layers, each of them once"
-    ):
-        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=7, layers=[1, 1])
 
 
 def test_progress_counts_layers():
@@ -306,13 +304,6 @@ def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, message, interval
 
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("see docs/add-a-policy.md")
-
-
-@pytest.mark.parametrize("budget", [2.5, True, None, 10**30])
-def test_a_budget_that_is_no_whole_number_is_refused(budget):
-    """A budget is entries, or a share as text."""
-    with pytest.raises(BudgetError, match="expected a whole number of entries"):
-        kvsim.replay(make_trace(), kvsim.policy("tova"), budget=budget)
 
 
 def test_a_whole_number_of_numpy_is_a_budget():
