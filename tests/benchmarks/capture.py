@@ -17,8 +17,6 @@ stands what the same arrays and the attention output take.
 
 With `--model smollm2` the model is SmolLM2, the prompt is documentation that comes with Python, and
 host memory is also that of a prompt of 4,095 tokens.
-
-With `--doc docs/performance.md` the report is put into that page.
 """
 
 from __future__ import annotations
@@ -39,15 +37,10 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import kvsim
+from harness import options, publish
 from kvsim.recorder import load_model
 from kvsim.recorder.generation import generate
 from kvsim.schema import CHUNK
-
-sys.path.append(str(Path(__file__).parent))
-from replay import put
-
-BEGIN, END = "<!-- begin capture -->", "<!-- end capture -->"
-BEGIN_REAL, END_REAL = "<!-- begin capture smollm2 -->", "<!-- end capture smollm2 -->"
 
 
 @dataclass(frozen=True)
@@ -263,23 +256,14 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     return ratios, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smallest", action="store_true", help="seconds instead of minutes")
+if __name__ == "__main__":
+    parser = options(__doc__)
     parser.add_argument("--model", choices=[REAL.model], help="a real model on real text")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
     parser.add_argument("--once", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--recorded", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.once:
-        once(Shape(**options.once), recorded=options.recorded)
-        return
-    _, lines = run(SMALLEST if options.smallest else REAL if options.model else AIM)
-    print("\n".join(lines))
-    if options.doc:
-        put(options.doc, lines, *((BEGIN_REAL, END_REAL) if options.model else (BEGIN, END)))
-
-
-if __name__ == "__main__":
-    main()
+    given = parser.parse_args()
+    if given.once:
+        once(Shape(**given.once), recorded=given.recorded)
+    else:
+        _, lines = run(SMALLEST if given.smallest else REAL if given.model else AIM)
+        publish(lines, given.doc, f"capture {given.model}" if given.model else "capture")

@@ -3,8 +3,6 @@
     python tests/benchmarks/cells.py            # some minutes
     python tests/benchmarks/cells.py --smallest # seconds; what the test suite runs
 
-With `--doc docs/performance.md` the report is put into that page.
-
 Twelve policies at five budgets are replayed and measured together, as a task of a sweep does it, in
 one process with one thread. The ideal is `4 x dim x` the entries that query heads see in rows after
 the prompt, at the fp32 rate of a matrix product of the same thread; seconds are of its processor
@@ -13,16 +11,14 @@ time. Beside it milliseconds a cell on the sample trace, where every operation i
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import kvsim
+from harness import matrix_rate, report
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import available, measure
 from kvsim.core.record import Record
@@ -30,10 +26,6 @@ from kvsim.core.trace import Trace
 from kvsim.samples import sample_trace
 from kvsim.sweeps.run import SUMMARY
 
-sys.path.append(str(Path(__file__).parent))
-from replay import matrix_rate, put
-
-BEGIN, END = "<!-- begin cells -->", "<!-- end cells -->"
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "knorm"),
     *("keydiff", "lagkv", "expected_attention", "gkv", "rkv", "ams"),
@@ -151,17 +143,5 @@ def run(shape: Shape, sample_budgets: tuple[int, ...]) -> tuple[dict[str, float]
     return ratios, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="seconds instead of minutes")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
-    given = parser.parse_args()
-    _, lines = run(*((SMALLEST, (64,)) if given.smallest else (AIM, SAMPLE_BUDGETS)))
-    print("\n".join(lines))
-    if given.doc:
-        put(given.doc, lines, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM, SAMPLE_BUDGETS), (SMALLEST, (64,)), "cells")

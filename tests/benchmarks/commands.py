@@ -10,7 +10,6 @@ those loaded at the end, and the large libraries among them are named.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import resource
 import subprocess
@@ -19,10 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import kvsim
-
-sys.path.append(str(Path(__file__).parent))
 from sweep import Shape, record
+
+import kvsim
+from harness import report
 
 #: 240 cells: 2 traces, 12 policies, 10 budgets.
 AIM = Shape(2, 2, 4, 2, 512, 16, tuple(range(40, 240, 20)), 5)
@@ -84,14 +83,5 @@ def run(shape: Shape, names: tuple[str, ...] = tuple(COMMANDS)) -> tuple[dict, l
     return loaded, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="24 cells, once")
-    given = parser.parse_args()
-    _, lines = run(SMALLEST if given.smallest else AIM)
-    print("\n".join(lines))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM,), (SMALLEST,))

@@ -11,7 +11,6 @@ Nothing here is asserted; what causes the times is (tests/dashboard).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shutil
 import sys
@@ -27,11 +26,11 @@ import kvsim
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.append(str(Path(__file__).parents[1]))
 from browsing import PAGES, Tab, chromium, home, serve
-from replay import put
 
-BEGIN, END = "<!-- begin dashboard -->", "<!-- end dashboard -->"
+from harness import options, publish
+
 #: Tokens of the long trace, whose map of attention is opened.
 LONG = 4096
 
@@ -128,20 +127,8 @@ def report(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Print the figures, and put them into a page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--doc", type=Path, help="a page with the marks of this report")
-    arguments = parser.parse_args()
+if __name__ == "__main__":
+    given = options(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as place:
         fill(Path(place))
-        lines = report(run(Path(place)))
-    print("", *lines, sep="\n")
-    if arguments.doc is not None:
-        put(arguments.doc, lines, BEGIN, END)
-
-
-if __name__ == "__main__":
-    main()
+        publish(report(run(Path(place))), given.doc, "dashboard")

@@ -11,9 +11,7 @@ the response and the number of cells, and the peak memory.
 
 from __future__ import annotations
 
-import argparse
 import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 import kvsim
+from harness import cpu_seconds, report
 from kvsim.core.policy import Schedule
 from kvsim.core.trace import Trace
 from kvsim.recorder import load_model
@@ -49,13 +48,6 @@ SHAPES = {
     "full": Shape("smollm2", 400, 256, (200, 400, 800, 1600), (64, 128, 256, 512)),
     "smallest": Shape("tiny", 100, 40, (100, 140), (40, 64)),
 }
-
-
-def seconds(call: Callable[[], object]) -> float:
-    """Processor time of a call."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
 
 
 def recorded(run: RunningModel, prompt: int, response: int) -> Trace:
@@ -92,6 +84,7 @@ def floor(run: RunningModel, trace: Trace) -> Callable[[], object]:
 
 def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     """The ratios of a judged cell to the floor, and of a live cell to it; and lines to print."""
+    torch.set_num_threads(1)
     running = RunningModel(load_model(shape.model)[0])
     trace = recorded(running, shape.prompt, shape.response)
     judge, records = cells(running, trace)
@@ -104,10 +97,10 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
         pairs = list(zip(policies, schedules, strict=True))
         turns.append(
             (
-                seconds(plain),
-                seconds(lambda: judge.outcomes(records)) / len(records),
-                seconds(lambda: judge.outcomes(records[:1])),
-                seconds(lambda: [loop.run(p, BUDGET, s) for p, s in pairs]) / len(pairs),  # noqa: B023
+                cpu_seconds(plain)[0],
+                cpu_seconds(lambda: judge.outcomes(records))[0] / len(records),
+                cpu_seconds(lambda: judge.outcomes(records[:1]))[0],
+                cpu_seconds(lambda: [loop.run(p, BUDGET, s) for p, s in pairs])[0] / len(pairs),  # noqa: B023
             )
         )
     least, together, alone, live = (median(each) for each in zip(*turns, strict=True))
@@ -122,20 +115,12 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
         for length in lengths:
             sizes = {"prompt": shape.prompt, "response": shape.response} | {what: length}
             judge, records = cells(running, recorded(running, **sizes))
-            spent = seconds(lambda: judge.outcomes(records)) / len(records)  # noqa: B023
+            spent = cpu_seconds(lambda: judge.outcomes(records))[0] / len(records)  # noqa: B023
             lines.append(f"{what} of {length} tokens: {spent:.3f} s a cell")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     lines.append(f"peak memory of the process: {peak:.2f} GiB")
     return {"judged": together / least, "live": live / together}, lines
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true")
-    torch.set_num_threads(1)
-    print(*run(SHAPES["smallest" if parser.parse_args().smallest else "full"])[1], sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (SHAPES["full"],), (SHAPES["smallest"],))

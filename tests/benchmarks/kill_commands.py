@@ -95,6 +95,9 @@ COMMANDS = {
     "replay, resume": Command(
         (*REPLAY, "--interval", "64", "--events", "--out", "OUT", "--resume"), "r", partial=True
     ),
+    "replay, two processes": Command(
+        (*REPLAY, "--interval", "64", "--jobs", "2", "--out", "OUT", "--resume"), "r", partial=True
+    ),
     "report": Command(("report", "RUN", "--out", "OUT", "--overwrite"), "r.html", again=True),
     "plot": Command(("plot", "pareto", "RUN", "--out", "OUT"), "f.svg"),
     "prompts": Command(

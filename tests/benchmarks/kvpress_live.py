@@ -4,7 +4,7 @@
     python tests/benchmarks/kvpress_live.py --model smollm2 # half an hour
     python tests/benchmarks/kvpress_live.py --smallest      # seconds; what the test suite runs
 
-With `--doc docs/performance.md` the report is put into that page. What is measured is kept in
+What is measured is kept in
 `traces/kvpress-live-MODEL.json`, and the same command goes on with it.
 
 Same model, prompt and number of new tokens, one process, one thread. A cell of kvpress is one
@@ -20,10 +20,8 @@ gives what each cell would have kept and how far attention outputs move on the f
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
-import sys
 import tempfile
 import time
 import warnings
@@ -45,8 +43,7 @@ with warnings.catch_warnings():  # what it imports warns about Python 3.13
     warnings.simplefilter("ignore")
     import kvpress
 
-sys.path.append(str(Path(__file__).parent))
-from replay import put
+from harness import options, publish
 
 ROOT = Path(__file__).parents[2]
 
@@ -272,22 +269,12 @@ def report(
     return ratios, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=list(AIM), default="tiny")
-    parser.add_argument("--smallest", action="store_true", help="the size of the test suite")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
-    given = parser.parse_args()
-    if given.smallest:
-        print(*run(SMALLEST)[1], sep="\n")
-        return
-    _, lines = run(AIM[given.model], ROOT / "traces" / f"kvpress-live-{given.model}.json")
-    print(*lines, sep="\n")
-    if given.doc:
-        marks = (f"<!-- {x} kvpress {given.model} -->" for x in ("begin", "end"))
-        put(given.doc, [line for line in lines if not line.startswith("  ")], *marks)
-
-
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__)
+    parser.add_argument("--model", choices=list(AIM), default="tiny")
+    given = parser.parse_args()
+    kept = None if given.smallest else ROOT / "traces" / f"kvpress-live-{given.model}.json"
+    _, lines = run(SMALLEST if given.smallest else AIM[given.model], kept)
+    if given.doc:
+        lines = [line for line in lines if not line.startswith("  ")]
+    publish(lines, given.doc, f"kvpress {given.model}")

@@ -11,9 +11,6 @@ after the last token, and at most.
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pydoc_data import topics
 
@@ -21,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 import kvsim
+from harness import cpu_seconds, report
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
@@ -83,13 +81,6 @@ def live(
     return decoding
 
 
-def seconds(work: Callable[[], object]) -> tuple[float, object]:
-    """CPU seconds of a call, and its result."""
-    start = time.process_time()
-    result = work()
-    return time.process_time() - start, result
-
-
 def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     """Measure every policy after every prompt: the ratios, and a report."""
     torch.set_num_threads(1)
@@ -107,10 +98,10 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
         live(running, prefix, 2, "full", 1, None)  # what is made once per model
         base, times, results = [], {x: [] for x in RUNS}, {}
         for _ in range(shape.turns):
-            spent, cache = seconds(lambda: plain(running, prefix, shape.new))  # noqa: B023  now
+            spent, cache = cpu_seconds(lambda: plain(running, prefix, shape.new))  # noqa: B023  now
             base.append(spent)
             for x in RUNS:
-                spent, results[x] = seconds(lambda: live(running, prefix, shape.new, *x))  # noqa: B023
+                spent, results[x] = cpu_seconds(lambda: live(running, prefix, shape.new, *x))  # noqa: B023
                 times[x].append(spent)
         size = sum(y.nbytes for part in cache.layers for y in (part.keys, part.values)) / 1e6
         token = 1000 * min(base) / shape.new
@@ -126,12 +117,5 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     return ratios, lines
 
 
-def main() -> None:
-    """Print the report."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="the size of the test suite")
-    print(*run(SMALLEST if parser.parse_args().smallest else AIM)[1], sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM,), (SMALLEST,))

@@ -4,8 +4,6 @@
     python tests/benchmarks/optimum.py --trace PATH   # of a recorded trace, every interval as well
     python tests/benchmarks/optimum.py --smallest     # seconds; what the test suite runs
 
-With `--doc docs/optimum.md` the report is put into that page.
-
 One process, one thread. Of each size the CPU seconds of the attention that entries get between
 events (`mass`), of the kept sets and prices that follow from it (`solve`), their sum over the CPU
 seconds of the output error of one replay (`ratio`), and the largest gap of a head between what the
@@ -15,27 +13,18 @@ seconds of `solve` over the logarithm of the size, by least squares: 1 is linear
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 import kvsim
+from harness import cpu_seconds, options, publish
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Schedule
 from kvsim.engine.source import TraceSource
 from kvsim.policies import future
 from kvsim.policies.optimum import solve
-
-sys.path.append(str(Path(__file__).parent))
-from replay import put
-
-BEGIN, END = "<!-- begin optimum -->", "<!-- end optimum -->"
 
 #: Tokens and intervals of random traces: of two layers of two heads, a quarter of it prompt.
 AIM = (
@@ -43,13 +32,6 @@ AIM = (
     ((512, 16), (1024, 16), (2048, 16), (4096, 16)),
 )
 SMALLEST = (((128, 32), (128, 16)), ((64, 16), (128, 16)))
-
-
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of a call, and what it returns."""
-    began = time.process_time()
-    returned = call()
-    return time.process_time() - began, returned
 
 
 def random_trace(tokens: int) -> kvsim.Trace:
@@ -69,11 +51,11 @@ def measured(trace: kvsim.Trace, interval: int, budget: int, error: float) -> di
     for layer in range(0, trace.n_layers, each):
         layers = range(layer, min(layer + each, trace.n_layers))
         source = TraceSource(trace, layers, torch.device("cpu"))
-        taken, mass = seconds(lambda s=source: future.future_mass(s, events, trace.prompt_len))
+        taken, mass = cpu_seconds(lambda s=source: future.future_mass(s, events, trace.prompt_len))
         spent["mass"] += taken
         mass = mass.reshape(-1, *mass.shape[2:])
         places = np.full((len(mass), len(events)), budget)
-        taken, optimum = seconds(lambda m=mass, p=places: solve(m, first, p))
+        taken, optimum = cpu_seconds(lambda m=mass, p=places: solve(m, first, p))
         spent["solve"] += taken
         gap = max(gap, float((1 - optimum.retained / optimum.bound).max()))
     return spent | {"ratio": sum(spent.values()) / error, "gap": gap, "events": len(events)}
@@ -82,7 +64,7 @@ def measured(trace: kvsim.Trace, interval: int, budget: int, error: float) -> di
 def error_seconds(trace: kvsim.Trace, budget: int) -> float:
     """CPU seconds of the output error of one replay, the faster of two."""
     record = kvsim.replay(trace, kvsim.policy("tova"), budget, interval=64)
-    return min(seconds(lambda: output_error(trace, [record]))[0] for _ in range(2))
+    return min(cpu_seconds(lambda: output_error(trace, [record]))[0] for _ in range(2))
 
 
 def line(trace: kvsim.Trace, interval: int, budget: int, figures: dict[str, float]) -> str:
@@ -125,18 +107,8 @@ def run(
     return slopes | {"gap": worst}, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="the size of the test suite")
-    parser.add_argument("--trace", type=Path, help="a recorded trace to measure first")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
-    given = parser.parse_args()
-    _, lines = run(SMALLEST if given.smallest else AIM, given.trace)
-    print(*lines, sep="\n")
-    if given.doc:
-        put(given.doc, lines, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    parser = options(__doc__)
+    parser.add_argument("--trace", type=Path, help="a recorded trace to measure first")
+    given = parser.parse_args()
+    publish(run(SMALLEST if given.smallest else AIM, given.trace)[1], given.doc, "optimum")

@@ -10,14 +10,13 @@ times of the process; rows to pay: time of the compaction / time that a row save
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from harness import best, report
 from kvsim.core.attention import Formula
 from kvsim.runner.blocks import Pool, Sequences, paged_attention
 
@@ -64,13 +63,6 @@ def read(cache: Cache, sequences: Sequences, q: torch.Tensor) -> None:
         paged_attention(q, sequences.pool, table, sequences.lengths[at], formula)
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """CPU seconds of a call."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def compact(sequences: Sequences, index: list[torch.Tensor]) -> None:
     """Compact all layers."""
     for at, kept in enumerate(index):
@@ -85,7 +77,10 @@ def measured(cache: Cache, size: int, together: int, *, ragged: bool) -> dict[st
     seconds = []
     for _ in range(cache.repeats):
         sequences = filled(cache, size, together)
-        before = min(seconds_of(partial(read, cache, sequences, q)) for _ in range(cache.repeats))
+        before = min(
+            best(partial(read, cache, sequences, q), 1, time.process_time)
+            for _ in range(cache.repeats)
+        )
         blocks = sequences.pool.use.blocks
         index = []
         for at in range(len(sequences.tables)):
@@ -96,8 +91,8 @@ def measured(cache: Cache, size: int, together: int, *, ragged: bool) -> dict[st
                 chosen = torch.randperm(cache.entries, generator=generator)[: counts[head]]
                 kept[i, n - counts[head] :] = chosen.sort().values
             index.append(kept)
-        seconds.append(seconds_of(partial(compact, sequences, index)))
-    after = min(seconds_of(partial(read, cache, sequences, q)) for _ in range(cache.repeats))
+        seconds.append(best(partial(compact, sequences, index), 1, time.process_time))
+    after = best(partial(read, cache, sequences, q), cache.repeats, time.process_time)
     slots = sequences.pool.use.blocks * size * together
     return {
         "compaction": min(seconds),
@@ -131,13 +126,5 @@ def run(cache: Cache) -> tuple[dict[str, dict[str, float]], list[str]]:
     return out, lines
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smallest", action="store_true")
-    options = parser.parse_args()
-    print(*run(SMALLEST if options.smallest else AIM)[1], sep="\n")
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM,), (SMALLEST,))

@@ -15,15 +15,13 @@ Prints
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import kvsim
+from harness import best, matrix_rate, report
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.seen import ROWS
 
@@ -48,24 +46,6 @@ AIM = Size(1, 4, 7, 128, tokens=4096, prompt=512, budget=512, interval=512, repe
 AIM_ROWS = Size(28, 4, 7, 128, tokens=2048, prompt=64, budget=256, interval=1, repeats=2)
 SMALLEST = Size(1, 2, 2, 32, tokens=512, prompt=128, budget=64, interval=64, matrix=256)
 SMALLEST_ROWS = Size(2, 2, 2, 32, tokens=256, prompt=64, budget=64, interval=1, matrix=256)
-
-
-def best(
-    call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Seconds of the fastest of some calls."""
-    times = []
-    for _ in range(repeats):
-        start = clock()
-        call()
-        times.append(clock() - start)
-    return min(times)
-
-
-def matrix_rate(size: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """fp32 operations per second of a square matrix product."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / best(lambda: a @ b, 8, clock)
 
 
 def bare_rate(size: Size) -> float:
@@ -175,22 +155,5 @@ def run(size: Size, rows: Size) -> tuple[dict[str, float], list[str]]:
     return ratios, lines
 
 
-def put(page: Path, lines: list[str], begin: str, end: str) -> None:
-    """Replace what stands between two marks of a page by the report."""
-    head, _, rest = page.read_text("utf-8").partition(begin)
-    _, _, tail = rest.partition(end)
-    report = "\n".join(["", "```text", *lines, "```", ""])
-    page.write_text(head + begin + report + end + tail, "utf-8")
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smallest", action="store_true", help="seconds instead of a minute")
-    options = parser.parse_args()
-    _, lines = run(*((SMALLEST, SMALLEST_ROWS) if options.smallest else (AIM, AIM_ROWS)))
-    print("\n".join(lines))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM, AIM_ROWS), (SMALLEST, SMALLEST_ROWS))

@@ -3,8 +3,6 @@
     python tests/benchmarks/slopes.py            # some minutes
     python tests/benchmarks/slopes.py --smallest # seconds; what the test suite runs
 
-With `--doc docs/performance.md` the report is put into that page.
-
 Random traces on disk, with their attention outputs and log-sum-exp unless they are named as
 missing; one process, one thread; `kvsim.sweep` from opening the trace to the Table. One size
 doubles from one end of its range to the other while the others stay. A slope is that of the
@@ -14,8 +12,6 @@ The last one is that of the last doubling alone, where what every sweep costs on
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -25,11 +21,8 @@ import numpy as np
 import torch
 
 import kvsim
+from harness import report
 
-sys.path.append(str(Path(__file__).parent))
-from replay import put
-
-BEGIN, END = "<!-- begin slopes -->", "<!-- end slopes -->"
 GROUP = 2
 
 #: What is measured beside the replay; recorded: whether the trace has the outputs of attention.
@@ -154,17 +147,5 @@ def run(ranges: tuple[Range, ...]) -> tuple[dict[str, float], list[str]]:
     return slopes, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="the size of the test suite")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
-    given = parser.parse_args()
-    _, lines = run(SMALLEST if given.smallest else AIM)
-    print(*lines, sep="\n")
-    if given.doc:
-        put(given.doc, lines, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM,), (SMALLEST,), "slopes")

@@ -3,8 +3,6 @@
     python tests/benchmarks/sweep.py            # a few minutes
     python tests/benchmarks/sweep.py --smallest # seconds; what the test suite runs
 
-With `--doc docs/performance.md` the report is put into that page.
-
 The same grid on random traces on disk, in turns: `replay_all`, cell by cell; `kvsim.sweep`
 in one process with one thread and with two, and in two processes with one thread each. Seconds are
 of the fastest turn; processes count from their start, with all that they import. The Tables are
@@ -13,9 +11,7 @@ compared.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,12 +23,9 @@ import polars as pl
 import torch
 
 import kvsim
+from harness import report
 from kvsim.sweeps.driver import replay_all
 
-sys.path.append(str(Path(__file__).parent))
-from replay import put
-
-BEGIN, END = "<!-- begin sweep -->", "<!-- end sweep -->"
 POLICIES = ("tova", "snapkv", "streaming_llm", "knorm", "keydiff", "expected_attention")
 
 
@@ -118,7 +111,7 @@ def difference(table: pl.DataFrame, other: pl.DataFrame) -> float:
     return apart
 
 
-def run(shapes: dict[str, Shape], *, processes: bool) -> tuple[dict[str, float], list[str]]:
+def run(shapes: dict[str, Shape], processes: bool = True) -> tuple[dict[str, float], list[str]]:
     """Time every way, compare the Tables, and return ratios and lines of the report.
 
     Ratios are to one process with one thread.
@@ -146,18 +139,5 @@ def run(shapes: dict[str, Shape], *, processes: bool) -> tuple[dict[str, float],
     return ratios, lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smallest", action="store_true", help="one short trace, no processes")
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
-    given = parser.parse_args()
-    shapes = SMALLEST if given.smallest else AIM
-    _, lines = run(shapes, processes=not given.smallest)
-    print("\n".join(lines))
-    if given.doc:
-        put(given.doc, lines, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, run, (AIM,), (SMALLEST, False), "sweep")

@@ -2,8 +2,6 @@
 
     python tests/benchmarks/worker_memory.py   # a minute
 
-With `--doc docs/performance.md` the report is put into that page.
-
 Two processes sweep a random trace on disk that is several times as large as the memory that they
 may use. The peak is the resident memory of the larger one at its highest (VmHWM of Linux), with
 Python, torch and all that it imports; the small sample trace shows what that alone takes.
@@ -11,8 +9,6 @@ Python, torch and all that it imports; the small sample trace shows what that al
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from multiprocessing import active_children
 from pathlib import Path
@@ -20,12 +16,9 @@ from pathlib import Path
 import torch
 
 import kvsim
+from harness import options, publish
 from kvsim.store import describe
 
-sys.path.append(str(Path(__file__).parent))
-from replay import put
-
-BEGIN, END = "<!-- begin worker memory -->", "<!-- end worker memory -->"
 LAYERS, QHEADS, HEADS, TOKENS, DIM = 38, 4, 2, 4096, 64
 MEMORY = 96 << 20
 
@@ -86,16 +79,5 @@ def run() -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--doc", type=Path, help="put the report into this page, between its marks")
-    given = parser.parse_args()
-    lines = run()
-    print(*lines, sep="\n")
-    if given.doc:
-        put(given.doc, lines, BEGIN, END)
-
-
 if __name__ == "__main__":
-    main()
+    publish(run(), options(__doc__).parse_args().doc, "worker memory")
