@@ -1,4 +1,4 @@
-"""A small trace, and a policy of the user's own."""
+"""A small trace, runs, a tokenizer without a model, and a policy of the user's own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import sys
 
 import pytest
 from command_line import OWN
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import kvsim
+from kvsim.sweeps import replay_all
 from kvsim.tiny.tasks import prompts
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +27,35 @@ def trace(tmp_path_factory, prompt):
     """The path of a small trace."""
     path = tmp_path_factory.mktemp("traces") / "small.zarr"
     kvsim.capture("tiny", None, prompt, max_new_tokens=64, out=path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """The run `many` over seven short prompts of tiny, and `one` over the first of them."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = prompts(7, task="walk", level=1)
+    traces = [
+        kvsim.capture("tiny", None, one.prompt, max_new_tokens=24, out=folder / f"{place}.zarr")
+        for place, one in enumerate(made)
+    ]
+    policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "full")]
+    options = {"interval": 16, "metrics": ["output_error", "wipeout", "entries_seen"]}
+    replay_all(traces, policies, [24, 48], out=folder / "many", **options)
+    policies.append(kvsim.policy("gkv"))
+    replay_all(traces[:1], policies, [24], out=folder / "one", **options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bytes_tokenizer(tmp_path_factory):
+    """A folder with a tokenizer of bytes and a chat template, and no model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("bytes")
+    PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE).save_pretrained(path)
     return path
 
 

@@ -135,44 +135,6 @@ def test_a_folder_of_traces_may_have_the_name_of_a_trace(run, tmp_path):
     assert "p0.zarr: damaged" in run("verify", many)[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "facts : hello world"], "'hello', 'world', expected words of its"),
-        (["--prompt", "walk " * 5000], "5001 tokens, expected at most the model's context of 4096"),
-        ([], "`kvsim prompts > prompts.jsonl`"),
-        (["--prompt", "walk", "--prompts", "p.jsonl"], "both --prompt and --prompts"),
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
-        (["--prompt", "walk", "--limit", "2"], "--limit is given without a file of prompts"),
-        (["--prompt", "walk", "--dtype", "int8"], "dtype is 'int8', expected float32"),
-        (["--prompt", "walk", "--device", "tpu"], "--device is 'tpu'; expected cpu, cuda"),
-        (["--prompt", "walk", "--max-new-tokens", "-1"], "--max-new-tokens"),
-        (["--prompt", "walk", "--seed", "x"], "see kvsim capture --help"),
-    ],
-)  # fmt: skip
-def test_capture_refuses(run, tmp_path, monkeypatch, arguments, expected):
-    """A prompt or an option that cannot be is one line, status 2, and leaves nothing behind."""
-    monkeypatch.chdir(tmp_path)
-
-    status, out, err = run("capture", "--model", "tiny", "--out", "t.zarr", *arguments)
-
-    assert (status, out) == (2, "")
-    assert one_line(err).startswith("error: ")
-    assert expected in err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_capture_refuses_a_model_that_is_not_there(run, tmp_path):
-    """A folder that does not exist is not looked for on a hub."""
-    status, _, err = run(
-        "capture", "--model", "./no", "--prompt", "x", "--out", tmp_path / "t.zarr"
-    )
-
-    assert status == 2
-    assert "no model folder at './no'" in one_line(err)
-
-
 def test_capture_refuses_what_exists(run, tmp_path, trace, prompt):
     """Something at the output path is kept, unless it is a trace and may be overwritten."""
     target = tmp_path / "t.zarr"

@@ -11,37 +11,17 @@ import subprocess
 import sys
 
 import polars as pl
-import pytest
 
 import kvsim
 from kvsim.analysis.folder import bind
 from kvsim.cli.comparing import latex, markdown
-from kvsim.sweeps import replay_all
-from kvsim.tiny.tasks import prompts
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The run `many` over seven short prompts of tiny, and `one` over the first of them."""
-    folder = tmp_path_factory.mktemp("runs")
-    made = prompts(7, task="walk", level=1)
-    traces = [
-        kvsim.capture("tiny", None, one.prompt, max_new_tokens=24, out=folder / f"{place}.zarr")
-        for place, one in enumerate(made)
-    ]
-    policies = [kvsim.policy(name) for name in ("tova", "streaming_llm", "full")]
-    options = {"interval": 16, "metrics": ["output_error", "wipeout", "entries_seen"]}
-    replay_all(traces, policies, [24, 48], out=folder / "many", **options)
-    policies.append(kvsim.policy("gkv"))
-    replay_all(traces[:1], policies, [24], out=folder / "one", **options)
-    return folder
-
-
-def test_the_table_says_who_is_best_and_how_sure(run, folder):
+def test_the_table_says_who_is_best_and_how_sure(run, runs):
     """Each policy at each budget, over what the means are, what columns mean, the fidelity."""
-    status, out, err = run("compare", folder / "many", "--target", "0.5")
+    status, out, err = run("compare", runs / "many", "--target", "0.5")
     lines = out.splitlines()
-    document = json.loads(run("compare", folder / "many", "--json")[1])
+    document = json.loads(run("compare", runs / "many", "--json")[1])
     best = {cell["asked"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
 
     assert (status, err) == (0, "")
@@ -63,10 +43,10 @@ def test_the_table_says_who_is_best_and_how_sure(run, folder):
     assert "Note: full: listed without a rank" in out
 
 
-def test_json_has_every_number(run, folder):
+def test_json_has_every_number(run, runs):
     """Cells with their parameters, prompts, number of comparisons, fidelity, remarks."""
-    document = json.loads(run("compare", folder / "many", "--format", "json", "--target", "1")[1])
-    table = kvsim.compare(pl.read_parquet(folder / "many" / "results.parquet"), target=1.0).table
+    document = json.loads(run("compare", runs / "many", "--format", "json", "--target", "1")[1])
+    table = kvsim.compare(pl.read_parquet(runs / "many" / "results.parquet"), target=1.0).table
 
     assert document["comparisons"] == 2
     assert document["prompts"] == [str(place) for place in range(7)]
@@ -77,21 +57,21 @@ def test_json_has_every_number(run, folder):
     assert document["cells"][0]["params"].keys() == kvsim.policy(table["policy"][0]).params.keys()
 
 
-def test_csv_is_the_table(run, folder):
+def test_csv_is_the_table(run, runs):
     """Every column and row, as a reader of CSV has them; nothing else is printed."""
-    _, out, _ = run("compare", folder / "many", "--format", "csv", "--metric", "wipeout")
+    _, out, _ = run("compare", runs / "many", "--format", "csv", "--metric", "wipeout")
     rows = list(csv.DictReader(io.StringIO(out)))
-    table = kvsim.compare(pl.read_parquet(folder / "many" / "results.parquet"), "wipeout").table
+    table = kvsim.compare(pl.read_parquet(runs / "many" / "results.parquet"), "wipeout").table
 
     assert list(rows[0]) == table.columns
     assert [row["policy"] for row in rows] == table["policy"].to_list()
     assert [float(row["mean"]) for row in rows] == table["mean"].to_list()
 
 
-def test_markdown_and_latex_are_tables(run, folder):
+def test_markdown_and_latex_are_tables(run, runs):
     """The same cells between bars, or as a tabular, with the notes; names are escaped."""
-    _, marked, _ = run("compare", folder / "many", "--format", "markdown", "--target", "0.5")
-    _, tex, _ = run("compare", folder / "many", "--format", "latex")
+    _, marked, _ = run("compare", runs / "many", "--format", "markdown", "--target", "0.5")
+    _, tex, _ = run("compare", runs / "many", "--format", "latex")
     bars = [line for line in marked.splitlines() if line.startswith("|")]
 
     assert len(bars) == 2 + 6 + 2 + 2
@@ -112,9 +92,9 @@ def test_markdown_and_latex_are_tables(run, folder):
     assert r"50\% \& \textbackslash{}x\textasciicircum{}\_ \\" in latex(["a"], [["50% & \\x^_"]])
 
 
-def test_one_prompt_decides_nothing(run, folder):
+def test_one_prompt_decides_nothing(run, runs):
     """The table has no intervals, and a note and the target's table say that it is undecided."""
-    _, out, _ = run("compare", folder / "one", "--target", "9")
+    _, out, _ = run("compare", runs / "one", "--target", "9")
 
     assert "[" not in out
     assert "mean over one prompt" in out
@@ -122,9 +102,9 @@ def test_one_prompt_decides_nothing(run, folder):
     assert re.search(r"^tova +undecided", out, re.MULTILINE)
 
 
-def test_policies_and_budgets_are_chosen(run, folder):
+def test_policies_and_budgets_are_chosen(run, runs):
     """Fewer policies and budgets are fewer comparisons; a Parquet file is a source too."""
-    source = folder / "many" / "results.parquet"
+    source = runs / "many" / "results.parquet"
     options = ["--policy", "tova,streaming_llm", "--budget", "24", "--against", "tova", "--json"]
     document = json.loads(run("compare", source, *options)[1])
     against = {cell["policy"]: cell["against"] for cell in document["cells"]}
@@ -133,9 +113,9 @@ def test_policies_and_budgets_are_chosen(run, folder):
     assert against == {"tova": None, "streaming_llm": "tova"}
 
 
-def test_a_policy_is_chosen_by_its_name_where_schedules_differ(run, folder, tmp_path):
+def test_a_policy_is_chosen_by_its_name_where_schedules_differ(run, runs, tmp_path):
     """Its label names the schedule then, and is no name that users know."""
-    table = pl.read_parquet(folder / "many" / "results.parquet")
+    table = pl.read_parquet(runs / "many" / "results.parquet")
     other = table.filter(policy="tova").with_columns(interval=pl.lit(8, table.schema["interval"]))
     pl.concat([table, other]).write_parquet(tmp_path / "two.parquet")
 
@@ -146,18 +126,18 @@ def test_a_policy_is_chosen_by_its_name_where_schedules_differ(run, folder, tmp_
     }
 
 
-def test_notes_are_about_policies_that_are_shown(run, folder):
+def test_notes_are_about_policies_that_are_shown(run, runs):
     """A note that begins with the name of another policy is left out."""
     note = "Note: gkv: window=16 is meant for budget 512 and exceeds half of 24"
 
-    assert note in run("compare", folder / "one")[1]
-    assert note not in run("compare", folder / "one", "--policy", "tova,streaming_llm")[1]
+    assert note in run("compare", runs / "one")[1]
+    assert note not in run("compare", runs / "one", "--policy", "tova,streaming_llm")[1]
 
 
-def test_info_opens_with_the_verdict_of_a_run(run, folder):
+def test_info_opens_with_the_verdict_of_a_run(run, runs):
     """That of `kvsim replay`, above the table and in the document."""
-    lines = run("info", folder / "many")[1].splitlines()
-    document = json.loads(run("info", folder / "many", "--json")[1])
+    lines = run("info", runs / "many")[1].splitlines()
+    document = json.loads(run("info", runs / "many", "--json")[1])
 
     (first, *_), table = document["verdict_text"], lines.index(document["verdict_text"][-1])
     assert first.startswith("Budget 24: ")
@@ -165,45 +145,25 @@ def test_info_opens_with_the_verdict_of_a_run(run, folder):
     assert document["verdict"][0]["best"] in first
 
 
-def test_a_figure_is_drawn(run, folder, tmp_path):
+def test_a_figure_is_drawn(run, runs, tmp_path):
     """A new file of the format of its name; standard output stays the table alone."""
     out = tmp_path / "ranking.svg"
-    status, document, err = run("compare", folder / "many", "--json", "--figure", out)
+    status, document, err = run("compare", runs / "many", "--json", "--figure", out)
 
     assert (status, err) == (0, f"Written to {out}.\n")
     assert json.loads(document)["comparisons"] == 2
     assert "streaming_llm" in out.read_text("utf-8") or out.stat().st_size > 1000
-    status, _, err = run("compare", folder / "many", "--figure", out)
+    status, _, err = run("compare", runs / "many", "--figure", out)
     assert (status, "give another --figure" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--metric", "outputerror"], "unknown metric 'outputerror'; did you mean 'output_error'"),
-        (["--metric", "middle_coverage"], "has no better direction"),
-        (["--against", "tovs"], "no policy 'tovs'; did you mean 'tova'"),
-        (["--budget", "25"], "--budget 25: the run has none"),
-        (["--figure", "x.txt"], "--figure is 'x.txt'; expected a file that ends in"),
-        (["--json", "--format", "csv"], "--json and --format csv were both given"),
-    ],
-)
-def test_bad_options_are_one_line(run, folder, arguments, message):
-    """They are named with what was expected, and the status is 2."""
-    status, out, err = run("compare", folder / "many", *arguments)
-
-    assert (status, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_live_runs_are_named_where_replays_are_given_too(run, folder, tmp_path):
+def test_live_runs_are_named_where_replays_are_given_too(run, runs, tmp_path):
     """Whatever they measured; no command takes a mean over both."""
-    table = pl.read_parquet(folder / "one" / "results.parquet")
+    table = pl.read_parquet(runs / "one" / "results.parquet")
     live = tmp_path / "live.parquet"
     closed = table.with_columns(fidelity=pl.lit("closed", table.schema["fidelity"]))
     closed.filter(policy="gkv").write_parquet(live)
-    replayed = folder / "many" / "results.parquet"
+    replayed = runs / "many" / "results.parquet"
 
     for command in (["compare"], ["table"], ["report", "--out", tmp_path / "x.html"]):
         status, out, err = run(*command, live, replayed)
@@ -211,13 +171,13 @@ def test_live_runs_are_named_where_replays_are_given_too(run, folder, tmp_path):
         assert f"live runs: {live}; replays: {replayed}; expected one kind" in err
 
 
-def test_runs_of_several_models_are_compared_one_by_one(run, folder, tmp_path):
+def test_runs_of_several_models_are_compared_one_by_one(run, runs, tmp_path):
     """Commands refuse them in a line; `info` and `table --by model` have rows of each."""
-    table = pl.read_parquet(folder / "many" / "results.parquet")
+    table = pl.read_parquet(runs / "many" / "results.parquet")
     other = pl.when(pl.col("trace") == "0").then(pl.lit("other")).otherwise("model")
     assert table["model"].unique().to_list() == ["tiny"]
     mixed = tmp_path / "mixed"
-    shutil.copytree(folder / "many", mixed)
+    shutil.copytree(runs / "many", mixed)
     table.with_columns(model=other).write_parquet(mixed / "results.parquet")
     bind(mixed, json.loads((mixed / "run.json").read_text()))
 
@@ -234,9 +194,9 @@ def test_runs_of_several_models_are_compared_one_by_one(run, folder, tmp_path):
     assert "Means over up to 6 prompts" in out
 
 
-def test_one_run_has_one_share_of_each_level(run, folder, tmp_path):
+def test_one_run_has_one_share_of_each_level(run, runs, tmp_path):
     """In every command, whatever metric it shows."""
-    path = folder / "many"
+    path = runs / "many"
     texts = [run("compare", path)[1], run("compare", path, "--metric", "wipeout")[1]]
     run("report", path, "--out", tmp_path / "x.html")
     texts.append((tmp_path / "x.html").read_text())
@@ -250,9 +210,9 @@ def test_one_run_has_one_share_of_each_level(run, folder, tmp_path):
     assert documents[0]["fidelity"] == documents[1]["fidelity"]
 
 
-def test_commands_that_read_tables_load_no_torch(folder, tmp_path):
+def test_commands_that_read_tables_load_no_torch(runs, tmp_path):
     """Nor zarr, transformers or scipy.stats, and those that describe policies and metrics."""
-    run = str(folder / "many")
+    run = str(runs / "many")
     commands = [
         *(["policies"], ["policies", "ams"], ["metrics"]),
         *(["compare", run], ["table", run], ["info", run]),
@@ -269,17 +229,3 @@ def test_commands_that_read_tables_load_no_torch(folder, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
     assert done.stdout.splitlines()[-1] == ""
-
-
-def test_what_is_no_run_is_refused(run, folder, tmp_path):
-    """A trace, a file that is no Parquet, and one that is not there."""
-    broken = tmp_path / "broken.parquet"
-    broken.write_bytes(b"PAR1")
-
-    for source, message in (
-        (folder / "0.zarr", "is no run folder"),
-        (broken, "broken.parquet"),
-        (tmp_path / "none.parquet", "none.parquet is missing; expected"),
-    ):
-        status, _, err = run("compare", source)
-        assert (status, message in err) == (2, True)

@@ -76,23 +76,6 @@ def test_an_interrupted_run_compares_nothing(run, monkeypatch, tmp_path):
     assert "--resume" in err
 
 
-def test_fidelity_needs_a_folder_to_resume(run):
-    """--resume without --out is refused before the model is loaded."""
-    status, out, err = run(*COMMAND, "--resume")
-
-    assert (status, out) == (2, "")
-    assert "give --out DIR as well" in err
-
-
-@pytest.mark.parametrize("policy", ["oracle"])
-def test_fidelity_refuses_policies_that_cannot_run(run, policy):
-    """A policy that reads the future has no live run."""
-    status, _, err = run(*COMMAND[:3], f"--policy={policy}", "--budget=32")
-
-    assert status == 2
-    assert policy in err
-
-
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """Six small traces, and where the calibration fitted on their live runs goes."""
@@ -147,21 +130,3 @@ def test_fidelity_fits_what_predict_reads(run, calibrated):
     assert "Note: tova, budget 16: layer error" in far[1]
     assert "the calibration is of events after" in far[1]
     assert far[2].startswith("error: no cell is within the calibration")
-
-
-def test_a_calibration_is_not_replaced(run, tmp_path):
-    """A file that exists is refused before any work."""
-    file = tmp_path / "calibration.json"
-    file.write_text("mine")
-    status, out, err = run(*COMMAND, f"--calibration={file}")
-
-    assert (status, out, file.read_text()) == (2, "", "mine")
-    assert "give a path where nothing is yet" in err
-
-
-def test_predict_needs_the_layer_error(run):
-    """A trace without the output projections has no layer error, and the message says so."""
-    status, out, err = run("predict", "sample", "--policy=tova", "--budget=96")
-
-    assert (status, out) == (2, "")
-    assert "o_proj" in err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from command_line import one_line
 
 import kvsim
 from kvsim.cli import COMMANDS, app
@@ -139,15 +138,6 @@ def test_presets_stand_beside_the_policy(run):
     _, out, _ = run("policies", "snapkv")
 
     assert "presets:      snapkv@kvpress, snapkv@gkv, snapkv@original" in out
-
-
-@pytest.mark.parametrize("name", ["snapvk", "ams+tova"])
-def test_a_policy_that_is_not_listed_is_refused(run, name):
-    """One line with the closest name, or what is expected."""
-    status, out, err = run("policies", name)
-
-    assert (status, out) == (2, "")
-    assert ("did you mean 'snapkv'" if name == "snapvk" else "has several parts") in one_line(err)
 
 
 def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, own):

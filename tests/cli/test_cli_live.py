@@ -99,43 +99,6 @@ def test_prompts_are_recorded_with_what_policies_read(run, prompt, tmp_path):
     assert kvsim.open_trace(tmp_path / "traces" / "one.zarr").has("probe_k")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--policy", "tova", "--budget", "24"), "expected recorded traces, or --prompts"),
-        (("TRACE", "--policy", "oracle", "--budget", "24"), "reads rows of the future"),
-        (("TRACE", "--policy", "tova+infllm", "--budget", "24"), "by rows of the trace"),
-        (("TRACE", "--policy", "tova", "--budget", "24", "--resume"), "give --out DIR"),
-        (("TRACE", "--policy", "tova", "--budget", "24", "--events"), "give --out DIR"),
-        (("TRACE", "--policy", "tova", "--budget", "24", "--record-to", "x"), "give --prompts"),
-        (("TRACE", "--policy", "tova", "--budget", "24", "--layers", "7"), "expected 0..2"),
-        (
-            ("TRACE", "--policy", "tova", "--budget", "24", "--metric", "retained_mass"),
-            "computed from recorded attention",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(run, trace, arguments, message, tmp_path):
-    """Status 2, what was expected, and nothing written."""
-    given = [trace if each == "TRACE" else each for each in arguments]
-    status, _, err = run("live", *given, "--model", "tiny")
-
-    assert status == 2
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_another_model_is_refused(run, trace):
-    """The trace says which one was recorded."""
-    status, _, err = run(
-        "live", trace, "--model", "tiny-deep", "--policy", "tova", "--budget", "24"
-    )
-
-    assert status == 2
-    assert "differs from the recorded tiny" in err
-
-
 def saved(folder, texts):
     """A run folder of one trace whose model wrote these texts, each token a word."""
     ids = {word: at for at, word in enumerate(sorted(set(" ".join(texts).split())))}

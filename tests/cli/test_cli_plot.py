@@ -93,59 +93,6 @@ def test_help_lists_the_figures(run):
 
 
 @pytest.mark.parametrize(
-    ("command", "complaint"),
-    [
-        ("parteo --policy tova --budget 8", "'parteo'; did you mean 'pareto'?; figures: over_b"),
-        ("pareto --budget 8", "give --policy NAME, or the folder of a run ("),
-        ("pareto --policy tova", "give --budget N"),
-        ("pareto --policy tofa --budget 8", "tofa"),
-        ("pareto --policy tova --budget x", "budget is 'x'"),
-        ("pareto --policy tova --budget 8 --layer 0", "--layer was given, but pareto has none"),
-        ("iou_by --policy tova --budget 8 --metric regret", "--metric was given, but iou_by has"),
-        ("pareto --policy tova --budget 8 --zoom 1-2", "--zoom was given, but pareto has none"),
-        ("pareto --policy tova --budget 8 --ratio 5%", "--ratio was given, but pareto has none"),
-        ("pareto --policy tova --budget 8 --metric regrett", "'regrett'; did you mean 'regret'"),
-        ("pareto --policy tova --budget 8 --metric sparsity", "is about traces and the same for"),
-        ("pareto --policy tova --budget 8 --metric ,", "--metric is ','"),
-        ("rank_pattern", "rank_pattern is drawn by `kvsim layers TRACE --budget N --figures DIR`"),
-        (
-            "overlap_curves --interval 8 --no-prefill",
-            "no policies; leave --interval, --prefill out",
-        ),
-        ("overlap_curves --set window=1", "shows no policies; leave --set out"),
-        ("reconstruction_error --policy tova --budget 8", "of the entries; leave --budget out"),
-        ("reconstruction_error --policy tova --interval 8", "the entries; leave --interval out"),
-        ("reconstruction_error --policy tova --ratio 0.5", "--ratio is '0.5'; expected a share"),
-        ("reconstruction_error --policy tova --ratio 100%", "--ratio is '100%'; expected a share"),
-        ("reconstruction_error", "give --policy NAME"),
-        ("bursts --policy tova --budget 8 --zoom 9", "--zoom is '9'; expected two positions"),
-        ("bursts --policy tova --budget 8 --zoom 9-9", "--zoom is '9-9'; expected two positions"),
-        ("bursts --policy tova --budget 8 --zoom 9-9999", "expected two positions of 0 to"),
-        ("pareto --policy tova --budget 8 --set nothing=1", "nothing"),
-        ("overlap_curves --policy tova", "overlap_curves shows no policies"),
-        ("overlap_curves --layer 99", "--layer is 99; a has 0 to"),
-        ("token_text --policy tova,h2o --budget 8", "shows one policy at one budget, but 2"),
-        ("token_text --policy tova --budget 8 --head 99", "--head is 99; a has 0 to"),
-        ("mass_curve --policy tova --budget 8", "has no segments of layer 0"),
-        ("middle_coverage --policy full --budget 8", "nothing left the cache"),
-        ("iou_by --policy tova --budget 8 --by task --by colour", "--by is 'colour'"),
-        ("iou_by --policy tova --budget 8 --by level", "no retained_iou by level"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(run, paths, tmp_path, command, complaint):
-    """Status 2."""
-    name, *options = command.split()
-
-    status, said, err = run("plot", name, paths[0], *options, "--out", tmp_path / "out.png")
-
-    assert (status, said) == (2, "")
-    assert complaint in err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("command", "count"),
     [
         ("over_budgets --policy ams+tova,tova --budget 16,24 --interval 8", 1),
@@ -180,36 +127,6 @@ def test_remarks_of_runs_go_to_standard_error(run, paths, tmp_path):
     assert (
         sum("the window of 128 rows is cut to the budget" in note for note in err.splitlines()) == 1
     )
-
-
-def test_nothing_is_overwritten(run, paths, tmp_path):
-    """What is there stays, whatever it is."""
-    out = tmp_path / "out.png"
-    out.write_text("mine")
-
-    status, said, err = run("plot", "overlap_curves", paths[0], "--out", out)
-
-    assert (status, said) == (2, "")
-    assert "out.png exists; give another --out, nothing was changed" in err
-    assert out.read_text() == "mine"
-
-
-def test_files_and_traces_that_do_not_fit(run, paths, tmp_path):
-    """An unknown format, two traces for a figure of one, a trace that is none."""
-    _, _, other = run("plot", "overlap_curves", paths[0], "--out", tmp_path / "out.jpg")
-    _, _, two = run(*arguments("token_text", paths), paths[1], "--out", tmp_path / "out.png")
-    status, _, none = run("plot", "pareto", tmp_path / "no", "--policy", "tova", "--budget", "8",
-                          "--out", tmp_path / "out.png")  # fmt: skip
-
-    lists = run("plot", "token_text", paths[0], "--policy", "snapkv", "--budget", "16",
-                "--set", "window=2,4", "--out", tmp_path / "out.png")[2]  # fmt: skip
-
-    assert "token_text shows one policy, but --set has several values" in lists
-    assert "expected a file that ends in .png, .svg or .pdf" in other
-    assert "token_text shows one trace, but 2 were given" in two
-    assert status == 2
-    assert "no" in none
-    assert list(tmp_path.iterdir()) == []
 
 
 # -------------------------------------------------------------------------------------------- runs
@@ -295,38 +212,6 @@ def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeyp
     assert {"h2o", "random"} < {*names}
     assert sum(name.startswith("tova") for name in names) == 2
     assert metrics == ["middle_coverage"]
-
-
-@pytest.mark.parametrize(
-    ("command", "complaint"),
-    [
-        ("bursts three", "bursts is drawn from traces, but {0}/three is a run; give the traces"),
-        ("pareto three a.zarr", "{0}/three is a run and a.zarr is none; give either"),
-        ("pareto three --interval 8", "{0}/three is replayed already; leave --interval out"),
-        ("pareto three --no-prefill --set x=1", "already; leave --prefill, --set out"),
-        ("pareto three --policy tofa", "--policy tofa: the run has none; did you mean 'tova'?; it"),
-        ("pareto three --budget 17", "--budget 17: the run has none"),
-        ("pareto three --metric regret", "one of regret; the table has entries_seen"),
-        ("pareto broken", "broken"),
-        ("iou_by three --by level", "no retained_iou by level"),
-    ],
-)
-def test_what_runs_cannot_show_is_one_line(run, finished, tmp_path, command, complaint):
-    """Status 2, and nothing is written."""
-    broken = finished / "broken"
-    broken.mkdir(exist_ok=True)
-    (broken / "run.json").write_text("{}")
-    name, *words = command.split()
-    known = {one: finished / one for one in ("three", "broken")}
-
-    status, said, err = run(
-        "plot", name, *(known.get(word, word) for word in words), "--out", tmp_path / "out.png"
-    )
-
-    assert (status, said) == (2, "")
-    assert complaint.format(finished) in err
-    assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------- what options come to

@@ -168,91 +168,12 @@ def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
     assert cell["params"]["protect"] == {"sink": 2, "recent": 5, "prompt": False}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--budget", "0"], "budget is 0; expected at least 1"),
-        (["--budget", "-3"], "expected at least 1"),
-        (["--budget", "150%"], "expected a share above 0%"),
-        (["--budget", "many"], "budget is 'many'"),
-        (["--budget", "16,,32"], "--budget is '16,,32'"),
-        (["--policy", "snapkv", "--budget", "8"], "the smallest budget that works is 32"),
-        (["--policy", "tovva"], "unknown policy 'tovva'; did you mean 'tova'?"),
-        (["--policy", "snapkv@kvpres"], "did you mean 'kvpress'?"),
-        (["--policy", "nomodule:x"], "cannot import 'nomodule'"),
-        (["--policy", "mine:nothing"], "'mine' has no 'nothing'"),
-        (["--policy", "mine:not_a_policy"], "expected a kvsim.Policy"),
-        (["--set", "windw=3", "--policy", "tova,snapkv"], "did you mean 'window'?"),
-        (["--set", "window"], "--set is 'window'; expected KEY=VALUE"),
-        (["--set", "scorer.windw=3", "--policy", "ams+snapkv"], "mean 'scorer.window'?"),
-        (["--policy", "adakv"], "name a scorer too, such as adakv+tova"),
-        (["--policy", "qfilter"], "calibration is missing; give calibration="),
-        (["--policy", "ams+full"], "nothing can be put around it"),
-        (["--set", "protect_last=7.5"], "protect_last is 7.5; expected True or False"),
-        (["--metric", "output_eror"], "did you mean 'output_error'?"),
-        (["--metric", "retained"], "'retained_position' or 'retained_mass'?"),
-        (["--metric", "regret"], "was not replayed; give --regret"),
-        (["--sink", "-1"], "--sink"),
-        (["--recent", "many"], "--recent"),
-        (["--sink", "9", "--recent", "9"], "smallest budget that works is 18"),
-        (["--memory", "lots"], "--memory is 'lots'; expected a size such as 500MB"),
-        (["--memory", "1KB"], "the memory budget is"),
-        (["--device", "gpu"], "--device is 'gpu'"),
-        (["--interval", "0"], "--interval"),
-        (["--events"], "give --out DIR as well"),
-        (["--out", "mine.py"], "mine.py exists"),
-        (["--polcy", "x"], "see kvsim replay --help"),
-    ],
-)  # fmt: skip
-def test_replay_refuses(run, trace, own, arguments, expected):
-    """What cannot be replayed is one line that says what to do, status 2, and changes nothing."""
-    defaults = {"--policy": "tova", "--budget": "16"}
-    more = [w for key, value in defaults.items() if key not in arguments for w in (key, value)]
-
-    status, out, err = run("replay", trace, *arguments, *more)
-
-    assert (status, out) == (2, "")
-    assert one_line(err).startswith("error: ")
-    assert expected in err
-    assert {p.name for p in own.iterdir()} <= {"mine.py", "__pycache__"}
-    assert (own / "mine.py").read_text() == OWN
-
-
-def test_replay_needs_policy_and_budget(run, trace):
-    """A missing option is named."""
-    status, _, err = run("replay", trace, "--policy", "tova")
-
-    assert status == 2
-    assert "--budget" in one_line(err)
-
-
-def test_two_traces_of_one_name_are_refused(run, trace, tmp_path):
-    """A table could not tell them apart."""
-    status, _, err = run("replay", trace, trace, "--policy", "tova", "--budget", "16")
-
-    assert status == 2
-    assert "both called 'small'" in one_line(err)
-
-
 def test_own_policy(run, trace, own):
     """A policy in a file of the working folder is replayed by its name."""
     status, out, err = run("replay", trace, "--policy", "mine:odd", "--budget", "16")
 
     assert (status, err) == (0, "")
     assert "odd" in out
-
-
-def test_policy_that_needs_what_the_trace_lacks(run, trace, own):
-    """Where no cell can be replayed, the reason is bad input."""
-    arguments = ["--policy", "mine:odd", "--set", "fails_at=16", "--budget", "16", "--out", "x"]
-
-    status, out, err = run("replay", trace, *arguments)
-
-    assert (status, out) == (2, "")
-    assert one_line(err) == (
-        "error: odd: the trace has no dense attention; record it with --attention"
-    )
-    assert not (own / "x").exists()
 
 
 def test_an_error_that_repeats_is_printed_once(run, trace, own):

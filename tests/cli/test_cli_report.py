@@ -43,7 +43,7 @@ def address(folder):
     server.server_close()
 
 
-def test_a_run_and_a_trace_over_http_are_reported(run, folder, address, tmp_path):
+def test_a_run_and_a_trace_over_http_are_reported(run, folder, address, tmp_path, no_layout):
     """The server is asked for run.json, so that a run is not opened as a trace."""
     out = tmp_path / "report.html"
 
@@ -56,7 +56,7 @@ def test_a_run_and_a_trace_over_http_are_reported(run, folder, address, tmp_path
     assert kvsim.read_run(f"{address}/run/").table.equals(kvsim.read_run(folder).table)
 
 
-def test_a_run_in_a_store_is_reported(run, folder, tmp_path):
+def test_a_run_in_a_store_is_reported(run, folder, tmp_path, no_layout):
     """Stores of fsspec are asked too."""
     system, root = fsspec.filesystem("memory"), f"/{uuid.uuid4()}"
     system.put(str(folder), root, recursive=True)

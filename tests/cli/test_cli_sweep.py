@@ -132,33 +132,3 @@ def test_cells_that_fail_are_named_and_the_others_shown(command):
     assert "failed: sample: snapkv, budget 4" in done.err
     assert "error: 1 of 4 cells failed" in done.err
     assert "snapkv  48" in done.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sweep",), "nothing to sweep"),
-        (("sweep", "sample", "--policy", "tova"), "--budget is missing"),
-        (("sweep", "sample", "--budget", "48"), "--policy is missing"),
-        ((*LIST, "--shard", "0/2"), "give --out DIR"),
-        (("sweep", "--status"), "give --out DIR"),
-        ((*LIST, "--out", "x", "--shard", "half"), "--shard is 'half'"),
-        ((*LIST, "--out", "x", "--shard", "0/2", "--slurm", "2"), "exclude each other"),
-        ((*LIST, "--slurm-set", "slurm_partition=long"), "give --slurm N too"),
-        ((*LIST, "--set", "ams.window=3"), "none of tova, snapkv has"),
-        ((*LIST, "--set", "window"), "expected KEY=VALUE"),
-        (("sweep", "grid.yaml", "--policy", "tova"), "has its own policies"),
-        (("sweep", "grid.yaml"), "cannot be read"),
-        (("sweep", "--out", "none", "--status"), "no folder of a sweep"),
-        ((*LIST[:4], "--budget", "48", "--interval", "often"), "intervals is 'often'"),
-    ],
-)
-def test_bad_input_ends_in_one_line(arguments, message, command, tmp_path, monkeypatch):
-    """Status 2, one line, and nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    done = command(*arguments)
-
-    assert done.status == 2
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []

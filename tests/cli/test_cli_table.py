@@ -94,32 +94,6 @@ def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
     assert "Fidelity, the weakest of the values in a mean: open." in plain
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--by", "stages"], "--by is 'stages'; expected stage, layer, task"),
-        (["--by", "level"], "--by level: no value of output_error, retained_iou has one"),
-        (["--metric", "regret"], "--metric regret: the runs have no value of it; they have output"),
-        (["--metric", "eror"], "unknown metric 'eror'"),
-    ],
-)
-def test_what_runs_do_not_have_is_refused(run, folder, arguments, message):
-    """With what there is."""
-    status, out, err = run("table", folder, *arguments)
-
-    assert (status, out) == (2, "")
-    assert message in err
-
-
-def test_a_report_is_no_csv(run, folder, tmp_path):
-    """A page under another name would surprise whoever opens it; the message names the table."""
-    status, _, err = run("report", folder, "--out", tmp_path / "x.csv")
-
-    assert status == 2
-    assert "expected FILE.html, or `kvsim table RUN --format csv`" in err
-    assert not (tmp_path / "x.csv").exists()
-
-
 def test_a_run_of_a_later_version_can_be_shown(run, folder, tmp_path):
     """`kvsim info` prints what it knows, `kvsim table` names what the run has instead."""
     later = shutil.copytree(folder, tmp_path / "later")

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from itertools import product
 
-import pytest
 from command_line import one_line
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,37 +135,3 @@ def test_prompts_in_a_file(run, tmp_path):
     status, _, _ = run("prompts", "--n", "1", "--out", out, "--overwrite")
     assert status == 0
     assert len(rows_of(out.read_text())) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--task", "run"], "task is 'run', expected one of walk, get, join"),
-        (["--domain", "sea"], "domain is 'sea', expected one of paint, ore"),
-        (["--task", "walk,run", "--n", "1"], "task is 'run', expected one of walk, get, join"),
-        (["--task", "walk,"], "--task is 'walk,'; expected names"),
-        (["--level", "two"], "--level is 'two'; expected numbers from 1 to 5"),
-        (["--level", "1,7", "--n", "1"], "level is 7, expected 1 to 5"),
-        (["--level", "1,2", "--facts", "9"], "level 1 sets all sizes itself, but facts is given"),
-        (["--level", "6"], "level is 6, expected 1 to 5"),
-        (["--level", "2", "--facts", "9"], "level 2 sets all sizes itself, but facts is given too"),
-        (["--level", "2", "--filler", "0", "--report", "1"], "but filler, report are given too"),
-        (["--facts", "500"], "facts is 500, expected 2 to 160"),
-        (["--n", "0"], "see kvsim prompts --help"),
-        (["--overwrite"], "give --out FILE.jsonl too"),
-        (["--out", "folder", "--overwrite"], "folder exists and is not a file"),
-        (["--out", "file/prompts.jsonl"], "file is a file; expected a folder"),
-    ],
-)  # fmt: skip
-def test_prompts_refuses(run, tmp_path, monkeypatch, arguments, expected):
-    """What cannot be is one line, status 2, and leaves nothing behind."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("mine")
-
-    status, out, err = run("prompts", *arguments)
-
-    assert (status, out) == (2, "")
-    assert one_line(err).startswith("error: ")
-    assert expected in err
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]

@@ -105,16 +105,6 @@ def test_the_command_line_has_the_same_options():
             assert option.name in ("stop", "layers", "attention", "store_dtype")
 
 
-def test_a_bad_option_is_one_line_on_the_command_line(run, tmp_path):
-    """A value that `Options` refuses ends the command with status 2, before a model is loaded."""
-    out = ["--model", "none", "--prompt", "a", "--out", str(tmp_path / "a.zarr")]
-
-    status, _, err = run("capture", *out, "--attention", "half")
-
-    assert status == 2
-    assert err.startswith("error: attention is 'half', expected 'full', or 'window:N'")
-
-
 def test_an_unknown_keyword_is_named():
     """A keyword that is none is an error that names the closest one."""
     with pytest.raises(TypeError, match=r"'max_tokens'; did you mean 'max_new_tokens'\?"):
@@ -887,30 +877,6 @@ def test_info_says_what_ended_the_response(ended, said, run, folder):
     assert f"8 tokens (prompt 2, response 6{said}" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--resume", "--overwrite"], "overwrite and resume are both given"),
-        (["--attention", "all"], "attention is 'all'"),
-        (["--attention"], "Option '--attention' requires an argument"),
-        (["--layers", "x"], "--layers is 'x'"),
-        (["--layers", "4"], "the model has no layer 4"),
-        (["--stop", ""], "expected text that is not empty"),
-        (["--device-map", "auto", "--device", "cpu"], "expected one of them"),
-        (["--system", "w1", "--system", "w99"], "the tokenizer does not know 'w99'"),
-    ],
-)
-def test_what_the_command_refuses(run, saved, tmp_path, arguments, expected):
-    """One line, status 2, and nothing is written."""
-    out = tmp_path / "a.zarr"
-
-    status, text, err = run("capture", "--model", saved, "--prompt", "w1", "--out", out, *arguments)
-
-    assert (status, text, len(err.splitlines())) == (2, "", 1)
-    assert expected in err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_misspelled_key_is_told(run, saved, tmp_path):
     """What a file may have meant stands on standard error, and the capture goes on."""
     file = write(tmp_path / "p.jsonl", {"prompt": "w1", "anwser": "w2"})
@@ -920,16 +886,6 @@ def test_a_misspelled_key_is_told(run, saved, tmp_path):
     status, _, err = run(*command, "--max-new-tokens", "1", "--stop", "w0")
 
     assert (status, err) == (0, f"{file}, line 1: 'anwser' is not read; did you mean 'answer'?\n")
-
-
-def test_a_prompt_file_is_checked_before_the_model_is_loaded(run, tmp_path):
-    """A bad line is told although there is no such model."""
-    file = write(tmp_path / "p.jsonl", {"prompt": "w1"}, {"promt": "w2"})
-
-    status, _, err = run("capture", "--model", "./no", "--prompts", file, "--out", tmp_path / "o")
-
-    assert status == 2
-    assert f"{file}, line 2: no prompt" in err
 
 
 # ------------------------------------------------------------------------------------- devices

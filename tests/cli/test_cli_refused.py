@@ -1,0 +1,258 @@
+"""What commands refuse: one line that says what was found and what to do, status 2, no file."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from command_line import OWN, one_line
+
+from kvsim.tiny import PATH
+
+REPLAY = "replay TRACE --policy tova --budget 16"
+SWEEP = "sweep sample --policy tova,snapkv --interval 64 --budget 48"
+LIVE = "live TRACE --model tiny --policy tova --budget 24"
+FIDELITY = "fidelity sample --model tiny"
+CAPTURE = "capture --model tiny --out t.zarr"
+PARETO = "plot pareto TRACE --out x.png --policy tova --budget 8"
+PLOT = "plot --out x.png"
+TEXTS = "prompts --out p.jsonl --model BYTES"
+
+#: Commands with what their message contains. TRACE is a recorded prompt of tiny, RUN a run of seven
+#: prompts, BYTES a folder with a tokenizer of bytes alone; `mine.py`, `file`, `folder` exist.
+REFUSED = {
+    # ---------------------------------------------------------------------------------- replay
+    f"{REPLAY} --budget 0": "budget is 0; expected at least 1",
+    f"{REPLAY} --budget -3": "expected at least 1",
+    f"{REPLAY} --budget 150%": "expected a share above 0%",
+    f"{REPLAY} --budget many": "budget is 'many'",
+    f"{REPLAY} --budget 16,,32": "expected names or numbers between commas",
+    "replay TRACE --policy tova": "--budget",
+    "replay TRACE --policy snapkv --budget 8": "the smallest budget that works is 32",
+    f"{REPLAY} --policy tovva": "unknown policy 'tovva'; did you mean 'tova'?",
+    f"{REPLAY} --policy snapkv@kvpres": "did you mean 'kvpress'?",
+    f"{REPLAY} --policy nomodule:x": "cannot import 'nomodule'",
+    f"{REPLAY} --policy mine:nothing": "'mine' has no 'nothing'",
+    f"{REPLAY} --policy mine:not_a_policy": "expected a kvsim.Policy",
+    f"{REPLAY} --set windw=3 --policy snapkv": "did you mean 'window'?",
+    f"{REPLAY} --set window": "--set is 'window'; expected KEY=VALUE",
+    f"{REPLAY} --set scorer.windw=3 --policy ams+snapkv": "mean 'scorer.window'?",
+    f"{REPLAY} --set tova.x=1": "none of tova has this parameter",
+    f"{REPLAY} --policy adakv": "name a scorer too, such as adakv+tova",
+    f"{REPLAY} --policy qfilter": "calibration is missing; give calibration=",
+    f"{REPLAY} --policy ams+full": "nothing can be put around it",
+    f"{REPLAY} --set protect_last=7.5": "protect_last is 7.5; expected True or False",
+    f"{REPLAY} --metric output_eror": "did you mean 'output_error'?",
+    f"{REPLAY} --metric retained": "'retained_position' or 'retained_mass'?",
+    f"{REPLAY} --metric regret": "was not replayed; give --regret",
+    f"{REPLAY} --sink -1": "--sink",
+    f"{REPLAY} --recent many": "--recent",
+    f"{REPLAY} --sink 9 --recent 9": "smallest budget that works is 18",
+    f"{REPLAY} --memory lots": "--memory is 'lots'; expected a size such as 500MB",
+    f"{REPLAY} --memory 1KB": "the memory budget is",
+    f"{REPLAY} --device gpu": "--device is 'gpu'",
+    f"{REPLAY} --interval 0": "--interval",
+    f"{REPLAY} --events": "give --out DIR as well",
+    f"{REPLAY} --resume": "give --out DIR as well",
+    f"{REPLAY} --out mine.py": "mine.py exists",
+    f"{REPLAY} --polcy x": "see kvsim replay --help",
+    f"{REPLAY} TRACE": "both called 'small'",
+    f"{REPLAY} --protect-prompt": "budget 16 is below the",
+    "replay TRACE --policy mine:odd --set fails_at=16 --budget 16 --out x": (
+        "error: odd: the trace has no dense attention; record it with --attention\n"
+    ),
+    # ----------------------------------------------------------------------------------- sweep
+    "sweep": "nothing to sweep",
+    "sweep sample --policy tova": "--budget is missing",
+    "sweep sample --budget 48": "--policy is missing",
+    f"{SWEEP} --shard 0/2": "give --out DIR",
+    "sweep --status": "give --out DIR",
+    f"{SWEEP} --out x --shard half": "--shard is 'half'",
+    f"{SWEEP} --out x --shard 0/2 --slurm 2": "exclude each other",
+    f"{SWEEP} --slurm-set slurm_partition=long": "give --slurm N too",
+    f"{SWEEP} --set ams.window=3": "none of tova, snapkv has",
+    f"{SWEEP} --set window": "expected KEY=VALUE",
+    "sweep grid.yaml --policy tova": "has its own policies",
+    "sweep grid.yaml": "cannot be read",
+    "sweep --out none --status": "no folder of a sweep",
+    "sweep sample --policy tova --budget 48 --interval often": "intervals is 'often'",
+    # ------------------------------------------------------------------- live, fidelity, predict
+    "live --model tiny --policy tova --budget 24": "expected recorded traces, or --prompts",
+    f"{LIVE} --policy oracle": "reads rows of the future",
+    f"{LIVE} --policy tova+infllm": "by rows of the trace",
+    f"{LIVE} --resume": "give --out DIR",
+    f"{LIVE} --events": "give --out DIR",
+    f"{LIVE} --record-to x": "give --prompts",
+    f"{LIVE} --layers 7": "expected 0..2",
+    f"{LIVE} --metric retained_mass": "computed from recorded attention",
+    f"{LIVE} --model tiny-deep": "differs from the recorded tiny",
+    f"{FIDELITY} --policy tova --budget 32 --resume": "give --out DIR as well",
+    f"{FIDELITY} --policy oracle --budget 32": "oracle",
+    f"{FIDELITY} --policy tova --budget 32 --calibration file": "a path where nothing is yet",
+    "predict sample --policy tova --budget 96": "o_proj",
+    # -------------------------------------------------------------------------------- recompute
+    "recompute sample --model tiny --policy asl --budget 40": "record it again with --residual",
+    # -------------------------------------------------------------------------- compare, table
+    "compare RUN --metric outputerror": "'outputerror'; did you mean 'output_error'",
+    "compare RUN --metric middle_coverage": "has no better direction",
+    "compare RUN --against tovs": "no policy 'tovs'; did you mean 'tova'",
+    "compare RUN --budget 25": "--budget 25: the run has none",
+    "compare RUN --figure x.txt": "--figure is 'x.txt'; expected a file that ends in",
+    "compare RUN --json --format csv": "--json and --format csv were both given",
+    "compare TRACE": "is no run folder",
+    "compare file.parquet": "file.parquet is missing; expected",
+    "compare BROKEN": "broken.parquet",
+    "table RUN --by stages": "--by is 'stages'; expected stage, layer, task",
+    "table RUN --by level": "no value of entries_seen, output_error, wipeout has one",
+    "table RUN --metric regret": "--metric regret: the runs have no value of it; they have entries",
+    "table RUN --metric eror": "unknown metric 'eror'",
+    "report RUN --out x.csv": "expected FILE.html, or `kvsim table RUN --format csv`",
+    # --------------------------------------------------------------------------------- capture
+    f"{CAPTURE} --prompt ''": "the prompt is empty",
+    f"{CAPTURE} --prompt 'facts : hello world'": "'hello', 'world', expected words of its",
+    f"{CAPTURE} --prompt LONG": "5001 tokens, expected at most the model's context of 4096",
+    CAPTURE: "`kvsim prompts > prompts.jsonl`",
+    f"{CAPTURE} --prompt walk --prompts p.jsonl": "both --prompt and --prompts",
+    f"{CAPTURE} --prompts nowhere.jsonl": "nowhere.jsonl cannot be read",
+    f"{CAPTURE} --prompt walk --limit 2": "--limit is given without a file of prompts",
+    f"{CAPTURE} --prompt walk --dtype int8": "dtype is 'int8', expected float32",
+    f"{CAPTURE} --prompt walk --device tpu": "--device is 'tpu'; expected cpu, cuda",
+    f"{CAPTURE} --prompt walk --max-new-tokens -1": "--max-new-tokens",
+    f"{CAPTURE} --prompt walk --seed x": "see kvsim capture --help",
+    f"{CAPTURE} --prompt walk --model ./no": "no model folder at './no'",
+    f"{CAPTURE} --prompt walk --out file/t.zarr": "is a file; expected a folder",
+    f"{CAPTURE} --prompt walk --out file --overwrite": "is not a kvsim trace",
+    f"{CAPTURE} --prompt walk --resume --overwrite": "overwrite and resume are both given",
+    f"{CAPTURE} --prompt walk --attention all": "attention is 'all'",
+    f"{CAPTURE} --prompt walk --attention": "Option '--attention' requires an argument",
+    f"{CAPTURE} --prompt walk --layers x": "--layers is 'x'",
+    f"{CAPTURE} --prompt walk --layers 4": "the model has no layer 4",
+    f"{CAPTURE} --prompt walk --stop ''": "expected text that is not empty",
+    f"{CAPTURE} --prompt walk --device-map auto --device cpu": "expected one of them",
+    # before a model is loaded
+    "capture --model none --prompt a --out t.zarr --attention half": (
+        "error: attention is 'half', expected 'full', or 'window:N'"
+    ),
+    "capture --model ./no --prompts BAD --out t": "line 2: no prompt",
+    # --------------------------------------------------------------------------------- prompts
+    "prompts --task run": "task is 'run', expected one of walk, get, join",
+    "prompts --domain sea": "domain is 'sea', expected one of paint, ore",
+    "prompts --task walk,run --n 1": "task is 'run', expected one of walk, get, join",
+    "prompts --task walk,": "--task is 'walk,'; expected names",
+    "prompts --level two": "--level is 'two'; expected numbers from 1 to 5",
+    "prompts --level 1,7 --n 1": "level is 7, expected 1 to 5",
+    "prompts --level 1,2 --facts 9": "level 1 sets all sizes itself, but facts is given",
+    "prompts --level 6": "level is 6, expected 1 to 5",
+    "prompts --level 2 --facts 9": "level 2 sets all sizes itself, but facts is given too",
+    "prompts --level 2 --filler 0 --report 1": "but filler, report are given too",
+    "prompts --facts 500": "facts is 500, expected 2 to 160",
+    "prompts --n 0": "see kvsim prompts --help",
+    "prompts --overwrite": "give --out FILE.jsonl too",
+    "prompts --out file": "exists; give another --out, or --overwrite",
+    "prompts --out folder --overwrite": "folder exists and is not a file",
+    "prompts --out file/prompts.jsonl": "file is a file; expected a folder",
+    "prompts --length 512": "error: --length is an option of models for real text, as smollm2, but",
+    "prompts --context": "error: --context is an option of models for real text",
+    f"{TEXTS} --level 1": "error: --level is an option of tiny and tiny-deep, but",
+    f"{TEXTS} --facts 2": "error: --facts is an option of tiny and tiny-deep",
+    f"{TEXTS} --task walk": "error: --task is 'walk'; expected needle, needles",
+    f"{TEXTS} --length x": "error: --length is 'x'; expected whole numbers of tokens",
+    f"{TEXTS} --depth x": "error: --depth is 'x'; expected numbers from 0 to 1",
+    f"{TEXTS} --depth 2 --length 900": "error: depth is 2.0, expected a number",
+    f"{TEXTS} --task text --depth 0": "error: --depth: text has no needle",
+    f"{TEXTS} --task text --context --length 900": "error: --context: text has no question",
+    f"prompts --model {PATH} --task needle": "error: the tokenizer does not know",
+    "prompts --model ./nowhere": "error: no model folder at './nowhere'",
+    "prompts --model folder --task needle": "has no tokenizer, expected one in its folder",
+    # ------------------------------------------------------------------------------------ plot
+    f"{PLOT} parteo TRACE": "'parteo'; did you mean 'pareto'?; figures: over_b",
+    f"{PLOT} pareto TRACE --budget 8": "give --policy NAME, or the folder of a run (",
+    f"{PLOT} pareto TRACE --policy tova": "give --budget N",
+    f"{PARETO} --policy tofa": "tofa",
+    f"{PARETO} --budget x": "budget is 'x'",
+    f"{PARETO} --layer 0": "--layer was given, but pareto has none",
+    f"{PLOT} iou_by TRACE --policy tova --budget 8 --metric regret": "but iou_by has",
+    f"{PARETO} --zoom 1-2": "--zoom was given, but pareto has none",
+    f"{PARETO} --ratio 5%": "--ratio was given, but pareto has none",
+    f"{PARETO} --metric regrett": "'regrett'; did you mean 'regret'",
+    f"{PARETO} --metric sparsity": "is about traces and the same for",
+    f"{PARETO} --metric ,": "--metric is ','",
+    f"{PARETO} --set nothing=1": "nothing",
+    f"{PLOT} rank_pattern TRACE": "is drawn by `kvsim layers TRACE --budget N --figures DIR`",
+    f"{PLOT} overlap_curves TRACE --interval 8 --no-prefill": "leave --interval, --prefill out",
+    f"{PLOT} overlap_curves TRACE --set window=1": "shows no policies; leave --set out",
+    f"{PLOT} overlap_curves TRACE --policy tova": "overlap_curves shows no policies",
+    f"{PLOT} overlap_curves TRACE --layer 99": "--layer is 99; small has 0 to",
+    "plot overlap_curves TRACE --out x.jpg": "expected a file that ends in .png, .svg or .pdf",
+    "plot overlap_curves TRACE --out file.png": "file.png exists; give another --out, nothing was",
+    f"{PLOT} reconstruction_error TRACE --policy tova --budget 8": "leave --budget out",
+    f"{PLOT} reconstruction_error TRACE --policy tova --interval 8": "leave --interval out",
+    f"{PLOT} reconstruction_error TRACE --policy tova --ratio 0.5": "'0.5'; expected a share",
+    f"{PLOT} reconstruction_error TRACE --policy tova --ratio 100%": "'100%'; expected a share",
+    f"{PLOT} reconstruction_error TRACE": "give --policy NAME",
+    f"{PLOT} bursts TRACE --policy tova --budget 8 --zoom 9": "'9'; expected two positions",
+    f"{PLOT} bursts TRACE --policy tova --budget 8 --zoom 9-9": "'9-9'; expected two positions",
+    f"{PLOT} bursts TRACE --policy tova --budget 8 --zoom 9-9999": "two positions of 0 to",
+    f"{PLOT} token_text TRACE --policy tova,h2o --budget 8": "one policy at one budget, but 2",
+    f"{PLOT} token_text TRACE --policy tova --budget 8 --head 99": "--head is 99; small has 0 to",
+    f"{PLOT} token_text TRACE sample --policy tova --budget 8": "shows one trace, but 2 were given",
+    f"{PLOT} token_text TRACE --policy snapkv --budget 16 --set window=2,4": (
+        "token_text shows one policy, but --set has several values"
+    ),
+    f"{PLOT} mass_curve TRACE --policy tova --budget 8": "has no segments of layer 0",
+    f"{PLOT} middle_coverage TRACE --policy full --budget 8": "nothing left the cache",
+    f"{PLOT} iou_by TRACE --policy tova --budget 8 --by task --by colour": "--by is 'colour'",
+    f"{PLOT} iou_by TRACE --policy tova --budget 8 --by level": "no retained_iou by level",
+    f"{PLOT} pareto no --policy tova --budget 8": "no",
+    f"{PLOT} bursts RUN": "bursts is drawn from traces, but RUN is a run; give the traces",
+    f"{PLOT} pareto RUN a.zarr": "RUN is a run and a.zarr is none; give either",
+    f"{PLOT} pareto RUN --interval 8": "RUN is replayed already; leave --interval out",
+    f"{PLOT} pareto RUN --no-prefill --set x=1": "already; leave --prefill, --set out",
+    f"{PLOT} pareto RUN --policy tofa": "--policy tofa: the run has none; did you mean 'tova'?; it",
+    f"{PLOT} pareto RUN --budget 17": "--budget 17: the run has none",
+    f"{PLOT} pareto RUN --metric regret": "one of regret; the table has entries_seen",
+    f"{PLOT} pareto UNREADABLE": "unreadable",
+    # --------------------------------------------------------------------------------- listings
+    "policies snapvk": "did you mean 'snapkv'",
+    "policies ams+tova": "has several parts",
+    "metrics wipout": "did you mean 'wipeout'",
+    "help nonsense": "No such command 'nonsense'",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, trace, runs, bytes_tokenizer):
+    """Paths by the words that stand for them."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "bad.jsonl").write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
+    (folder / "broken.parquet").write_bytes(b"PAR1")
+    (folder / "unreadable").mkdir()
+    (folder / "unreadable" / "run.json").write_text("{}")
+    return {
+        "TRACE": str(trace),
+        "RUN": str(runs / "many"),
+        "BYTES": str(bytes_tokenizer),
+        "BAD": str(folder / "bad.jsonl"),
+        "BROKEN": str(folder / "broken.parquet"),
+        "UNREADABLE": str(folder / "unreadable"),
+        "LONG": "walk " * 5000,
+    }
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refused(run, places, own, command):
+    """The message has one line, nothing is printed, and no file appears or changes."""
+    (own / "folder").mkdir()
+    for name in ("file", "file.png"):
+        (own / name).write_text("mine")
+    message = REFUSED[command].replace("RUN is", f"{places['RUN']} is")
+
+    status, out, err = run(*(places.get(word, word) for word in shlex.split(command)))
+
+    assert (status, out) == (2, "")
+    assert one_line(err).startswith("error: ")
+    assert message in err
+    names = {path.relative_to(own).as_posix() for path in own.iterdir()} - {"__pycache__"}
+    assert names == {"mine.py", "file", "file.png", "folder"}
+    assert (own / "mine.py").read_text() == OWN
+    assert (own / "file").read_text() == (own / "file.png").read_text() == "mine"
