@@ -289,19 +289,18 @@ def no_layout():
 @pytest.fixture
 def small_demo(monkeypatch, tmp_path_factory):
     """Make demos of this process small: short texts and no figures."""
-    import torch
-
-    import kvsim
     from kvsim.cli import demo
     from kvsim.tiny.tasks import prompts
+    from traces import random_trace
 
     few = prompts(1, task="walk", facts=8, lines=24, kinds=3)
     monkeypatch.setattr("kvsim.tiny.tasks.prompts", lambda *_, **__: few)
     monkeypatch.setattr(demo._Demo, "_draw", lambda *_: None)
-    real = kvsim.Trace.from_arrays(
-        *(torch.randn(3, 2, 140, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)),
+    real = random_trace(
+        layers=3,
+        group=1,
+        n=140,
         prompt_len=80,
-        rope=kvsim.Rope.default(8),
         layer_ids=(7, 17, 28),
         meta={"spans": {"needle": [[5, 9]]}},
     ).save(tmp_path_factory.mktemp("real") / "sample-smollm2.zarr")

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.core.arguments import listed
@@ -15,15 +14,13 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.errors import KvsimError
 from kvsim.store.opening import as_traces
 from kvsim.sweeps import replay_all
+from traces import random_trace
 from user_script import Values, answers
 
 
 def make_trace(name, seed=0):
     """A random trace of 40 tokens, 7 layers and 2 KV heads."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(7, heads, 40, 8, generator=generator) for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=20, rope=rope, name=name)
+    return random_trace(layers=7, n=40, seed=seed, prompt_len=20, name=name)
 
 
 @pytest.fixture

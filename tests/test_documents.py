@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save
 
 import kvsim
+import traces
 from kvsim.analysis.prediction import _SHIPPED, calibration_of, read_calibrations
 from kvsim.analysis.results import model_name
 from kvsim.cost import estimate
@@ -211,13 +212,11 @@ META = {
 def test_no_value_that_a_trace_says_of_its_model_is_an_uncaught_error(read, trace):
     """Provenance is untrusted input, too: a line refuses it, or it is read."""
     uncaught = []
-    arrays = [trace.read(name) for name in ("q", "k", "v")]
     for path, value, meta in changed(META):
         if path:
             try:
                 tokens = torch.zeros(trace.n_pos, dtype=torch.int64)
-                terms = {"prompt_len": 12, "tokens": tokens, "meta": meta}
-                read(kvsim.Trace.from_arrays(*arrays, rope=trace.ropes, **terms))
+                read(traces.changed(trace, prompt_len=12, tokens=tokens, meta=meta))
             except KvsimError as error:
                 assert "\n" not in str(error)  # noqa: PT017
             except Exception as error:  # noqa: BLE001  it is what is looked for

@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from matplotlib.figure import Figure
 
 import kvsim
-from kvsim import Rope, Trace, files, plots
+from kvsim import files, plots
 from kvsim.cli import app
 from kvsim.errors import OutputError
 from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
 from kvsim.sweeps.driver import replay_all
+from traces import random_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -34,10 +34,7 @@ EARLIER = b"what was there before\n" * 400
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     """The path of a trace of two layers and 90 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 90, 8, generator=generator) for heads in (4, 2, 2))
-    path = tmp_path_factory.mktemp("trace") / "t.zarr"
-    return Trace.from_arrays(q, k, v, prompt_len=50, rope=Rope.default(8)).save(path)
+    return random_trace(prompt_len=50).save(tmp_path_factory.mktemp("trace") / "t.zarr")
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,18 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.progress import progress_bar
 from kvsim.sweeps import replay_all
+from traces import random_trace
 
 EVIL = "<script>alert('x')</script>&amp;"
 
 
 def make_trace(name="small", n=24, meta=None):
     """A random trace of 2 layers and 2 KV heads."""
-    generator = torch.Generator().manual_seed(len(name))
-    q, k, v = (torch.randn(2, heads, n, 8, generator=generator) for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=12, rope=rope, name=name, meta=meta)
+    return random_trace(n=n, seed=len(name), prompt_len=12, name=name, meta=meta)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import re
 import matplotlib as mpl
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim import plots
 from kvsim.core.attention import Formula
 from kvsim.plots.registry import FIGURES, PLOTTED
 from kvsim.tiny.tasks import prompts
+from traces import random_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -304,14 +304,9 @@ def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
 
 def test_layers_with_a_window_are_passed_over(run, tmp_path):
     """A figure of one layer takes one that was replayed, and one that was not is refused."""
-    q, k, v = torch.randn(3, 3, 2, 80, 8, generator=torch.Generator().manual_seed(0))
-    path = kvsim.Trace.from_arrays(
-        q,
-        k,
-        v,
-        prompt_len=40,
-        rope=kvsim.Rope.default(8),
-        formulas=[Formula(0.3, window=9), Formula(0.3), Formula(0.3, window=9)],
+    formulas = [Formula(0.3, window=9), Formula(0.3), Formula(0.3, window=9)]
+    path = random_trace(
+        layers=3, group=1, n=80, prompt_len=40, formulas=formulas, name="memory"
     ).save(tmp_path / "mixed.zarr")
     asked = [path, "--policy", "tova", "--budget", "20", "--interval", "8"]
 

@@ -5,12 +5,11 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
-import torch
 
-import kvsim
 from kvsim.cli import show
 from kvsim.sweeps import tasks
 from kvsim.sweeps.shards import Shards
+from traces import random_trace
 
 LIST = ("sweep", "sample", "--policy", "tova,snapkv", "--budget", "48", "--interval", "64")
 ONLY = ("--metric", "output_error,wipeout")
@@ -78,8 +77,7 @@ def test_what_shows_progress_comes_first(command, tmp_path, monkeypatch):
     monkeypatch.setattr(
         show, "bar", lambda unit: nullcontext(lambda *now: bars.append((unit, now)))
     )
-    q, k, v = (torch.randn(4, 2, 60, 8) for _ in "qkv")
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=30, rope=kvsim.Rope.default(8))
+    trace = random_trace(layers=4, group=1, n=60, prompt_len=30)
     path, out = str(trace.save(tmp_path / "trace.zarr")), str(tmp_path / "x")
 
     done = command("sweep", path, *LIST[2:], *ONLY, "--out", out, "--shard", "0/2")

@@ -10,13 +10,13 @@ import shutil
 
 import polars as pl
 import pytest
-import torch
 from command_line import one_line
 
 import kvsim
 from kvsim.analysis.folder import bind
 from kvsim.cli.replaying import means
 from kvsim.sweeps import replay_all
+from traces import random_trace
 
 TASKS = {"a": "walk", "b": "get", "c": "walk"}
 
@@ -24,16 +24,8 @@ TASKS = {"a": "walk", "b": "get", "c": "walk"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A run of three random prompts with seven layers, of two tasks."""
-    torch.manual_seed(0)
-    traces = [
-        kvsim.Trace.from_arrays(
-            *(torch.randn(7, heads, 60, 4) for heads in (2, 1, 1)),
-            prompt_len=30,
-            rope=kvsim.Rope.default(4),
-            name=name,
-        )
-        for name in TASKS
-    ]
+    sizes = {"layers": 7, "heads": 1, "n": 60, "dim": 4, "prompt_len": 30}
+    traces = [random_trace(**sizes, seed=seed, name=name) for seed, name in enumerate(TASKS)]
     policies = [kvsim.policy("tova"), kvsim.policy("knorm")]
     metrics = ["output_error", "retained_iou"]
     run = replay_all(traces, policies, [8, "25%"], interval=8, metrics=metrics)

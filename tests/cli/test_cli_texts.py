@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-import kvsim
 from mutations import reseal_folder
+from traces import random_trace
 
 #: What a terminal would act upon, what a reader would be misled by, and what UTF-8 cannot hold.
 HOSTILE = "\x1b[31m\x9b2J\x07\u202e\u2066\u2028<i>[b]x[/b] $x^$\r\nsecond line\x7f\ud800 漢"
@@ -17,13 +16,8 @@ HOSTILE = "\x1b[31m\x9b2J\x07\u202e\u2066\u2028<i>[b]x[/b] $x^$\r\nsecond line\x
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """A trace whose names and texts are not to be trusted."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 90, 8) for heads in (4, 2, 2))
     words = [HOSTILE.replace("\ud800", ""), "y" * 5000, "<b>", "[/]"]
-    made = kvsim.Trace.from_arrays(
-        q, k, v, prompt_len=30, rope=kvsim.Rope.default(8),
-        token_text=[words[i % 4] for i in range(90)],
-    )  # fmt: skip
+    made = random_trace(token_text=[words[i % 4] for i in range(90)])
     path = tmp_path_factory.mktemp("hostile") / "t.zarr"
     made.save(path)
     stored = json.loads((path / "zarr.json").read_text())

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import browsing
 import pytest
-import torch
 import zarr
 
-from kvsim import Rope, Trace
 from kvsim.samples import sample_trace
+from traces import random_trace as build
 
 APP = Path(__file__).parents[2] / "apps" / "dashboard" / "app.py"
 
@@ -37,10 +36,7 @@ HUGE = ["<b>" + "x" * 1_000_000, "\n" * 1_000_000]
 
 def made(n=120, texts=None, **options):
     """A small trace of random numbers."""
-    generator = torch.Generator().manual_seed(n)
-    q, k, v = (torch.randn(2, heads, n, 8, generator=generator) for heads in (4, 2, 2))
-    options = {"prompt_len": n // 3, "rope": Rope.default(8), **options}
-    return Trace.from_arrays(q, k, v, token_text=texts, **options)
+    return build(n=n, seed=n, size=1.0, token_text=texts, **options)
 
 
 def hostile(n=120):

@@ -6,7 +6,6 @@ import json
 import os
 
 import pytest
-import torch
 
 import kvsim
 from kvsim.analysis.comparison import compare
@@ -16,16 +15,13 @@ from kvsim.analysis.verdict import tabulated
 from kvsim.report import read_run
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
+from traces import random_trace
 
 
 def made(seed, texts=None):
     """A small trace of two layers."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, heads, 100, 8, generator=generator) for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(
-        q, k, v, prompt_len=40, rope=rope, name=f"made-{seed}", token_text=texts
-    )
+    facts = {"prompt_len": 40, "name": f"made-{seed}", "token_text": texts}
+    return random_trace(n=100, seed=seed, size=1.0, **facts)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import browsing
 import pytest
-import torch
 from browsing import PAGES, Tab
 
 import kvsim
-from kvsim import Rope, Trace
 from kvsim.sweeps.driver import replay_all
+from traces import random_trace
 
 #: Pixels of the page's height, and by how many each text is wider than its place.
 _SIZES = """() => [
@@ -42,10 +41,7 @@ def looked_into(folder, tmp_path_factory):
     sample = kvsim.open_trace(root / "sample.zarr")
     policies = [kvsim.policy(name) for name in ("streaming_llm", "tova")]
     replay_all([sample], policies, [64, 128], interval=64).save(root / "runs" / "first")
-    generator = torch.Generator().manual_seed(0)
-    n = 4096
-    q, k, v = (torch.randn(1, heads, n, 8, generator=generator) for heads in (2, 1, 1))
-    Trace.from_arrays(q, k, v, prompt_len=n // 2, rope=Rope.default(8)).save(root / "long.zarr")
+    random_trace(layers=1, heads=1, n=4096, prompt_len=2048).save(root / "long.zarr")
     return root
 
 

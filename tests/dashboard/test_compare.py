@@ -8,7 +8,6 @@ import shutil
 
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from apps.dashboard import line_charts, runs
@@ -21,6 +20,7 @@ from kvsim.analysis.verdict import answer
 from kvsim.report import read_run
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
+from traces import random_trace
 
 MEASURED = ("output_error", "wipeout", "entries_seen", "bytes_held", "retained_iou", "sparsity")
 POLICIES = ("streaming_llm", "tova", "random")
@@ -28,10 +28,7 @@ POLICIES = ("streaming_llm", "tova", "random")
 
 def made(seed, n=110):
     """A small trace of three layers."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(3, heads, n, 8, generator=generator) for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=40, rope=rope, name=f"made-{seed}")
+    return random_trace(layers=3, n=n, seed=seed, size=1.0, prompt_len=40, name=f"made-{seed}")
 
 
 @pytest.fixture(scope="module")

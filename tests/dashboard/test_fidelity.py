@@ -7,7 +7,6 @@ import json
 
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.analysis.folder import bind
@@ -16,16 +15,16 @@ from kvsim.analysis.summaries import between_levels, level_shares
 from kvsim.core.record import Record
 from kvsim.report import read_run
 from kvsim.sweeps import Run, replay_all
+from traces import random_trace
 
 METRICS = ["wipeout", "output_error", "entries_seen", "sparsity"]
 
 
 def made(seed, layers=5, n=150):
     """A trace of five layers."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(layers, heads, n, 8, generator=generator) for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=120, rope=rope, name=f"made-{seed}")
+    return random_trace(
+        layers=layers, n=n, seed=seed, size=1.0, prompt_len=120, name=f"made-{seed}"
+    )
 
 
 def computed_again(trace, record: Record):

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.analysis.attention.sparsity import sparsity_table
@@ -15,37 +14,21 @@ from kvsim.analysis.attention.windows import overlap_table
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.prompt.tables import diagnose, layer_table
 from kvsim.policies.asl import ASL
+from traces import settling_trace
 
 TEXTS = ["a", "b\n", " c"]
-
-
-def settling(layers, n=130, prompt_len=100, texts=None, name="settling"):
-    """A trace whose layers come to rank alike."""
-    generator = torch.Generator().manual_seed(layers)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    near = torch.linspace(0, 1, layers).clamp(max=0.95)[:, None, None, None]
-    far = (1 - near**2).sqrt()
-    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
-    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(
-        2 * q, k, normal(layers, 2, n, 8), prompt_len=prompt_len, rope=rope, name=name,
-        token_text=texts,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Traces of nine layers, of three, of one, and some too short for one thing or another."""
-    root = tmp_path_factory.mktemp("layers")
-    settling(9).save(root / "deep.zarr")
-    settling(3, texts=[TEXTS[i % 3] for i in range(130)]).save(root / "flat.zarr")
-    settling(1).save(root / "one.zarr")
-    settling(3, n=3, prompt_len=2).save(root / "tiny.zarr")
-    settling(3, n=8, prompt_len=1).save(root / "unasked.zarr")
+    root, given = tmp_path_factory.mktemp("layers"), {"prompt_len": 100, "speed": 1.0}
+    settling_trace(9, 130, **given).save(root / "deep.zarr")
+    texts = [TEXTS[i % 3] for i in range(130)]
+    settling_trace(3, 130, **given, token_text=texts).save(root / "flat.zarr")
+    settling_trace(1, 130, **given).save(root / "one.zarr")
+    settling_trace(3, 3, prompt_len=2).save(root / "tiny.zarr")
+    settling_trace(3, 8, prompt_len=1).save(root / "unasked.zarr")
     return root
 
 
@@ -177,9 +160,9 @@ def test_a_trace_too_short_is_said_to_be(opened, folder, name):
 def test_tokens_are_text_and_nothing_else(opened, tmp_path, hostile_tokens):
     """In hover texts of the pattern, and of a trace whose name is markup."""
     texts = [hostile_tokens[i % len(hostile_tokens)] for i in range(130)]
-    settling(3, texts=texts, name="<img src='http://names.invalid/a.png'>").save(
-        tmp_path / "trace.zarr"
-    )
+    settling_trace(
+        3, 130, prompt_len=100, token_text=texts, name="<img src='http://names.invalid/a.png'>"
+    ).save(tmp_path / "trace.zarr")
     app = opened(tmp_path, "layers")
 
     assert not app.exception

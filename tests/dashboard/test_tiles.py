@@ -6,30 +6,23 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
 from apps.dashboard import tiles
 from apps.dashboard.tiles import STATES, attention_tile, reading_tile, retention_tile
-from kvsim import Rope, Trace
 from kvsim.analysis.attention.windows import head_table, last_needed
 from kvsim.analysis.kept.retention import wipeout
 from kvsim.analysis.kept.states import read_counts
+from traces import changed, random_trace
 
 
 @functools.cache
 def made(n=70, layers=2, prompt_len=20, *, lse=False):
     """A trace of random numbers."""
-    generator = torch.Generator().manual_seed(n)
-    q, k, v = (torch.randn(layers, h, n, 8, generator=generator) * 2 for h in (4, 2, 2))
-    trace = Trace.from_arrays(q, k, v, prompt_len=prompt_len, rope=Rope.default(8))
-    if not lse:
-        return trace
-    return Trace.from_arrays(
-        q, k, v, prompt_len=prompt_len, rope=Rope.default(8), lse=trace.full()[1]
-    )
+    trace = random_trace(n=n, layers=layers, prompt_len=prompt_len, seed=n)
+    return changed(trace, lse=trace.full()[1]) if lse else trace
 
 
 @pytest.mark.parametrize("lse", [False, True])

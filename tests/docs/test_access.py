@@ -7,11 +7,11 @@ import json
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import access
 import access_loop
 import kvsim
+from traces import random_trace
 
 FIVE = [("a", 128), ("int8", 256), ("b + int8", 64), ("c", 64), ("d", 256)]
 
@@ -69,9 +69,7 @@ def test_the_order_in_words():
 @pytest.mark.parametrize(("prompt", "budget"), [(60, 24), (60, 100), (90, 40)])
 def test_the_eviction_holds_as_many_entries(prompt, budget):
     """Entries by the formula are those of a replay, and a budget is found again from its share."""
-    q, k, v = torch.randn(3, 1, 2, 150, 8, generator=torch.Generator().manual_seed(0))
-    rope = kvsim.Rope.default(8)
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=prompt, rope=rope)
+    trace = random_trace(layers=1, group=1, n=150, prompt_len=prompt)
     record = kvsim.replay(trace, "tova", budget, interval=access.INTERVAL, prefill=True)
     seen = np.mean([record.kept(row).sum((0, 2)) for row in range(prompt, 150)])
 

@@ -17,6 +17,7 @@ from kvsim.interop.masks import DEFECTS, Masks, masking, read_masks, write_masks
 from kvsim.sweeps.driver import replay_all
 from small_model import small
 from tests.reference.masked import masked_logits
+from traces import changed
 
 PROMPT, N, BUDGET, INTERVAL = 30, 90, 20, 15
 EVENTS = list(range(PROMPT - 1, N, INTERVAL))
@@ -130,12 +131,8 @@ def test_a_masked_model_has_the_logits_of_the_runner(trace, record, kernel):
 
 def test_masks_are_of_the_layers_of_the_model(trace, record):
     """The record of a trace of layer 1 masks layer 1 of the model, and no other."""
-    some = kvsim.Trace.from_arrays(
-        *(getattr(trace, name)[1:] for name in "qkv"),
-        prompt_len=PROMPT,
-        rope=trace.rope,
-        layer_ids=[1],
-    )
+    arrays = {name: getattr(trace, name)[1:] for name in "qkv"}
+    some = changed(trace, **arrays, rope=trace.rope, formulas=trace.formulas[1:], layer_ids=[1])
     policy = kvsim.policy("adakv+snapkv", window=4)
     masks = Masks.of(kvsim.replay(some, policy, BUDGET, interval=INTERVAL, prefill=True))
     assert masks.layers == (1,)

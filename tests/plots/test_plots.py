@@ -13,20 +13,13 @@ from kvsim.analysis.prompt.tables import diagnose, distribution, selection_table
 from kvsim.plots import layers as module
 from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
+from traces import random_trace
 
 
 @pytest.fixture(scope="module")
 def trace():
     """A small random trace."""
-    torch.manual_seed(0)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 60, 8) * 2,
-        torch.randn(2, 2, 60, 8),
-        torch.randn(2, 2, 60, 8),
-        prompt_len=20,
-        rope=kvsim.Rope.default(8),
-        name="small",
-    )
+    return random_trace(n=60, name="small")
 
 
 @pytest.fixture(scope="module")

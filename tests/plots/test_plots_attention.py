@@ -7,32 +7,21 @@ import math
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.analysis.attention.sparsity import SHARES
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.attention import overlap_curves, sparsity_curves
-
-
-def made(seed, name):
-    """A small random trace of two layers, two KV heads of two query heads."""
-    torch.manual_seed(seed)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 80, 8) * 2,
-        torch.randn(2, 2, 80, 8),
-        torch.randn(2, 2, 80, 8),
-        prompt_len=30,
-        rope=kvsim.Rope.default(8),
-        name=name,
-    )
+from traces import random_trace
 
 
 @pytest.fixture(scope="module")
 def traces():
     """Two prompts."""
-    return [made(0, "a"), made(1, "b")]
+    return [
+        random_trace(seed=seed, name=name, n=80, prompt_len=30) for seed, name in enumerate("ab")
+    ]
 
 
 def lines(axis):

@@ -29,19 +29,12 @@ from kvsim.plots import (
     reconstruction_error,
 )
 from kvsim.plots.attention import FLOOR
+from traces import random_trace
 
 
 def made(seed, name, size=1.0):
     """A small random trace of two layers, two KV heads of two query heads."""
-    torch.manual_seed(seed)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 60, 8) * size,
-        torch.randn(2, 2, 60, 8),
-        torch.randn(2, 2, 60, 8),
-        prompt_len=20,
-        rope=kvsim.Rope.default(8),
-        name=name,
-    )
+    return random_trace(seed=seed, name=name, size=size, n=60)
 
 
 @pytest.fixture(scope="module")

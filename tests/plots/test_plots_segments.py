@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 import kvsim
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.events import mass_curve
+from traces import changed, random_trace
 
 
 @pytest.fixture(scope="module")
 def trace():
     """Two layers, two KV heads of two query heads."""
-    torch.manual_seed(0)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 120, 8) * 2,
-        torch.randn(2, 2, 120, 8),
-        torch.randn(2, 2, 120, 8),
-        prompt_len=60,
-        rope=kvsim.Rope.default(8),
-        name="small",
-    )
+    return random_trace(n=120, prompt_len=60, name="small")
 
 
 def replayed(trace, **parameters):
@@ -105,13 +97,7 @@ def test_what_cannot_be_shown_is_an_error(trace):
     """Another policy, no internals, an event that is none, another trace."""
     record = replayed(trace)
     plain = kvsim.replay(trace, kvsim.policy("tova"), budget=24, interval=20, internals=True)
-    other = kvsim.Trace.from_arrays(
-        trace.q[:, :, :80],
-        trace.k[:, :, :80],
-        trace.v[:, :, :80],
-        prompt_len=60,
-        rope=kvsim.Rope.default(8),
-    )
+    other = changed(trace, **{name: getattr(trace, name)[:, :, :80] for name in "qkv"})
 
     with pytest.raises(PolicyError, match="the record of tova has no segments of layer 0"):
         mass_curve(trace, plain)

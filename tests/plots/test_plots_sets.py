@@ -7,32 +7,19 @@ import itertools
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.analysis.summaries import stages
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots.summary import iou_by, middle_coverage, position_density
-
-
-def made(seed, name):
-    """A small random trace of two layers, two KV heads of two query heads."""
-    torch.manual_seed(seed)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 90, 8) * 2,
-        torch.randn(2, 2, 90, 8),
-        torch.randn(2, 2, 90, 8),
-        prompt_len=30,
-        rope=kvsim.Rope.default(8),
-        name=name,
-    )
+from traces import random_trace
 
 
 @pytest.fixture(scope="module")
 def traces():
     """Two prompts."""
-    return [made(0, "a"), made(1, "b")]
+    return [random_trace(seed=seed, name=name) for seed, name in enumerate("ab")]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
@@ -20,6 +19,7 @@ from kvsim.errors import PolicyError, TraceError
 from kvsim.plots import events as module
 from kvsim.plots.events import bursts
 from kvsim.schema import NEVER
+from traces import random_trace
 
 HOSTILE = ["<b>", "$x$", "\n", "\x1b[31m", "\u202e", "\ud800", "漢", "y" * 50]
 
@@ -27,16 +27,8 @@ HOSTILE = ["<b>", "$x$", "\n", "\x1b[31m", "\u202e", "\ud800", "漢", "y" * 50]
 @pytest.fixture(scope="module")
 def trace():
     """Two layers, two KV heads of two query heads, with texts that are not to be trusted."""
-    torch.manual_seed(0)
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 115, 8) * 2,
-        torch.randn(2, 2, 115, 8),
-        torch.randn(2, 2, 115, 8),
-        prompt_len=40,
-        rope=kvsim.Rope.default(8),
-        name="a $ name",
-        token_text=[HOSTILE[i % len(HOSTILE)] for i in range(115)],
-    )
+    text = [HOSTILE[i % len(HOSTILE)] for i in range(115)]
+    return random_trace(n=115, prompt_len=40, name="a $ name", token_text=text)
 
 
 @pytest.fixture(scope="module")

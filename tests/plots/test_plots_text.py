@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
@@ -19,6 +18,7 @@ from kvsim.analysis.kept.states import TOKEN_STATES as STATES
 from kvsim.analysis.kept.states import token_states
 from kvsim.errors import NeedsError, PolicyError, TraceError
 from kvsim.plots.records import lift_bars, token_html, token_text
+from traces import random_trace
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -43,17 +43,8 @@ HOSTILE = [
 
 def made(text, n=90, name="small"):
     """A random trace of two layers whose tokens are `text` again and again, or have none."""
-    torch.manual_seed(0)
     words = None if text is None else [text[i % len(text)] for i in range(n)]
-    return kvsim.Trace.from_arrays(
-        torch.randn(2, 4, n, 8) * 2,
-        torch.randn(2, 2, n, 8),
-        torch.randn(2, 2, n, 8),
-        prompt_len=30,
-        rope=kvsim.Rope.default(8),
-        name=name,
-        token_text=words,
-    )
+    return random_trace(n=n, prompt_len=30, name=name, token_text=words)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.store import describe, recover, verify
 from kvsim.testing.strategies import make_case
 from small_model import small
+from traces import changed
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<a>{% endif %}"
@@ -174,9 +175,7 @@ def test_bad_lengths_of_a_trace_are_refused(context_len):
     bare = make_case("normal", n=60, prompt_len=20).trace()
 
     with pytest.raises(TraceError, match="context_len"):
-        kvsim.Trace.from_arrays(
-            *(bare.q, bare.k, bare.v), prompt_len=20, context_len=context_len, rope=bare.rope
-        )
+        changed(bare, context_len=context_len)
 
 
 def test_context_behind_what_was_recovered(tmp_path):

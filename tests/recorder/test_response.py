@@ -15,6 +15,7 @@ from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.store import describe, recover, verify
 from small_model import small, words_tokenizer
+from traces import changed
 
 
 @functools.cache
@@ -198,12 +199,7 @@ def test_bad_likelihoods_of_a_trace_are_refused(logprobs):
     bare = capture(small(), None, [1, 2, 3], max_new_tokens=0)
 
     with pytest.raises(TraceError, match=r"response_logprobs are .* each of the 2 tokens"):
-        kvsim.Trace.from_arrays(
-            *(bare.q, bare.k, bare.v),
-            prompt_len=1,
-            rope=bare.ropes,
-            meta={"response_logprobs": logprobs},
-        )
+        changed(bare, prompt_len=1, meta={"response_logprobs": logprobs})
 
 
 def test_info_shows_the_likelihood(tmp_path, capsys):

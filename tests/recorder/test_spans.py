@@ -19,6 +19,7 @@ from kvsim.store import describe, recover
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
 from small_model import small, words_tokenizer
+from traces import changed
 
 
 def bytes_tokenizer():
@@ -156,9 +157,7 @@ def test_bad_spans_of_a_trace_are_refused(spans):
     bare = make_case("normal", n=60, prompt_len=20).trace()
 
     with pytest.raises(TraceError, match=r"spans has .* within the 20 tokens of the prompt"):
-        kvsim.Trace.from_arrays(
-            bare.q, bare.k, bare.v, prompt_len=20, rope=bare.rope, meta={"spans": spans}
-        )
+        changed(bare, meta={"spans": spans})
 
 
 def test_resume_compares_the_needle(tmp_path):
@@ -197,10 +196,9 @@ def test_spans_of_a_cut_prompt_are_recovered_as_far_as_it_goes(tmp_path):
 def test_numeric_labels_are_columns_only_where_they_are(tmp_path):
     """Tables of traces without length and depth are as before; mixed ones have nulls."""
     bare = make_case("normal", n=60, prompt_len=20).trace()
-    arrays = {"prompt_len": 20, "rope": bare.rope}
-    plain = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, name="plain", **arrays)
+    plain = changed(bare, name="plain")
     meta = {"labels": {"task": "needle", "length": 60, "depth": 0.25}}
-    labelled = kvsim.Trace.from_arrays(bare.q, bare.k, bare.v, name="b", meta=meta, **arrays)
+    labelled = changed(bare, name="b", meta=meta)
     options = {"metrics": ["output_error"], "interval": 10}
     policies = [kvsim.policy("streaming_llm", sink=2)]
 

@@ -19,6 +19,7 @@ from kvsim.errors import DumpError, KvsimError, PolicyError
 from kvsim.referee import ruling
 from kvsim.referee.deviations import _CHANGES, Deviation
 from kvsim.referee.dump import COLUMNS, Dump, read_dump
+from traces import changed
 
 PROMPT, N, BUDGET, INTERVAL, WINDOW, SINK = 30, 75, 20, 12, 6, 2
 EVENTS = list(range(PROMPT - 1, N, INTERVAL))
@@ -294,8 +295,7 @@ def test_each_flipped_bit_of_a_parquet_dump_is_refused(trace, tmp_path, capfd):
 
 def test_layers_have_their_numbers_in_the_model(trace, tmp_path):
     """Sets of layers 1 and 2 are judged on a trace of these, whichever place they have in it."""
-    names = {"prompt_len": PROMPT, "rope": trace.rope}
-    some = kvsim.Trace.from_arrays(trace.q, trace.k, trace.v, layer_ids=[1, 2], **names)
+    some = changed(trace, layer_ids=[1, 2])
     record = kvsim.replay(some, POLICY, BUDGET, interval=INTERVAL, prefill=True)
     dump = Dump.of_record(record)
     assert dump.layers == (1, 2)

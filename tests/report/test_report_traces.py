@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 import numpy as np
 import polars as pl
 import pytest
-import torch
 
 import kvsim
 from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
@@ -23,6 +22,7 @@ from kvsim.report import page, read_run, write_report
 from kvsim.report.html import cell, details, lines, metric_name, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
 from kvsim.sweeps.driver import replay_all
+from traces import changed, settling_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -65,21 +65,11 @@ class Reader(HTMLParser):
         return next(r for r in self.tables[heading] if r[: len(first)] == list(first))
 
 
-def settling(layers, n, *, speed, seed, name, **more):
-    """A trace of which the queries and keys approach the same ones from layer to layer."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    depth = torch.arange(layers) / max(1, layers - 1)
-    near = torch.sin((depth * speed).clamp(max=1) * torch.pi / 2)[:, None, None, None]
-    far = (1 - near**2).sqrt()
-    q = near * normal(4, n, 8) + far * normal(layers, 4, n, 8)
-    k = near * normal(2, n, 8) + far * normal(layers, 2, n, 8)
-    v = normal(layers, 2, n, 8)
-    more = {"prompt_len": n - 8, "token_text": [HOSTILE] * n, **more}
-    return kvsim.Trace.from_arrays(2 * q, k, v, rope=kvsim.Rope.default(8), name=name, **more)
+def settling(layers, n, **options):
+    """A trace whose layers come to rank alike, with texts that are not to be trusted."""
+    return settling_trace(
+        layers, n, **{"prompt_len": n - 8, "token_text": [HOSTILE] * n, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -273,10 +263,8 @@ def test_headings_of_metrics():
 def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
     """Another content under the same name, another name, two of one name; nothing is written."""
     sample = kvsim.open_trace(kvsim.sample_trace())
-    own = sample.q, sample.k, sample.v
-    given = {"prompt_len": sample.prompt_len, "rope": sample.rope, "scale": sample.scale}
-    other = kvsim.Trace.from_arrays(*own, name="sample", **given)
-    stranger = kvsim.Trace.from_arrays(*own, name="stranger", **given)
+    other = changed(sample, scale=sample.scale)
+    stranger = changed(sample, name="stranger")
     out = tmp_path / "r.html"
 
     assert other.digest != sample.digest

@@ -11,7 +11,6 @@ from dataclasses import replace
 import polars as pl
 import pytest
 import run_mutations
-import torch
 
 import kvsim
 from kvsim.analysis.folder import bind
@@ -24,14 +23,13 @@ from kvsim.store.inputs import digests
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.run import summarise
+from traces import random_trace
 
 
 @pytest.fixture(scope="module")
 def run():
     """A sweep of one policy over a small trace."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 1, 1))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=10, rope=kvsim.Rope.default(8))
+    trace = random_trace(layers=1, heads=1, n=40)
     return replay_all([trace], [kvsim.policy("tova")], [16], metrics=["wipeout", "entries_seen"])
 
 

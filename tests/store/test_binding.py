@@ -18,14 +18,13 @@ from kvsim.errors import TraceError
 from kvsim.store import open_trace, reader, recover, verify
 from kvsim.store.packing import pack
 from mutations import renew_digest, reseal_folder
+from traces import random_trace
 
 N = 300
 
 
 def make(seed=0, *, mixed=False):
     """A trace in memory of two layers and two blocks, with tokens and text."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, heads, N, 8, generator=generator) for heads in (4, 2, 2))
     formulas = [
         Formula(0.5, window=9, sinks=(0.5, 0.0, -1.0, 2.0)),
         Formula(0.25, softcap=3.0, window=20),
@@ -39,8 +38,7 @@ def make(seed=0, *, mixed=False):
         "tokens": np.arange(N) % 5,
         "token_text": [f"t{i}" for i in range(N)],
     }
-    trace = Trace.from_arrays(q, k, v, **facts)
-    return Trace.from_arrays(q, k, v, attn_out=trace.attn_out, lse=trace.lse, **facts)
+    return random_trace(n=N, seed=seed, computed=True, **facts)
 
 
 @pytest.fixture(scope="module")

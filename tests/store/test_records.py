@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 import zarr
 
 import kvsim
@@ -11,6 +10,7 @@ from kvsim.errors import OutputError
 from kvsim.schema import NEVER
 from kvsim.store import records
 from kvsim.store.records import read_records, write_records
+from traces import random_trace
 
 
 def make_record(evicted_at, **given):
@@ -22,15 +22,7 @@ def make_record(evicted_at, **given):
 
 def test_records_come_back_from_disk_as_they_were(tmp_path):
     """Every field except the internals, bit for bit."""
-    torch.manual_seed(0)
-    trace = kvsim.Trace.from_arrays(
-        torch.randn(2, 4, 30, 8),
-        torch.randn(2, 2, 30, 8),
-        torch.randn(2, 2, 30, 8),
-        prompt_len=9,
-        rope=kvsim.Rope.default(8),
-        name="somewhere",
-    )
+    trace = random_trace(n=30, prompt_len=9, size=1.0, name="somewhere")
     replayed = [
         kvsim.replay(trace, kvsim.policy("snapkv@original", window=3), budget=5),
         kvsim.replay(trace, kvsim.policy("streaming_llm@original"), budget=6, layers=[1]),
@@ -88,9 +80,7 @@ def test_all_records_together_are_bounded(tmp_path, monkeypatch):
 
 def test_records_of_real_policies_are_far_below_the_bound(tmp_path, monkeypatch):
     """Those of evicting policies are read on the strength of their bytes alone."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 600, 8) for heads in (4, 2, 2))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=300, rope=kvsim.Rope.default(8))
+    trace = random_trace(n=600, prompt_len=300)
     names = "streaming_llm", "tova", "snapkv", "ams"
     replayed = [kvsim.replay(trace, kvsim.policy(name), 64, interval=64) for name in names]
     write_records(tmp_path / "records.zarr", replayed)

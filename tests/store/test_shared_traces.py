@@ -26,33 +26,28 @@ import torch
 import zarr
 
 import kvsim
-from kvsim.core.attention import Rope
-from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.samples import sample_trace
 from kvsim.store import describe, open_trace, remote, verify
 from kvsim.store.packing import pack, unpack
 from kvsim.tiny import tasks
+from traces import random_trace
 
 N = 300
 
 
 def make(**options):
     """A trace in memory of two layers and two blocks."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, N, 8, generator=generator) for heads in (4, 2, 2))
     settings = {
         "prompt_len": 10,
-        "rope": Rope.default(8),
         "tokens": np.arange(N),
         "token_text": [f"tök{i}" for i in range(N)],
         "layer_ids": [2, 5],
-        "o_proj": torch.randn(2, 4, 8, 6, generator=generator),
+        "o_proj": torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(1)),
         "name": "made",
         **options,
     }
-    trace = Trace.from_arrays(q, k, v, **settings)
-    return Trace.from_arrays(q, k, v, attn_out=trace.attn_out, lse=trace.lse, **settings)
+    return random_trace(n=N, computed=True, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -895,8 +890,7 @@ def test_a_dataset_reads_what_is_asked_for(stored):
 
 def test_half_precision_and_views_as_datasets(tmp_path):
     """A stored trace keeps its stored type; views of it, which repeat keys, are computed."""
-    q, k, v = (torch.randn(1, heads, 20, 4).half() for heads in (2, 1, 1))
-    trace = Trace.from_arrays(q, k, v, prompt_len=5, rope=Rope.default(4))
+    trace = random_trace(layers=1, heads=1, n=20, dim=4, dtype=torch.float16)
 
     opened = open_trace(trace.save(tmp_path / "a.zarr"))
 

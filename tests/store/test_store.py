@@ -17,7 +17,7 @@ import torch
 import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
-from kvsim.core.attention import Rope, causal_attention
+from kvsim.core.attention import causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION
@@ -26,20 +26,15 @@ from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
 from mutations import reseal_folder
+from traces import random_trace
 
 N = 300
 
 
 def make(dtype=torch.float32, n=N, full=True, **options):
     """A trace in memory, with attention recorded if `full`."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, heads, n, 8, generator=generator, dtype=torch.float64).to(dtype)
-        for heads in (4, 2, 2)
-    )
     settings = {
         "prompt_len": 10,
-        "rope": Rope.default(8),
         "tokens": np.arange(n),
         "token_text": [f"tök{i}" for i in range(n)],
         "name": "made",
@@ -47,10 +42,7 @@ def make(dtype=torch.float32, n=N, full=True, **options):
         "meta": {"text": {"prompt": "p" * 500, "response": "r"}, "model": {"name": "m"}},
         **options,
     }
-    trace = Trace.from_arrays(q, k, v, **settings)
-    if not full:
-        return trace
-    return Trace.from_arrays(q, k, v, attn_out=trace.attn_out, lse=trace.lse, **settings)
+    return random_trace(n=n, dtype=dtype, computed=full, **settings)
 
 
 @pytest.fixture(scope="module")
