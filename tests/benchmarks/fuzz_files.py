@@ -11,25 +11,21 @@ run has the seed `--seed` + i.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
 import random
-import resource
 import shutil
 import struct
 import sys
 import tempfile
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-from fuzz_reader import BYTES, Late, watched
-
+sys.path.append(str(Path(__file__).parents[2]))
+from campaign import campaign, limit_memory, options, watched
 from kvsim.errors import CaptureError, DumpError
 from kvsim.recorder import gguf
 from kvsim.recorder.gguf import GgufFile, dequantised
@@ -37,22 +33,8 @@ from kvsim.referee.dump import COLUMNS, read_dump
 from tests.small_gguf import write
 
 #: Numbers that stand where a count, a size or a place does.
-NUMBERS = [
-    0,
-    1,
-    2,
-    7,
-    255,
-    2**16,
-    2**24,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**48,
-    2**60,
-    2**63,
-    2**64 - 1,
-]
+NUMBERS = [0, 1, 2, 7, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**48, 2**60]
+NUMBERS += [2**63, 2**64 - 1]
 
 
 class Originals:
@@ -171,27 +153,10 @@ def _resealed(rng: random.Random, data: bytes) -> bytes:
     return out.getvalue()
 
 
-def main() -> None:
-    """Run cases and print what they came to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    found = Counter[str]()
+if __name__ == "__main__":
+    given = options(__doc__, 1000).parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
         originals = Originals(Path(name))
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.RLIM_INFINITY))
-        for seed in range(given.seed, given.seed + given.cases):
-            try:
-                found[run_case(originals, seed, Path(name))] += 1
-            except (Exception, Late) as error:  # noqa: BLE001  any at all is what is looked for
-                found["FINDING"] += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-    print(", ".join(f"{count} {name}" for name, count in sorted(found.items())))
-    sys.exit(1 if found["FINDING"] else 0)
-
-
-if __name__ == "__main__":
-    main()
+        limit_memory()
+        campaign(lambda seed: run_case(originals, seed, Path(name)), given)

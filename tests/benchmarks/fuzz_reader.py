@@ -10,20 +10,14 @@ Case i of a run has the seed `--seed` + i, so a run goes on where another one en
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import random
-import resource
 import shutil
-import signal
-import sys
 import tempfile
 import warnings
 import zipfile
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import google_crc32c
@@ -31,22 +25,18 @@ import numcodecs
 import numpy as np
 import torch
 
-from kvsim import Rope, Trace, open_trace
+from campaign import campaign, limit_memory, options, watched
+from kvsim import Trace, capture, open_trace
 from kvsim.cli import _status
-from kvsim.core.attention import Formula
 from kvsim.errors import TraceError
+from kvsim.recorder import load_model
 from kvsim.samples import sample_trace
-from kvsim.store import TraceWriter, describe, verify
+from kvsim.store import describe, verify
 from kvsim.store.packing import pack
-from mutations import reseal
+from mutations import Files, make, read_files, reseal
 
 #: Errors of resealing files that are damaged beyond reading.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-
-SECONDS = 5
-BYTES = 1 << 30
-
-Files = dict[str, bytes]
 
 #: What stands in a document for text that no JSON writer would write.
 RAW = {
@@ -69,55 +59,17 @@ EXTRA = ["storage_transformers", "extension", "complete", "kvsim_format", "chunk
 
 
 def make_traces(folder: Path) -> dict[str, Path]:
-    """A plain trace, one of layers that differ, one with every array, the sample, a packed one."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 40, 4, generator=generator) for heads in (4, 2, 2))
-    plain = Trace.from_arrays(
-        q, k, v, prompt_len=10, rope=Rope.default(4), token_text=[f"t{i}" for i in range(40)]
-    )
-    plain.save(folder / "plain.zarr")
-    mixed = Trace.from_arrays(
-        q,
-        k,
-        v,
-        prompt_len=10,
-        rope=[Rope.default(4), Rope((0.5,), 1.1, layout="interleaved")],
-        formulas=[Formula(0.5, window=9, sinks=(0.5, 0.0, -1.0, 2.0)), Formula(0.5, softcap=3.0)],
-    )
-    mixed.save(folder / "mixed.zarr")
+    """A plain trace, one of layers that differ, a packed one, one with every array, the sample."""
+    for name, mixed in (("plain", False), ("mixed", True)):
+        make(0, mixed=mixed).save(folder / f"{name}.zarr")
     pack(folder / "plain.zarr", folder / "packed.zip")
-    _write_full(folder / "full.zarr")
+    options = {"layers": [0, 2], "attention": "full", "o_proj": True, "residual": True}
+    model, _ = load_model("tiny")
+    ids = [i % 60 for i in range(280)]
+    capture(model, None, ids, max_new_tokens=20, out=folder / "full.zarr", **options)
     shutil.copytree(sample_trace(), folder / "sample.zarr")
     names = ("plain.zarr", "mixed.zarr", "packed.zip", "full.zarr", "sample.zarr")
     return {name: folder / name for name in names}
-
-
-def _write_full(path: Path) -> None:
-    """A trace with every array, of more than one block."""
-    n = 300
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(2, heads, n, 4, generator=generator) for heads in (2, 2, 2))
-    embedding = torch.randn(1, 7, 6, generator=generator)
-    tokens = np.arange(n) % 7
-    residual = embedding[:, torch.from_numpy(tokens)].repeat(2, 1, 1)
-    trace = Trace.from_arrays(q, k, v, prompt_len=290, rope=Rope.default(4))
-    o_proj = torch.randn(2, 2, 4, 6, generator=generator)
-    arrays = {"q": q, "k": k, "v": v, "attn_out": trace.attn_out, "lse": trace.lse}
-    arrays |= {"residual": residual}
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    shapes |= {"attention": (2, 2, n, n), "o_proj": (2, 2, 4, 6)}
-    with TraceWriter(
-        path, shapes=shapes, source_dtypes=dict.fromkeys(shapes, "float32"), layer_ids=[0, 3]
-    ) as writer:
-        for layer in range(2):
-            for name, array in arrays.items():
-                for block in array[layer].split(256, dim=0 if name == "residual" else 1):
-                    writer.append(name, layer, block)
-            writer.write_layer("o_proj", layer, o_proj[layer])
-        writer.write_attention("attention", trace.header.formulas)
-        header = open_trace(trace.save(path.with_name("header.zarr"))).header
-        header = type(header)(**{**header.__dict__, "layer_ids": (0, 3)})
-        writer.publish(header, tokens=tokens, token_text=[str(token) for token in tokens])
 
 
 class Original:
@@ -130,8 +82,7 @@ class Original:
                 self.files = {name: archive.read(name) for name in archive.namelist()}
             self.bytes = path.read_bytes()
         else:
-            files = sorted(file for file in path.rglob("*") if file.is_file())
-            self.files = {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+            self.files = read_files(path)
         assert verify(path).ok
         self.trace = open_trace(path)
         self.digest = self.trace.digest
@@ -329,26 +280,6 @@ def zipped(rng: random.Random, files: Files) -> bytes:
 # --- judging ---
 
 
-class Late(BaseException):
-    """A case that takes too long; no error that the reader could catch."""
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Ends what takes too long."""
-
-    def late(*_: object) -> None:
-        raise Late
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def outcome(original: Original, path: Path) -> str:
     """What reading the damaged trace at `path` comes to; raises on a finding."""
     said, trace = "", None
@@ -417,27 +348,9 @@ def _write(original: Original, rng: random.Random, files: Files, path: Path) -> 
                 file.write_bytes(data)
 
 
-def main() -> None:
-    """Run cases and print what they came to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    found = Counter[str]()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        originals = [Original(path) for path in make_traces(folder).values()]
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, resource.RLIM_INFINITY))
-        for seed in range(given.seed, given.seed + given.cases):
-            try:
-                found[run_case(originals, seed, folder)] += 1
-            except (Exception, Late) as error:  # noqa: BLE001  any at all is what is looked for
-                found["FINDING"] += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-    print(", ".join(f"{count} {name}" for name, count in sorted(found.items())))
-    sys.exit(1 if found["FINDING"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    given = options(__doc__, 1000).parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        originals = [Original(path) for path in make_traces(Path(name)).values()]
+        limit_memory()
+        campaign(lambda seed: run_case(originals, seed, Path(name)), given)

@@ -12,22 +12,18 @@ list of chunks and the seal were renewed too, `verify` must find the change, or 
 leaves out by definition may differ. Anything else is a finding, printed with the seed of its case;
 case i of a run has the seed `--seed` + i.
 
-An older format does not bind its chunks: `--format 1` and `--format 2` change headers only.
 `--runs` changes run folders instead, as `run_mutations.py` says, and `--dumps` dumps of kept sets
 (`dump_mutations.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
 import shutil
-import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +32,7 @@ import numpy as np
 import torch
 
 import kvsim
+from campaign import campaign, options
 from kvsim.core.attention import Formula
 from kvsim.core.digest import ContentDigest, content_digest
 from kvsim.core.trace import Trace
@@ -452,38 +449,27 @@ def originals_in(folder: Path) -> Iterator[Original]:
 
 def main() -> None:
     """Run cases and print their outcomes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, 300)
     parser.add_argument("--runs", action="store_true", help="change run folders and not traces")
     parser.add_argument("--dumps", action="store_true", help="change dumps of kept sets instead")
-    options = parser.parse_args()
-    outcomes = Counter[str]()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        judge: Callable[[int], str]
-        if options.runs:
+        folder = Path(name)
+        if given.runs:
             import run_mutations
 
-            run = run_mutations.OriginalRun(Path(name))
-            judge = lambda seed: run_mutations.run_case([run], seed, Path(name))  # noqa: E731
-        elif options.dumps:
+            run = run_mutations.OriginalRun(folder)
+            campaign(lambda seed: run_mutations.run_case([run], seed, folder), given)
+        elif given.dumps:
             import dump_mutations
 
-            dumps = dump_mutations.Originals(Path(name))
-            judge = lambda seed: dump_mutations.run_case(dumps, seed, Path(name))  # noqa: E731
+            dumps = dump_mutations.Originals(folder)
+            campaign(lambda seed: dump_mutations.run_case(dumps, seed, folder), given)
         else:
-            originals = list(originals_in(Path(name)))
+            originals = list(originals_in(folder))
             for original in originals:
                 check_reads(original.path, original.content)
-            judge = lambda seed: run_case(originals, seed, Path(name))  # noqa: E731
-        for seed in range(options.seed, options.seed + options.cases):
-            try:
-                outcomes[judge(seed)] += 1
-            except Exception as error:  # noqa: BLE001  any error but a KvsimError is a finding
-                outcomes["FINDING"] += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
-    sys.exit(any("FINDING" in outcome for outcome in outcomes))
+            campaign(lambda seed: run_case(originals, seed, folder), given)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ its case.
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import tempfile
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import polars as pl
 
 import kvsim
 import mutations as traces
+from campaign import campaign, options
 from kvsim.sweeps import tasks
 
 POLICIES, BUDGETS, METRICS = ("tova", "random", "streaming_llm"), (48, 64), ("wipeout",)
@@ -83,25 +82,8 @@ def run_case(original: Sweep, seed: int, folder: Path) -> str:
     mutate(rng, path / "parts")
     table, missing = original.go_on(path)
     if missing:
-        return f"finding: {missing} cells are missing"
-    return "whole" if table.equals(original.table) else "finding: another Table"
-
-
-def main() -> None:
-    """Run the cases, and print what became of them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        original = make_original(Path(folder))
-        for seed in range(given.seed, given.seed + given.cases):
-            outcome = run_case(original, seed, Path(folder))
-            counts[outcome] += 1
-            if outcome != "whole":
-                print(f"seed {seed}: {outcome}")
-    print(dict(counts))
+        return f"FINDING: {missing} cells are missing"
+    return "whole" if table.equals(original.table) else "FINDING: another Table"
 
 
 def make_original(folder: Path) -> Sweep:
@@ -116,4 +98,8 @@ def make_original(folder: Path) -> Sweep:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as name:
+        original = make_original(Path(name))
+        campaign(
+            lambda seed: run_case(original, seed, Path(name)), options(__doc__, 300).parse_args()
+        )
