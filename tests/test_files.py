@@ -89,6 +89,7 @@ def command(name, trace, run_folder, out):
     return [*(places.get(each, each) for each in arguments), "--out", str(out), *replace]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
     name, trace, ran, run, tmp_path, monkeypatch
@@ -165,6 +166,7 @@ def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path):
     assert bytes_of(out) == bytes_of(whole)
 
 
+@pytest.mark.deep
 def test_a_demo_on_a_full_disk_leaves_the_earlier_one(run, small_demo, tmp_path, monkeypatch):
     """Whichever file of a second demo cannot be written, the first one is there byte for byte."""
     out = tmp_path / "demo"

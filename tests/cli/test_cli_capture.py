@@ -12,6 +12,7 @@ import zarr
 from command_line import one_line
 
 import kvsim
+from damage import edit_header, flip
 from kvsim.tiny.tasks import prompts
 from mutations import reseal_folder
 
@@ -178,7 +179,7 @@ def test_info_shows_what_the_prompt_says_of_itself(run, trace, tmp_path):
     path = tmp_path / "t.zarr"
     shutil.copytree(trace, path)
     labels = {"task": "walk\x1b", "level": 2}
-    edit(path, lambda attributes: attributes["meta"].update(labels=labels))
+    edit_header(path, lambda attributes: attributes["meta"].update(labels=labels))
     reseal_folder(path)
 
     _, text, _ = run("info", path)
@@ -193,7 +194,7 @@ def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
     """Text of a trace is printed with its control characters escaped."""
     path = tmp_path / "t.zarr"
     shutil.copytree(trace, path)
-    edit(path, lambda attributes: attributes["meta"]["text"].update(prompt="a\x1b[2Jb"))
+    edit_header(path, lambda attributes: attributes["meta"]["text"].update(prompt="a\x1b[2Jb"))
     reseal_folder(path)
 
     _, text, _ = run("info", path)
@@ -221,29 +222,14 @@ def test_sample_is_a_trace(run):
     assert str(kvsim.sample_trace()) in text
 
 
-def edit(trace, change):
-    """Change the attributes of a stored trace."""
-    file = trace / "zarr.json"
-    root = json.loads(file.read_text())
-    change(root["attributes"])
-    file.write_text(json.dumps(root))
-
-
 def chunk(trace, name):
     """A chunk of an array of a stored trace."""
     return min(p for p in (trace / name / "c").rglob("*") if p.is_file())
 
 
-def flip(file):
-    """Flip the bits of a byte in the middle of a file."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    file.write_bytes(bytes(data))
-
-
 DAMAGE = {
-    "incomplete": (lambda t: edit(t, lambda a: a.pop("complete")), "complete"),
-    "newer": (lambda t: edit(t, lambda a: a.update(kvsim_format=99)), "99"),
+    "incomplete": (lambda t: edit_header(t, lambda a: a.pop("complete")), "complete"),
+    "newer": (lambda t: edit_header(t, lambda a: a.update(kvsim_format=99)), "99"),
     "missing chunk": (lambda t: chunk(t, "k").unlink(), "chunk"),
     "damaged chunk": (lambda t: flip(chunk(t, "k")), "k"),
     "missing array": (lambda t: shutil.rmtree(t / "v"), "no array v"),

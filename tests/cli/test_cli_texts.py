@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from damage import edit_header
 from mutations import reseal_folder
 from traces import random_trace
 
@@ -20,9 +19,7 @@ def hostile(tmp_path_factory):
     made = random_trace(token_text=[words[i % 4] for i in range(90)])
     path = tmp_path_factory.mktemp("hostile") / "t.zarr"
     made.save(path)
-    stored = json.loads((path / "zarr.json").read_text())
-    stored["attributes"]["name"] = f"evil {HOSTILE}"
-    stored["attributes"]["meta"] = {
+    meta = {
         "text": {"prompt": HOSTILE * 50, "response": HOSTILE},
         "labels": {"task": HOSTILE, "domain": "d"},
         "answer_check": {"answer": HOSTILE, "right": False, "expected": HOSTILE},
@@ -30,7 +27,7 @@ def hostile(tmp_path_factory):
         "versions": {"kvsim": HOSTILE},
         "notes": [HOSTILE],
     }
-    (path / "zarr.json").write_text(json.dumps(stored))
+    edit_header(path, lambda found: found.update(name=f"evil {HOSTILE}", meta=meta))
     reseal_folder(path)
     return path
 

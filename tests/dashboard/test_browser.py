@@ -143,6 +143,7 @@ def test_another_server_gets_no_token(tab, link, address, neighbour):
     other.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", ["compare", "fidelity", "layers"])
 def test_a_page_opens_by_its_link(tab, address, page, capsys):
     """Other tests open the other pages."""
@@ -165,6 +166,7 @@ def test_a_layer_is_changed_and_the_link_restores_it(sample, capsys):
         print(f"\nchange of a layer: {took:.1f} s")
 
 
+@pytest.mark.deep
 def test_a_long_trace_is_sent_in_few_bytes(sample, capsys):
     """A map of 4,096 by 4,096 in less than 1 MB."""
     sample.follow("trace")
@@ -179,6 +181,7 @@ def test_a_long_trace_is_sent_in_few_bytes(sample, capsys):
     assert 1e5 < total < 1e6
 
 
+@pytest.mark.deep
 def test_policy_and_parameter_are_changed(tab, address, capsys):
     """A policy beside another one, and the budget of segments; the link holds both."""
     tab.open(address, "segments", trace="sample.zarr")
@@ -198,6 +201,7 @@ def test_policy_and_parameter_are_changed(tab, address, capsys):
         print(f"\nchange of a policy: {policy:.1f} s, of a parameter: {parameter:.1f} s")
 
 
+@pytest.mark.deep
 def test_the_next_page_is_a_click_away_and_fits_a_wide_dark_screen(wide_and_dark, address, capsys):
     """With the server warm; layer and head stay, and nothing has to be scrolled sideways."""
     seen = wide_and_dark
@@ -221,6 +225,7 @@ def hostile(tab, address):
     return tab
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", PAGES)
 def test_hostile_tokens_and_names_stay_text(hostile, page):
     """No image is fetched, no script runs, no mark turns the text around, and nothing breaks.

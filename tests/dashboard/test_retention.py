@@ -130,38 +130,6 @@ def test_a_reader_shows_what_rows_read_of_what_is_held(page):
     assert "Row 354 reads " in said(both)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("selectbox", "layer", 0),
-        ("selectbox", "head", 3),
-        ("selectbox", "policy", "snapkv@gkv"),
-        ("selectbox", "beside", "none"),
-        ("selectbox", "beside_scorer", "snapkv"),
-        ("selectbox", "policy_reader", "topk"),
-        ("selectbox", "beside_codec", "kivi"),
-        ("number_input", "budget", 64),
-        ("number_input", "interval", 16),
-        ("number_input", "interval", 0),
-        ("select_slider", "event", 289),
-        ("toggle", "all", True),
-        ("text_input", "set", "min_quota=4 sink=1"),
-    ],
-)
-def test_every_control_runs_the_page_anew(page, kind, key, value):
-    """No exception, and the control has the value."""
-    app = page()
-    (control,) = [one for one in app.get(kind) if one.key == key]
-
-    control.set_value(value)
-    app.run()
-
-    assert not app.exception
-    (control,) = [one for one in app.get(kind) if one.key == key]
-    assert control.value == value
-    assert not app.error
-
-
 def test_only_what_changes_is_computed_and_drawn_again(page, monkeypatch):
     """Another event replays nothing; another second policy leaves the first one's map as it is."""
     computed = []
@@ -275,31 +243,6 @@ def test_nothing_dropped_is_an_empty_state(page):
 
     assert not app.exception
     assert any("Nothing is evicted" in one.value for one in app.info)
-
-
-def test_tokens_are_text(page):
-    """In the page's HTML no token opens an element; in no other text do tokens occur."""
-    app = page(trace="more/hostile.zarr")
-
-    assert not app.exception
-    assert len(texts(app)) == 2
-    for text in texts(app):
-        assert "<img" not in text
-        assert "<script" not in text
-        assert "&lt;img src=&#x27;http://tokens.invalid/a.png&#x27;&gt;" in text
-    assert not any("invalid" in one for one in spoken(app))
-    for chart in app.get("plotly_chart"):
-        assert "<img" not in chart.proto.spec
-        assert "<script" not in chart.proto.spec
-
-
-def test_a_trace_without_text_has_a_map(page):
-    """And says why there is no text."""
-    app = page(trace="more/plain.zarr")
-
-    assert not app.exception
-    assert len(app.get("plotly_chart")) == 2
-    assert any("no text" in one.value for one in app.info)
 
 
 def test_a_link_names_no_policy_beyond_the_catalogue(page):

@@ -251,22 +251,3 @@ def test_a_trace_opens_on_a_picture(opened, random_trace, tmp_path, n, prompt, w
     assert len(app.get("plotly_chart")) == 1
     meaning = r"The \d+ segments are stretches of the text of which this head keeps \d+ to \d+ "
     assert re.match(meaning, app.text[0].value)
-
-
-def test_tokens_are_text(page):
-    """No token is markup anywhere, nor in the figure."""
-    app = page(trace="more/hostile.zarr")
-
-    assert not app.exception
-    (chart,) = app.get("plotly_chart")
-    assert "<img" not in chart.proto.spec
-    assert "<script" not in chart.proto.spec
-    assert not any("invalid" in one for one in spoken(app))
-
-
-def test_a_trace_without_text_has_segments(page):
-    """Positions alone."""
-    app = page(trace="more/plain.zarr")
-
-    assert not app.exception
-    assert len(app.get("plotly_chart")) == 1

@@ -63,21 +63,6 @@ def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
     assert shown["KV head"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("layer", 0), ("head", 3), ("qhead", 1), ("rows", (10, 20))]
-)
-def test_every_control_runs_the_page_anew(opened, folder, key, value):
-    """No exception, and the control has the value."""
-    app = opened(folder, "trace", trace="sample.zarr")
-    control = app.slider(key=key) if key == "rows" else app.selectbox(key=key)
-
-    control.set_value(value)
-    app.run()
-
-    assert not app.exception
-    assert (app.slider(key=key) if key == "rows" else app.selectbox(key=key)).value == value
-
-
 def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
     """Every value is one of the options, whatever the link says."""
     app = opened(folder, "trace", trace="more/plain.zarr", layer="0", head="1", qhead="3")
@@ -167,27 +152,6 @@ def test_an_empty_window_is_a_message(opened, folder):
 
     assert not app.exception
     assert "empty" in app.warning[0].value
-
-
-def test_a_trace_without_text_says_so(opened, folder):
-    """The map has positions alone."""
-    app = opened(folder, "trace", trace="more/plain.zarr")
-
-    assert not app.exception
-    assert any("no text" in one.value for one in app.info)
-
-
-def test_tokens_are_text(opened, folder):
-    """In the page's HTML no token opens an element; in no other text do tokens occur."""
-    app = opened(folder, "trace", trace="more/hostile.zarr")
-
-    assert not app.exception
-    text, _ = [one.proto.body for one in app.get("html")]
-    assert "<img" not in text
-    assert "<script" not in text
-    assert "&lt;img src=&#x27;http://tokens.invalid/a.png&#x27;&gt;" in text
-    spoken = [one.value for kind in ("markdown", "caption", "header") for one in app.get(kind)]
-    assert not any("invalid" in one for one in spoken)
 
 
 def test_names_under_the_pointer_are_escaped(hostile_tokens):

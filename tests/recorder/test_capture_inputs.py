@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
+from damage import edit_header
 from families import FAMILIES, ids
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.cli import recording
@@ -866,11 +867,9 @@ def test_a_resumed_command_says_what_it_kept(run, saved, tmp_path):
 )
 def test_info_says_what_ended_the_response(ended, said, run, folder):
     """Each end has its words, beside the number of tokens."""
-    root = folder / "b.zarr" / "zarr.json"
-    found = json.loads(root.read_text())
-    found["attributes"]["meta"]["generation"]["stopped"] = ended
-    root.write_text(json.dumps(found))
-    reseal_folder(root.parent)
+    change = {"stopped": ended}
+    edit_header(folder / "b.zarr", lambda found: found["meta"]["generation"].update(change))
+    reseal_folder(folder / "b.zarr")
 
     _, text, _ = run("info", folder / "b.zarr")
 
@@ -980,11 +979,9 @@ def test_device_maps_that_are_refused(options, installed, message, saved, monkey
 
 def test_a_recovered_trace_is_no_whole_one(folder, runs):
     """What was recovered of a killed capture does not pass for the capture that was asked for."""
-    root = folder / "b.zarr" / "zarr.json"
-    found = json.loads(root.read_text())
-    found["attributes"]["meta"]["generation"]["stopped"] = "interrupted"
-    root.write_text(json.dumps(found))
-    reseal_folder(root.parent)
+    change = {"stopped": "interrupted"}
+    edit_header(folder / "b.zarr", lambda found: found["meta"]["generation"].update(change))
+    reseal_folder(folder / "b.zarr")
 
     with pytest.raises(CaptureError, match=r"b.zarr .*recovered from an interrupted capture"):
         capture_many(small(), words_tokenizer(), MANY, folder, resume=True, **SAME)

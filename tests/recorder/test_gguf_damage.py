@@ -20,6 +20,7 @@ def fuzz():
     return module
 
 
+@pytest.mark.deep
 def test_the_fuzzer_finds_nothing(fuzz, tmp_path, monkeypatch):
     """A hundred random damages are refused, read or mended, and nothing is left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -32,6 +33,7 @@ def test_the_fuzzer_finds_nothing(fuzz, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("case-*"))
 
 
+@pytest.mark.deep
 def test_the_fuzzer_notices_a_cache_that_is_trusted(fuzz, tmp_path, monkeypatch):
     """Where checksums alone are compared, the fuzzer finds another model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
 import torch
 
 import kvsim
+from damage import edit_header
 from families import FAMILIES, ids
 from kvsim.cli import main
 from kvsim.errors import CaptureError, TraceError
@@ -145,9 +145,7 @@ def test_other_numbers_are_refused(values, tmp_path):
     """One finite number of at least 0 for each layer, or the trace does not open."""
     model, tokenizer = load_model("tiny")
     path = capture(model, tokenizer, TEXT, max_new_tokens=5, out=tmp_path / "a.zarr").path
-    document = json.loads((path / "zarr.json").read_text())
-    document["attributes"]["meta"]["layer_sensitivity"] = values
-    (path / "zarr.json").write_text(json.dumps(document))
+    edit_header(path, lambda found: found["meta"].update(layer_sensitivity=values))
     reseal_folder(path)
 
     with pytest.raises(TraceError, match=r"layer_sensitivity is .*, expected a finite number"):

@@ -227,6 +227,7 @@ def test_records_of_another_run_are_refused(run, tmp_path):
         read_records(one / "records.zarr")
 
 
+@pytest.mark.deep
 def test_no_mutation_of_a_run_goes_unnoticed(tmp_path):
     """Mutations are refused in one line, change nothing, or renew every digest."""
     original = run_mutations.OriginalRun(tmp_path)
@@ -237,6 +238,7 @@ def test_no_mutation_of_a_run_goes_unnoticed(tmp_path):
     assert not any("FINDING" in outcome for outcome in outcomes)
 
 
+@pytest.mark.deep
 def test_the_mutator_of_runs_notices_a_reader_that_trusts(tmp_path, monkeypatch):
     """Without the digests of files there are findings."""
     original = run_mutations.OriginalRun(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ import torch
 
 import kvsim
 import mutations
+from damage import edit, edit_header
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
@@ -57,13 +57,6 @@ def stored(saved, tmp_path):
     return shutil.copytree(saved / "plain.zarr", tmp_path / "a.zarr")
 
 
-def edit(path, change):
-    """Change the attributes of a trace in a folder."""
-    document = json.loads((path / "zarr.json").read_text())
-    change(document["attributes"])
-    (path / "zarr.json").write_text(json.dumps(document))
-
-
 def refused(path):
     """Return the message with which a trace is refused; an assertion fails if it opens."""
     with pytest.raises(TraceError) as caught:
@@ -100,7 +93,7 @@ def test_an_edited_header_is_refused(saved, tmp_path, name):
     """Whatever the digest covers is refused at opening, with a valid seal and without one."""
     path = shutil.copytree(saved / "mixed.zarr", tmp_path / "a.zarr")
     assert open_trace(path).prompt_len == 200
-    edit(path, HEADER[name])
+    edit_header(path, HEADER[name])
 
     assert "the digest of its header and checksums is" in refused(path)
     reseal_folder(path)
@@ -121,16 +114,14 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_the_digest_leaves_out_is_sealed(stored, name):
     """The rest of the header, and the list of checksums, is refused by the seal."""
-    edit(stored, OUTSIDE[name])
+    edit_header(stored, OUTSIDE[name])
 
     assert "its seal does not fit" in refused(stored)
 
 
 def test_the_source_dtype_is_sealed(stored):
     """The dtype that an array had in the model cannot be edited."""
-    document = json.loads((stored / "k" / "zarr.json").read_text())
-    document["attributes"]["source_dtype"] = "bfloat16"
-    (stored / "k" / "zarr.json").write_text(json.dumps(document))
+    edit(stored / "k/zarr.json", lambda array: array["attributes"].update(source_dtype="bfloat16"))
 
     assert "its seal does not fit" in refused(stored)
 
@@ -138,7 +129,7 @@ def test_the_source_dtype_is_sealed(stored):
 @pytest.mark.parametrize("value", [None, "", "0" * 8, "g" * 32, 3])
 def test_the_list_of_chunks_has_every_chunk(stored, value):
     """A list of other length or of no digits is refused by name."""
-    edit(stored, lambda a: a["chunks"].update(k=value))
+    edit_header(stored, lambda a: a["chunks"].update(k=value))
 
     assert "attribute chunks.k is" in refused(stored)
     assert "expected 8 hex digits for each of 4 chunks" in refused(stored)
@@ -148,10 +139,10 @@ def test_the_list_of_chunks_has_every_chunk(stored, value):
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_trace_of_another_version_is_refused(stored, version, draft):
     """One line says that another version of kvsim recorded it, and what to do; nothing is tried."""
-    edit(stored, lambda a: a.update(kvsim_format=version, **({"mask": 1} if version == 1 else {})))
+    edit_header(stored, lambda a: a.update(kvsim_format=version))
     if draft:
         stored = stored.rename(stored.with_name(".a.zarr.tmp-1-0123abcd"))
-        edit(stored, lambda a: a.update(complete=False))
+        edit_header(stored, lambda a: a.update(complete=False))
 
     with pytest.raises(TraceError) as caught:
         recover(stored) if draft else open_trace(stored)
@@ -214,7 +205,7 @@ def test_verify_finds_what_a_forger_seals(saved, stored):
 def test_a_forger_of_the_header_gets_another_digest(stored):
     """A header that is changed, with digest and seal renewed, is another trace by its digest."""
     digest = open_trace(stored).digest
-    edit(stored, lambda a: a.update(prompt_len=100))
+    edit_header(stored, lambda a: a.update(prompt_len=100))
     renew_digest(stored)
     reseal_folder(stored)
 
@@ -233,6 +224,7 @@ def test_the_seal_does_not_depend_on_keys_that_are_numbers(tmp_path):
 # --- the mutator ---
 
 
+@pytest.mark.deep
 def test_no_mutation_goes_unnoticed(tmp_path):
     """Mutations are refused in one line, have another digest, or change nothing at all."""
     originals = list(mutations.originals_in(tmp_path))
@@ -242,6 +234,7 @@ def test_no_mutation_goes_unnoticed(tmp_path):
     assert {"refused", "identical", "another digest", "reported by verify"} <= outcomes
 
 
+@pytest.mark.deep
 def test_what_replays_read_is_what_the_mutator_compares(tmp_path):
     """All that 16 policies and their metrics read is compared, so identical content is enough."""
     (original, _) = mutations.originals_in(tmp_path)
@@ -252,6 +245,7 @@ def test_what_replays_read_is_what_the_mutator_compares(tmp_path):
         mutations.check_reads(original.path, original.content)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("trusted", ["check_binding", "bound"])
 def test_the_mutator_notices_a_reader_that_trusts(trusted, tmp_path, monkeypatch):
     """Without the checks at opening, or without those of chunks, there are findings."""

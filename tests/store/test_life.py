@@ -47,6 +47,8 @@ from kvsim.store.draft import belongs_to
 from kvsim.store.index import index
 from kvsim.store.packing import pack, unpack
 
+pytestmark = pytest.mark.deep
+
 POLICIES = ("tova", "streaming_llm", "random")
 PATHS = ("a.zarr", "b.zarr", "c.zarr")
 PROMPT, RESPONSE = 500, 20

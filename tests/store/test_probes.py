@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from probes import repeated
 
 import kvsim
+from damage import edit_header
 from kvsim.core.probe import Chunk
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture
@@ -136,9 +135,7 @@ def test_an_interrupt_leaves_no_half_a_probe(tmp_path, monkeypatch, name):
 
 def edited(path, change):
     """Change the attributes of a stored trace, without a new seal."""
-    root = json.loads((path / "zarr.json").read_text())
-    change(root["attributes"])
-    (path / "zarr.json").write_text(json.dumps(root))
+    edit_header(path, change)
     return path
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from damage import edit_header
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.recorder import capture, capture_many, load_model
@@ -408,9 +409,7 @@ def test_recovery_does_not_overwrite_unasked(tmp_path, whole):
 def test_a_changed_header_is_an_error(change, message, tmp_path):
     """What no writer writes is one line, and nothing is published."""
     left = interrupted(tmp_path / "a.zarr")
-    root = json.loads((left.path / "zarr.json").read_text())
-    root["attributes"].update(change)
-    (left.path / "zarr.json").write_text(json.dumps(root))
+    edit_header(left.path, lambda found: found.update(change))
 
     with pytest.raises(TraceError, match=message):
         recover(left.path)
@@ -584,6 +583,7 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
 # --- kill -9 ---
 
 
+@pytest.mark.deep
 def test_killed_captures_and_recoveries(warm_python):
     """SIGKILL at random moments leaves whole traces, exact prefixes, or nothing committed."""
     done = subprocess.run(
@@ -629,6 +629,7 @@ class Disk:
 SHORT = {"prompt": 250, "max_new_tokens": 10, "o_proj": True}
 
 
+@pytest.mark.deep
 def test_a_disk_that_is_full_at_any_write(tmp_path, monkeypatch):
     """Whichever write fails, nothing half is published, and what is kept is exact."""
     with monkeypatch.context() as patch:
@@ -664,6 +665,7 @@ def test_a_disk_that_is_full_at_any_write(tmp_path, monkeypatch):
     assert kept == sorted(kept)
 
 
+@pytest.mark.deep
 def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, whole):
     """Whichever write of a recovery fails, the next one gives the same trace."""
     left = interrupted(tmp_path / "a.zarr", attention=True)

@@ -17,6 +17,7 @@ import torch
 import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 
+from damage import assign, edit, edit_header, flip
 from kvsim.core.attention import causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
@@ -55,13 +56,6 @@ def saved(tmp_path_factory):
 def stored(saved, tmp_path):
     """A stored trace that a test may damage."""
     return shutil.copytree(saved, tmp_path / "made.zarr")
-
-
-def edit(path, change):
-    """Change a JSON document in place."""
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
 
 
 # --- round trip ---
@@ -730,7 +724,7 @@ def test_arrays_of_a_later_version_are_ignored(stored):
     group = zarr.open_group(stored, mode="r+", use_consolidated=False)
     group.create_array("later", data=np.ones((2, 3)), dimension_names=("layer", "thing"))
     sums = {**group.attrs["checksums"], "later": ["0" * 64, "1" * 64]}
-    change_root(checksums=sums)(stored)
+    header(checksums=sums)(stored)
     reseal_folder(stored)
 
     assert verify(stored, deep=True).ok
@@ -741,7 +735,7 @@ def test_arrays_of_a_later_version_are_ignored(stored):
 @pytest.mark.parametrize("value", [None, 3, "x", [1], {"model": 3, "notes": 1, "text": []}])
 def test_foreign_provenance_is_harmless(stored, value):
     """Provenance of another shape than ours is ignored: nothing depends on it."""
-    change_root(meta=value)(stored)
+    header(meta=value)(stored)
     reseal_folder(stored)
 
     assert describe(stored)["model"] == {}
@@ -751,7 +745,7 @@ def test_foreign_provenance_is_harmless(stored, value):
 @pytest.mark.parametrize("value", [None, {"q": []}, {"tokens": ["0" * 64], "q": ["x", "y"]}])
 def test_missing_checksums_are_refused(stored, value):
     """A trace without the checksums of its arrays cannot be opened."""
-    change_root(checksums=value)(stored)
+    header(checksums=value)(stored)
 
     with pytest.raises(TraceError, match=r"attribute checksums\.\w+ is .*, expected \d of 64 hex"):
         open_trace(stored)
@@ -760,11 +754,9 @@ def test_missing_checksums_are_refused(stored, value):
 # --- bad input ---
 
 
-def flip(path):
-    """Flip one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x40
-    path.write_bytes(bytes(data))
+def header(**attributes):
+    """A change of the attributes of the group."""
+    return lambda path: edit_header(path, lambda found: found.update(attributes))
 
 
 def one_line(caught):
@@ -800,130 +792,32 @@ def test_what_is_no_trace(tmp_path):
         assert one_line(caught)
 
 
-def change_root(**attributes):
-    """A change of the attributes of the group."""
-
-    def change(path):
-        edit(path / "zarr.json", lambda root: root["attributes"].update(attributes))
-
-    return change
-
-
-def drop_array(path):
-    """Remove a required array."""
-    shutil.rmtree(path / "k")
-
-
-def drop_chunk(path):
-    """Remove one chunk."""
-    (path / "k" / "c" / "1" / "0" / "1" / "0").unlink()
-
-
-def rename_dimension(path):
-    """Give an axis another name."""
-    edit(path / "q" / "zarr.json", lambda array: array["dimension_names"].__setitem__(1, "head"))
+UNUSABLE = {
+    r"incomplete \(300 tokens were written\)": header(complete=False),
+    "recorded by another version": header(kvsim_format=FORMAT_VERSION + 1),
+    "attribute rope is not readable": header(ropes=[{"inv_freq": [1.0]}]),
+    "its seal does not fit": header(seal="sha256:"),
+    "True is not a finite number": header(attention=[{"scale": True, "rope": 0}]),
+    "prompt_len is 301, expected 1 to 300": header(prompt_len=301),
+    "n_tokens is 299, but q has 300": header(n_tokens=299),
+    "no array k, expected layer, q, k, v": lambda path: shutil.rmtree(path / "k"),
+    "k has 3 of 4 chunks, the first missing is c/1/0/1/0, expected all": (
+        lambda path: (path / "k/c/1/0/1/0").unlink()
+    ),
+    r"v has shape \(2, 2, 257, 8\), expected \(2, 2, 300, 8\)": (
+        lambda path: edit(path / "v/zarr.json", lambda array: assign(array, ("shape", 2), 257))
+    ),
+    r"zarr_format and node_type are \(3, 'thing'\)": (
+        lambda path: edit(path / "zarr.json", lambda root: root.update(node_type="thing"))
+    ),
+    "of layer is damaged": lambda path: flip(path / "layer/c/0"),
+}
 
 
-def wrong_shape(path):
-    """Make v shorter than q."""
-
-    def change(array):
-        array["shape"][2] = 257
-
-    edit(path / "v" / "zarr.json", change)
-
-
-def short_tokens(path):
-    """Make tokens shorter than q."""
-
-    def change(array):
-        array["shape"][0] = 200
-        array["chunk_grid"]["configuration"]["chunk_shape"][0] = 200
-
-    edit(path / "tokens" / "zarr.json", change)
-
-
-def object_array(path):
-    """Claim that q holds objects."""
-    edit(path / "q" / "zarr.json", lambda array: array.update(data_type="object"))
-
-
-def unknown_codec(path):
-    """Claim that q is pickled."""
-
-    def change(array):
-        array["codecs"].append({"name": "numcodecs.pickle"})
-
-    edit(path / "q" / "zarr.json", change)
-
-
-def old_zarr(path):
-    """Claim that q is of zarr version 2."""
-    edit(path / "q" / "zarr.json", lambda array: array.update(zarr_format=2))
-
-
-def no_shape(path):
-    """Leave out the shape of q."""
-    edit(path / "q" / "zarr.json", lambda array: array.pop("shape"))
-
-
-def bad_blosc(path):
-    """Name a compressor that blosc does not have."""
-
-    def change(array):
-        array["codecs"][1]["configuration"]["cname"] = "none"
-
-    edit(path / "q" / "zarr.json", change)
-
-
-def codecs_are_no_list(path):
-    """Put a number where codecs belong."""
-    edit(path / "q" / "zarr.json", lambda array: array.update(codecs=3))
-
-
-def not_a_group(path):
-    """Make the root something else."""
-    edit(path / "zarr.json", lambda root: root.update(node_type="thing"))
-
-
-def damaged_layer(path):
-    """Damage the layer numbers."""
-    flip(path / "layer" / "c" / "0")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (change_root(complete=False), r"incomplete \(300 tokens were written\)"),
-        (change_root(kvsim_format=FORMAT_VERSION + 1), "recorded by another version"),
-        (change_root(kvsim_format="1"), "has no kvsim_format"),
-        (change_root(digest=None), "has no digest"),
-        (change_root(ropes=[{"inv_freq": [1.0]}]), "attribute rope is not readable"),
-        (change_root(seal="sha256:"), "its seal does not fit"),
-        (change_root(prompt_len=11), "the digest of its header and checksums is"),
-        (change_root(attention=[{"scale": True, "rope": 0}]), "True is not a finite number"),
-        (change_root(later=1), "attribute 'later' is not part of a trace"),
-        (change_root(prompt_len=301), "prompt_len is 301, expected 1 to 300"),
-        (change_root(prompt_len="ten"), "attribute prompt_len is 'ten'"),
-        (change_root(n_tokens=299), "n_tokens is 299, but q has 300"),
-        (drop_array, "no array k, expected layer, q, k, v"),
-        (drop_chunk, "k has 3 of 4 chunks, the first missing is c/1/0/1/0, expected all"),
-        (rename_dimension, "q has dimension_names.1 'head', expected 'qhead'"),
-        (wrong_shape, r"v has shape \(2, 2, 257, 8\), expected \(2, 2, 300, 8\)"),
-        (short_tokens, r"tokens has shape \(200,\), expected \(300,\)"),
-        (object_array, "q has data type 'object'"),
-        (unknown_codec, r"q has codecs \[.*'numcodecs.pickle'"),
-        (old_zarr, "q has zarr_format 2, expected 3"),
-        (no_shape, "q has shape None"),
-        (bad_blosc, "q has codecs.1.configuration.cname 'none', expected 'lz4'"),
-        (codecs_are_no_list, "q has codecs 3"),
-        (not_a_group, r"zarr_format and node_type are \(3, 'thing'\)"),
-        (damaged_layer, "of layer is damaged"),
-    ],
-)
-def test_what_cannot_be_opened(stored, damage, message):
+@pytest.mark.parametrize("message", UNUSABLE)
+def test_what_cannot_be_opened(stored, message):
     """Each way in which a trace can be unusable is one line that says found and expected."""
-    damage(stored)
+    UNUSABLE[message](stored)
 
     with pytest.raises(TraceError, match=message) as caught:
         open_trace(stored)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from damage import edit
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceExistsError
@@ -29,14 +30,6 @@ def make(path, n=20, layers=2, **meta):
     trace = Trace.from_arrays(q, q, q, prompt_len=5, rope=Rope.default(8), meta=meta)
     path.parent.mkdir(exist_ok=True)
     return trace.save(path)
-
-
-def edit(trace, change):
-    """Change the metadata of a trace in place."""
-    path = trace / "zarr.json"
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
 
 
 CHECKS = {
@@ -68,7 +61,10 @@ def made(tmp_path_factory):
     for name, change in DAMAGE.items():
         change(make(folder / "bad" / f"{name}.zarr"))
     draft = make(folder / "b" / "x.zarr")
-    edit(draft, lambda d: d.update(attributes={"kvsim_format": 1, "committed_tokens": 256}))
+    edit(
+        draft / "zarr.json",
+        lambda d: d.update(attributes={"kvsim_format": 1, "committed_tokens": 256}),
+    )
     draft.rename(folder / "b" / ".x.zarr.tmp-12-000000ab")
     (folder / ".y.zarr.tmp-13-000000cd").mkdir()
     (folder / "run").mkdir()
@@ -88,7 +84,7 @@ def attributes(**changed):
             for key in [key for key, value in changed.items() if value is None]:
                 del found[key]
 
-        edit(trace, put)
+        edit(trace / "zarr.json", put)
 
     return change
 
@@ -191,7 +187,7 @@ def test_no_queries_keys_or_values_are_read(made):
 def test_metadata_that_is_not_consolidated(tmp_path):
     """Nothing is missing from a trace then, unless an array is."""
     trace = make(tmp_path / "a.zarr", layers=3)
-    edit(trace, lambda document: document.pop("consolidated_metadata"))
+    edit(trace / "zarr.json", lambda document: document.pop("consolidated_metadata"))
     other = shutil.copytree(trace, tmp_path / "b.zarr")
     shutil.rmtree(other / "q")
 
@@ -205,11 +201,14 @@ def test_metadata_that_is_not_consolidated(tmp_path):
 def test_foreign_metadata_is_harmless(value, tmp_path):
     """Whatever a foreign writer put in, the trace is listed."""
     trace = make(tmp_path / "a.zarr")
-    edit(trace, lambda document: document.update(consolidated_metadata={"metadata": value}))
-    edit(trace, lambda document: document["attributes"].update(meta={"model": value}))
+    edit(
+        trace / "zarr.json",
+        lambda document: document.update(consolidated_metadata={"metadata": value}),
+    )
+    edit(trace / "zarr.json", lambda document: document["attributes"].update(meta={"model": value}))
     reseal_folder(trace)
     other = make(tmp_path / "b.zarr")
-    edit(other, lambda document: document.update(attributes=value))
+    edit(other / "zarr.json", lambda document: document.update(attributes=value))
 
     first, second = index(tmp_path)
 

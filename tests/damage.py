@@ -1,0 +1,35 @@
+"""Stored traces, damaged or changed in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change a JSON document in place."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def edit_header(trace: Path, change: Callable[[Any], object]) -> None:
+    """Change the attributes of a trace in a folder."""
+    edit(trace / "zarr.json", lambda root: change(root["attributes"]))
+
+
+def assign(document: Any, way: tuple[Any, ...], value: Any) -> None:
+    """Put a value at a place of a JSON document."""
+    *keys, last = way
+    for key in keys:
+        document = document[key]
+    document[last] = value
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(bytes(data))
