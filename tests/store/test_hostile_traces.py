@@ -168,7 +168,8 @@ def test_unknown_attributes_of_an_array_are_ignored(stored):
     assert verify(stored).ok
 
 
-LONG = {"inv_freq": [0.5] * 1_000_000, "rotary_dim": 2_000_000, "layout": "half"}
+LONG = {"inv_freq": [0.5] * 1_000_000, "attention_scaling": 1.0}
+LONG |= {"rotary_dim": 2_000_000, "layout": "half"}
 
 
 @pytest.mark.parametrize(
