@@ -12,7 +12,7 @@ UNKNOWN = "<unk>"
 
 
 @functools.cache
-def small(vocab_size=64):
+def small(vocab_size=64, dtype=torch.float32, attention="sdpa"):
     """A random model of two layers with a context of 900 tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -23,9 +23,10 @@ def small(vocab_size=64):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=900,
+        attn_implementation=attention,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 @functools.cache

@@ -407,46 +407,6 @@ def test_misspelled_keys_are_told_once(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"prompt": "a", "messages": []}', "'prompt' and 'messages' are given"),
-        (b'{"messages": []}', r"no prompt, messages is \[\]"),
-        (b'{"messages": [{"content": "x"}]}', "message 0 is .* expected an object with 'role'"),
-        (b'{"messages": [{"role": "user"}]}', "message 0 has no content, expected text"),
-        (b'{"messages": [{"role": "user", "content": 1}]}', "content of message 0 is int"),
-        (
-            b'{"messages": [{"role": "user", "content": [{"type": "audio"}]}]}',
-            "message 0 has a part of type 'audio'",
-        ),
-        (b'{"tokens": [1, true]}', r"no prompt, tokens is \[1, true\]"),
-        (b'{"tokens": 3}', "no prompt, expected an object with 'prompt'"),
-        (b'{"prompt": "a", "system": 3}', "system is 3, expected text"),
-        (b'{"prompt": "a", "id": [1]}', r"id is \[1\], expected text or a number"),
-        (b'{"prompt": "a", "id": " "}', 'id is " ", expected'),
-        (b'{"prompt": "a", "id": "%s"}' % (b"x" * 201), "id has 201 characters"),
-        (b'{"prompt": "a", "level": 1, "difficulty": 2}', "level is 1 and difficulty 2"),
-        (b'{"prompt": "\\ud800"}', r"'\\ud800' is half of a character"),
-        (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
-        (b'[{"prompt": "a"}]', "a JSON array, expected one JSON object on each line; `jq"),
-        (b"[", "a JSON array"),
-        (b"[" * 100_000, "a JSON array"),
-        (b'{"a":' * 100_000, "expected one JSON object on each line"),
-        (b'"a"', "no prompt, expected"),
-    ],
-    ids=lambda value: value[:30] if isinstance(value, bytes) else None,
-)
-def test_bad_lines(line, message, tmp_path):
-    """A line that is no prompt is named by file and number."""
-    source = tmp_path / "p.jsonl"
-    source.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
-
-    with pytest.raises(CaptureError, match=message) as caught:
-        read_prompts(source)
-
-    assert one_line(caught).startswith(f"{source}, line 3: ")
-
-
 def test_system_messages(tmp_path):
     """A system message comes first, a line's own before the common one, and text becomes a chat."""
     prompts = [
@@ -501,58 +461,6 @@ def test_text_parts_are_one_text(tmp_path):
     assert trace.meta["text"]["messages"] == plain
     assert trace.meta["text"]["prompt"] == "w7 w1 w2 w7 w3 w9"
     assert chat[0]["content"][0]["text"] == "w1 "  # nothing of the caller's is changed
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ("w1", {}, "the prompt is text, and there is no tokenizer, expected one that encodes it"),
-        (
-            "w1",
-            {"chat": True},
-            r"a chat \(--chat\), and there is no tokenizer, expected one with a",
-        ),
-        ("w1", {"system": "w2"}, r"a chat \(a system message\), and there is no tokenizer"),
-        (parts("w1"), {}, r"a chat \(messages\), and .*; put its files into the model"),
-    ],
-)
-def test_text_without_a_tokenizer(prompt, options, message, runs):
-    """One line says what the prompt is, what it lacks and where that goes."""
-    with pytest.raises(CaptureError, match=message) as caught:
-        capture(small(), None, prompt, **options)
-
-    one_line(caught)
-    assert runs == []
-
-
-@pytest.mark.parametrize(
-    ("prompt", "template", "options", "message"),
-    [
-        ("w1", None, {"chat": True}, r"chat \(--chat\), and the .*has no .*, or leave --chat out"),
-        ("w1", None, {"system": "w2"}, "has no chat template, .*, or leave a system message out"),
-        (parts("w1"), None, {}, r"\(messages\), .*has no .*, or give text instead of messages"),
-        (" ", TEMPLATE, {"chat": True}, "the prompt is empty"),
-        (
-            [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}],
-            TEMPLATE,
-            {"system": "w3"},
-            "the chat has a system message, and another one is given",
-        ),
-        ([{"role": "tool", "content": "w1"}], TEMPLATE, {}, r"refuses the messages \(no such role"),
-        (parts("w1", {"type": "image_url"}), TEMPLATE, {}, "message 0 has a part of type 'image_u"),
-        (parts({"text": "w1"}), TEMPLATE, {}, "a part of type None, expected only text parts"),
-        (parts({"type": "text", "text": 1}), TEMPLATE, {}, "message 0 has a part of type 'text'"),
-        (parts(3), TEMPLATE, {}, "message 0 has a part of type 'int'"),
-        ([{"role": "user", "content": {}}], TEMPLATE, {}, "content of message 0 is dict, expected"),
-    ],
-)
-def test_chats_that_are_refused(prompt, template, options, message, runs):
-    """What no template can render is one line."""
-    with pytest.raises(CaptureError, match=message) as caught:
-        capture(small(), words_tokenizer(template), prompt, **options)
-
-    one_line(caught)
-    assert runs == []
 
 
 # -------------------------------------------------------------------------------- stop strings

@@ -25,7 +25,6 @@ from disturbance import Disturbance
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsim
 from kvsim import files
@@ -46,6 +45,7 @@ from kvsim.store import (
 from kvsim.store.draft import belongs_to
 from kvsim.store.index import index
 from kvsim.store.packing import pack, unpack
+from small_model import small
 
 pytestmark = pytest.mark.deep
 
@@ -55,22 +55,6 @@ PROMPT, RESPONSE = 500, 20
 
 
 # --- contents ---
-
-
-@functools.cache
-def small() -> LlamaForCausalLM:
-    """A random model of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def capture_session(out: Path | None = None, **options) -> Trace:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from crash import check_prefix
 from damage import edit_header
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError, TraceExistsError, TraceNotFoundError
@@ -35,40 +33,11 @@ from kvsim.store import (
     verify,
 )
 from kvsim.store.draft import Group
+from small_model import small
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Decoding is slow, so most tokens are prompt: one block of it, and a block that both share.
 PROMPT, RESPONSE = 500, 60
-
-
-def load(name):
-    """A benchmark script as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-check_prefix = load("crash").check_prefix
-
-
-@functools.cache
-def small(dtype=torch.float32, attention="sdpa"):
-    """A random model of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        attn_implementation=attention,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
 
 
 def ids(n):
@@ -198,7 +167,7 @@ def test_texts_and_the_response_are_recovered(tmp_path):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_what_the_capture_allowed_is_recovered(attention, tmp_path):
     """A recovered bfloat16 trace verifies: the tolerance of its kernel comes with it."""
-    interrupted(tmp_path / "a.zarr", model=small(torch.bfloat16, attention))
+    interrupted(tmp_path / "a.zarr", model=small(dtype=torch.bfloat16, attention=attention))
 
     found = open_trace(recover(tmp_path / "a.zarr"))
 
@@ -702,7 +671,8 @@ def processes(tmp_path_factory, warm_python):
     program = """
 import importlib.util, multiprocessing, os, resource, sys
 from pathlib import Path
-sys.path.insert(0, str(Path(sys.argv[1]).parents[1] / "benchmarks"))
+folder = Path(sys.argv[1]).parents[1]
+sys.path[:0] = [str(folder), str(folder / "benchmarks")]
 spec = importlib.util.spec_from_file_location("test_recovery", sys.argv[1])
 tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tests)
