@@ -18,10 +18,16 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Where a View reads from: keys, values and queries of a block of layers at positions.
+    """Keys, values and queries of a block of layers: a View reads them, a Block changes them.
 
-    The layers of a block share one formula and one rotary embedding.
+    The layers of a block share one formula and one rotary embedding. A trace
+    (`kvsim.engine.source`), a running model's cache (`kvsim.runner.cache`) and its cache in blocks
+    (`kvsim.runner.paged`) are sources.
     """
+
+    @property
+    def compacted(self) -> bool:
+        """Whether only live entries are held, in the slots of `Entries`; else all positions."""
 
     @property
     def rope(self) -> Rope:
@@ -55,6 +61,10 @@ class Source(Protocol):
         """[L, H, T, d]."""
 
     @property
+    def exact_keys(self) -> Tensor:
+        """The keys before a codec rounded them, [L, H, T, d]."""
+
+    @property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]; NeedsError without one."""
 
@@ -67,6 +77,18 @@ class Source(Protocol):
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] and log-sum-exp of these rows, full cache."""
+
+    def writable(self, which: int) -> Tensor:
+        """The keys (0) or values (1), for a codec to overwrite; [L, H, T, d]."""
+
+    def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
+        """Drop what left at an event.
+
+        Args:
+            slots: the slot that each entry had before the event, int [L, H, n].
+            live: where there is an entry after it, bool [L, H, n].
+            evicted_at: the row after which each position left, int32 [L, H, T].
+        """
 
 
 @dataclass(frozen=True)

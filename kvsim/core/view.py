@@ -48,11 +48,11 @@ class View:
         row: int,
         since: Tensor,
         layers: Tensor,
-        exact: tuple[Tensor, Tensor] | None = None,
+        rounded_after: Tensor | None = None,
     ) -> None:
         self._source, self._entries, self._since = source, entries, since
-        # keys as recorded [L, H, T, d], and the row after which a codec rounded each [L, H, T]
-        self._exact = exact
+        # the row after which a codec rounded each key, int32 [L, H, T]
+        self._rounded_after = rounded_after
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
         # tensors that others read too, the copies that a guarded policy gets, and their versions
@@ -219,7 +219,7 @@ class View:
     @property
     def rounded(self) -> bool:
         """Whether a codec rounds keys, so that an entry has another key at a later event."""
-        return self._exact is not None
+        return self._rounded_after is not None
 
     @property
     def values(self) -> Tensor:
@@ -344,7 +344,7 @@ class View:
             seen = n - (
                 self.row + 1 - stop
             )  # the rows' own entries are the last slots of each head
-            if self._exact is None:
+            if self._rounded_after is None:
                 attention = self.rows(start, stop, seen).sum(2)  # [L, H, w, seen]
             else:
                 attention = self._rows(start, stop, seen, weigh=True, attended=True).sum(2)
@@ -377,9 +377,9 @@ class View:
         q = queries.flatten(2, 3).flatten(0, 1)  # [L * H, G * w, d]
         row = torch.arange(start, stop, device=q.device).expand(group, -1).flatten()  # [G * w]
         before, after = k, pos
-        if attended and self._exact is not None:
-            before = gather(self._exact[0], self._entries)[..., :seen, :].flatten(0, 1)
-            after = self._exact[1].gather(-1, self.pos.clamp(min=0))[..., :seen].flatten(0, 1)
+        if attended and self._rounded_after is not None:
+            before = gather(self._source.exact_keys, self._entries)[..., :seen, :].flatten(0, 1)
+            after = self._rounded_after.gather(-1, self.pos.clamp(min=0))[..., :seen].flatten(0, 1)
         # the first slot that may hold an entry which a row is too old to see; positions ascend
         younger, slots = self._entries.stop - 1 - start, k.shape[1]
         first = min(slots, max(0, self.pos.shape[-1] - younger))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 from kvsim.core.entries import Entries
@@ -19,30 +19,62 @@ from kvsim.schema import GUIDE, NEVER
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy's choice at an event, and its inputs: keep, protected [L, H, n].
+    """A policy's choice at an event, and its inputs. Read it before `Block.apply`.
 
-    scores [L, H, n], protected and plan are None where the event does not act.
+    Attributes:
+        view: what the policy saw.
+        layers: which layers hold more than their budget, bool [L]; nothing moves in the others.
+        keep: which entries stay, bool [L, H, n].
+        scores: [L, H, n]; None where no layer acts, as protected and plan are.
+        protected: bool [L, H, n].
+        plan: the quotas.
+        columns: new values of columns, [L, H, n].
     """
 
     view: View
+    layers: Tensor
     keep: Tensor
     scores: Tensor | None = None
     protected: Tensor | None = None
     plan: Plan | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def plans(self) -> list[Plans]:
+        """Return the decisions as they are recorded; an empty list where no layer acts."""
+        view, plan = self.view, self.plan
+        if plan is None or self.scores is None:
+            return []
+        scores = self.scores.double().masked_fill(~view.live, torch.nan)
+        plans = Plans(
+            row=view.row,
+            layers=tuple(view.layers.tolist()),
+            pos=view.pos.cpu().numpy(),
+            scores=scores.cpu().numpy(),
+            budgets=view.budget.flatten().cpu().numpy(),
+            quotas=plan.quotas.cpu().numpy(),
+            groups=None if plan.groups is None else plan.groups.cpu().numpy(),
+            eligible=None if plan.eligible is None else plan.eligible.cpu().numpy(),
+            notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
+        )
+        return [plans]
 
 
 class Block:
-    """The cache of a block of layers while a policy is replayed over it.
+    """The cache of a block of layers while a policy acts on it.
 
-    evicted_at: int32 [L, H, T], the result of the replay. since: int [L], the row of the last event
-    that acted on each layer, -1 before the first. poison is called after each eviction with the
-    entries that have left, bool [L, H, T]; note after each event that acts, with its plans.
-    context: the setting of an event before the last row of the prompt. compacted, where the source
-    holds live entries alone: called after each eviction with the slot that each entry had, int
-    [L, H, n], and where there is an entry, bool [L, H, n]. decide: called at each event with the
-    policy's choice, returns what stays instead, bool [L, H, n]. writable: returns the source's keys
-    and values as a copy of its own, which a codec overwrites; in the slots of the entries where
-    `compacted` is given, and exact returns the keys as they were computed, in these slots, too.
+    Args:
+        source: keys, values and queries of the layers.
+        policy: decides at each event.
+        setting: constants over the events.
+        layers: index of each layer in the trace, int [L].
+        context: the setting of an event before the last row of the prompt.
+
+    Attributes:
+        entries: the live entries, with the policy's columns.
+        evicted_at: the row after which each entry left, or NEVER; int32 [L, H, T].
+        since: the row of the last event that acted on each layer, -1 before the first; int [L].
+        stored_after: the row after which the codec rounds each key and each value, or NEVER; int32
+            [2, L, H, T].
     """
 
     def __init__(
@@ -53,41 +85,41 @@ class Block:
         layers: Tensor,
         *,
         context: Setting | None = None,
-        poison: Callable[[Tensor], None] | None = None,
-        note: Callable[[Plans], None] | None = None,
-        compacted: Callable[[Tensor, Tensor], None] | None = None,
-        decide: Callable[[Choice], Tensor] | None = None,
-        writable: Callable[[], tuple[Tensor, Tensor]] | None = None,
-        exact: Callable[[], Tensor] | None = None,
     ) -> None:
-        self._decide = decide
         self.source, self.policy, self.setting = source, policy, setting
         self._context = context
         # what the scorer itself protects, of a view
         self._scorer_protects = partial(protected_by, cache(policy.scorer.protection))
         self.layers = layers
-        self.poison, self._note, self._compacted = poison, note, compacted
-        self._writable = writable
         keys = source.keys
         n, heads = keys.shape[:2]
         shape = (n, heads, source.n_rows)
         self.evicted_at = torch.full(shape, NEVER, dtype=torch.int32, device=keys.device)
-        alone = compacted is not None
-        self.entries = Entries(n, heads, policy.columns, like=keys, compacted=alone)
+        self.entries = Entries(n, heads, policy.columns, like=keys, compacted=source.compacted)
         self.since = torch.full_like(layers, -1)
         self._next = 0  # first position not yet appended
-        #: the row after which each key and each value is rounded by the policy's codec
         size = shape if policy.codec is not None else (0, 0, 0)
         self.stored_after = self.evicted_at.new_full((2, *size), NEVER)
         self._stored_to = (context or setting).prompt_len - 1
-        self._exact = exact or (lambda: keys)
 
-    def event(self, row: int, *, fires: bool = True) -> bool:
-        """Fire the event after row `row`. True if it acted on any layer.
+    def event(self, row: int) -> bool:
+        """Fire the event after row `row`. True if it acted on any layer."""
+        choice = self.choose(row)
+        self.apply(choice)
+        return choice.plan is not None
 
-        It acts on the layers that hold more than their budget; in the others nothing moves. Layers
-        that share one budget or ranking act together. fires: False where the policy has no event
-        after this row, and `decide` alone says what stays.
+    def choose(self, row: int, *, fires: bool = True) -> Choice:
+        """Append the rows up to `row`, and return what the policy keeps after it.
+
+        It acts on the layers that hold more than their budget. Layers that share one budget or
+        ranking act together.
+
+        Args:
+            row: the row after which the event fires.
+            fires: False where the policy has no event, so that it keeps everything.
+
+        Raises:
+            ScoreError, PolicyError, BudgetError: scores, columns or quotas that cannot be used.
         """
         entries, policy = self.entries, self.policy
         entries.append(self._next, row + 1)
@@ -103,14 +135,12 @@ class Block:
             row=row,
             since=self.since,
             layers=self.layers,
-            exact=None if policy.codec is None else (self._exact(), self.stored_after[0]),
+            rounded_after=None if policy.codec is None else self.stored_after[0],
         )
         acts = self._acts(view) & fires
         acting = acts.tolist()
         if not any(acting):
-            if self._decide is not None:
-                self._leave(acts, self._decide(Choice(view, entries.live)), row)
-            return False
+            return Choice(view, acts, entries.live)
         scores = Scores.of(policy.scorer.score(view))
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
@@ -124,39 +154,39 @@ class Block:
         keep = select(values, plan.quotas, protected, entries.live, plan.groups, plan.eligible)
         if not all(acting):
             keep = keep.where(acts.view(-1, 1, 1), entries.live)
-        if self._note is not None:
-            self._note(self._plans(view, values, plan))
         check_columns(policy, plan.columns, entries.live, row)
-        if self._decide is not None:
-            keep = self._decide(Choice(view, keep, values, protected, plan))
-        for name, column in (*scores.columns.items(), *plan.columns.items()):
-            entries.columns[name] = column.where(acts.view(-1, 1, 1), entries.columns[name])
-        self._leave(acts, keep, row)
-        return True
+        columns = {**scores.columns, **plan.columns}
+        return Choice(view, acts, keep, values, protected, plan, columns)
 
-    def _leave(self, acts: Tensor, keep: Tensor, row: int) -> None:
-        """Let all entries leave but those marked in keep [L, H, n]."""
-        if self._decide is not None:  # it may let entries leave where the policy does not
-            acts = acts | (keep != self.entries.live).flatten(1).any(1)
-        self._evict(self.entries.live & ~keep, row)
-        slots = self.entries.compress(keep)
-        if self._compacted is not None:
-            self._compacted(slots, self.entries.live)
+    def apply(self, choice: Choice, keep: Tensor | None = None) -> None:
+        """Evict all entries but those that the policy keeps, or others in keep, bool [L, H, n]."""
+        entries, row, acts = self.entries, choice.view.row, choice.layers
+        if keep is None and choice.plan is None:
+            return
+        for name, column in choice.columns.items():
+            entries.columns[name] = column.where(acts.view(-1, 1, 1), entries.columns[name])
+        if keep is None:
+            keep = choice.keep
+        else:
+            acts = acts | (keep != entries.live).flatten(1).any(1)
+        gone = entries.places(self.evicted_at.shape[-1])[entries.live & ~keep]
+        self.evicted_at.view(-1).index_fill_(0, gone, row)
+        slots = entries.compress(keep)
+        self.source.evict(slots, entries.live, self.evicted_at)
         self.since = self.since.masked_fill(acts.flatten(), row)
 
     def store(self, row: int) -> None:
         """Round the keys and values that left their exact window before row `row`."""
         codec, start = self.policy.codec, self._stored_to
-        if codec is None or self._writable is None or row <= start:
+        if codec is None or row <= start:
             return
-        for which, stored in enumerate(self._writable()):
-            at = self.stored_after[which]
-            due = advance(at, self.evicted_at, codec.clocks[which], start, row)
-            if self._compacted is not None:
+        for which, clock in enumerate(codec.clocks):
+            due = advance(self.stored_after[which], self.evicted_at, clock, start, row)
+            if self.source.compacted:
                 new = torch.arange(self._next, row, device=due.device)
                 pos = torch.cat([self.entries.pos, new.expand(*due.shape[:2], -1)], -1)
                 due = due.gather(-1, pos.clamp(min=0)) & (pos >= 0)
-            round_marked(codec, which, stored, due)
+            round_marked(codec, which, self.source.writable(which), due)
         self._stored_to = row
 
     def _acts(self, view: View) -> Tensor:
@@ -175,26 +205,6 @@ class Block:
     def advance(self, stop: int) -> None:
         """Skip to row `stop`: all rows before it acted, and `entries` is up to date."""
         self._next, self.since = stop, torch.full_like(self.since, stop - 1)
-
-    def _evict(self, gone: Tensor, row: int) -> None:
-        at = self.entries.places(self.evicted_at.shape[-1])[gone]
-        self.evicted_at.view(-1).index_fill_(0, at, row)
-        if self.poison is not None:
-            self.poison(self.evicted_at != NEVER)
-
-    def _plans(self, view: View, values: Tensor, plan: Plan) -> Plans:
-        scores = values.double().masked_fill(~self.entries.live, torch.nan)
-        return Plans(
-            row=view.row,
-            layers=tuple(self.layers.tolist()),
-            pos=self.entries.pos.cpu().numpy(),
-            scores=scores.cpu().numpy(),
-            budgets=view.budget.flatten().cpu().numpy(),
-            quotas=plan.quotas.cpu().numpy(),
-            groups=None if plan.groups is None else plan.groups.cpu().numpy(),
-            eligible=None if plan.eligible is None else plan.eligible.cpu().numpy(),
-            notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
-        )
 
 
 def _check_quotas(policy: Policy, plan: Plan, protected: Tensor, row: int) -> None:

@@ -175,30 +175,22 @@ def _replay(
     }
     setting, context = replace(setting, **future), context and replace(context, **future)
     most = MEMO_BYTES if options.memory is None else options.memory // 16
-    source = TraceSource(part, run.layers, torch.device(options.device), most=most)
+    device, poison = torch.device(options.device), options.poison
+    source = TraceSource(part, run.layers, device, most=most, poison=poison)
+    layers = torch.tensor(run.layers, device=device)
+    block = Block(source, policy, setting, layers, context=context)
     plans: list[Plans] = []
-    names = options.internals
-
-    def note(event: Plans) -> None:
-        plans.append(event if isinstance(names, bool) else event.brief(names))
-
-    block = Block(
-        source,
-        policy,
-        setting,
-        torch.tensor(run.layers, device=options.device),
-        context=context,
-        poison=source.poison if options.poison else None,
-        note=note if names else None,
-        writable=source.writable,
-    )
     if run.whole:
         events = []
     if options.by_row:
-        replay_rows(block, events)
-    else:
-        for row in events:
-            block.event(row)
+        replay_rows(block, events, poison=poison)
+        events = []
+    for row in events:
+        choice = block.choose(row)
+        if names := options.internals:
+            of_event = choice.plans()
+            plans += of_event if names is True else [x.brief(names) for x in of_event]
+        block.apply(choice)
     evicted_at = block.evicted_at.cpu().numpy()
     if run.rows is None:
         return evicted_at, plans

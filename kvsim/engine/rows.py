@@ -26,8 +26,11 @@ ROWS = 32
 _FAINT = 1e-6
 
 
-def replay_rows(block: Block, events: Sequence[int]) -> None:
-    """Fire `events` on the block: consecutive rows, but for those that end context and prompt."""
+def replay_rows(block: Block, events: Sequence[int], *, poison: bool = False) -> None:
+    """Fire `events` on the block: consecutive rows, but for those that end context and prompt.
+
+    poison: overwrite the weights of entries that left, for tests.
+    """
     rest = list(events)
     while rest:
         row = rest.pop(0)
@@ -36,15 +39,15 @@ def replay_rows(block: Block, events: Sequence[int]) -> None:
             break
     while rest:
         rows, rest = rest[:ROWS], rest[ROWS:]
-        _run(block, rows[0], rows[-1] + 1)
+        _run(block, rows[0], rows[-1] + 1, poison=poison)
 
 
-def _run(block: Block, start: int, stop: int) -> None:
+def _run(block: Block, start: int, stop: int, *, poison: bool) -> None:
     """Rows start..stop-1, each of which appends one entry and evicts one per head."""
     entries, policy = block.entries, block.policy
     count = entries.pos.shape[-1]
     entries.append(start, stop)
-    view = RowView(block, start, stop)
+    view = RowView(block, start, stop, poison=poison)
     protection, last = policy.protection(view.setting.budget), entries.pos.shape[-1] - 1
     pos, recent = entries.pos, protection.recent
     stays = (pos < protection.first(view.setting.prompt_len)) | (pos < 0)
@@ -77,7 +80,7 @@ class RowView(View):
     pads they have a position, and they can be anywhere.
     """
 
-    def __init__(self, block: Block, start: int, stop: int) -> None:
+    def __init__(self, block: Block, start: int, stop: int, *, poison: bool) -> None:
         super().__init__(
             block.source,
             block.entries,
@@ -86,7 +89,7 @@ class RowView(View):
             since=block.since,
             layers=block.layers,
         )
-        self._block, self._start, self._stop = block, start, stop
+        self._block, self._start, self._stop, self._poison = block, start, stop, poison
         # exp(logit - maximum) of every row of the block, [L, H, w, G, n], whatever is live
         self._weights: Tensor | None = None
         self._row_weights = torch.empty(0)
@@ -133,7 +136,7 @@ class RowView(View):
         self._shared.clear()
         self._live.scatter_(-1, slot, value=False)
         self._open.scatter_(-1, slot, 0.0)
-        if self._block.poison is not None and self._weights is not None:
+        if self._poison and self._weights is not None:
             later = self._weights[:, :, self.row + 1 - self._start :]
             later.scatter_(-1, slot[:, :, None, None].expand(*later.shape[:-1], 1), 1e30)
 

@@ -13,7 +13,7 @@ from kvsim.core.probe import ProbeRows
 from kvsim.core.sources import Source as Arrays
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.schema import CHUNK, numbered
+from kvsim.schema import CHUNK, NEVER, numbered
 
 T = TypeVar("T")
 
@@ -46,9 +46,20 @@ def isolated(trace: Trace) -> Trace:
 class TraceSource:
     """Keys, values and queries of some layers of a trace on one device.
 
-    Raises PolicyError for a layer with entries masked out by its sliding window: a View has no mask
-    for windows. most: bytes that the trace may keep for later replays.
+    Args:
+        trace: the trace.
+        layers: their indices in it.
+        device: where to compute.
+        most: bytes that the trace may keep for later replays.
+        poison: overwrite keys and values with NaN as soon as their entry has left, for tests.
+
+    Raises:
+        PolicyError: a layer with entries masked out by its sliding window, for which a View has no
+            mask.
     """
+
+    #: `kvsim.core.setting.Source`
+    compacted = False
 
     def __init__(
         self,
@@ -57,6 +68,7 @@ class TraceSource:
         device: torch.device,
         *,
         most: int = MEMO_BYTES,
+        poison: bool = False,
     ) -> None:
         for layer in layers:
             check_unwindowed(trace, layer)
@@ -66,7 +78,8 @@ class TraceSource:
         self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
         self.memo: dict[Hashable, Any] = {}
-        self._copied = False
+        self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
+        self._poison = poison
         self._place, self._most = (tuple(layers), str(device)), most
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
@@ -75,7 +88,7 @@ class TraceSource:
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
         """Return `compute()`, kept with the trace unless keys and values were overwritten."""
-        if self._copied:
+        if self._exact_keys is not None:
             return compute()
         return self._trace.memo((*key, self._place), compute, self._most)
 
@@ -89,12 +102,17 @@ class TraceSource:
         """[L, H, T, d]."""
         return self._read("v")
 
-    def writable(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, as a copy that this source reads from now on."""
-        if not self._copied:
+    @property
+    def exact_keys(self) -> Tensor:
+        """[L, H, T, d], as recorded."""
+        return self.keys if self._exact_keys is None else self._exact_keys
+
+    def writable(self, which: int) -> Tensor:
+        """The keys (0) or values (1) in a copy that this source reads from now on; [L, H, T, d]."""
+        if self._exact_keys is None:
+            self._exact_keys = self.keys
             self.keys, self.values = self.keys.clone(), self.values.clone()
-            self._copied = True
-        return self.keys, self.values
+        return (self.keys, self.values)[which]
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d]."""
@@ -133,10 +151,12 @@ class TraceSource:
         output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
         return self._grouped(output), self._grouped(lse)
 
-    def poison(self, gone: Tensor) -> None:
-        """Overwrite keys and values with NaN where gone [L, H, T] (for tests)."""
-        self.keys = self.keys.masked_fill(gone.unsqueeze(-1), torch.nan)
-        self.values = self.values.masked_fill(gone.unsqueeze(-1), torch.nan)
+    def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
+        """Hold all positions still; with `poison`, those that left [L, H, T] become NaN."""
+        if self._poison:
+            gone = (evicted_at != NEVER).unsqueeze(-1)
+            self.keys = self.keys.masked_fill(gone, torch.nan)
+            self.values = self.values.masked_fill(gone, torch.nan)
 
 
 def _runs(layers: Sequence[int]) -> list[slice]:

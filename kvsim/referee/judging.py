@@ -109,12 +109,11 @@ class Case:
                 setting,
                 torch.tensor(run.layers),
                 context=context,
-                decide=comparison.follow,
-                writable=source.writable,
             )
             for row in sorted({*self.events, *self.kept}):
                 with torch.inference_mode():
-                    block.event(row, fires=row in self.events)
+                    choice = block.choose(row, fires=row in self.events)
+                    block.apply(choice, comparison.follow(choice))
                 yield from comparison.differences
                 comparison.differences = []
 

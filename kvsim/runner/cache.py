@@ -104,14 +104,25 @@ class Table:
 class LiveSource:
     """Cache of a block of layers of a running model, as the source of its View.
 
-    sketch: the sequence to be run (`RunningModel.sketch`), without rows that are dropped before
-    these layers; layers: those of the block. like: an empty tensor of the model's dtype, on its
-    device. dropped: how many rows are dropped. exact: keep a copy of the keys beside those that a
-    codec rounds. room: rows before the next event. run: rows that went through each layer.
+    Keys and values are in the slots of the block's entries. Queries are kept as long as an event
+    can read them.
 
-    Keys and values are in the slots of the block's entries; with `rotated`, keys are rotated to
-    these slots, and cannot be read. Queries are kept as long as an event can read them.
+    Args:
+        sketch: the sequence to be run (`RunningModel.sketch`), without rows that are dropped before
+            these layers.
+        layers: those of the block.
+        like: an empty tensor of the model's dtype, on its device.
+        rotated: keys are rotated to their slots, and cannot be read.
+        dropped: how many rows are dropped.
+        exact: keep a copy of the keys beside those that a codec rounds.
+
+    Attributes:
+        room: rows before the next event.
+        run: rows that went through each layer.
     """
+
+    #: `kvsim.core.setting.Source`
+    compacted = True
 
     def __init__(
         self,
@@ -142,7 +153,7 @@ class LiveSource:
         self.run = [0] * len(layers)
         self._first_row = 0  # rows before those of the table of queries
         self._first_queries = self._queries.rows  # of the first rows of the text
-        # after the last event
+        # after the last event that acted
         self._live = torch.ones(len(layers), self._heads, 0, dtype=torch.bool, device=like.device)
         self._padded, self._count = False, 0
 
@@ -166,11 +177,8 @@ class LiveSource:
         """[L, H, n, d]."""
         return computable(self._values.rows)
 
-    def writable(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in the cache itself, [L, H, n, d]."""
-        return self._keys.rows, self._values.rows
-
-    def exact(self) -> Tensor:
+    @property
+    def exact_keys(self) -> Tensor:
         """Keys before a codec rounded them, [L, H, n, d]."""
         return computable((self._exact or self._keys).rows)
 
@@ -234,7 +242,17 @@ class LiveSource:
             self._queries.drop(n)
             self._first_row = before
 
-    def compact(self, slots: Tensor, live: Tensor) -> None:
+    def writable(self, which: int) -> Tensor:
+        """The keys (0) or values (1) in the cache itself, [L, H, n, d]."""
+        return (self._keys, self._values)[which].rows
+
+    def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
+        """Free the memory of all entries but those in slots [L, H, n]."""
+        self._compact(slots, live)
+        self._live, self._count = live, int(live.sum())
+        self._padded = self._count < live.numel()
+
+    def _compact(self, slots: Tensor, live: Tensor) -> None:
         """Keep the entries in slots [L, H, n], in that order; pads, where not live, become 0."""
         for table in (self._keys, self._values, self._exact):
             if table is not None:
@@ -252,11 +270,6 @@ class LiveSource:
             )
         to = torch.arange(slots.shape[-1], device=slots.device)
         return self.rope.rotate(self.rope.unrotate(computable(keys), slots), to)
-
-    def settle(self, live: Tensor) -> None:
-        """Note which slots hold an entry after an event, live [L, H, n]."""
-        self._live, self._count = live, int(live.sum())
-        self._padded = self._count < live.numel()
 
     def mask(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class Computed:
     formula: Formula
     projection: Callable[[], Tensor]
     memo: dict[Hashable, Any] = field(default_factory=dict)
+    #: `kvsim.core.setting.Source`
+    compacted: ClassVar[bool] = False
 
     @property
     def n_rows(self) -> int:
@@ -59,6 +61,11 @@ class Computed:
     def values(self) -> Tensor:
         """Values, [1, H, k, d]."""
         return self.v.unsqueeze(0)
+
+    @property
+    def exact_keys(self) -> Tensor:
+        """Keys, [1, H, k, d]."""
+        return self.keys
 
     @property
     def o_proj(self) -> Tensor:
@@ -82,6 +89,13 @@ class Computed:
         heads = (len(self.k), -1)
         out, lse = (part[:, start:stop].unflatten(0, heads).unsqueeze(0) for part in (out, lse))
         return out, lse
+
+    def writable(self, which: int) -> Tensor:
+        """Nothing: no codec rounds anything before the end of the prompt."""
+        raise NotImplementedError("a codec in the prefill")
+
+    def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
+        """Nothing moves: only the prefill event fires."""
 
 
 # What some families do to logits after the output embedding; a model that does it is refused.

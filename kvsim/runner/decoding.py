@@ -140,9 +140,6 @@ class Decoding:
                 setting if run.rows is None else replace(setting, prompt_len=part.prompt_len),
                 torch.tensor(run.layers, device=like.device),
                 context=context,
-                compacted=source.compact,
-                writable=source.writable,
-                exact=source.exact,
             )
             self._blocks.append((block, source))
             self._whole.update(run.layers if run.whole else ())
@@ -325,7 +322,6 @@ class Decoding:
                 continue
             at = row - source.dropped
             block.event(at)
-            source.settle(block.entries.live)
             if row >= self.sketch.prompt_len - 1:  # an event at its end may read all of it
                 source.drop_queries(min(at + 1 - last, int(block.since.min()) + 1), first)
 

@@ -160,7 +160,7 @@ class PagedSource(LiveSource):
         ]
         return torch.cat(parts).flatten(0, 1).transpose(0, 1)[None]
 
-    def compact(self, slots: Tensor, live: Tensor) -> None:
+    def _compact(self, slots: Tensor, live: Tensor) -> None:
         """Keep the entries in slots [L, H, n], in that order; free the blocks of the others."""
         counts, before = live.sum(-1), self.n_slots
         empty = 0
