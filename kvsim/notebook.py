@@ -113,7 +113,7 @@ def _policy(policy: Policy) -> Iterable[Markup]:
             "pieces": ", ".join(pieces),
             "evicts after": schedule(at.interval, prefill=at.prefill, compress=at.compress),
             "needs": ", ".join(needs),
-            "budget": "" if policy.limited else "does not bind",
+            "budget": "" if policy.bounds else "does not bind",
         }
     )
     if policy.bounded:

@@ -168,5 +168,5 @@ def test_a_budget_of_rows_binds():
 
     assert "does not bind" in whole._repr_html_()
     assert "does not bind" not in chosen._repr_html_()
-    assert chosen.budgeted
+    assert chosen.bounds == {"held"}
     assert not chosen.bounded

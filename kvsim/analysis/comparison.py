@@ -259,7 +259,7 @@ def _values(
 def _is_reference(label: str) -> bool:
     """Whether a policy is no candidate: no budget binds what it holds, or it looks ahead."""
     built = policy_of(label)
-    return built is not None and (built.clairvoyant or not built.budgeted)
+    return built is not None and (built.clairvoyant or "held" not in built.bounds)
 
 
 def policy_of(label: str) -> Policy | None:

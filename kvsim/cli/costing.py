@@ -103,7 +103,7 @@ def cost(
         (each, resolve_budget(size, n), n, traced.get(n, prompt))
         for n in contexts
         for each in policies
-        for size in (budget if each.budgeted else budget[:1])
+        for size in (budget if "held" in each.bounds else budget[:1])
     ]
     if selection_layer is not None:
         why = [no_selection(each, size, rows or n) for each, size, n, rows in cases]

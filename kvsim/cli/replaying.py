@@ -243,7 +243,7 @@ def _print(
 
 def unbounded(policies: Sequence[Policy]) -> list[str]:
     """Return the names of the policies for which the budget means nothing."""
-    return [policy.name for policy in policies if not policy.limited]
+    return [policy.name for policy in policies if not policy.bounds]
 
 
 def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:

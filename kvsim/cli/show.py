@@ -263,7 +263,7 @@ def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
     free = {*unbounded}
     for label in summary["policy"].unique():
         policy = policy_of(label)
-        if policy is not None and not policy.budgeted:
+        if policy is not None and "held" not in policy.bounds:
             free.add(label)
     seen = pl.when(~pl.col("policy").is_in(free)).then("entries_seen")
     model = pl.col("model") if "model" in summary else pl.lit("")

@@ -320,7 +320,7 @@ class Sizing(Piece, ABC):
 
     @property
     def bounded(self) -> bool:
-        """False where the policy's budget does not bind."""
+        """False where the policy's budget has no effect on some heads or layers."""
         return True
 
     @property
@@ -346,15 +346,15 @@ class Allocator(Sizing, ABC):
     across_layers: ClassVar[bool] = False
     #: belongs to a scorer, and gives way to what is put around that
     yields: ClassVar[bool] = False
-    #: the budget binds some heads even where it does not bind all
-    binds_some: ClassVar[bool] = False
+    #: the budget bounds some heads even where it does not bound all
+    bounds_some: ClassVar[bool] = False
 
     def bound_shares(self, n_layers: int) -> list[float] | None:
-        """The share of each layer's heads that the budget binds; None where it is all or none."""
+        """The share of each layer's heads that the budget bounds; None for all, or no head."""
         return None
 
     @property
-    def binds(self) -> bool:
+    def enforces(self) -> bool:
         """False where protection only shows in the plan and is not enforced."""
         return True
 
@@ -387,7 +387,7 @@ class Uniform(Allocator):
 
 @dataclass(frozen=True)
 class Everything(Allocator):
-    """Every head keeps all it has: no budget binds."""
+    """Every head keeps all it has, whatever the budget."""
 
     flops = Allocator.no_flops
     bounded = False

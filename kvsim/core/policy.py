@@ -186,7 +186,7 @@ class Policy(Displayed):
 
     @property
     def bounded(self) -> bool:
-        """Whether the budget binds what stays."""
+        """Whether the budget bounds what every layer holds."""
         if self.propagation is not None and (
             self.propagation.alone or not self.propagation.bounded
         ):
@@ -200,15 +200,19 @@ class Policy(Displayed):
         return shared or self.scorer.across_layers
 
     @property
-    def budgeted(self) -> bool:
-        """Whether the budget binds what is held: entries that stay, or rows that propagate."""
-        return self.bounded or (self.propagation is not None and not self.propagation.alone)
+    def bounds(self) -> frozenset[str]:
+        """What the budget bounds; empty where it has no effect.
 
-    @property
-    def limited(self) -> bool:
-        """Whether the budget has an effect: on what is held, in some heads at least, or read."""
-        of_reader = bool(self.reader and self.reader.bounded)
-        return self.budgeted or self.allocator.binds_some or of_reader
+        "held": the entries of all heads, or the rows that propagate to deeper layers. "heads": the
+        entries of some heads. "read": the entries that a row reads.
+        """
+        propagates = self.propagation is not None and not self.propagation.alone
+        bounds = {
+            "held": self.bounded or propagates,
+            "heads": self.allocator.bounds_some,
+            "read": self.reader is not None and self.reader.bounded,
+        }
+        return frozenset(name for name, bound in bounds.items() if bound)
 
     @property
     def exact(self) -> bool:
@@ -234,8 +238,8 @@ class Policy(Displayed):
         return {}
 
     def protection(self, budget: int) -> Protection:
-        """Protected entries: all that are requested, if the allocator lets that bind."""
-        return self.requested(budget) if self.allocator.binds else Protection()
+        """Protected entries: all that are requested, if the allocator enforces that."""
+        return self.requested(budget) if self.allocator.enforces else Protection()
 
     def check_budget(
         self,

@@ -181,7 +181,7 @@ def estimate(
         prompt=prompt,
         interval=policy.schedule.interval,
         prefill=policy.schedule.prefill,
-        bounded=policy.budgeted,
+        bounded="held" in policy.bounds,
         selection_layer=selection.layer,
         selection=selection.source,
         rows=rows,
@@ -270,7 +270,7 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
         yield f"{name}: {remark}"
     if policy.layer_budgets.remark:
         yield f"{name}: {policy.layer_budgets.remark}"
-    elif not policy.budgeted:
+    elif "held" not in policy.bounds:
         yield f"{name}: no budget binds"
     elif not policy.bounded:
         yield f"{name}: the layers up to the selection hold the whole prompt"

@@ -148,7 +148,7 @@ class Block:
         view.note_scorer(self._scorer_protects)
         plan = policy.allocator.plan(view, values, protected)
         view.check_unwritten(policy.name)
-        if not policy.allocator.binds:
+        if not policy.allocator.enforces:
             protected = torch.zeros_like(protected)
         _check_quotas(policy, plan, protected, row)
         keep = select(values, plan.quotas, protected, entries.live, plan.groups, plan.eligible)

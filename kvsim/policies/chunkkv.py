@@ -34,7 +34,7 @@ class ChunkKV(Allocator):
     exact: bool = True
 
     @property
-    def binds(self) -> bool:
+    def enforces(self) -> bool:
         """With whole chunks protection is a matter of scores."""
         return self.exact
 

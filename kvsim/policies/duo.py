@@ -116,7 +116,7 @@ class Duo(Allocator):
     sink: Annotated[int, AtLeast(0)] = 4
 
     across_heads: ClassVar[bool] = True
-    binds_some: ClassVar[bool] = True
+    bounds_some: ClassVar[bool] = True
     flops = Allocator.no_flops
 
     def __post_init__(self) -> None:
