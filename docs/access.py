@@ -108,7 +108,7 @@ def measure(model: str, traces: Path) -> None:
         if run.failures:
             raise SystemExit(str(run.failures[0]))
         means = averages(run.table, metrics=list(METRICS))
-        budget = pl.col("asked").cast(pl.Int64)
+        budget = pl.col("requested").cast(pl.Int64)
         rows = means.select("metric", "mean", "low", "high", "n", budget=budget).to_dicts()
         with RESULTS.open("a", encoding="utf-8") as file:
             file.writelines(

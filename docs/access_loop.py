@@ -159,7 +159,7 @@ def _values(
         if done.failures:
             raise SystemExit(str(done.failures[0]))
         for row in averages(done.table, metrics=list(metrics)).iter_rows(named=True):
-            values = by_cell.setdefault((row["policy"], int(row["asked"])), {})
+            values = by_cell.setdefault((row["policy"], int(row["requested"])), {})
             values[row["metric"]] = row["mean"]
     return [by_cell[policy.name, budget] for policy, budget in cells]
 

@@ -175,9 +175,9 @@ _OPTIMA: dict[Hashable, Record] = {}
 
 def lines(values: pl.DataFrame) -> list[dict[str, Any]]:
     """A line for each result of a table of `per_prompt`, prompts in its order."""
-    grouped = values.group_by("policy", "asked", "metric", maintain_order=True)
+    grouped = values.group_by("policy", "requested", "metric", maintain_order=True)
     rows = grouped.agg(values=pl.col("value").round(6)).to_dicts()
-    return [{"name": row.pop("policy"), "budget": int(row.pop("asked")), **row} for row in rows]
+    return [{"name": row.pop("policy"), "budget": int(row.pop("requested")), **row} for row in rows]
 
 
 def put(

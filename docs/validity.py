@@ -159,12 +159,12 @@ def points(model: str) -> pl.DataFrame:
     error, kl = (
         of.filter(metric=metric, fidelity=way).select(
             *(pl.col("prompt").alias("trace"), "policy"),
-            asked=pl.col("budget").cast(pl.String),
+            requested=pl.col("budget").cast(pl.String),
             value=pl.col("value").cast(pl.Float64),
         )
         for metric, way in (("layer_error", "open"), ("response_kl", "closed"))
     )
-    on = ["trace", "policy", "asked"]
+    on = ["trace", "policy", "requested"]
     both = error.rename({"value": "error"}).join(
         kl.rename({"value": "kl"}), on=on, maintain_order="left"
     )
@@ -223,7 +223,7 @@ def prediction() -> str:
     for each in read_calibrations(CALIBRATIONS):
         of, curve = points(each.model), each.curve
         of = of.with_columns(fold=pl.col("trace").rank("dense") % FOLDS)
-        for by, title in (("fold", "prompts"), ("policy", "policies"), ("asked", "budgets")):
+        for by, title in (("fold", "prompts"), ("policy", "policies"), ("requested", "budgets")):
             all_of_them, lowest, factor = covered(of, by)
             tested.append(
                 f"| {each.model} | {title} | {all_of_them:.1%} | {lowest:.1%} | {factor:.2f} |"
@@ -278,7 +278,7 @@ def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame
         tokens=pl.lit(trace.n_pos, pl.Int32),
         response=pl.lit(trace.n_pos - trace.prompt_len, pl.Int32),
         policy="policy",
-        budget=pl.col("asked").cast(pl.Int32),
+        budget=pl.col("requested").cast(pl.Int32),
         metric="metric",
         fidelity=way.otherwise(pl.lit("open")),
         value=pl.col("value").cast(pl.Float32),

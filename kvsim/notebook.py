@@ -158,8 +158,8 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
 def _comparison(comparison: Comparison) -> Iterable[Markup]:
     yield _title("Comparison", comparison.metric)
     yield from _verdict(comparison)
-    rows = comparison.table.select("asked", "rank", "policy", "mean", "low", "high", "verdict")
-    yield _table(rows.rename({"asked": "budget"}))
+    rows = comparison.table.select("requested", "rank", "policy", "mean", "low", "high", "verdict")
+    yield _table(rows.rename({"requested": "budget"}))
 
 
 def _verdict(comparison: Comparison) -> Iterable[Markup]:
@@ -290,7 +290,7 @@ def _dots(comparison: Comparison) -> Markup:
     for place, row in enumerate(rows):
         y = 14 * place + 10
         colour = "currentColor" if row["rank"] is None else _KEPT
-        out.append(_label(150, y + 4, f"{row['policy'][:18]}, {row['asked']}", "end"))
+        out.append(_label(150, y + 4, f"{row['policy'][:18]}, {row['requested']}", "end"))
         if row["low"] is not None:
             at = (160 + scale * (row[end] - least) for end in ("low", "high"))
             out.append(bar.format(next(at), y, next(at), colour))

@@ -11,7 +11,7 @@ import streamlit as st
 from plotly.subplots import make_subplots
 
 from kvsim.analysis.registry import METRICS
-from kvsim.plots.style import COLOURS, asked_order, far_off, series
+from kvsim.plots.style import COLOURS, far_off, requested_order, series
 from kvsim.plots.summary import metric_label
 from kvsim.schema import rounded, visible
 
@@ -83,9 +83,9 @@ def over_budgets(
     """
     most = _far_off(means)
     if most is not None and not (zero or logarithmic):
-        beyond = means.filter(pl.col("mean") > most).select("policy", "asked", "mean").rows()
+        beyond = means.filter(pl.col("mean") > most).select("policy", "requested", "mean").rows()
         names = ", ".join(
-            f"{policy} at {asked} ({rounded(mean, '.2g')})" for policy, asked, mean in beyond
+            f"{policy} at {budget} ({rounded(mean, '.2g')})" for policy, budget, mean in beyond
         )
         st.text(visible(f"Far above the picture: {names}"))
     figure = _over_budgets(means, of, label, by, zero=zero, logarithmic=logarithmic)
@@ -105,7 +105,7 @@ def _over_budgets(
     logarithmic: bool,
 ) -> go.Figure:
     groups: list[Any] = [None] if by is None else means[by].unique().sort().to_list()[:PANELS]
-    budgets = asked_order(means["asked"].to_list())
+    budgets = requested_order(means["requested"].to_list())
     policies = means["policy"].unique(maintain_order=True).to_list()
     across = min(ACROSS, len(groups))
     down = -(-len(groups) // across)
@@ -122,7 +122,7 @@ def _over_budgets(
         for order, policy in enumerate(policies):
             part = panel.filter(policy=policy)
             shift = (order - (len(policies) - 1) / 2) * step
-            x = [budgets.index(asked) + shift for asked in part["asked"]]
+            x = [budgets.index(budget) + shift for budget in part["requested"]]
             figure.add_trace(_line(part, x, policy, of[policy], legend=place == 0), **at)
             if with_chance and part["chance"].is_not_null().any():
                 figure.add_trace(_chance(part, x, policy, of[policy]), **at)
@@ -192,7 +192,7 @@ def _chance(part: pl.DataFrame, x: list[float], policy: str, look: Style) -> Any
 
 def _hover(row: Mapping[str, Any]) -> str:
     name = elements.shortened(row["policy"], 48)
-    lines = [f"<b>{name}</b>, budget {elements.shortened(str(row['asked']))}"]
+    lines = [f"<b>{name}</b>, budget {elements.shortened(str(row['requested']))}"]
     if "base" in row:
         lines[0] += f" minus {elements.shortened(row['base'], 48)}"
     lines.append(f"{row['mean']:.4g}")
@@ -312,7 +312,7 @@ def shares(counted: pl.DataFrame, column: str, order: Sequence[str], *, key: str
 
 def between(differences: pl.DataFrame, *, key: str) -> None:
     """Show the values of a stronger level minus those of a weaker one; of `between_levels`."""
-    label = pl.format("{}, budget {}: {} - {}", "policy", "asked", "stronger", "weaker")
+    label = pl.format("{}, budget {}: {} - {}", "policy", "requested", "stronger", "weaker")
     differences = differences.with_columns(label=label)
     labels = differences["label"].unique(maintain_order=True).to_list()
     figure = go.Figure()

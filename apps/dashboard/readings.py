@@ -14,7 +14,7 @@ from kvsim.analysis.prompt.ranking import RankPattern
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import ROUNDING
-from kvsim.plots.style import asked_order
+from kvsim.plots.style import requested_order
 from kvsim.schema import plural, rounded
 
 from .elements import excerpt
@@ -127,14 +127,14 @@ def over_budgets(means: pl.DataFrame, metric: str, by: str | None = None) -> str
     """
     better = METRICS[metric].better if metric in METRICS else None
     what = {"higher": "Best, which is highest", "lower": "Best, which is lowest"}
-    budgets = asked_order(means["asked"].to_list())
+    budgets = requested_order(means["requested"].to_list())
     if by is None:
         parts = [
-            (f"at budget {asked}", means.filter(asked=asked))
-            for asked in dict.fromkeys((budgets[0], budgets[-1]))
+            (f"at budget {budget}", means.filter(requested=budget))
+            for budget in dict.fromkeys((budgets[0], budgets[-1]))
         ]
     else:
-        last = means.filter(asked=budgets[-1])
+        last = means.filter(requested=budgets[-1])
         groups = last[by].unique(maintain_order=True)
         parts = [(f"{by} {group}", last.filter(pl.col(by) == group)) for group in groups]
     of_budget = "" if by is None else f" at budget {budgets[-1]}"
@@ -170,7 +170,7 @@ def differences(gaps: pl.DataFrame) -> str:
     )
     return (
         f"{counted}. The largest is that of {largest['policy']} from {largest['base']} at budget "
-        f"{largest['asked']}: {rounded(largest['mean'], '+.3g')}."
+        f"{largest['requested']}: {rounded(largest['mean'], '+.3g')}."
     )
 
 
@@ -179,7 +179,7 @@ def front(panels: Mapping[str, pl.DataFrame]) -> str:
     parts = []
     for label, points in panels.items():
         best = points.filter("best").sort("seen")
-        names = [f"{x['policy']} at {x['asked']}" for x in best.head(6).to_dicts()]
+        names = [f"{x['policy']} at {x['requested']}" for x in best.head(6).to_dicts()]
         more = f" and {best.height - 6} more" if best.height > 6 else ""
         parts.append(f"{label}: {', '.join(names)}{more}")
     return f"On the front of {'; of '.join(parts)}."
@@ -190,7 +190,7 @@ def regret(means: pl.DataFrame) -> str:
     rows = means.sort("mean").to_dicts()
     ends = (rows[0], rows[-1])
     least, most = (
-        f"{x['policy']} at budget {x['asked']} ({rounded(x['mean'], '.3g')})" for x in ends
+        f"{x['policy']} at budget {x['requested']} ({rounded(x['mean'], '.3g')})" for x in ends
     )
     return f"Least is left to gain for {least}, most for {most}."
 
@@ -266,6 +266,6 @@ def between(differences: pl.DataFrame) -> str:
     row = differences.sort(pl.col("mean").abs()).row(-1, named=True)
     place = "" if row.get("layer") is None else f" in layer {row['layer']}"
     return (
-        f"The largest difference is that of {row['policy']} at budget {row['asked']}{place}: "
+        f"The largest difference is that of {row['policy']} at budget {row['requested']}{place}: "
         f"{row['mean']:+.3g} from {row['weaker']} to {row['stronger']}."
     )

@@ -58,7 +58,7 @@ VERDICTS = ("better", "worse", "undecided", "equal")
 
 #: Columns of `Comparison.table`, one row per policy and budget.
 COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("policy", "params", "asked"), pl.String),
+    **dict.fromkeys(("policy", "params", "requested"), pl.String),
     "entries": pl.Float64,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
@@ -131,7 +131,7 @@ def compare(
 
     Returns:
         A Comparison. Its table has for each policy (its label, `params`, schedule) and budget (as
-        `asked`, and its mean in `entries`): `rank`; the `mean` over `n` prompts with its 95 %
+        `requested`, and its mean in `entries`): `rank`; the `mean` over `n` prompts with its 95 %
         bootstrap interval; `leads`, on how many prompts no other is better; the paired `difference`
         to `against` with its interval, its p-value and that after correction, the `verdict`, and
         where it is undecided how many prompts are `needed` if the difference stays as it is (at
@@ -183,7 +183,9 @@ def compare(
         (pl.col(name) if name in rows else pl.lit(None)).cast(kind).alias(name)
         for name, kind in COLUMNS.items()
     ]
-    rows = rows.select(typed).sort("entries", "asked", "rank", nulls_last=True, maintain_order=True)
+    rows = rows.select(typed).sort(
+        "entries", "requested", "rank", nulls_last=True, maintain_order=True
+    )
     candidates = rows.drop_nulls("rank")["policy"].to_list()
     shared = table.filter(pl.col("trace").is_in(traces), pl.col("policy").is_in(candidates))
     size = len(candidates), len(traces)
@@ -203,8 +205,10 @@ def _leaders(table: pl.DataFrame, metric: str, size: tuple[int, int]) -> dict[st
     if values.shape != size:
         return {}
     rank, _ = _ranks(rows, values, np.ones(rows.height, bool), higher=False)
-    best = rows.filter(pl.Series(rank == 1)).group_by("asked", maintain_order=True).agg("policy")
-    return {asked: tuple(names) for asked, names in best.iter_rows()}
+    best = (
+        rows.filter(pl.Series(rank == 1)).group_by("requested", maintain_order=True).agg("policy")
+    )
+    return {budget: tuple(names) for budget, names in best.iter_rows()}
 
 
 def _values(
@@ -221,14 +225,14 @@ def _values(
             "another metric"
         )
     sizes = (
-        table.select("policy", "trace", "budget", asked=REQUESTED)
+        table.select("policy", "trace", "budget", requested=REQUESTED)
         .unique()
-        .group_by("policy", "asked")
+        .group_by("policy", "requested")
         .agg(entries=pl.col("budget").mean())
     )
     weakest = of_metric.group_by(KEYS).agg(WEAKEST)
     rows = means.select(KEYS).unique(maintain_order=True)
-    rows = rows.join(sizes, on=["policy", "asked"], how="left", maintain_order="left")
+    rows = rows.join(sizes, on=["policy", "requested"], how="left", maintain_order="left")
     rows = rows.join(weakest, on=KEYS, how="left", nulls_equal=True, maintain_order="left")
     names = means["trace"].unique(maintain_order=True)
     cells = rows.select(KEYS).join(names.to_frame(), how="cross", maintain_order="left_right")
@@ -251,7 +255,7 @@ def _values(
         cell = cells.filter(pl.col("value").is_null(), trace=left_out[0]).row(0, named=True)
         remarks.append(
             f"{plural(len(left_out), 'prompt')} left out, because not every policy has a value: "
-            f"{first_of(left_out)} ({cell['policy']} at budget {cell['asked']} has none)"
+            f"{first_of(left_out)} ({cell['policy']} at budget {cell['requested']} has none)"
         )
     return rows, values[:, shared], tuple(names.filter(shared)), remarks
 
@@ -308,8 +312,8 @@ def _even(values: Floats) -> Floats:
 
 
 def _by_budget(rows: pl.DataFrame, chosen: np.ndarray) -> list[np.ndarray]:
-    """Places of the chosen results, by budget as it was asked for."""
-    sizes = rows["asked"].to_numpy()
+    """Places of the chosen results, by budget as requested."""
+    sizes = rows["requested"].to_numpy()
     return [
         places
         for size in dict.fromkeys(sizes.tolist())
@@ -385,7 +389,7 @@ def _on_fronts(
     means = values.group_by(keys).agg(**whole)
     rows = rows.join(means, on=keys, how="left", nulls_equal=True, maintain_order="left")
     rows = rows.with_columns(pl.when(pl.Series(ranked)).then("seen").alias("_seen"))
-    rows = rows.with_columns(unfair=sees_more("_seen", ["asked"]))
+    rows = rows.with_columns(unfair=sees_more("_seen", ["requested"]))
     size = "seen" if rows.filter(ranked)["seen"].null_count() == 0 else "entries"
     for column, name, most in (("mean", "front", higher), ("wipeout", "wipeout_front", False)):
         best = np.full(rows.height, None, object)

@@ -146,7 +146,7 @@ class Calibration:
 def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
     """Return what a curve is fitted on, of the Tables of both loops (`kvsim.analysis.validity`).
 
-    A row per prompt, policy and budget: `trace`, `policy`, `asked`, `error` (the metric), `kl`,
+    A row per prompt, policy and budget: `trace`, `policy`, `requested`, `error` (the metric), `kl`,
     `lost` (1 where an answer that is right with the full cache is wrong, null without such one).
     `random` does not count: it makes any number look predictive.
     """
@@ -160,7 +160,7 @@ def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_erro
         of = cell_values(table, name).rename({"value": column})
         kept = kept.join(of, on=on, how="left", nulls_equal=True, maintain_order="left")
     kept = kept.drop_nulls(["error", "kl"])
-    return kept.select("trace", "policy", "asked", "error", "kl", lost=1 - pl.col("lost"))
+    return kept.select("trace", "policy", "requested", "error", "kl", lost=1 - pl.col("lost"))
 
 
 def fit(of: pl.DataFrame) -> Curve:
@@ -179,7 +179,7 @@ def fit(of: pl.DataFrame) -> Curve:
         )
     errors, kl = of["error"].to_numpy(), np.maximum(of["kl"].to_numpy(), FLOOR)
     x, y = np.log(errors), np.log(kl)
-    budget = (of["asked"].rank("dense") - 1).to_numpy()
+    budget = (of["requested"].rank("dense") - 1).to_numpy()
     residual, plain = np.full((2, len(x)), np.nan)
     for tested, fitted in _folds(of):
         residual[tested] = y[tested] - np.interp(x[tested], *_isotonic(x[fitted], y[fitted]))
@@ -207,7 +207,7 @@ def predict(replayed: pl.DataFrame, calibration: Calibration) -> pl.DataFrame:
     """Estimate the live KL of each cell of the Table of a replay, from its `layer_error`.
 
     Returns:
-        A row per policy, params, asked (the budget), interval and prefill: `error`, mean over
+        A row per policy, params, requested (the budget), interval and prefill: `error`, mean over
         `traces`; `kl`, `low`, `high` in nats and `risk`, `risk_low`, `risk_high`, means over them;
         `factor`: the ends of the interval are no further from `kl`, of no less than `FLOOR`;
         `outside`: null, or why there is no estimate: a trace whose layer error is outside. Means of
@@ -275,7 +275,7 @@ def _isotonic(x: Floats, y: Floats) -> tuple[Floats, Floats]:
 def _gains(of: pl.DataFrame) -> Iterator[tuple[str, float, float, float]]:
     """By how much the curve is better than the mean of each budget; of: with errors of both."""
     of = of.drop_nans(["residual", "plain"])
-    for (budget,), group in of.group_by("asked", maintain_order=True):
+    for (budget,), group in of.group_by("requested", maintain_order=True):
         places = [(group[name].rank("dense") - 1).to_numpy() for name in ("trace", "policy")]
         n, policies = (of.max() + 1 for of in places)
         squares = np.zeros((2, n, policies))
@@ -324,7 +324,7 @@ def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace
         config=config,
         prompts=of["trace"].n_unique(),
         policies=tuple(of["policy"].unique(maintain_order=True)),
-        budgets=tuple(of["asked"].unique(maintain_order=True)),
+        budgets=tuple(of["requested"].unique(maintain_order=True)),
         tokens=(min(sizes), max(sizes)),
         interval=interval,
         prefill=prefill,

@@ -41,7 +41,7 @@ Params = Mapping[str, Any]
 def extent(table: pl.DataFrame) -> str:
     """Return the policies and budgets of a Table in a few words, for a repr."""
     sizes = {"share", "budget"} <= {*table.columns}
-    named = table.with_columns(budget=REQUESTED if sizes else "asked")
+    named = table.with_columns(budget=REQUESTED if sizes else "requested")
     of = {
         name: values.drop_nulls().unique(maintain_order=True).to_list()
         for name, values in named.to_dict().items()

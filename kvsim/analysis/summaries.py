@@ -39,8 +39,8 @@ ROUNDING = 1e-6
 # Results that are resampled at once, and values of all their resamples that are in memory at once.
 _TOGETHER, _DRAWN = 64, 1 << 22
 
-#: What tells one result from another, beside the trace; `asked` is the budget as it was asked for.
-KEYS = ("policy", "params", "asked", "interval", "prefill", "metric", "variant", "unit")
+#: What tells one result from another, beside the trace; `requested` is the budget as requested.
+KEYS = ("policy", "params", "requested", "interval", "prefill", "metric", "variant", "unit")
 STAGES = ("early", "middle", "late")
 
 
@@ -191,7 +191,7 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
         table = last_events(table)
     keys = [*by, *KEYS, "trace"]
     return (
-        over_layers(table.with_columns(asked=REQUESTED), keys)
+        over_layers(table.with_columns(requested=REQUESTED), keys)
         .group_by(keys, maintain_order=True)
         .agg(pl.col("value").mean(), pl.col("chance").mean(), WEAKEST)
     )
@@ -271,7 +271,7 @@ def _with_intervals(
 
 
 def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataFrame:
-    """Every policy minus `base` on the same prompts, at the budget that was asked for.
+    """Every policy minus `base` on the same prompts, at the budget that was requested.
 
     `by`, `KEYS`, then `base`, `mean`, `low`, `high` of the difference, `n` traces with both values
     of `of` with one, `above`: the share of traces where the policy has more, ties half. PolicyError
@@ -285,7 +285,7 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
             f"no policy {base!r}{suggest(base, policies)} to compare with; the table has "
             f"{', '.join(policies)}"
         )
-    on = [*by, "asked", "metric", "variant", "unit", "trace"]
+    on = [*by, "requested", "metric", "variant", "unit", "trace"]
     of_base = values.filter(policy=base).select(*on, other="value")
     if of_base.select(on).is_duplicated().any():
         raise PolicyError(
@@ -319,7 +319,7 @@ def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> 
     )
 
 
-#: What two values must share to be the same number at two levels; entries, not what was asked for.
+#: What two values must share to be the same number at two levels; entries, not what was requested.
 _PLACE = (
     *("trace", "policy", "params", "budget", "interval", "prefill", "metric", "variant", "unit"),
     *("layer", "head", "qhead", "event"),
@@ -368,7 +368,7 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
         (pairs if "event" in by else last_events(pairs))
         .rename({"value": "at_stronger", "value_right": "at_weaker"})
         .with_columns(
-            asked=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
+            requested=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),
             stronger=pl.col("_level").cast(_LABEL),
             weaker=pl.col("_level_right").cast(_LABEL),
         )

@@ -53,7 +53,7 @@ def rank_correlations(
     `Metric.better`. `random`, which orders itself last, does not count.
 
     Returns:
-        A row per budget (as asked), metric and outcome: the numbers of `correlation`, over the
+        A row per budget (as requested), metric and outcome: the numbers of `correlation`, over the
         `policies` (with parameters and schedule) and the `prompts` that have values of all of them.
 
     Raises:
@@ -64,7 +64,7 @@ def rank_correlations(
         x = _joined(kept, x=(replayed, name))
         for outcome in outcomes if x.height else ():
             for (budget,), of in _joined(x, y=(live, outcome)).group_by(
-                "asked", maintain_order=True
+                "requested", maintain_order=True
             ):
                 policies = of.select(CELL).n_unique()
                 whole = of.filter(pl.len().over("trace") == policies).sort("trace", *CELL)
@@ -228,7 +228,7 @@ def evicting(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
     """Prompts and cells of both Tables in which the replay evicts something."""
     errors = cell_values(replayed, "output_error").filter(pl.col("value") > 0)
     of = ["trace", *CELL]
-    lived = live.with_columns(asked=REQUESTED).select(of).unique()
+    lived = live.with_columns(requested=REQUESTED).select(of).unique()
     kept = errors.join(lived, on=of, how="semi", nulls_equal=True, maintain_order="left")
     if not kept.height:
         raise PolicyError(

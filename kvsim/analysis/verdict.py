@@ -27,7 +27,7 @@ _NAMES, _FIRST = 6, 3
 class Verdict:
     """The best policy at a budget.
 
-    asked: the budget as it was asked for. best: its label; mean over `prompts`, with the ends of
+    requested: the budget as requested. best: its label; mean over `prompts`, with the ends of
     its 95 % interval (None for one prompt); leads: on how many of them no other is better.
     tied: policies of the same mean; shared: whether two policies lead together on some prompt.
     beaten: policies that it is better than beyond chance, corrected for the number of comparisons,
@@ -37,7 +37,7 @@ class Verdict:
     metrics of `EVIDENCE` by which others are best, with these.
     """
 
-    asked: str
+    requested: str
     metric: str
     best: str
     mean: float
@@ -70,7 +70,7 @@ class Verdict:
         if self.low is not None and self.high is not None:
             mean += f" [{rounded(self.low, '.3g')}, {rounded(self.high, '.3g')}]"
         best = f"{_listed([self.best, *self.tied])} share" if self.tied else f"{self.best} has"
-        parts = [f"Budget {self.asked}: {best} the {most} {self.metric}, {mean}"]
+        parts = [f"Budget {self.requested}: {best} the {most} {self.metric}, {mean}"]
         if self.prompts == 1:
             parts[0] += " on this prompt" + f"; the next is {self.second}" * bool(self.second)
         if self.prompts > 1:
@@ -115,7 +115,7 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
     ranked = comparison.table.drop_nulls("rank")
     return [
         _verdict(comparison, rows.to_dicts())
-        for rows in ranked.partition_by("asked", maintain_order=True)
+        for rows in ranked.partition_by("requested", maintain_order=True)
         if rows.height > 1
     ]
 
@@ -133,10 +133,10 @@ def _verdict(comparison: Comparison, rows: Sequence[dict[str, Any]]) -> Verdict:
     first = {row["policy"] for row in rows if row["rank"] == best["rank"]}
     metric = comparison.metric
     others = comparison.evidence if metric in EVIDENCE else {}
-    found = ((name, leaders.get(best["asked"], ())) for name, leaders in others.items())
+    found = ((name, leaders.get(best["requested"], ())) for name, leaders in others.items())
     behind = [row["policy"] for row in rest if row["rank"] > best["rank"]]
     return Verdict(
-        *(best["asked"], metric, best["policy"], best["mean"], best["low"], best["high"]),
+        *(best["requested"], metric, best["policy"], best["mean"], best["low"], best["high"]),
         *(best["n"], best["leads"]),
         tied=tuple(row["policy"] for row in rest if row["rank"] == best["rank"]),
         shared=sum(row["leads"] for row in rows) > best["n"],
@@ -214,7 +214,7 @@ HEADERS = (
 def tabulated(comparison: Comparison) -> tuple[str, list[list[str]]]:
     """Return the verdict as a sentence and rows below `HEADERS`, the first of each budget."""
     rows, said, many = [], [basis(comparison)], False
-    for part in comparison.table.drop_nulls("rank").partition_by("asked", maintain_order=True):
+    for part in comparison.table.drop_nulls("rank").partition_by("requested", maintain_order=True):
         if part.height < 2:  # nothing to be better than
             continue
         many |= part.height > _NAMES
@@ -226,10 +226,10 @@ def tabulated(comparison: Comparison) -> tuple[str, list[list[str]]]:
                 decided = "tied" if tied else "best"
             ends = [rounded(row[end], ".3g") for end in ("low", "high") if row[end] is not None]
             needed = row["needed"] and ("≥ " * (row["needed"] >= MOST) + f"{row['needed']:,}")
-            cells = [row["asked"], str(row["rank"]), row["policy"], rounded(row["mean"], ".3g")]
+            cells = [row["requested"], str(row["rank"]), row["policy"], rounded(row["mean"], ".3g")]
             cells += [" to ".join(ends), decided + ", but sees more entries" * row["unfair"]]
             rows.append([*cells, needed or ""])
-    said += [f"At budget {x.asked}, {x.dissent}." for x in verdicts(comparison) if x.contrary]
+    said += [f"At budget {x.requested}, {x.dissent}." for x in verdicts(comparison) if x.contrary]
     if many:
         said.append(f"The first {_NAMES} of each budget.")
     return " ".join([*said, *_lacking(comparison)]), rows

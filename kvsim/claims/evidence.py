@@ -109,16 +109,16 @@ class Evidence:
 
     def __init__(self, table: pl.DataFrame, seconds: Seconds | None = None) -> None:
         named = pl.col("policy").replace(_SAME)
-        table = table.with_columns(asked=REQUESTED, policy=named)
-        sizes = table.drop_nulls("asked").group_by("asked").agg(pl.col("budget").mean())
+        table = table.with_columns(requested=REQUESTED, policy=named)
+        sizes = table.drop_nulls("requested").group_by("requested").agg(pl.col("budget").mean())
         self.seconds = seconds
         self.traces: list[str] = table["trace"].unique(maintain_order=True).to_list()
-        self._sizes: dict[str, float] = dict(sizes.sort("budget", "asked").iter_rows())
+        self._sizes: dict[str, float] = dict(sizes.sort("budget", "requested").iter_rows())
         self.budgets = list(self._sizes)
         self._none = np.full((2, len(self.traces)), np.nan)
         self._rows = results(table)
         self.results = list(dict.fromkeys(self._rows.values()))
-        self._parts = table.drop("asked").partition_by("metric", "variant", as_dict=True)
+        self._parts = table.drop("requested").partition_by("metric", "variant", as_dict=True)
         self._values: dict[tuple[str, str, bool], dict[Any, Floats]] = {}
         self._labels = table.unique("trace", keep="first", maintain_order=True)
 
@@ -133,7 +133,7 @@ class Evidence:
     ) -> Floats:
         """The mean over layers and heads, or over those of one layer; [prompt], NaN without one.
 
-        variant: the main one by default. of: a result and the budget asked for; None for a property
+        variant: the main one by default. of: a result and the requested budget; None for a property
         of the trace. chance: what chance alone gives.
         """
         values = self._of(metric, variant, layered=layer is not None)
@@ -154,7 +154,7 @@ class Evidence:
         return self._labels[name]
 
     def _of(self, metric: str, variant: str | None, *, layered: bool) -> dict[Any, Floats]:
-        """Values and chance [2, prompt] by (result, budget asked for, layer)."""
+        """Values and chance [2, prompt] by (result, budget as requested, layer)."""
         at = metric, _main(metric) if variant is None else variant, layered
         if at not in self._values:
             values = self._values[at] = {}
@@ -164,7 +164,7 @@ class Evidence:
                 result = self._rows.get(tuple(row[name] for name in COLUMNS))
                 numbers = [np.nan if row[x] is None else row[x] for x in ("value", "chance")]
                 place = self.traces.index(row["trace"])
-                key = result, row["asked"], row.get("layer")
+                key = result, row["requested"], row.get("layer")
                 values.setdefault(key, self._none.copy())[:, place] = numbers
         return self._values[at]
 

@@ -167,7 +167,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     rows = []
     for row in comparison.table.iter_rows(named=True):
         fronts = {comparison.metric: row["front"], "wipeout": row["wipeout_front"]}
-        share = row["asked"] if row["asked"].endswith("%") else None
+        share = row["requested"] if row["requested"].endswith("%") else None
         cells = {
             "budget": show.budget_text(round(row["entries"]), share, row["policy"]),
             "policy": row["policy"],
@@ -209,7 +209,7 @@ def _targets(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     for of_policy in ranked.partition_by("policy", maintain_order=True):
         # the smallest that is enough, else the largest
         row = of_policy.sort("smallest", "entries", maintain_order=True).row(-1, named=True)
-        text = row["asked"] if row["smallest"] else f"none up to {row['asked']}"
+        text = row["requested"] if row["smallest"] else f"none up to {row['requested']}"
         text = "undecided" if row["bound"] is None else text
         numbers = (show.number(row[name], form) for name in ("mean", "bound"))
         rows.append([row["policy"], text, *numbers])

@@ -340,7 +340,7 @@ def _figures(
     window = first.ranking.rule.window
     yield "attention", plots.layer_attention(trace, window, selected=first.layer, device=device)
     for diagnosis in diagnoses:
-        size = diagnosis.asked.replace("%", "pct")
+        size = diagnosis.requested.replace("%", "pct")
         grid = diagnosis.ranking.grid(diagnosis.curve.budget)
         if len(grid.first_layers) > 1 and not diagnosis.curve.fits:  # else nothing can be chosen
             yield f"grid-{size}", plots.selection_grid(trace.name, grid)

@@ -135,7 +135,7 @@ def _wide(means: pl.DataFrame, by: list[str]) -> tuple[list[str], list[list[str]
     metrics = means["metric"].unique(maintain_order=True).to_list()
     with_chance = set(means.drop_nulls("chance")["metric"])
     columns = [x for name in metrics for x in (name, *[f"{name} chance"] * (name in with_chance))]
-    keys = [*by, "policy", "params", "asked", "interval", "prefill"]
+    keys = [*by, "policy", "params", "requested", "interval", "prefill"]
     rows: dict[tuple[object, ...], dict[str, str]] = {}
     for row in means.iter_rows(named=True):
         cells = rows.setdefault(tuple(row[key] for key in keys), {})

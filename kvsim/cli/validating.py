@@ -299,7 +299,7 @@ def _print_predictions(fitted: Calibration, rows: list[dict[str, Any]], remarks:
         interval = "-" if row["kl"] is None else f"{_kl(row['low'])} to {_kl(row['high'])}"
         line = {
             "policy": row["policy"],
-            "budget": row["asked"],
+            "budget": row["requested"],
             "layer error": show.number(row["error"], ".3g"),
             "live KL": _kl(row["kl"]),
             "90 % interval": interval,
@@ -330,12 +330,12 @@ def _kl(value: float | None) -> str:
 def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int]) -> list[str]:
     """Return in what the cells differ from those that the calibration was fitted on."""
     out = [
-        f"{row['policy']}, budget {row['asked']}: {row['outside']}"
+        f"{row['policy']}, budget {row['requested']}: {row['outside']}"
         for row in rows
         if row["outside"] is not None
     ]
     gains = {budget: (gain, low) for budget, gain, low, _ in fitted.curve.gains}
-    for budget in dict.fromkeys(row["asked"] for row in rows):
+    for budget in dict.fromkeys(row["requested"] for row in rows):
         if budget not in gains:
             out.append(f"budget {budget}: the gain over its mean was not measured")
         elif min(gains[budget]) <= 0:

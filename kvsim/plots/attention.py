@@ -157,8 +157,8 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
 def _sparsity_means(table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """Averages with columns p, peak (the keys of the maximum) and cache (full, or a policy)."""
     means = averages(table, by).filter(pl.col("mean").is_not_null())
-    budgets = means["asked"].drop_nulls().n_unique()
-    policy = pl.format("{}, budget {}", "policy", "asked") if budgets > 1 else pl.col("policy")
+    budgets = means["requested"].drop_nulls().n_unique()
+    policy = pl.format("{}, budget {}", "policy", "requested") if budgets > 1 else pl.col("policy")
     return means.with_columns(
         p=pl.col("variant").str.extract(r"p=([^,]+)").cast(pl.Float64),
         peak=pl.col("variant").str.extract(r"max=(\w+)"),

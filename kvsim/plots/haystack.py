@@ -19,10 +19,10 @@ from kvsim.errors import PolicyError
 from kvsim.plots.style import (
     CELLS,
     Panels,
-    asked_order,
     caption,
     colour_bar,
     counted,
+    requested_order,
     short_text,
 )
 
@@ -66,7 +66,7 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         )
     lengths, depths = (means[label].unique().sort().to_list() for label in _LABELS)
     policies = means["policy"].unique(maintain_order=True).to_list()
-    budgets = asked_order(means["asked"].to_list())
+    budgets = requested_order(means["requested"].to_list())
     columns = len(budgets) if len(budgets) > 1 else 4
     size = max(1.9, 0.55 * len(lengths) + 0.6), max(1.7, 0.28 * len(depths) + 0.6)
     panels = Panels(len(policies) * len(budgets), columns=columns, size=size)
@@ -75,7 +75,7 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
     colours = ScalarMappable(norm, _COLOURS)
     for axis, (policy, budget) in zip(panels.axes, cells, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
-        for row in means.filter(policy=policy, asked=budget).iter_rows(named=True):
+        for row in means.filter(policy=policy, requested=budget).iter_rows(named=True):
             grid[depths.index(row["depth"]), lengths.index(row["length"])] = row["mean"]
         axis.imshow(grid, cmap=colours.cmap, norm=norm, **CELLS)
         for (depth, length), recall in np.ndenumerate(grid):

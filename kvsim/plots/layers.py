@@ -191,7 +191,7 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True)
     for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
         layers = np.arange(1, diagnosis.curve.n_layers)
-        name = f"budget {diagnosis.asked} (k = {diagnosis.curve.k})"
+        name = f"budget {diagnosis.requested} (k = {diagnosis.curve.k})"
         upper.plot(layers, diagnosis.jaccard[1:], label=name, **style)
         upper.axhline(diagnosis.jaccard_chance, color=style["color"], lw=0.9, ls=":")
         if diagnosis.layer is not None:
@@ -359,7 +359,7 @@ def _lines(count: int) -> list[Mapping[str, Any]]:
 def _rule(diagnoses: Sequence[Diagnosis]) -> str:
     """The parameters that all of them share."""
     values: dict[str, set[Any]] = {
-        "budget": {diagnosis.asked for diagnosis in diagnoses},
+        "budget": {diagnosis.requested for diagnosis in diagnoses},
         "window": {diagnosis.curve.rule.window for diagnosis in diagnoses},
         "first tested layer": {diagnosis.curve.first_layer for diagnosis in diagnoses},
         "look-back": {diagnosis.curve.look_back for diagnosis in diagnoses},
@@ -369,8 +369,8 @@ def _rule(diagnoses: Sequence[Diagnosis]) -> str:
 
 def _label(diagnosis: Diagnosis, among: Sequence[Diagnosis]) -> str:
     """The trace or the budget, whichever distinguishes a line from the others."""
-    traces, budgets = {d.trace for d in among}, {d.asked for d in among}
-    size = f"budget {diagnosis.asked}"
+    traces, budgets = {d.trace for d in among}, {d.requested for d in among}
+    size = f"budget {diagnosis.requested}"
     if len(traces) == 1:
         return size
     return diagnosis.trace if len(budgets) == 1 else f"{diagnosis.trace}, {size}"

@@ -136,7 +136,7 @@ def counted(counts: Iterable[int]) -> str:
     return f"{count} prompts{interval}"
 
 
-def asked_order(budgets: Sequence[str]) -> list[str]:
+def requested_order(budgets: Sequence[str]) -> list[str]:
     """Budgets as they were requested, from the smallest; entries before shares."""
     return sorted(set(budgets), key=lambda size: (size.endswith("%"), float(size.rstrip("%"))))
 

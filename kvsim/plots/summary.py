@@ -34,7 +34,6 @@ from kvsim.plots.style import (
     COLOURS,
     FAR,
     NEUTRAL,
-    asked_order,
     bare_series,
     caption,
     clip_far,
@@ -45,6 +44,7 @@ from kvsim.plots.style import (
     mean_line,
     name_axes,
     plain,
+    requested_order,
     series,
     short_text,
 )
@@ -69,17 +69,17 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
     metrics = _metrics(table, "retained_mass", "wipeout") if metrics is None else listed(metrics)
     means = _means(table, metrics)
     shown = [name for name in metrics if name in set(means["metric"])]
-    sizes = table.drop_nulls("budget").group_by(asked=REQUESTED).agg(pl.col("budget").mean())
+    sizes = table.drop_nulls("budget").group_by(requested=REQUESTED).agg(pl.col("budget").mean())
     entries = dict(sizes.iter_rows())
-    budgets = sorted(asked_order(means["asked"].to_list()), key=entries.__getitem__)
+    budgets = sorted(requested_order(means["requested"].to_list()), key=entries.__getitem__)
     styles = series(means["policy"].unique(maintain_order=True))
     figure, axes = _panels(len(shown), (3.3, 2.9), (0.4, 0.7 + 0.05 * len(styles)), share=False)
     for axis, name in zip(axes, shown, strict=True):
         of_metric = means.filter(metric=name)
         for policy, style in styles.items():
             of_policy = of_metric.filter(policy=policy)
-            part = of_policy.sort(pl.col("asked").cast(pl.Enum(budgets)))
-            at = np.array([budgets.index(budget) for budget in part["asked"]])
+            part = of_policy.sort(pl.col("requested").cast(pl.Enum(budgets)))
+            at = np.array([budgets.index(budget) for budget in part["requested"]])
             low, mean, high = (part[end].to_numpy() for end in ("low", "mean", "high"))
             if len(at) > 1:
                 axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
@@ -87,7 +87,7 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
                 axis.vlines(at, low, high, color=style["color"], lw=1.3)
             axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
-        rows = of_metric.select("policy", "asked", "mean").rows()
+        rows = of_metric.select("policy", "requested", "mean").rows()
         points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
         ends, share = of_metric["high"].drop_nulls(), METRICS[name].unit == "share"
         clip_far(axis, points, styles, ends=ends, share=share)
@@ -181,14 +181,14 @@ def ranking(
         raise PolicyError(f"metrics are {', '.join(names)}; expected one of them to rank by")
     comparison = compare(table, *names, against=against)
     name, rows = comparison.metric, comparison.table
-    budgets = rows["asked"].unique(maintain_order=True).to_list()
+    budgets = rows["requested"].unique(maintain_order=True).to_list()
     names = labelled(table)["policy"].drop_nulls().unique(maintain_order=True).to_list()
     shades = COLOURS if len(names) <= len(COLOURS) else COLOURS[:1] * len(names)
     colours = dict(zip(names, shades, strict=False))
     size = 4.3, 0.9 + 0.28 * len(names)
     figure, axes = _panels(len(budgets), size, (0.4, 0.8), share=False)
     for axis, budget in zip(axes, budgets, strict=True):
-        part = rows.filter(asked=budget)
+        part = rows.filter(requested=budget)
         most = FAR * float(np.quantile(part["mean"], 0.5, method="lower"))
         for place, row in enumerate(part.iter_rows(named=True)):
             ranked = row["rank"] is not None
@@ -282,14 +282,14 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
             f"traces with a {by}"
         )
     groups = means[by].unique().sort().to_list()
-    budgets = asked_order(means["asked"].to_list())
+    budgets = requested_order(means["requested"].to_list())
     styles = series(means["policy"].unique(maintain_order=True))
     width = max(3.4, 0.16 * len(groups) * (len(styles) + 1) + 0.8)
     figure, axes = _panels(len(budgets), (width, 3.6), (0, 0), share=True)
     bar = 0.8 / len(styles)
     for axis, budget in zip(axes, budgets, strict=True):
         for place, (policy, style) in enumerate(styles.items()):
-            part = means.filter(policy=policy, asked=budget)
+            part = means.filter(policy=policy, requested=budget)
             at = np.array([groups.index(group) for group in part[by]], dtype=np.float64)
             at += (place - (len(styles) - 1) / 2) * bar
             mean = part["mean"].to_numpy()
@@ -389,7 +389,7 @@ def _per_budget(
     if not values:
         raise PolicyError("nothing left the cache, so there is nothing to show; lower --budget")
     policies = list(dict.fromkeys(policy for policy, _ in values))
-    budgets = asked_order([budget for _, budget in values])
+    budgets = requested_order([budget for _, budget in values])
     figure, axes = _panels(len(budgets), (3.4, 3.6), (0.4, 0), share=True)
     for axis, budget in zip(axes, budgets, strict=True):
         of_budget = {policy: values[policy, at] for policy, at in values if at == budget}

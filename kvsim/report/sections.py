@@ -19,7 +19,7 @@ from kvsim.analysis.summaries import averages, compare, layers_of, main_variants
 from kvsim.analysis.validity import OUTCOMES
 from kvsim.analysis.verdict import HEADERS, answer, tabulated
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
-from kvsim.plots.style import asked_order
+from kvsim.plots.style import requested_order
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
@@ -90,12 +90,12 @@ def _prompts(table: pl.DataFrame) -> int:
 
 def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
     names = [name for name in _SHOWN if name in set(means["metric"])]
-    budgets = asked_order(means["asked"].drop_nulls().to_list())
+    budgets = requested_order(means["requested"].drop_nulls().to_list())
     head = [first, "budget", *(html.metric_name(name) for name in names)]
     rows = []
     for policy in means[first].unique(maintain_order=True):
         for budget in budgets:
-            part = means.filter(pl.col(first) == policy, pl.col("asked") == budget)
+            part = means.filter(pl.col(first) == policy, pl.col("requested") == budget)
             if part.height:
                 cells = [html.cell(part.filter(metric=name), chance=with_chance) for name in names]
                 name = escape(policy)
@@ -140,7 +140,7 @@ def _splits(table: pl.DataFrame) -> Iterator[str]:
         means = averages(main_variants(table, shown), by=[label])
         rows = [
             [
-                *(str(row[label]), row["policy"], row["asked"]),
+                *(str(row[label]), row["policy"], row["requested"]),
                 *(html.metric_name(row["metric"]), html.interval(row), row["n"]),
             ]
             for row in means.sort(label, maintain_order=True).to_dicts()

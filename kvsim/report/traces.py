@@ -121,7 +121,7 @@ def _layers(study: Study) -> str:
     head: list[Column] = [("entropy, nats", "layer_entropy", "", False)]
     head += [(f"relative, k={k}", "rank_relative", f"k={k}", False) for k in SHARES]
     head += [(f"union, k={k}", "rank_union", f"k={k}", True) for k in SHARES]
-    middle = [each for each in study.diagnoses if each.asked == budget_label(SHARES[1])]
+    middle = [each for each in study.diagnoses if each.requested == budget_label(SHARES[1])]
     pictures = [
         image("Relative rank variance by layer", lambda: plots.variance_curves(middle)),
         image(f"Ranks in every layer, {middle[0].trace}", lambda: plots.rank_pattern(middle[0])),

@@ -227,7 +227,7 @@ def fidelity_shares(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame
 def summarise(
     table: pl.DataFrame, metrics: Sequence[str] = (*PREDICTIONS, *SUMMARY, *REGRET)
 ) -> pl.DataFrame:
-    """One row per policy, parameters and budget as asked for, with the mean of each metric.
+    """One row per policy, parameters and budget as requested, with the mean of each metric.
 
     And for each model, where traces are of several.
 
@@ -244,9 +244,9 @@ def summarise(
         {name: METRICS[name].main for name in metrics}, default=None, return_dtype=pl.String
     )
     model = of_model(table)
-    keys = ["policy", "params", "asked", "interval", "prefill", *model]
+    keys = ["policy", "params", "requested", "interval", "prefill", *model]
     chosen = last_events(
-        table.with_columns(asked=REQUESTED, main=pl.col("variant") == main).filter(
+        table.with_columns(requested=REQUESTED, main=pl.col("variant") == main).filter(
             pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics)
         )
     )
@@ -259,7 +259,7 @@ def summarise(
     )
     wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
     chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
-    levels = fidelity_shares(table.with_columns(asked=REQUESTED), keys)
+    levels = fidelity_shares(table.with_columns(requested=REQUESTED), keys)
     exact = levels.group_by(keys).agg(
         exact=pl.col("share").filter(pl.col("fidelity") == "exact").sum()
     )

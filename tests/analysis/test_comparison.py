@@ -192,7 +192,7 @@ def means_of(table, metric, traces):
 def test_means_and_differences_equal_a_plain_loop(real):
     """Ranks, means, intervals, leads, paired differences and corrected p-values."""
     comparison = compare(real, "output_error")
-    rows = {(row["policy"], row["asked"]): row for row in comparison.table.to_dicts()}
+    rows = {(row["policy"], row["requested"]): row for row in comparison.table.to_dicts()}
     values = means_of(real, "output_error", comparison.traces)
     gaps = {
         (a, b, asked): np.subtract(values[a, asked], values[b, asked])
@@ -239,7 +239,7 @@ def test_means_and_differences_equal_a_plain_loop(real):
 def test_fronts_and_targets_equal_a_plain_loop(real):
     """Entries seen, both fronts, bounds of means, and the smallest budget that keeps the target."""
     comparison = compare(real, "output_error", target=0.2)
-    rows = {(row["policy"], row["asked"]): row for row in comparison.table.to_dicts()}
+    rows = {(row["policy"], row["requested"]): row for row in comparison.table.to_dicts()}
     names = {"mean": "output_error", "seen": "entries_seen", "wipeout": "wipeout"}
     values = {name: means_of(real, metric, comparison.traces) for name, metric in names.items()}
     means = {
@@ -426,7 +426,7 @@ def test_a_larger_budget_that_fails_stops_the_search():
     ]
     rows = compare(pl.concat(parts), target=0.2).table
 
-    assert rows["asked"].to_list() == ["32", "64", "128", "256"]
+    assert rows["requested"].to_list() == ["32", "64", "128", "256"]
     assert rows["meets"].to_list() == [False, False, True, True]
     assert rows["smallest"].to_list() == [False, False, True, False]
 

@@ -448,7 +448,7 @@ def test_the_distribution_counts_traces(several):
     assert table["budget"].unique(maintain_order=True).to_list() == ["50%", "100"]
     for task, budget in itertools.product(("get", "walk"), ("50%", "100")):
         rows = table.filter((pl.col("task") == task) & (pl.col("budget") == budget))
-        layers = [one.layer for one in several if one.task == task and one.asked == budget]
+        layers = [one.layer for one in several if one.task == task and one.requested == budget]
         known = [at for at in layers if at is not None]
         counts = {row["layer"]: row["traces"] for row in rows.to_dicts()}
         assert counts == {at: layers.count(at) for at in layers}

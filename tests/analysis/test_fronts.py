@@ -7,7 +7,7 @@ import pytest
 
 from kvsim.analysis.fronts import against_entries
 
-KEYS = {"params": "{}", "asked": "8", "interval": 4, "prefill": None}
+KEYS = {"params": "{}", "requested": "8", "interval": 4, "prefill": None}
 
 
 def means(rows):

@@ -223,20 +223,22 @@ def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
         cell = {"policy": policy, "share": "25%"}
         expected = expected_sum(table, **cell)
         assert wide.filter(**cell)["layer_error"].item() == pytest.approx(expected)
-        (mean,) = averages(table).filter(policy=policy, asked="25%", metric="layer_error")["mean"]
+        (mean,) = averages(table).filter(policy=policy, requested="25%", metric="layer_error")[
+            "mean"
+        ]
         assert mean == pytest.approx(expected)
         by_stage = averages(stages(table), ["stage"])
-        parts = by_stage.filter(policy=policy, asked="25%", metric="layer_error")["mean"]
+        parts = by_stage.filter(policy=policy, requested="25%", metric="layer_error")["mean"]
         assert len(parts) == 3
         assert parts.sum() == pytest.approx(expected)
         by_layer = averages(table, ["layer"])
-        parts = by_layer.filter(policy=policy, asked="25%", metric="layer_error")["mean"]
+        parts = by_layer.filter(policy=policy, requested="25%", metric="layer_error")["mean"]
         assert len(parts) == 7
         assert parts.sum() == pytest.approx(expected)
         for other in ("output_error", "layer_error_relative"):
             mean = table.filter(metric=other, **cell).group_by("trace").agg(pl.col("value").mean())
             assert wide.filter(**cell)[other].item() == pytest.approx(mean["value"].mean())
-    differences = compare(table, "tova").filter(metric="layer_error", asked="25%")
+    differences = compare(table, "tova").filter(metric="layer_error", requested="25%")
     one, other = (expected_sum(table, policy=x, share="25%") for x in ("streaming_llm", "tova"))
     assert differences["mean"].item() == pytest.approx(one - other)
 

@@ -42,7 +42,7 @@ def planted(prompts=20, seed=0, spread=0.2, policies=POLICIES):
             kl = 0.02 * error**1.5 * factor
             lost = float(error > 20) if prompt % 2 else None
             rows.append(
-                {"trace": f"p{prompt:02}", "policy": policy, "asked": str(budget)}
+                {"trace": f"p{prompt:02}", "policy": policy, "requested": str(budget)}
                 | {"error": error, "kl": kl, "lost": lost}
             )
     return pl.DataFrame(rows, schema_overrides={"lost": pl.Float64})
@@ -124,7 +124,9 @@ def test_nothing_is_extrapolated():
 
 def test_the_gain_is_that_over_the_mean_of_the_budget():
     """At each budget, over values of prompts and policies that both fits left out, by a loop."""
-    of = planted(prompts=11).with_columns(kl=pl.col("kl") * pl.col("asked").cast(pl.Float64) / 32)
+    of = planted(prompts=11).with_columns(
+        kl=pl.col("kl") * pl.col("requested").cast(pl.Float64) / 32
+    )
     found = {budget: (gain, low, high) for budget, gain, low, high in fit(of).gains}
     rows = of.with_columns(fold=pl.col("trace").str.slice(1).cast(pl.Int64) % 5)
     squares = {budget: np.zeros((2, 11, 6)) for budget in ("16", "32", "64")}
@@ -133,10 +135,12 @@ def test_the_gain_is_that_over_the_mean_of_the_budget():
         curve = fit(others)
         for row in rows.filter(fold=fold, policy=policy).to_dicts():
             x = np.interp(np.log(row["error"]), np.log(curve.errors), np.log(curve.kl))
-            same = np.log(np.maximum(others.filter(asked=row["asked"])["kl"].to_numpy(), FLOOR))
+            same = np.log(
+                np.maximum(others.filter(requested=row["requested"])["kl"].to_numpy(), FLOOR)
+            )
             place = (int(row["trace"][1:]), POLICIES.index(policy))
             y = np.log(max(row["kl"], FLOOR))
-            squares[row["asked"]][(slice(None), *place)] = (y - x) ** 2, (y - same.mean()) ** 2
+            squares[row["requested"]][(slice(None), *place)] = (y - x) ** 2, (y - same.mean()) ** 2
 
     assert list(found) == ["16", "32", "64"]
     for budget, (gain, low, high) in found.items():
@@ -157,7 +161,7 @@ def test_an_error_that_says_nothing_has_no_gain():
     """Where KL depends on the budget alone, its mean is as good; equal KL has no gain to name."""
     rng = np.random.default_rng(0)
     of = planted().with_columns(
-        kl=pl.col("asked").cast(pl.Float64) / 16 * np.exp(rng.normal(0, 0.1, 360))
+        kl=pl.col("requested").cast(pl.Float64) / 16 * np.exp(rng.normal(0, 0.1, 360))
     )
 
     assert all(gain <= 0 for _, gain, _, _ in fit(of).gains)
@@ -167,7 +171,7 @@ def test_an_error_that_says_nothing_has_no_gain():
 def tables(of):
     """The Tables of both loops that have these points."""
     rows = [
-        row | {"params": "{}", "interval": 8, "prefill": True, "budget": int(row["asked"])}
+        row | {"params": "{}", "interval": 8, "prefill": True, "budget": int(row["requested"])}
         for row in of.to_dicts()
     ]
 
@@ -178,7 +182,7 @@ def tables(of):
                 .with_columns(value=value, fidelity=pl.lit(fidelity), layer=pl.lit(0))
                 .with_columns(metric=pl.lit(name), variant=pl.lit(METRICS[name].main))
                 .with_columns(unit=pl.lit(METRICS[name].unit))
-                .drop("asked", "error", "kl", "lost")
+                .drop("requested", "error", "kl", "lost")
                 for name, value in metrics.items()
             ]
         )
@@ -213,9 +217,10 @@ def test_a_calibration_is_fitted_stored_and_read(tmp_path):
     write_calibrations(tmp_path / "one.json", [calibration])
     again = calibration_of([Traced()], tmp_path / "one.json")
     estimates = predict(replayed, again)
-    row = estimates.filter(policy="tova", asked="32").row(0, named=True)
+    row = estimates.filter(policy="tova", requested="32").row(0, named=True)
     single = [
-        calibration.curve.estimate(error) for error in of.filter(policy="tova", asked="32")["error"]
+        calibration.curve.estimate(error)
+        for error in of.filter(policy="tova", requested="32")["error"]
     ]
 
     assert points(replayed, live).sort(pl.all()).equals(of.sort(pl.all()))

@@ -122,7 +122,7 @@ def test_a_prompt_counts_once_however_many_values_it_has():
     assert each["value"].to_list() == [1.0, 3.0]
     assert each["fidelity"].to_list() == ["open", "exact"]
     assert (found["mean"], found["n"], found["of"], found["fidelity"]) == (2.0, 2, 2, "open")
-    assert found["asked"] == "64"
+    assert found["requested"] == "64"
     assert (found["low"], found["high"]) == (None, None)  # of two prompts
 
 
@@ -159,7 +159,7 @@ def test_budgets_are_told_apart_as_they_were_asked_for():
         row("a", "tova", 0.6),
     )
 
-    assert dict(averages(values).select("asked", "mean").rows()) == pytest.approx(
+    assert dict(averages(values).select("requested", "mean").rows()) == pytest.approx(
         {"25%": 0.3, "64": 0.6}
     )
 
@@ -491,7 +491,7 @@ def test_budgets_of_levels_meet_in_entries():
     )
     (found,) = between_levels(values).to_dicts()
 
-    assert (found["asked"], found["values"]) == ("25%", 1)
+    assert (found["requested"], found["values"]) == ("25%", 1)
     assert found["mean"] == pytest.approx(-0.3)
 
 

@@ -22,7 +22,7 @@ def test_the_table_says_who_is_best_and_how_sure(run, runs):
     status, out, err = run("compare", runs / "many", "--target", "0.5")
     lines = out.splitlines()
     document = json.loads(run("compare", runs / "many", "--json")[1])
-    best = {cell["asked"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
+    best = {cell["requested"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
 
     assert (status, err) == (0, "")
     verdicts = [line for line in lines[:2] if line.startswith("Budget ")]

@@ -95,7 +95,7 @@ def test_fidelity_fits_what_predict_reads(run, calibrated):
     fitted = run("fidelity", *paths, "--model=tiny", policies, *terms)
     status, text, err = run("predict", *paths, "--policy=tova,knorm", *terms)
     _, document, _ = run("predict", *paths, "--policy=tova,knorm", *terms, "--json")
-    rows = {(row["policy"], row["asked"]): row for row in json.loads(document)["cells"]}
+    rows = {(row["policy"], row["requested"]): row for row in json.loads(document)["cells"]}
     (stored,) = json.loads(file.read_text())
     gains = stored["curve"]["gains"]
     stored["curve"] |= {"lowest": 1e6, "highest": 2e6, "gains": [["16", 0.1, -0.2, 0.3]]}

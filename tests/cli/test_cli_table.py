@@ -61,7 +61,7 @@ def test_means_by_stage_and_task_are_those_of_plain_loops(run, folder):
     assert len(rows) == 3 * 2 * 2 * 2 * 2
     for row in rows:
         mean, count = naive(
-            folder, *(row[key] for key in ("policy", "asked", "metric", "stage", "task"))
+            folder, *(row[key] for key in ("policy", "requested", "metric", "stage", "task"))
         )
         assert float(row["mean"]) == pytest.approx(mean)
         assert int(row["n"]) == count == (2 if row["task"] == "walk" else 1)

@@ -54,7 +54,7 @@ def test_a_run_opens_with_its_verdict_and_chart(opened, ran, name):
     lines = {one["name"]: one["y"] for one in json.loads(chart.proto.spec)["data"]}
     for policy, means in lines.items():
         assert means == pytest.approx(expected.filter(policy=policy)["mean"].to_list())
-    best = min(expected.filter(asked="32").rows(named=True), key=lambda row: row["mean"])
+    best = min(expected.filter(requested="32").rows(named=True), key=lambda row: row["mean"])
     assert f"at budget 32 {best['policy']} ({best['mean']:.3g})" in said(app)
 
 

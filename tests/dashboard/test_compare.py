@@ -59,7 +59,7 @@ def table_of(root, name="several", policies=POLICIES, **same):
 
 def numbers(frame):
     """Policy, budget and mean in the order of a table."""
-    columns = [frame[name] for name in ("policy", "asked", "mean")]
+    columns = [frame[name] for name in ("policy", "requested", "mean")]
     return list(zip(*(list(one) for one in columns), strict=True))
 
 
@@ -196,8 +196,8 @@ def test_without_a_run_the_chosen_trace_is_replayed(opened, tmp_path):
     assert any("kvsim replay" in one.value for one in app.code)
     shown = app.dataframe[0].value
     own = shown[shown["policy"] == "tova"]
-    assert dict(zip(own["asked"], own["mean"], strict=True)) == pytest.approx(
-        dict(zip(expected["asked"], expected["mean"], strict=True))
+    assert dict(zip(own["requested"], own["mean"], strict=True)) == pytest.approx(
+        dict(zip(expected["requested"], expected["mean"], strict=True))
     )
     app.toggle(key="regret").set_value(True).run()
     assert len(app.dataframe) == 4

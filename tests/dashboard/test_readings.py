@@ -17,7 +17,7 @@ from kvsim.analysis.prompt.ranking import RankPattern
 
 def means(*rows, **columns):
     """Means of policies at budgets; rows: policy, budget, mean."""
-    frame = pl.DataFrame(rows, ["policy", "asked", "mean"], orient="row")
+    frame = pl.DataFrame(rows, ["policy", "requested", "mean"], orient="row")
     return frame.with_columns(**{name: pl.Series(values) for name, values in columns.items()})
 
 

@@ -52,7 +52,7 @@ def test_attention_is_pooled_by_its_maximum(monkeypatch, side, window, lse):
 
 @pytest.mark.parametrize("window", [range(5, 5), range(60, 71), range(-1, 4)])
 def test_a_window_that_is_not_there_is_refused(window):
-    """The message says what was asked for and what there is."""
+    """The message says what was requested and what there is."""
     with pytest.raises(IndexError, match="expected a window within 0 to 70"):
         attention_tile(made(), 0, 0, window, range(70))
 

@@ -88,7 +88,7 @@ def test_points_are_the_stored_values():
         for row in rows
         if (row["model"], row["policy"], row["budget"]) == key
     }
-    found = validity.points("tiny").filter(policy="tova", asked="96").to_dicts()
+    found = validity.points("tiny").filter(policy="tova", requested="96").to_dicts()
     assert len(found) == 30
     for row in found:
         assert row["error"] == of[row["trace"], "layer_error", "open"]

@@ -76,7 +76,7 @@ def test_a_layer_replayed_alone_has_the_budget_it_has_among_the_others():
 
 @pytest.mark.parametrize("policy", ["pyramidkv", "cake"])
 def test_the_mean_over_replayed_layers_is_the_budget(policy):
-    """Budgets differ by layer, and the layers together hold what was asked for."""
+    """Budgets differ by layer, and the layers together hold what was requested."""
     record = kvsim.replay(make(), kvsim.policy(policy, window=8), 40)
 
     held = record.retained(89).sum(-1)  # after the event that ends the prompt

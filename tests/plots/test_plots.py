@@ -182,7 +182,7 @@ def test_variance_curves_show_threshold_and_selection(layered):
     (axis,) = figure.axes
     for one in found:
         assert one.layer is not None
-        (line,) = (x for x in axis.get_lines() if f"budget {one.asked}" in str(x.get_label()))
+        (line,) = (x for x in axis.get_lines() if f"budget {one.requested}" in str(x.get_label()))
         first = one.curve.first_layer
         np.testing.assert_array_equal(line.get_xdata(), range(first, 12))
         np.testing.assert_array_equal(line.get_ydata(), one.curve.relative[first:])
@@ -190,7 +190,7 @@ def test_variance_curves_show_threshold_and_selection(layered):
         assert (one.layer, one.curve.relative[one.layer]) in marks
     assert any(list(line.get_ydata()) == [0.3, 0.3] for line in axis.get_lines())
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        f"budget {one.asked}: selects after layer {one.layer}" for one in found
+        f"budget {one.requested}: selects after layer {one.layer}" for one in found
     ]
     assert figure.get_suptitle() == (
         "deep: do ranks settle? circle: selection layer\n"

@@ -156,7 +156,7 @@ def test_sparsity_over_p_is_that_of_loops(traces, table):
 
 
 def test_sparsity_of_one_layer_has_no_mean_line(table):
-    """The layer that was asked for alone."""
+    """The layer that was requested alone."""
     axis = sparsity_curves(table, layers=[1]).axes[0]
 
     assert [line.get_label() for line in axis.lines] == ["layer 1"]

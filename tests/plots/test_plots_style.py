@@ -130,7 +130,7 @@ def test_a_caption_is_not_broken_before_a_unit(width):
 @pytest.mark.parametrize("count", [1, 3, 11])
 @pytest.mark.parametrize("size", [4, 24, 200])
 def test_the_legend_fits_if_any_number_of_columns_does(count, size):
-    """As many as asked for, or as fit, and one at least; names are no mathematics."""
+    """As many as requested, or as fit, and one at least; names are no mathematics."""
     names = [f"{i} $x" + "w" * size for i in range(count)]
     figure, axis = lines(names)
 

@@ -12,7 +12,7 @@ from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
-from kvsim.plots.style import asked_order, series
+from kvsim.plots.style import requested_order, series
 from kvsim.plots.summary import over_budgets, pareto, ranking
 
 
@@ -210,7 +210,7 @@ def test_a_metric_without_a_better_direction_has_no_front(table):
 
 
 def test_many_metrics_stand_in_rows_of_three(table):
-    """Whatever was asked for, a panel each."""
+    """Whatever was requested, a panel each."""
     names = ["output_error", "wipeout", "entries_seen"]
     parts = [table, *(table.filter(metric="output_error").with_columns(metric=pl.lit(name))
                       for name in ("missing_mass", "error_distance"))]  # fmt: skip
@@ -253,4 +253,10 @@ def test_21_series_are_told_apart():
 
 def test_budgets_are_ordered_by_size():
     """Entries as numbers, then shares."""
-    assert asked_order(["64", "128", "5%", "50%", "32", "64"]) == ["32", "64", "128", "5%", "50%"]
+    assert requested_order(["64", "128", "5%", "50%", "32", "64"]) == [
+        "32",
+        "64",
+        "128",
+        "5%",
+        "50%",
+    ]

@@ -56,7 +56,7 @@ class Diagnosis:
     """One trace at one budget.
 
     task: what traces are grouped by. gold: positions, None if not known. share: the budget as a
-    share of the trace, if it was asked for as one.
+    share of the trace, if it was requested as one.
     """
 
     ranking: Ranking
@@ -71,8 +71,8 @@ class Diagnosis:
         return self.ranking.trace
 
     @property
-    def asked(self) -> str:
-        """The budget as it was asked for."""
+    def requested(self) -> str:
+        """The budget as requested."""
         return self.share or str(self.curve.budget)
 
     @property
@@ -232,7 +232,7 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
 def distribution(selections: pl.DataFrame) -> pl.DataFrame:
     """Return how often each layer is selected, of a `selection_table`.
 
-    One row per task, budget as it was asked for, and selection layer, null for never; traces: how
+    One row per task, budget as requested, and selection layer, null for never; traces: how
     many select there; of: all traces of the task; mean_layer: over those that select.
     """
     budgets = selections.select(REQUESTED).to_series()
