@@ -26,7 +26,7 @@ import polars as pl
 import torch
 
 import kvsim
-from kvsim.analysis.output.optimum import Terms
+from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.summaries import main_variants, per_prompt
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
@@ -158,7 +158,7 @@ def measured(
         records, optima = [], []
         for (label, policy), budget in itertools.product(policies.items(), budgets):
             record = kvsim.replay(trace, policy, budget, interval=INTERVAL, prefill=True)
-            terms = Terms.of(trace, policy, record).unprotected
+            terms = OptimumTerms.of(trace, policy, record).unprotected
             key = trace.digest, terms.key
             if key not in _OPTIMA:
                 _OPTIMA[key] = terms.optimum(trace)

@@ -8,7 +8,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
-from kvsim.core.sources import Memory
+from kvsim.core.sources import InMemory
 from kvsim.errors import PolicyError
 from kvsim.policies import names, parameters
 from kvsim.runner.checks import check_live
@@ -167,4 +167,4 @@ def older(trace, **arrays):
     if not arrays:
         return kvsim.Trace(trace.source, header, dtype=trace.dtype)
     given = {name: trace.read(name) for name in ("q", "k", "v", "attn_out", "tokens")} | arrays
-    return kvsim.Trace(Memory(given), header, dtype=trace.dtype)
+    return kvsim.Trace(InMemory(given), header, dtype=trace.dtype)

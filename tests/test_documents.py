@@ -25,7 +25,7 @@ from kvsim.interop.masks import read_masks
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Learned, Network
 from kvsim.policies.model import model_of
-from kvsim.runner.recorded import Comparison, check_model
+from kvsim.runner.recorded import RecordedCheck, check_model
 from kvsim.testing import strategies
 
 #: What takes the place of each value, at any depth.
@@ -205,7 +205,7 @@ META = {
         lambda trace: calibration_of([trace]),
         Model.from_trace,
         lambda trace: check_model(trace, META["model"]),
-        lambda trace: Comparison(trace, torch.float32).check(torch.ones(12, 4)),
+        lambda trace: RecordedCheck(trace, torch.float32).check(torch.ones(12, 4)),
     ],
     ids=["model", "name", "calibration", "cost", "check", "comparison"],
 )

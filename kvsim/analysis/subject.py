@@ -37,7 +37,7 @@ from kvsim.analysis.kept.slots import LeavingSlots, SlotWipeout
 from kvsim.analysis.prompt.ranking import Ranking, ranking
 from kvsim.analysis.prompt.tables import Diagnosis, diagnose
 from kvsim.core.checks import resolve_device
-from kvsim.core.outcome import Outcome, OutputError
+from kvsim.core.outcome import Outcome, OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.source import windows
@@ -217,9 +217,9 @@ class Subject:
 
     trace: Trace
     record: Record
-    output: Callable[[], OutputError]
+    output: Callable[[], OutputDeviation]
     walk: Walks
-    beside: Mapping[str, tuple[Record, Callable[[], OutputError]]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[Record, Callable[[], OutputDeviation]]] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> slice:

@@ -20,7 +20,7 @@ from kvsim.analysis.results import model_name
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
-from kvsim.core.outcome import OutputError
+from kvsim.core.outcome import OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
@@ -134,7 +134,7 @@ def measure(
         for name, entry in chosen.items()
         if not place or entry.kind != "trace"  # the same for every record
     ]
-    blocks: list[Block] = []
+    blocks: list[RowArrays] = []
     for done, (subject, name, entry) in enumerate(steps):
         if progress is not None:
             progress(done, len(steps), f"{trace.name}: {name}")
@@ -272,7 +272,7 @@ def subjects_of(
     different = list({id(record): record for record in records}.values())
 
     @cache
-    def outputs() -> dict[int, OutputError]:
+    def outputs() -> dict[int, OutputDeviation]:
         errors = output_error(trace, replayed, device, projected=projected)
         return dict(zip(map(id, replayed), errors, strict=True))
 
@@ -280,7 +280,7 @@ def subjects_of(
     def results(walk: Walk[Any]) -> dict[int, Any]:
         return dict(zip(map(id, different), walk(trace, different, device), strict=True))
 
-    def error_of(record: Record) -> OutputError:
+    def error_of(record: Record) -> OutputDeviation:
         return outputs()[id(record)]
 
     def subject(record: Record, *beside: Record | None) -> Subject:
@@ -302,7 +302,7 @@ OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 _OF_ROW = ("value", "chance", "head", "qhead", "event")
 
 #: The columns that rows share, and those `_OF_ROW`, arrays [n]; -1 where a row has no such index.
-Block = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
+RowArrays = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 
 def columns_of(record: Record) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def columns_of(record: Record) -> dict[str, Any]:
 
 def blocks_of(
     subject: Analysis | Subject | LiveSubject, name: str, entry: Metric, *, events: bool
-) -> list[Block]:
+) -> list[RowArrays]:
     """The rows of one metric of a trace, of a record, or of a live run."""
     trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
@@ -323,7 +323,7 @@ def blocks_of(
     shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
         shared |= columns_of(record)
-    blocks: list[Block] = []
+    blocks: list[RowArrays] = []
     for cells in entry.cells(subject):
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
@@ -355,7 +355,7 @@ def blocks_of(
     return sorted(blocks, key=lambda block: order.get(block[0]["layer"], -1))
 
 
-def table_of(blocks: Sequence[Block]) -> pl.DataFrame:
+def table_of(blocks: Sequence[RowArrays]) -> pl.DataFrame:
     """One frame of all blocks: one for each would take longer than what it holds."""
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)

@@ -11,7 +11,7 @@ import numpy as np
 from kvsim.analysis.results import Result
 from kvsim.analysis.significance import FEWEST
 from kvsim.claims.claim import Claim
-from kvsim.claims.evidence import Cases, Evidence, Setting, joined, metric_text, of
+from kvsim.claims.evidence import Cases, Evidence, PolicySetting, joined, metric_text, of
 
 #: What the paper puts AMS around first, and so what is asked for where nothing else is there.
 BASE = "tova"
@@ -52,7 +52,7 @@ def ams(e: Evidence) -> Iterator[Claim]:
     yield from _cost(e)
 
 
-def _wiped_out(e: Evidence, base: Setting, with_ams: Setting) -> Claim:
+def _wiped_out(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Claim:
     """Q1: over all lengths and thresholds, since the paper does not define its rate."""
     cases, outside = {}, {}
     for variant in e.variants("wipeout"):
@@ -89,7 +89,7 @@ def _ablations(e: Evidence) -> Iterator[Claim]:
     yield e.compared("Q7", says, of("ams", segmentation="fixed"), adaptive)
 
 
-def _must_keep(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Claim]:
+def _must_keep(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Iterator[Claim]:
     """Q8: how much of what AMS gains is what it protects; the base keeps the same for that."""
     sink, recent = 4, 32
     for _, result in e.alone(with_ams):
@@ -132,7 +132,7 @@ def _filled_in(e: Evidence, budget: str, result: Result) -> str:
     return e.outside(budget, result)
 
 
-def _small_budgets(e: Evidence, base: Setting, with_ams: Setting) -> Iterator[Claim]:
+def _small_budgets(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Iterator[Claim]:
     """Q10: the smallest budget beside the largest."""
     pairs = e.pairs(base, with_ams)
     for metric in (e.quality(pairs), "wipeout"):

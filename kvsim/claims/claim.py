@@ -26,7 +26,7 @@ MATTERS = 0.01
 OF_TEN = 9
 
 
-class Case(NamedTuple):
+class ClaimCase(NamedTuple):
     """The interval of a case, its vote (`for`, `against`, `open`, `few`), and its corrected p."""
 
     interval: Interval
@@ -55,7 +55,7 @@ class Claim:
     needs: str = ""
 
     @cached_property
-    def votes(self) -> dict[str, Case]:
+    def votes(self) -> dict[str, ClaimCase]:
         """Interval, vote and p-value of each case that has a number.
 
         A case is `for` or `against` the claim where sign flips over prompts (`sign_flip`) say so
@@ -73,7 +73,9 @@ class Claim:
             p[chosen] = sign_flip(np.array([gap for gap in gaps.values() if len(gap) == size]))
         corrected = dict(zip(gaps, holm(p).tolist(), strict=True))
         return {
-            case: Case(interval, self._vote(case, gaps, corrected), corrected.get(case, np.nan))
+            case: ClaimCase(
+                interval, self._vote(case, gaps, corrected), corrected.get(case, np.nan)
+            )
             for case, interval in found.items()
         }
 

@@ -30,7 +30,7 @@ from kvsim.analysis.summaries import per_prompt
 from kvsim.claims.claim import MATTERS, Claim
 from kvsim.schema import schedule
 
-Schedule = tuple[int | None, bool | None]
+IntervalPrefill = tuple[int | None, bool | None]
 Cases = dict[str, Floats]
 
 #: The largest share of its budget that the window of a policy may have for a claim about it: with
@@ -43,7 +43,7 @@ ALIKE = {"response_kl": 0.1, "weighted_error": 0.1, "layer_error": 0.05, "output
 
 
 @dataclass(frozen=True)
-class Setting:
+class PolicySetting:
     """A policy, with some of its parameters as they are to be.
 
     A value is one that the parameter has to have, a tuple of several, or ... for any.
@@ -85,9 +85,9 @@ class Setting:
         return f"{self.policy} ({in_words(self.wanted)})" if self.wanted else self.policy
 
 
-def of(policy: str, **params: Any) -> Setting:
+def of(policy: str, **params: Any) -> PolicySetting:
     """A setting of a policy."""
-    return Setting(policy, params)
+    return PolicySetting(policy, params)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Evidence:
         out.at_prompt = True
         return out
 
-    def _chosen(self, schedules: Iterable[Schedule]) -> dict[Schedule, str]:
+    def _chosen(self, schedules: Iterable[IntervalPrefill]) -> dict[IntervalPrefill, str]:
         """The schedules that claims are about, each in words where it has to be said."""
         if not self.at_prompt:
             chosen = [at for at in schedules if at[0] is not None]
@@ -187,22 +187,24 @@ class Evidence:
         after = {at: f"after: {schedule(at[0], prefill=bool(at[1]))}" for at in chosen}
         return dict.fromkeys(chosen, "") if plain else after
 
-    def alone(self, setting: Setting) -> list[tuple[str, Result]]:
+    def alone(self, setting: PolicySetting) -> list[tuple[str, Result]]:
         """The main result of a setting at each schedule, and what tells these apart."""
-        by_schedule: dict[Schedule, list[Result]] = {}
+        by_schedule: dict[IntervalPrefill, list[Result]] = {}
         for result in filter(setting.fits, self.results):
             by_schedule.setdefault(result.schedule, []).append(result)
         chosen = self._chosen(by_schedule)
         return [(after, main(by_schedule[at])) for at, after in chosen.items()]
 
-    def pairs(self, first: Setting, second: Setting) -> list[tuple[str, Result, Result]]:
+    def pairs(
+        self, first: PolicySetting, second: PolicySetting
+    ) -> list[tuple[str, Result, Result]]:
         """Results of two settings at the same schedule, and what tells the pairs apart.
 
         Of two settings of one policy, those that are equal in all other parameters; of two policies
         the main result of each.
         """
         free = {*first.params, *second.params}
-        by_schedule: dict[Schedule, list[tuple[Result, Result]]] = {}
+        by_schedule: dict[IntervalPrefill, list[tuple[Result, Result]]] = {}
         for at in dict.fromkeys(result.schedule for result in self.results):
             same = [result for result in self.results if result.schedule == at]
             a, b = (list(filter(setting.fits, same)) for setting in (first, second))
@@ -238,8 +240,8 @@ class Evidence:
         self,
         number: str,
         says: str,
-        more: Setting,
-        less: Setting,
+        more: PolicySetting,
+        less: PolicySetting,
         metric: str | None = None,
         variant: str | None = None,
         *,
@@ -289,7 +291,7 @@ class Evidence:
         number: str,
         says: str,
         tested: str,
-        setting: Setting,
+        setting: PolicySetting,
         metric: str,
         variant: str | None = None,
         *,
@@ -319,7 +321,7 @@ class Evidence:
         says: str,
         tested: str,
         pairs: Iterable[tuple[str, Result, Result]],
-        settings: Sequence[Setting],
+        settings: Sequence[PolicySetting],
     ) -> Claim:
         """A claim that the quality of each pair is within `ALIKE` of the mean of the second."""
         cases, outside, pairs = {}, {}, [*pairs]
@@ -338,7 +340,9 @@ class Evidence:
         needs = self.lacks(settings, metric)
         return Claim(number, says, tested, cases, margin=margin, outside=outside, needs=needs)
 
-    def lacks(self, settings: Sequence[Setting], metric: str, variant: str | None = None) -> str:
+    def lacks(
+        self, settings: Sequence[PolicySetting], metric: str, variant: str | None = None
+    ) -> str:
         """Replays that are missing for a value of a metric of these settings at the same terms."""
         rows = _ONE_EVENT if self.at_prompt else "--interval N --no-prefill"
         lost = [setting for setting in settings if not any(map(setting.fits, self.results))]

@@ -19,7 +19,7 @@ from kvsim.core.parameters import Above, AtLeast, Finite, Parameter, check_field
 from kvsim.errors import TraceError
 
 Layout = Literal["half", "interleaved"]
-Group = Literal["mean", "max", "sum"]
+Reduction = Literal["mean", "max", "sum"]
 
 # torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
 # It is a private operator: where it is missing, and on other devices, `_attend_blocks` answers.
@@ -324,7 +324,7 @@ def attention_weights(
     return weights.masked_fill_(~sees(rows, pos, formula.window), 0.0)
 
 
-def reduce_group(attention: Tensor, group: Group | None) -> Tensor:
+def reduce_group(attention: Tensor, group: Reduction | None) -> Tensor:
     """Attention [L, H, G, w, n] with its query heads reduced to [L, H, w, n], or as it is."""
     if group is None:
         return attention

@@ -18,7 +18,7 @@ from kvsim.core.attention import Rope
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
-from kvsim.core.sources import Source
+from kvsim.core.sources import ArraySource
 from kvsim.schema import CHUNK
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
@@ -74,7 +74,7 @@ class ContentDigest:
         return content_digest(header, shapes, self._dtypes, self.checksums())
 
 
-def array_digest(source: Source, header: Header, dtype: torch.dtype) -> str:
+def array_digest(source: ArraySource, header: Header, dtype: torch.dtype) -> str:
     """Return the digest of the arrays of `source`; dtype: of those whose own the header lacks."""
     digest = ContentDigest()
     shapes = dict(source.shapes)

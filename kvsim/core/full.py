@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from kvsim.core.attention import Formula, attention_weights, causal_attention
 from kvsim.core.checks import DTYPES, relative_error
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.sources import Source
+from kvsim.core.sources import ArraySource
 from kvsim.errors import TraceError
 
 # Of threads that share a trace, one computes and the others take what it kept.
@@ -33,7 +33,7 @@ class FullAttention:
 
     def __init__(
         self,
-        source: Source,
+        source: ArraySource,
         formulas: Sequence[Formula],
         dtype: torch.dtype,
         *,

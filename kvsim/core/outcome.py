@@ -14,7 +14,7 @@ _LEAST_MISSING = 1e-4
 
 
 @dataclass(frozen=True)
-class OutputError:
+class OutputDeviation:
     """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
 
     NaN for rows of the prompt that were not propagated to the layer: they have no attention there.
@@ -66,7 +66,7 @@ class Forced:
     kl: Floats
     agreement: Floats
     stream_error: Floats
-    output: OutputError | None = None
+    output: OutputDeviation | None = None
 
 
 @dataclass(frozen=True)

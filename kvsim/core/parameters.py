@@ -139,7 +139,7 @@ class Parameter:
         return f"{', '.join(most)}{comma} or {last}" if most else last
 
     @cached_property
-    def fit(self) -> Fit:
+    def fit(self) -> Conversion:
         """The check of a value."""
         return _fit_of(self.hint)
 
@@ -198,14 +198,16 @@ def is_finite(value: object) -> bool:
 
 _UNFIT = object()
 #: Returns a value that fits an annotation, as a plain number where it is a number; else _UNFIT.
-Fit = Callable[[Any], Any]
+Conversion = Callable[[Any], Any]
 
 
-def _fit_of(hint: Any) -> Fit:
+def _fit_of(hint: Any) -> Conversion:
     """The check of an annotation, resolved once for a class, as pieces are built at every event."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        allows: list[Fit] = [bound.allows for bound in arguments[1:] if isinstance(bound, Bound)]
+        allows: list[Conversion] = [
+            bound.allows for bound in arguments[1:] if isinstance(bound, Bound)
+        ]
         return partial(_bounded, _fit_of(arguments[0]), allows)
     if origin in (Union, UnionType):
         return partial(_any_of, [*map(_fit_of, arguments)])
@@ -223,7 +225,7 @@ def _fit_of(hint: Any) -> Fit:
 # Loops, because generators take several times as long for so few values.
 
 
-def _bounded(fit: Fit, allows: list[Fit], value: Any) -> Any:
+def _bounded(fit: Conversion, allows: list[Conversion], value: Any) -> Any:
     fitted = fit(value)
     if fitted is not _UNFIT and fitted is not None:
         for allowed in allows:
@@ -232,7 +234,7 @@ def _bounded(fit: Fit, allows: list[Fit], value: Any) -> Any:
     return fitted
 
 
-def _any_of(fits: list[Fit], value: Any) -> Any:
+def _any_of(fits: list[Conversion], value: Any) -> Any:
     for fit in fits:
         fitted = fit(value)
         if fitted is not _UNFIT:

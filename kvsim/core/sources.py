@@ -12,7 +12,7 @@ from kvsim.schema import AXES
 _ALL = slice(None)
 
 
-class Source(Protocol):
+class ArraySource(Protocol):
     """The arrays of a trace, read in parts."""
 
     @property
@@ -27,7 +27,7 @@ class Source(Protocol):
         """Part of an array; `layers` or `pos` is ignored for arrays without such an axis."""
 
 
-class Memory:
+class InMemory:
     """Arrays in memory; `read` returns views.
 
     Raises TraceError for an array that was written to: torch has no read-only tensors.
@@ -55,10 +55,10 @@ class Loaded:
             and so is attention with an axis for rows, which is much larger.
         dtype: the dtype in which they are held.
 
-    Raises TraceError as `Memory` does.
+    Raises TraceError as `InMemory` does.
     """
 
-    def __init__(self, base: Source, layers: slice, dtype: torch.dtype) -> None:
+    def __init__(self, base: ArraySource, layers: slice, dtype: torch.dtype) -> None:
         self.base, self.shapes, self.positions = base, base.shapes, base.positions
         self._layers = range(*layers.indices(base.shapes["q"][0]))
         self._dtype = dtype
@@ -109,7 +109,7 @@ class PerQueryHead:
 
     _REPEATED = frozenset(("k", "v", "probe_k"))
 
-    def __init__(self, base: Source, group: int) -> None:
+    def __init__(self, base: ArraySource, group: int) -> None:
         self.base, self.group = base, group
         self.positions = base.positions
         self.shapes = dict(base.shapes)
@@ -135,7 +135,7 @@ class SelectedRows:
 
     _KEPT = ("q", "k", "v", "o_proj")
 
-    def __init__(self, base: Source, rows: Tensor) -> None:
+    def __init__(self, base: ArraySource, rows: Tensor) -> None:
         self.base, self.rows = base, rows
         self.positions = base.positions[rows]
         self.shapes = {name: base.shapes[name] for name in self._KEPT if name in base.shapes}

@@ -38,7 +38,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
-from kvsim.core.sources import Loaded, Memory, PerQueryHead, SelectedRows, Source
+from kvsim.core.sources import ArraySource, InMemory, Loaded, PerQueryHead, SelectedRows
 from kvsim.errors import NeedsError, PositionError, TraceError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Trace(Displayed):
 
     def __init__(
         self,
-        source: Source,
+        source: ArraySource,
         header: Header,
         *,
         dtype: torch.dtype | None = None,
@@ -205,7 +205,7 @@ class Trace(Displayed):
             arrays["tokens"] = as_tokens(tokens, n_pos, name)
         if token_text is not None:
             check_texts(token_text, n_pos, name)
-        return cls(Memory(arrays), header, dtype=dtype, token_text=token_text)
+        return cls(InMemory(arrays), header, dtype=dtype, token_text=token_text)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""

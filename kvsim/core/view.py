@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
-from kvsim.core.attention import Formula, Group, Rope, reduce_group, softmax
+from kvsim.core.attention import Formula, Reduction, Rope, reduce_group, softmax
 from kvsim.core.entries import Entries, gather
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
@@ -290,7 +290,7 @@ class View:
         """Scaled logits of the `last` most recent rows, -inf where an entry is not visible."""
         return self._rows(self.first(last), self.row + 1, None, weigh=False)
 
-    def attn(self, last: int, group: Group | None = None) -> Tensor:
+    def attn(self, last: int, group: Reduction | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
 
         Each row is at its own position and sees the live entries up to it; its weights sum to 1

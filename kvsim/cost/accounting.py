@@ -17,7 +17,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import integer
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
-from kvsim.cost.cases import Case, find_selection, unknown
+from kvsim.cost.cases import CostCase, find_selection, unknown
 from kvsim.cost.model import Model
 from kvsim.engine.checks import whole
 from kvsim.errors import BudgetError, PolicyError
@@ -158,7 +158,7 @@ def estimate(
     _check(policy, model, budget, context, prompt)
     selection = find_selection(policy, model, budget, prompt, selection_layer, trace)
     cases = [
-        Case(model, policy, budget, context, prompt, layer, weight)
+        CostCase(model, policy, budget, context, prompt, layer, weight)
         for layer, weight in selection.weights(model.n_layers)
     ]
     n_heads = model.n_qheads if policy.per_query_head else model.n_heads

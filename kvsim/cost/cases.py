@@ -107,7 +107,7 @@ def _measured(policy: Policy, trace: Trace, prompt: int, selection: Selection) -
 
 
 @dataclass(frozen=True)
-class Case:
+class CostCase:
     """A prefill and its decoding where rows are dropped after `layer`, and the case's weight.
 
     Lists have one value per layer.

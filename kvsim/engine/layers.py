@@ -115,7 +115,7 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Layers that are replayed together.
 
     rows: the propagated rows of the prompt, None for all of them. whole: nothing is ever evicted.
@@ -133,7 +133,7 @@ def runs(
     *,
     descent: Descent | None = None,
     memory: int | None = None,
-) -> Iterator[Run]:
+) -> Iterator[LayerRun]:
     """Runs of layers that compute alike, on the same rows, as many as the memory budget holds.
 
     Their layers follow each other in the trace, except where they share a budget or a ranking:
@@ -155,10 +155,10 @@ def runs(
         )
         follows = not run or layer == run[-1] + 1 or policy.across_layers
         if run and (len(run) == most or not follows or not alike):
-            yield Run(tuple(run), rows, whole)
+            yield LayerRun(tuple(run), rows, whole)
             run = []
         run, rows, whole = [*run, layer], of_layer, never_cut
-    yield Run(tuple(run), rows, whole)
+    yield LayerRun(tuple(run), rows, whole)
 
 
 def _rows_of(layer: int, policy: Policy, descent: Descent | None) -> tuple[Tensor | None, bool]:

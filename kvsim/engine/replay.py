@@ -21,7 +21,7 @@ from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remark, whole
 from kvsim.engine.depth import descend, recorded
-from kvsim.engine.layers import DEFAULT_MEMORY, Run, replayed, runs
+from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, isolated
@@ -63,7 +63,7 @@ def replay(
     """
     trace, policy = as_trace(trace), as_policy(policy)
     check_options(memory, internals)
-    options = Options(layers, resolve_device(device), memory, internals, progress)
+    options = ReplayOptions(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)
     schedule = policy.schedule.override(interval, prefill, compress)
     entries = resolve_budget(budget, trace.n_pos) if isinstance(budget, str) else whole(budget)
@@ -71,7 +71,7 @@ def replay(
 
 
 @dataclass(frozen=True)
-class Options:
+class ReplayOptions:
     """How a replay runs: the keywords of `replay`, and what tests change about it.
 
     by_row: replay an interval of 1 in blocks of rows where that is possible. poison: overwrite keys
@@ -89,7 +89,9 @@ class Options:
     guard: bool = False
 
 
-def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: Options) -> Record:
+def run(
+    trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: ReplayOptions
+) -> Record:
     """`replay` with the schedule resolved, and the options of tests."""
     policy, guarded = policy.at(budget), policy.foreign or options.guard
     trace = isolated(trace) if guarded else trace
@@ -151,11 +153,11 @@ def run(trace: Trace, policy: Policy, budget: int, schedule: Schedule, options: 
 
 def _replay(
     trace: Trace,
-    run: Run,
+    run: LayerRun,
     policy: Policy,
     settings: tuple[Setting, Setting | None],
     schedule: Schedule,
-    options: Options,
+    options: ReplayOptions,
 ) -> tuple[NDArray[np.int32], list[Plans]]:
     """Replay layers as one block: `evicted_at` [L, H, T], and its events on request.
 
@@ -199,7 +201,7 @@ def _replay(
 
 
 def _goes_by_row(
-    trace: Trace, policy: Policy, schedule: Schedule, layers: Sequence[int], options: Options
+    trace: Trace, policy: Policy, schedule: Schedule, layers: Sequence[int], options: ReplayOptions
 ) -> bool:
     """Whether events fire after every row and the faster way through them applies."""
     return (

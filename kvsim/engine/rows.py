@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from kvsim.core.attention import Group, reduce_group
+from kvsim.core.attention import Reduction, reduce_group
 from kvsim.core.entries import gather
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scores
@@ -146,7 +146,7 @@ class RowView(View):
             self._gathered[name] = at.masked_fill(~self._live.unsqueeze(-1), 0.0)
         return self._share(name, self._gathered[name])
 
-    def attn(self, last: int, group: Group | None = None) -> Tensor:
+    def attn(self, last: int, group: Reduction | None = None) -> Tensor:
         """Attention of the `last` most recent rows over the live entries; [L, H, G, w, n].
 
         That of the current row alone comes from the product of the whole block.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.probe import ProbeRows
-from kvsim.core.sources import Source as Arrays
+from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK, NEVER, numbered
@@ -23,7 +23,7 @@ _ALL = slice(None)
 class _Copies:
     """The arrays of another source, each read a copy."""
 
-    def __init__(self, base: Arrays) -> None:
+    def __init__(self, base: ArraySource) -> None:
         self._base, self.shapes, self.positions = base, base.shapes, base.positions.clone()
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:

@@ -156,7 +156,7 @@ class AMS(Allocator):
             mixed = self.credit_mix * now + (1 - self.credit_mix) * remembered
             mass = normalise(mixed.clamp(min=0.0), view.live)
         starts = self.segment(mass, view.live)
-        parts = Segments.of(starts, mass, protected, view.live)
+        parts = SegmentSums.of(starts, mass, protected, view.live)
         budget = view.budget.expand_as(view.count).minimum(view.count)
         quotas = self.share(parts, budget)
         notes = {
@@ -244,7 +244,7 @@ class AMS(Allocator):
         starts = split(starts, n, self.max_segment, equal=False)
         return merge(starts, n, self.min_segment, short_tail=True)
 
-    def share(self, parts: Segments, budget: Tensor) -> Quotas:
+    def share(self, parts: SegmentSums, budget: Tensor) -> Quotas:
         """The budget [L, H] shared out to the segments."""
         weight = {
             "mass": parts.mass,
@@ -330,7 +330,7 @@ def _lengths(starts: Tensor, n: int) -> Tensor:
     return following - starts
 
 
-class Segments(NamedTuple):
+class SegmentSums(NamedTuple):
     """Sums over the entries of each segment; S is the most segments of any head."""
 
     group: Tensor  #: segment of each entry, int [L, H, n]; 0 on pads
@@ -339,14 +339,14 @@ class Segments(NamedTuple):
     mass: Tensor  #: [L, H, S]
 
     @staticmethod
-    def of(starts: Tensor, mass: Tensor, protected: Tensor, live: Tensor) -> Segments:
+    def of(starts: Tensor, mass: Tensor, protected: Tensor, live: Tensor) -> SegmentSums:
         """Segments that begin at the slots `starts` [L, H, S], n for none."""
         n = mass.shape[-1]
         begins = starts.new_zeros(*mass.shape[:-1], n + 1).scatter_(-1, starts, 1)
         group = (begins[..., :n].cumsum(-1) - 1).clamp_(min=0)
         kept = torch.zeros_like(starts).scatter_add_(-1, group, (protected & live).long())
         total = mass.new_zeros(starts.shape).scatter_add_(-1, group, mass.masked_fill(~live, 0.0))
-        return Segments(group, _lengths(starts, n), kept, total)
+        return SegmentSums(group, _lengths(starts, n), kept, total)
 
 
 # -------------------------------------------------------------------------------------- the quotas
@@ -361,7 +361,7 @@ class Quotas(NamedTuple):
     infeasible: Tensor  #: bool [L, H], the minima alone exceed the budget
 
 
-def strict_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
+def strict_quotas(parts: SegmentSums, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
     """least + a share of the rest by weight, largest remainders; at most the segment's length.
 
     Where the minima exceed the budget, protected entries come first and then one entry per segment
@@ -377,7 +377,7 @@ def strict_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Tensor
     return Quotas(units, minimum, 1 - minimum, infeasible)
 
 
-def reference_quotas(parts: Segments, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
+def reference_quotas(parts: SegmentSums, weight: Tensor, least: Tensor, budget: Tensor) -> Quotas:
     """The release: rounded shares, settled by passes of one unit from the left.
 
     Protected entries do not count. Where the minima reach the budget, passes take from segments of

@@ -38,7 +38,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.policies.window import Pool, over_heads, pooled_flops, smooth
+from kvsim.policies.window import Pooling, over_heads, pooled_flops, smooth
 
 # Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 # (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
@@ -46,7 +46,7 @@ _MEANS = {32: 23.9, 28: 21.6}
 _MEAN_DEPTH = sum((at + 1) / n for n, at in _MEANS.items()) / len(_MEANS)
 
 
-def pooled_scores(view: View, window: int, pool: Pool, kernel: int) -> Tensor:
+def pooled_scores(view: View, window: int, pool: Pooling, kernel: int) -> Tensor:
     """p: attention of the window on the tokens before it, pooled, over all heads; [L, n - w]."""
     before = view.pos.shape[-1] - window
     vote = view.attn(window)[..., :before].sum(3)  # [L, H, G, n - w]
@@ -119,7 +119,7 @@ class Selecting(Propagation):
 
     tau: Annotated[float, AtLeast(0)] = 0.3
     window: Annotated[int, AtLeast(1)] = 32
-    pool: Pool = "avg"
+    pool: Pooling = "avg"
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     first_layer: Annotated[int, AtLeast(0)] | None = None
     look_back: Annotated[int, AtLeast(1)] = 8

@@ -34,7 +34,7 @@ from kvsim.policies.lengths import MEANT_FOR
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.paged import NormRatio, Paged
-from kvsim.policies.per_token import Floats, Integers
+from kvsim.policies.per_token import Integers, ShortFloats
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
@@ -399,5 +399,5 @@ ACCESS: Mapping[str, Entry] = {
     "int4": Entry(
         "stores 4 bits, with a scale per token", Integers, None, params={"bits_per_number": 4}
     ),
-    "fp8": Entry("stores 8-bit floating-point numbers", Floats, None),
+    "fp8": Entry("stores 8-bit floating-point numbers", ShortFloats, None),
 }

@@ -30,7 +30,7 @@ from kvsim.core.propagation import Selection, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import AtLayer, best_and_rest, pooled_scores, ranks
-from kvsim.policies.window import Pool, pooled_flops
+from kvsim.policies.window import Pooling, pooled_flops
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FastKV(AtLayer):
 
     rows: Annotated[int, AtLeast(1)] | Annotated[float, Above(0), AtMost(1)] | None = 2048
     window: Annotated[int, AtLeast(1)] = 8
-    pool: Pool = "max"
+    pool: Pooling = "max"
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     kv_before: Literal["budget", "full"] = "budget"
 

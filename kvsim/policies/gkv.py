@@ -40,7 +40,7 @@ from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.view import View
 from kvsim.errors import PolicyError, ScoreError
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
-from kvsim.policies.window import Pool, Windowed, before_window, pooling_flops, smooth
+from kvsim.policies.window import Pooling, Windowed, before_window, pooling_flops, smooth
 from kvsim.schema import GUIDE
 
 Fusion = Literal["max", "mean", "sum"]
@@ -55,7 +55,7 @@ def local_score(view: View, window: int) -> Tensor:
     return vote.masked_fill_(~before_window(view, window), 0.0)
 
 
-def local_flops(event: Event, window: int, pool: Pool, kernel: int) -> Flops:
+def local_flops(event: Event, window: int, pool: Pooling, kernel: int) -> Flops:
     """Attention, the group's largest, its mean over the window, pooling."""
     h, g, _, n = event.sizes
     w = event.window(window)
@@ -101,7 +101,7 @@ class Local(Windowed):
     """The local score, pooled over neighbouring entries where asked for."""
 
     window: Annotated[int, AtLeast(1)] = 16
-    pool: Pool = None
+    pool: Pooling = None
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     def score(self, view: View) -> Tensor:
@@ -125,7 +125,7 @@ class GKV(Windowed):
     mix_lambda: Annotated[float, Between(0, 1)] = 0.7
     threshold: Annotated[float, Between(0, 1)] = 0.5
     cosine: Literal["kernel", "raw"] = "kernel"
-    pool: Pool = None
+    pool: Pooling = None
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     columns: ClassVar[Mapping[str, float]] = {"global": nan}

@@ -54,7 +54,7 @@ class Integers(Codec):
 
 
 @dataclass(frozen=True)
-class Floats(Codec):
+class ShortFloats(Codec):
     """Short floating-point numbers: round to the nearest one, clip to the largest one.
 
     Without a scale, as vLLM stores an fp8 cache by default. e4m3 has a largest number of 448 and

@@ -11,7 +11,7 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
 
-Pool = Literal["max", "avg"] | None
+Pooling = Literal["max", "avg"] | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def shares(logits: Tensor, among: Tensor) -> Tensor:
     return z.softmax(-1).masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0.0)
 
 
-def smooth(scores: Tensor, pool: Pool, kernel: int) -> Tensor:
+def smooth(scores: Tensor, pool: Pooling, kernel: int) -> Tensor:
     """Scores [..., n] pooled over slots, for a max-pool of 0 or more; the same length.
 
     Slots that are to count as nothing hold 0: so does what lies outside. The divisor of an average
@@ -73,13 +73,13 @@ def over_heads(pooled: Tensor, first: int) -> Tensor:
     return out
 
 
-def pooled_flops(event: Event, window: int, pool: Pool, kernel: int) -> Flops:
+def pooled_flops(event: Event, window: int, pool: Pooling, kernel: int) -> Flops:
     """Attention of the window, its sum, pooled per query head, summed over the heads."""
     h, _, _, n = event.sizes
     w = event.window(window)
     return event.attention(w) + Flops(0, h * n * (w + pooling_flops(pool, kernel) + 1))
 
 
-def pooling_flops(pool: Pool, kernel: int) -> int:
+def pooling_flops(pool: Pooling, kernel: int) -> int:
     """FLOPs of `smooth` for each number that it returns."""
     return 0 if pool is None else int(kernel)

@@ -59,7 +59,7 @@ class UnusableError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Tensor:
+class StoredTensor:
     """A tensor as it is stored: the name of its type, its shape, its rows as bytes [rows, m]."""
 
     kind: str
@@ -79,7 +79,7 @@ class Tensor:
 class Weight:
     """A parameter of the model: the rows of a tensor, in the order of transformers."""
 
-    tensor: Tensor
+    tensor: StoredTensor
     rows: NDArray[np.int64]
 
     def values(self, at: slice = slice(None)) -> NDArray[np.float32]:
@@ -119,7 +119,7 @@ class _Bytes:
         return list(self.numbers(_FORMATS[kind], count))
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the metadata and the tensors of a file, by name.
 
     Raises ValueError, LookupError or OSError for a file that is damaged or of another version.
@@ -153,7 +153,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if name in tensors or not rows * row or shape[-1] % block or begin + offset < end:
             raise ValueError(f"{name} {list(shape)} is there twice, or is not where it can be")
         source.at = begin + offset
-        tensors[name] = Tensor(
+        tensors[name] = StoredTensor(
             kind.name, shape, np.frombuffer(source.take(rows * row), np.uint8).reshape(rows, row)
         )
         end = source.at
@@ -169,7 +169,7 @@ def field(fields: Mapping[str, Any], key: str, kind: type[T], default: T | None 
     return value
 
 
-def configuration(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def configuration(fields: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return the configuration of transformers for a file.
 
     Raises UnusableError for an unknown architecture, and for metadata that would have no effect.
@@ -219,7 +219,7 @@ def configuration(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
     return config
 
 
-def weights(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
+def weights(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Weight]:
     """Return the parameters of the model by their names in transformers.
 
     Raises UnusableError unless the file has exactly these, in the shapes of the configuration.

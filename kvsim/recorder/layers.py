@@ -27,7 +27,7 @@ NORMS = ("input_layernorm", "ln_1")
 Guard = Callable[[], AbstractContextManager[None]]
 
 
-class Projections:
+class ProjectionModules:
     """The output projections of some layers of a model, for one capture.
 
     Each is checked on the first call of its layer: the module's output must be the sum over query

@@ -35,7 +35,7 @@ ROWS, SEEN, SINK = 16, 0.25, 4
 _LOGITS = 1 << 26
 
 
-class Entries(NamedTuple):
+class LayerEntries(NamedTuple):
     """Keys and values [H, n, d] of a layer, and what it computes of them."""
 
     keys: Tensor
@@ -47,7 +47,7 @@ def layer_sensitivity(
     model: PreTrainedModel,
     tokens: Sequence[int],
     prompt_len: int,
-    entries: Mapping[int, Entries],
+    entries: Mapping[int, LayerEntries],
     projections: Mapping[int, Tensor],
 ) -> list[float] | None:
     """Return the KL that each layer's error causes over the square of that error.
@@ -95,7 +95,7 @@ class _Copies:
         model: PreTrainedModel,
         layers: Sequence[int],
         start: int,
-        entries: Mapping[int, Entries],
+        entries: Mapping[int, LayerEntries],
         projections: Mapping[int, Tensor],
     ) -> None:
         self._model, self._layers, self._start = model, layers, start

@@ -25,14 +25,14 @@ from kvsim.progress import progress_bar
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
-from kvsim.recorder.layers import Projections, Residual
+from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, softcap
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
-from kvsim.recorder.sensitivity import Entries, layer_sensitivity
+from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
 from kvsim.schema import AXES
 from kvsim.store import open_trace
@@ -77,7 +77,7 @@ class Session:
         self.response = encoded.response or []
         check_new_tokens(model, options.max_new_tokens)
         self.logprobs: list[float] = []
-        self._entries: dict[int, Entries] = {}  # what the last call of each layer attended to
+        self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
         requested = 0 if self.response else options.longest
         self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
         self.notes += notes
@@ -99,7 +99,7 @@ class Session:
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
-        self.projections: Projections | None = None
+        self.projections: ProjectionModules | None = None
         self.residual: Residual | None = None
         self._stored: Facts | None = None  # of the projections
         self._left_out: set[str] = set()
@@ -114,7 +114,7 @@ class Session:
         requested = self.out is not None if options.o_proj is None else options.o_proj
         if requested:
             with self._leaving_out("o_proj"):
-                self.projections = Projections(model, self.layer_ids)
+                self.projections = ProjectionModules(model, self.layer_ids)
         with self._leaving_out("residual_norm"):
             self.residual = Residual(model)
 
@@ -272,7 +272,7 @@ class Session:
         if self.projections is not None:
             with self._leaving_out("o_proj"):
                 self.projections.receive(call)
-            self._entries[call.layer] = Entries(call.k, call.v, call.formula)
+            self._entries[call.layer] = LayerEntries(call.k, call.v, call.formula)
 
     def _begin(self) -> None:
         """Write the header and the prompt, once every layer has been called."""

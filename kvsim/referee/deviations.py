@@ -22,7 +22,7 @@ from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
 from kvsim.policies import policy as build_policy
 from kvsim.policies.streaming_llm import StreamingLLM
-from kvsim.referee.judging import Case
+from kvsim.referee.judging import DumpCase
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Deviation:
     description: str
 
 
-def hypotheses(case: Case) -> Iterator[tuple[Deviation, Case]]:
+def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
     """Yield what each deviation makes of a case, without those that do not apply to it."""
     for name, (description, change) in _CHANGES.items():
         try:
@@ -45,7 +45,7 @@ def hypotheses(case: Case) -> Iterator[tuple[Deviation, Case]]:
     yield from _presets(case)
 
 
-def explains(case: Case) -> bool:
+def explains(case: DumpCase) -> bool:
     """Whether the sets of a case are those of its definition, ties apart."""
     try:
         return not any(each.kind != "tie" for each in case.differences())
@@ -56,7 +56,7 @@ def explains(case: Case) -> bool:
 # ---------------------------------------------------------------------------------- when, how many
 
 
-def _late(case: Case) -> Case | None:
+def _late(case: DumpCase) -> DumpCase | None:
     """Each set is that of the event before, with what came since."""
     rows = sorted(case.kept)
     pairs = list(pairwise(rows))
@@ -66,13 +66,13 @@ def _late(case: Case) -> Case | None:
     return replace(case, kept=kept, events=tuple(row for row in case.events if row in kept))
 
 
-def _shifted(by: int, case: Case) -> Case | None:
+def _shifted(by: int, case: DumpCase) -> DumpCase | None:
     last, trace = max(case.kept), case.trace
     rows = case.schedule.rows(trace.prompt_len, last + 2, trace.context_len)
     return replace(case, events=tuple(row + by for row in rows if 0 <= row + by <= last))
 
 
-def _budget(by: Callable[[Protection, int], int], case: Case) -> Case | None:
+def _budget(by: Callable[[Protection, int], int], case: DumpCase) -> DumpCase | None:
     more = by(case.policy.at(case.budget).requested(case.budget), case.budget)
     return replace(case, budget=case.budget + more) if more else None
 
@@ -80,7 +80,7 @@ def _budget(by: Callable[[Protection, int], int], case: Case) -> Case | None:
 # ------------------------------------------------------------------------------ what is protected
 
 
-def _without(name: Literal["sink", "recent"], case: Case) -> Case | None:
+def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None:
     """The policy without sinks, or without the protection of its window or last entries."""
     policy = case.policy
     if not getattr(policy.at(case.budget).requested(case.budget), name):
@@ -99,7 +99,7 @@ def _less(protection: Protection, name: Literal["sink", "recent"]) -> Protection
     return replace(protection, sink=0) if name == "sink" else replace(protection, recent=0)
 
 
-def _changed(case: Case, **pieces: Any) -> Case:
+def _changed(case: DumpCase, **pieces: Any) -> DumpCase:
     return replace(case, policy=replace(case.policy, **pieces))
 
 
@@ -266,14 +266,14 @@ class _Scrambled(Wrapper):
         return Protection()
 
 
-def _seeing(kind: Literal["turned", "earlier"], case: Case) -> Case | None:
+def _seeing(kind: Literal["turned", "earlier"], case: DumpCase) -> DumpCase | None:
     scorer = case.policy.scorer
     if not hasattr(scorer, "window"):
         return None
     return _changed(case, scorer=_Seeing(scorer=scorer, kind=kind))
 
 
-def _reduced(over: Literal["max", "first", "all", "groups"], case: Case) -> Case | None:
+def _reduced(over: Literal["max", "first", "all", "groups"], case: DumpCase) -> DumpCase | None:
     scorer: Any = case.policy.scorer
     fields = {"heads": {"all": "all", "groups": "group"}, "group": {"max": "max"}}
     for field, values in fields.items():
@@ -287,7 +287,7 @@ def _reduced(over: Literal["max", "first", "all", "groups"], case: Case) -> Case
     return _changed(case, scorer=_Reduced(scorer=scorer, over=over))
 
 
-def _scrambled(case: Case) -> Case | None:
+def _scrambled(case: DumpCase) -> DumpCase | None:
     policy, scorer = case.policy, case.policy.scorer
     if not isinstance(policy.allocator, Uniform) or scorer.columns:
         return None
@@ -299,12 +299,12 @@ def _scrambled(case: Case) -> Case | None:
     return _changed(case, scorer=scrambled)
 
 
-def _turned_and_scrambled(case: Case) -> Case | None:
+def _turned_and_scrambled(case: DumpCase) -> DumpCase | None:
     turned = _seeing("turned", case)
     return None if turned is None else _scrambled(turned)
 
 
-def _one_row(case: Case) -> Case | None:
+def _one_row(case: DumpCase) -> DumpCase | None:
     scorer: Any = case.policy.scorer
     if getattr(scorer, "window", 1) < 2:
         return None
@@ -315,7 +315,7 @@ def _one_row(case: Case) -> Case | None:
 # ------------------------------------------------------------------------------------- other rules
 
 
-def _presets(case: Case) -> Iterator[tuple[Deviation, Case]]:
+def _presets(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
     """The other rules of a policy's name, with the parameters that are not the defaults."""
     outer, *inside = case.policy.name.split("+")
     base, _, preset = outer.partition("@")
@@ -336,7 +336,7 @@ def _presets(case: Case) -> Iterator[tuple[Deviation, Case]]:
             yield deviation, replace(case, policy=policy)
 
 
-_CHANGES: dict[str, tuple[str, Callable[[Case], Case | None]]] = {
+_CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "event-late": ("each set is that of the event before, so each event takes effect late", _late),
     "row-early": ("events fire one row early", partial(_shifted, -1)),
     "row-late": ("events fire one row late", partial(_shifted, 1)),

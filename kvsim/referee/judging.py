@@ -26,7 +26,7 @@ from kvsim.referee.dump import Dump
 
 #: What a set that differs is: tied at the cut; another choice; everything kept at an event that
 #: should evict; entries evicted where the definition has no event; evicted entries that return.
-Kind = Literal["tie", "choice", "no eviction", "no event", "return"]
+DifferenceKind = Literal["tie", "choice", "no eviction", "no event", "return"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Difference:
     row: int
     layer: int
     head: int
-    kind: Kind
+    kind: DifferenceKind
     extra: tuple[int, ...]
     missing: tuple[int, ...]
     returned: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Case:
+class DumpCase:
     """Sets to be judged, and by what: a policy at a budget and the rows of its events, on a trace.
 
     kept: by row, bool [layer, head, row + 1] of `layers`, which are counted in the trace.
@@ -75,7 +75,7 @@ class Case:
         budget: int,
         schedule: Schedule,
         tolerance: float,
-    ) -> Case:
+    ) -> DumpCase:
         """Return the case of a dump. Raises PolicyError for a policy that cannot be followed."""
         if policy.propagation is not None or policy.per_query_head or policy.clairvoyant:
             raise PolicyError(
@@ -121,7 +121,7 @@ class Case:
 class _Comparison:
     """Compares what a block's policy keeps with the sets of some layers, and follows these."""
 
-    def __init__(self, case: Case, at: list[int]) -> None:
+    def __init__(self, case: DumpCase, at: list[int]) -> None:
         self._case, self._at = case, at
         self.differences: list[Difference] = []
 
@@ -155,7 +155,7 @@ class _Comparison:
         gap, tied, highest = None, False, False
         if choice.scores is not None:
             gap, tied, highest = self._gap(choice, extra, missing, at, head)
-        kind: Kind = "choice"
+        kind: DifferenceKind = "choice"
         if returned:
             kind = "return"
         elif choice.scores is None:

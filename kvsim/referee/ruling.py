@@ -16,7 +16,7 @@ from kvsim.errors import DumpError, PolicyError
 from kvsim.policies import as_policy
 from kvsim.referee.deviations import Deviation, explains, hypotheses
 from kvsim.referee.dump import Dump, read_dump
-from kvsim.referee.judging import Case, Difference
+from kvsim.referee.judging import Difference, DumpCase
 from kvsim.schema import first_of, plural
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -136,7 +136,7 @@ def conform(
     total = resolve_budget(entries, source.n_pos) if isinstance(entries, str) else whole(entries)  # type: ignore[arg-type]
     recorded = dump.schedule or rule.schedule
     schedule = recorded.override(interval, prefill)
-    case = Case.of(dump, source, rule, total, schedule, tolerance)
+    case = DumpCase.of(dump, source, rule, total, schedule, tolerance)
     differences = sorted(case.differences(), key=lambda each: (each.row, each.layer, each.head))
     rows = sorted({*case.events, *case.kept})
     return Ruling(
@@ -151,7 +151,7 @@ def conform(
     )
 
 
-def _deviations(case: Case, differences: Sequence[Difference]) -> list[Deviation]:
+def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Deviation]:
     kinds = {each.kind for each in differences}
     if kinds == {"tie"}:
         return [_HIGHEST] * all(each.highest for each in differences)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.delegates import delegates
-from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
+from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
@@ -29,7 +29,7 @@ from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
-from kvsim.runner.full import FullPass, Rows, compared
+from kvsim.runner.full import FullPass, FullRows, compared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.store.metadata import object_at
@@ -138,7 +138,7 @@ class ClosedLoop:
     def _forced(self, decoding_of: Callable[..., Decoding]) -> tuple[Record, Forced, int, int]:
         trace, n_rows = self.trace, self.trace.n_pos - self.trace.prompt_len
         full = self._full
-        rows = Rows(trace.prompt_len, self._residual)
+        rows = FullRows(trace.prompt_len, self._residual)
 
         def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
@@ -159,8 +159,8 @@ class ClosedLoop:
         return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _moved_outputs(
-        self, rows: Rows, full: Sequence[Tensor], layers: Sequence[int]
-    ) -> OutputError:
+        self, rows: FullRows, full: Sequence[Tensor], layers: Sequence[int]
+    ) -> OutputDeviation:
         """The error of the attention output of some layers; rows of the prompt have none."""
         trace, projections = self.trace, self.running.projections
         shape = (len(layers), trace.n_qheads, trace.n_pos)
@@ -173,7 +173,7 @@ class ClosedLoop:
             if added is not None and projections is not None:
                 stream = torch.einsum("hnd,hdm->nm", moved, projections[layer].to(moved.dtype))
                 added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
-        return OutputError(error, np.full(shape, np.nan, np.float32), added=added)
+        return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
     def _written(
         self, decoding_of: Callable[..., Decoding], writing: Writing
@@ -261,7 +261,7 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
 
 
-def _moved_streams(rows: Rows, full: Sequence[Tensor], n_rows: int) -> Any:
+def _moved_streams(rows: FullRows, full: Sequence[Tensor], n_rows: int) -> Any:
     """|h' - h| / |h| of the residual stream before each layer, [L, n]."""
     if not n_rows:
         return np.empty((len(full), 0))

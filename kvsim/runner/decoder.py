@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedLayer:
     """One layer on k rows, as a source of a View; its methods return [L=1, ...].
 
     rows: the index of each row in the prompt, int64 [k]; positions: its position for RoPE.

@@ -18,7 +18,7 @@ from kvsim.core.view import Setting, View
 from kvsim.engine.depth import Descent, descend, prompt_view
 from kvsim.errors import PolicyError
 from kvsim.recorder.hooks import KernelCall, hidden_states
-from kvsim.runner.decoder import Computed, Decoder
+from kvsim.runner.decoder import ComputedLayer, Decoder
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class _Down:
         )
         rope, formula = self._sketch.ropes[layer], self._sketch.formulas[layer]
         projection = partial(self._sketch.read, "o_proj", slice(layer, layer + 1))
-        source = Computed(self.rows, self.rows, q, k, v, out, hidden, rope, formula, projection)
+        source = ComputedLayer(
+            self.rows, self.rows, q, k, v, out, hidden, rope, formula, projection
+        )
         return prompt_view(source, self._setting, layer, len(self.rows))
 
 

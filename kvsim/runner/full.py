@@ -15,14 +15,14 @@ from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.runner.model import RunningModel
-from kvsim.runner.recorded import Comparison
+from kvsim.runner.recorded import RecordedCheck
 
 #: Numbers of predictions that are compared at once.
 _COMPARED = 1 << 22
 
 
 @dataclass
-class Rows:
+class FullRows:
     """Attention output [qhead, n, d] and input [n, D] of each layer for rows from `first` on."""
 
     first: int
@@ -58,8 +58,8 @@ class FullPass:
     """
 
     def __init__(self, running: RunningModel, trace: Trace, residual: Residual) -> None:
-        rows = Rows(trace.prompt_len, residual)
-        comparison, cache = Comparison(trace, running.model.dtype), full_cache(running.model)
+        rows = FullRows(trace.prompt_len, residual)
+        comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
         def receive(call: KernelCall) -> None:
             comparison.receive(call)

@@ -136,7 +136,7 @@ class Judge:
         moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
         logits = full.logits.expand(len(records), -1, -1)
         if start < n:
-            entries = Entries(trace, full, records, start, self.running)
+            entries = JudgedRows(trace, full, records, start, self.running)
 
             def receive(call: KernelCall) -> None:
                 rows = self._residual.rows(call).unflatten(0, (len(records), -1))
@@ -198,7 +198,7 @@ class _Layer(NamedTuple):
     last: Tensor
 
 
-class Entries:
+class JudgedRows:
     """The attention of rows from `start` on under each of some records."""
 
     def __init__(

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from kvsim.core.attention import Formula
 from kvsim.core.policy import Policy
 from kvsim.core.probe import KEY, Chunk, Probe
-from kvsim.core.sources import Memory
+from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
@@ -134,7 +134,7 @@ class RunningModel:
         )
         layers, qheads, _, dim = arrays["q"].shape
         header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
-        return Trace(Memory(arrays), header.within(n_pos), dtype=example.dtype)
+        return Trace(InMemory(arrays), header.within(n_pos), dtype=example.dtype)
 
     def logits_of(self, rows: int | Tensor) -> dict[str, Any]:
         """Return the option of a forward that computes logits of the last rows, or of some, alone.

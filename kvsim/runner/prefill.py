@@ -33,7 +33,7 @@ from kvsim.engine.replay import placed, setting_of
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies import as_policy
 from kvsim.recorder.provenance import describe_model
-from kvsim.runner.decoder import Computed, Decoder
+from kvsim.runner.decoder import ComputedLayer, Decoder
 from kvsim.runner.recorded import check_model, relative_change
 from kvsim.store.metadata import object_at
 from kvsim.store.opening import TraceLike, as_trace
@@ -52,7 +52,7 @@ class Recomputed:
     """
 
     record: Record
-    layers: Mapping[int, Computed]
+    layers: Mapping[int, ComputedLayer]
     residual_error: Mapping[int, Tensor]
     output_error: Mapping[int, Tensor]
     logits: Tensor
@@ -153,7 +153,7 @@ class _Descending:
 
     def __init__(self, trace: Trace, decoder: Decoder, setting: Setting) -> None:
         self.trace, self.decoder, self.setting = trace, decoder, setting
-        self.computed: dict[int, Computed] = {}
+        self.computed: dict[int, ComputedLayer] = {}
         self.check = 0.0
         self._recorded: Look = recorded(trace, setting, torch.device("cpu"))
 
@@ -162,7 +162,7 @@ class _Descending:
             return self._recorded(layer, None)
         return prompt_view(self.layer(layer, rows), self.setting, layer, len(rows))
 
-    def layer(self, layer: int, rows: Tensor, *, restarted: bool = False) -> Computed:
+    def layer(self, layer: int, rows: Tensor, *, restarted: bool = False) -> ComputedLayer:
         """Compute a layer on some rows from the previous layer; each layer once, in order."""
         if layer not in self.computed:
             previous = self.computed.get(layer - 1)
@@ -182,15 +182,15 @@ class _Descending:
         prompt = slice(0, self.trace.prompt_len)
         return self.trace.read("residual", slice(layer, layer + 1), prompt)[0]
 
-    def _run(self, layer: int, hidden: Tensor, rows: Tensor, positions: Tensor) -> Computed:
+    def _run(self, layer: int, hidden: Tensor, rows: Tensor, positions: Tensor) -> ComputedLayer:
         call, output = self.decoder.run(layer, hidden, positions)
         tensors = (call.q, call.k, call.v, call.out, output)
         q, k, v, attn_out, out = (x.to("cpu", self.trace.dtype) for x in tensors)
         rope, formula = self.trace.rope, self.trace.formulas[layer]
         projection = partial(self.trace.read, "o_proj", slice(layer, layer + 1))
-        return Computed(rows, positions, q, k, v, attn_out, out, rope, formula, projection)
+        return ComputedLayer(rows, positions, q, k, v, attn_out, out, rope, formula, projection)
 
-    def _verify(self, layer: int, computed: Computed, *, restarted: bool) -> None:
+    def _verify(self, layer: int, computed: ComputedLayer, *, restarted: bool) -> None:
         """Compare q, k and v of the first computed layer, whose input is the recorded one."""
         self._compare_arrays(("v",) if restarted else ("q", "k", "v"), layer, computed)
 
@@ -206,7 +206,7 @@ class _Descending:
             stored = self.residual(layer + 1)[at]
             self._compare(f"the output of layer {layer}", computed.out[None], stored[None])
 
-    def _compare_arrays(self, names: Sequence[str], layer: int, computed: Computed) -> None:
+    def _compare_arrays(self, names: Sequence[str], layer: int, computed: ComputedLayer) -> None:
         here = slice(layer, layer + 1), slice(0, int(computed.rows[-1]) + 1)
         for name in filter(self.trace.has, names):
             stored = self.trace.read(name, *here)[0][:, computed.rows]
@@ -241,7 +241,7 @@ class _Descending:
 
 
 def _cached(
-    computed: Computed, policy: Policy, setting: Setting, layer: int, *, prefill: bool
+    computed: ComputedLayer, policy: Policy, setting: Setting, layer: int, *, prefill: bool
 ) -> Any:
     """Return evicted_at [1, H, k] after the prefill event, by row of the layer."""
     setting = replace(setting, prompt_len=computed.n_rows)

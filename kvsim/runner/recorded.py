@@ -78,7 +78,7 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
     return tokens
 
 
-class Comparison:
+class RecordedCheck:
     """A pass of a model with the full cache over the tokens of a trace, compared with the trace.
 
     Pass `receive` to `kvsim.recorder.hooks.intercepting`, and logits to `check`; both raise

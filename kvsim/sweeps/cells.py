@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import polars as pl
 
 from kvsim.analysis.live.table import measure_judged
-from kvsim.analysis.output.optimum import Terms
+from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, available, in_order, measure
 from kvsim.core.policy import Policy, Schedule
@@ -206,7 +206,7 @@ class Replays:
             oracle = _oracle(policy, record)
             compared["oracles"] = self._replay(oracle, cell.budget, layers=cell.layers)
         if "optimum" in self._beside and policy.bounded:
-            of_policy = Terms.of(cell.trace, policy, record)
+            of_policy = OptimumTerms.of(cell.trace, policy, record)
             each = {"optima": of_policy, "unprotected": of_policy.unprotected}
             for name, terms in each.items():
                 if terms.key not in self._optima:

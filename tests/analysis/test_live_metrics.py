@@ -12,7 +12,7 @@ import kvsim
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import LiveSubject
-from kvsim.core.outcome import Forced, Generated, Outcome, OutputError
+from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.errors import PolicyError
 from traces import changed, random_trace
 
@@ -26,7 +26,7 @@ def outcome():
         kl=np.array([0.1, 0.2, 0.3]),
         agreement=np.array([1.0, 0.0, 1.0]),
         stream_error=np.array([[0.0, 0.0, 0.0], [0.2, 0.3, 0.4]]),
-        output=OutputError(
+        output=OutputDeviation(
             np.full(shape, 0.25, np.float32),
             np.full(shape, np.nan, np.float32),
             added=np.full((2, 24), 2.0, np.float32),

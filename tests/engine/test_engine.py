@@ -13,7 +13,7 @@ import torch
 import kvsim
 from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule, Scorer, Scores
 from kvsim.engine import layers_per_block
-from kvsim.engine.replay import Options, run
+from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
 from kvsim.store.records import write_records
@@ -28,7 +28,7 @@ def make_trace(**options):
 def replay_by_event(trace, name, budget):
     """The Record of a policy of kvsim without the faster way through rows."""
     policy = kvsim.policy(name)
-    return run(trace, policy, budget, policy.schedule, Options(by_row=False))
+    return run(trace, policy, budget, policy.schedule, ReplayOptions(by_row=False))
 
 
 def trace_of_logits(logits, prompt):

@@ -16,7 +16,7 @@ from torch import Tensor
 import kvsim
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.core.record import NEVER
-from kvsim.policies.ams import AMS, Segments, cuts, merge, split
+from kvsim.policies.ams import AMS, SegmentSums, cuts, merge, split
 from kvsim.testing.strategies import Case, make_case
 from reference import allocation
 
@@ -160,7 +160,7 @@ def test_repair_is_that_of_the_loops(case, shortest, longest):
 
 
 @functools.cache
-def segment_rows(seed: int) -> tuple[Rows, Tensor, Tensor, Segments, list[list[int]]]:
+def segment_rows(seed: int) -> tuple[Rows, Tensor, Tensor, SegmentSums, list[list[int]]]:
     """(rows, protected, starts, segments, starts as slots) of mass rows cut anywhere."""
     rng = np.random.default_rng(1000 + seed)
     rows = mass_rows(seed)
@@ -170,7 +170,7 @@ def segment_rows(seed: int) -> tuple[Rows, Tensor, Tensor, Segments, list[list[i
     ]
     protected = rows.live & torch.from_numpy(rng.random(rows.live.shape) < rng.choice([0, 0.1]))
     starts = as_starts(rows, slots)
-    return rows, protected, starts, Segments.of(starts, rows.mass, protected, rows.live), slots
+    return rows, protected, starts, SegmentSums.of(starts, rows.mass, protected, rows.live), slots
 
 
 @pytest.mark.parametrize("mode", ["strict", "reference"])
@@ -300,7 +300,7 @@ def run(case: Case | kvsim.Trace, name: str = "ams", *, budget: int = 16, **para
 @pytest.mark.parametrize("fill", ["head_max", "global_max", "head_mean", "observed", "zero"])
 @pytest.mark.parametrize("weights", ["mass", "length", "equal"])
 def test_every_segment_keeps_its_quota(fill, weights):
-    """Segments between their bounds, each with exactly its quota, sinks and recent among them."""
+    """SegmentSums between their bounds, each with exactly its quota, sinks and recent among them."""
     record = run(make(1), suffix_fill=fill, weights=weights)
     assert len(record.internals) == 4
     for plans in record.internals:

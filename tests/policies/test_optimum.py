@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 
 import kvsim
 from kvsim.core.policy import Even, Policy, Protection, Schedule, Uniform
-from kvsim.engine.replay import Options, run
+from kvsim.engine.replay import ReplayOptions, run
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.optimum import solve
 from kvsim.policies.oracle import Oracle
@@ -205,7 +205,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
     for seed in range(3):
         trace = short_trace(seed)
         attention = attended(trace)
-        record = run(trace, oracle, 3, schedule, Options())
+        record = run(trace, oracle, 3, schedule, ReplayOptions())
         retained = retained_by(attention, record.evicted_at).sum(-1)
         best = [
             best_by_trying(of, events, places, spared, pooled=pooled)
@@ -213,7 +213,7 @@ def test_the_oracle_keeps_the_best_of_all_sets(schedule, protect, pooled, budget
         ]
 
         assert retained == pytest.approx(best, rel=1e-9)
-        mass = run(trace, replace(oracle, scorer=Oracle()), 3, schedule, Options())
+        mass = run(trace, replace(oracle, scorer=Oracle()), 3, schedule, ReplayOptions())
         assert (retained_by(attention, mass.evicted_at).sum(-1) <= retained + 1e-9).all()
 
 

@@ -17,10 +17,10 @@ from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
 from kvsim.core.storing import round_marked, stored_after
-from kvsim.engine.replay import Options, run
+from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import PolicyError
 from kvsim.policies.kivi import Kivi
-from kvsim.policies.per_token import Floats, Integers
+from kvsim.policies.per_token import Integers, ShortFloats
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import storing
@@ -52,7 +52,7 @@ def _integers(bits):
 def _floats(*forms):
     def draw(data):
         form, window = data.draw(st.sampled_from(forms)), data.draw(st.integers(0, 5))
-        return Floats(format=form, window=window), storing.floats(form, window)
+        return ShortFloats(format=form, window=window), storing.floats(form, window)
 
     return draw
 
@@ -170,7 +170,7 @@ def test_evictions_decide_on_what_is_stored(eviction):
             o_proj=case.o_proj,
             store=stored.event,
         )
-        record = run(case.trace(), policy, setup.budget, schedule, Options())
+        record = run(case.trace(), policy, setup.budget, schedule, ReplayOptions())
         # rounded numbers tie often
         assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
         _compare(case, case.trace(), record, store, first=case.prompt_len - 1)
@@ -224,7 +224,7 @@ def test_kivi_stores_as_its_release_does():
 @pytest.mark.parametrize(
     "codec",
     [Kivi(group=2, window=2), Kivi(bits_per_number=4, group=2, window=2), Integers(), Integers(4)]
-    + [Floats(form) for form in storing.FORMATS],
+    + [ShortFloats(form) for form in storing.FORMATS],
     ids=repr,
 )
 def test_no_number_becomes_nan(codec, dtype):
@@ -243,10 +243,10 @@ def test_no_number_becomes_nan(codec, dtype):
 def test_short_floats_saturate():
     """What is beyond the largest number of a format becomes that number."""
     x = torch.tensor([[[1e6, -1e6, 448.0, 449.0]]])
-    assert Floats().keys(x).flatten().tolist() == [448.0, -448.0, 448.0, 448.0]
+    assert ShortFloats().keys(x).flatten().tolist() == [448.0, -448.0, 448.0, 448.0]
     x = torch.tensor([[[1e6, -1e6]]])
-    assert Floats("e5m2").values(x).flatten().tolist() == [57344.0, -57344.0]
-    assert Floats("fp16").values(x).flatten().tolist() == [65504.0, -65504.0]
+    assert ShortFloats("e5m2").values(x).flatten().tolist() == [57344.0, -57344.0]
+    assert ShortFloats("fp16").values(x).flatten().tolist() == [65504.0, -65504.0]
 
 
 def test_kivi_refuses_a_head_that_is_no_whole_groups():

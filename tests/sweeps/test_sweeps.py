@@ -10,7 +10,7 @@ import torch
 from probes import repeated
 
 import kvsim
-from kvsim.analysis.output.optimum import Terms
+from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import REGRET
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
@@ -373,7 +373,7 @@ def test_regret_does_not_depend_on_what_else_is_replayed():
 
 def test_references_are_computed_once_for_equal_terms(monkeypatch):
     """Budget, events and protected entries decide; the policy does not matter."""
-    calls, solved, solve = [], [], Terms.optimum
+    calls, solved, solve = [], [], OptimumTerms.optimum
 
     def counted(trace, one, budget, **options):
         calls.append((one.name, budget, one.protect.recent))
@@ -384,7 +384,7 @@ def test_references_are_computed_once_for_equal_terms(monkeypatch):
         return solve(terms, trace, **options)
 
     monkeypatch.setattr("kvsim.sweeps.cells.replay", counted)
-    monkeypatch.setattr(Terms, "optimum", noted)
+    monkeypatch.setattr(OptimumTerms, "optimum", noted)
     policies = [kvsim.policy(n) for n in ("tova", "random", "full")]
     policies.append(kvsim.policy("snapkv", window=4))
     names = ["retained_mass", "oracle_regret"]
@@ -437,7 +437,7 @@ def test_a_cell_survives_its_optimum(monkeypatch):
     def fail(*args, **options):
         raise ScoreError("oracle: broken")
 
-    monkeypatch.setattr(Terms, "optimum", fail)
+    monkeypatch.setattr(OptimumTerms, "optimum", fail)
 
     run = replay_all([make_trace()], [kvsim.policy("tova")], [16], interval=8, regret=True)
 

@@ -12,8 +12,8 @@ import polars as pl
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.subject import LiveSubject
-from kvsim.analysis.table import Block, blocks_of, subjects_of, table_of
-from kvsim.core.outcome import Outcome, OutputError
+from kvsim.analysis.table import RowArrays, blocks_of, subjects_of, table_of
+from kvsim.core.outcome import Outcome, OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
@@ -34,7 +34,7 @@ def measure_live(
     trace = subjects[0].trace
     records = [subject.record for subject in subjects]
     replayed = subjects_of(trace, records, {}, "cpu", projected=False)
-    blocks: list[Block] = []
+    blocks: list[RowArrays] = []
     for live, subject in zip(subjects, replayed, strict=True):
         forced = live.outcome.forced
         output = None if forced is None else forced.output
@@ -65,7 +65,7 @@ def measure_judged(
     )
 
 
-def _same(output: OutputError) -> OutputError:
+def _same(output: OutputDeviation) -> OutputDeviation:
     return output
 
 

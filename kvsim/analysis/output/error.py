@@ -22,7 +22,7 @@ from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.analysis.walk import by_layer
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.outcome import OutputError
+from kvsim.core.outcome import OutputDeviation
 from kvsim.core.pieces import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -31,7 +31,7 @@ from kvsim.errors import TraceError
 
 def output_error(
     trace: Trace, records: Sequence[Record], device: str = "cpu", *, projected: bool = False
-) -> list[OutputError]:
+) -> list[OutputDeviation]:
     """The error of each record's rows, one layer of the trace in memory at a time.
 
     Records of one trace share what does not depend on the policy. projected: compute `added` too.
@@ -47,7 +47,7 @@ def output_error(
         error, missing = (np.empty(shape, np.float32) for _ in range(2))
         added = np.empty((len(record.layers), trace.n_pos), np.float32) if projected else None
         factored = record.positions != "slot" and record.codec is None
-        results.append(OutputError(error, missing, factored, added))
+        results.append(OutputDeviation(error, missing, factored, added))
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
             rows = Layer.read(trace, layer, torch.device(device), projected=projected)

@@ -42,11 +42,11 @@ def optimum(
     attention. memory: bytes that a block of layers may take, 2 GiB by default; MemoryLimitError
     where one layer takes more, as with thousands of events.
     """
-    return Terms.of(trace, policy, record).optimum(trace, device=device, memory=memory)
+    return OptimumTerms.of(trace, policy, record).optimum(trace, device=device, memory=memory)
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class OptimumTerms:
     """Constraints of the optimum: rows of events, places at each, protected entries.
 
     places [layer, pool, event]; spared: how many first positions and how many most recent ones.

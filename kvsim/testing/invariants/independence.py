@@ -18,7 +18,7 @@ from kvsim.core.policy import Allocator, Even, Plan, Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine import check_cell, layers_per_block
-from kvsim.engine.replay import Options, run
+from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError, KvsimError, MemoryLimitError, PolicyError, TraceError
 from kvsim.schema import NEVER
 from kvsim.testing.invariants.trial import Broken, Trial, require, smallest_budget
@@ -83,7 +83,7 @@ def same_events(trial: Trial) -> None:
     beyond = case.n - case.prompt_len + 1 + trial.salt % case.n
     alone, none = replace(trial, interval=beyond, prefill=True), Schedule(interval=None)
     try:
-        record = run(case.trace(), policy, trial.budget, none, Options())
+        record = run(case.trace(), policy, trial.budget, none, ReplayOptions())
     except (BudgetError, PolicyError):
         require(not _has_rule(alone), f"refused with no interval, and not with {beyond}")
     else:

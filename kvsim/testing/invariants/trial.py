@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvsim.core.policy import Policy, Schedule, Uniform
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
-from kvsim.engine.replay import Options, run
+from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError
 from kvsim.schema import NEVER
 from kvsim.testing import loops
@@ -62,7 +62,7 @@ class Trial:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
         schedule = self.policy.schedule.override(self.interval, self.prefill, self.compress)
         trace = self.case.trace(self.context_len) if trace is None else trace
-        return run(trace, self.policy, self.budget, schedule, Options(**options))
+        return run(trace, self.policy, self.budget, schedule, ReplayOptions(**options))
 
     @cached_property
     def record(self) -> Record:
