@@ -16,9 +16,10 @@ MEMO_BYTES = 128 << 20
 class Memo:
     """Results by key, of which the first part is their kind.
 
-    When they are full, those of other kinds make room. Those of the same kind stay: replays ask for
-    them in the same order again, so that dropping the oldest would leave none to be found. Threads
-    may share one, as those of the dashboard do: no step expects what another may have dropped.
+    When the memo is full, results of other kinds are dropped. Results of the same kind stay:
+    replays ask for them in the same order again, and if the oldest were dropped, each would be
+    missing when it is needed. Threads may share a memo, as those of the dashboard do: no step
+    expects a result that another may have dropped.
     """
 
     def __init__(self) -> None:

@@ -112,10 +112,12 @@ def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
 class Schedule:
     """When a policy acts: after rows prompt_len - 1 + m * interval.
 
-    interval: rows between decode-time events; None where only the prefill event (m = 0) fires.
-    prefill: whether m = 0 fires. compress: what the prefill event compresses. With "context" it
-    fires after row context_len - 1, before the question: the policy takes the context for the
-    prompt, and the rows of the question for rows after it. "both": it fires after both.
+    Attributes:
+        interval: rows between decode-time events; None where only the prefill event (m = 0) fires.
+        prefill: whether m = 0 fires.
+        compress: what the prefill event compresses. With "context" it fires after row
+            context_len - 1, before the question: the policy takes the context for the prompt, and
+            the rows of the question for rows after it. With "both" it fires after both.
     """
 
     interval: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = 1
@@ -157,7 +159,7 @@ class Schedule:
     def override(
         self, interval: int | None, prefill: bool | None, compress: str | None = None
     ) -> Schedule:
-        """This schedule with what is given replaced."""
+        """Return this schedule with the given values, where they are not None."""
         given = {"interval": interval, "prefill": prefill, "compress": compress}
         chosen: dict[str, Any] = {x: value for x, value in given.items() if value is not None}
         return replace(self, **chosen)
@@ -297,10 +299,12 @@ class Wrapper(Scorer):
 class Plan:
     """How many entries stay at an event, and from where.
 
-    quotas: int [L, H], or [L, H, S] where each of S groups is chosen from by itself; groups then
-    says which one every entry belongs to, int [L, H, n]. eligible: bool [L, H, n], entries outside
-    leave unless they are protected. columns: new values of the allocator's columns. notes: what
-    figures may want to show, by name; [L, H, ...].
+    Attributes:
+        quotas: int [L, H], or [L, H, S] where each of S groups is chosen from by itself.
+        groups: the group of each entry, int [L, H, n].
+        eligible: bool [L, H, n]; other entries leave unless they are protected.
+        columns: new values of the allocator's columns, [L, H, n].
+        notes: what figures may show, by name; [L, H, ...].
     """
 
     quotas: Tensor

@@ -96,15 +96,24 @@ class Length(NamedTuple):
 class Policy(Displayed):
     """A policy, ready to replay: named pieces, no state.
 
-    protect: entries protected beside those that scorer and allocator protect by their definition.
-    positions: "slot" where the implementation rotates keys to their slot in the cache instead of
-    their position in the sequence (the output of the attention changes, the kept sets do not).
-    per_query_head: keep one set per query head, which a grouped cache cannot store; for analysis.
-    propagation: which rows of the prompt reach deeper layers; None for all of them.
-    reader: which of the resident entries a row reads; None for all of them. codec: as what they are
-    stored; None for as recorded.
-    scaled: lengths that shrink with the budget where they do not fit it; lengths: all that may, for
-    smaller budgets than those that they are meant for.
+    Attributes:
+        name: for tables and errors.
+        scorer: which entries matter.
+        allocator: how many stay, and from where.
+        schedule: after which rows it acts.
+        protect: entries protected beside those that scorer and allocator protect by definition.
+        layer_budgets: how much each layer gets.
+        positions: "slot" where the implementation rotates keys to their slot in the cache instead
+            of their position in the sequence; the kept sets stay, the attention output changes.
+        per_query_head: keep one set per query head, which a grouped cache cannot store.
+        propagation: which rows of the prompt reach deeper layers; None for all of them.
+        reader: which resident entries a row reads; None for all of them.
+        codec: as what entries are stored; None for as recorded.
+        scaled: lengths that shrink with the budget where they do not fit it.
+        lengths: all lengths that may shrink.
+
+    Raises:
+        PolicyError: a field out of its bounds, or pieces that do not go together.
     """
 
     name: str
@@ -221,9 +230,10 @@ class Policy(Displayed):
         return self.bounded and all_rows and self.allocator.exact and self.layer_budgets.exact
 
     def requested(self, budget: int) -> Protection:
-        """The union of what the policy, its scorer and its allocator ask to protect.
+        """Return the union of what the policy, its scorer and its allocator ask to protect.
 
-        budget: of a layer. Scaled lengths are those of the whole budget, so take `at` that first.
+        Args:
+            budget: of a layer. Scaled lengths are those of the whole budget: call `at` first.
         """
         union = self._requests.get(budget)
         if union is None:
@@ -252,7 +262,12 @@ class Policy(Displayed):
     ) -> None:
         """Raise BudgetError where the policy has no rule for the budget.
 
-        prompt_len, n_pos, n_layers: of the trace; schedule: what the policy's own is replaced by.
+        Args:
+            budget: entries per head.
+            prompt_len: tokens of the prompt.
+            n_pos: tokens of the trace.
+            n_layers: layers of the trace.
+            schedule: replaces the policy's own.
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")

@@ -24,10 +24,16 @@ from kvsim.schema import NEVER, schedule
 class Plans:
     """Decisions of one event on a block of layers, kept on request (`internals=True`).
 
-    layers: indices in the trace, [L]. pos [L, H, n] the entries (-1 on pads), scores [L, H, n]
-    (NaN on pads), budgets [L] of the layers. quotas [L, H], or [L, H, S] by group; groups [L, H, n]
-    which group an entry belongs to, eligible [L, H, n] where only some may stay. notes: arrays that
-    the allocator adds by name, such as the mass of `ams`.
+    Attributes:
+        row: the row after which the event fired.
+        layers: indices in the trace, [L].
+        pos: position of each entry, -1 on pads, [L, H, n].
+        scores: NaN on pads, [L, H, n].
+        budgets: of the layers, [L].
+        quotas: entries that stay, [L, H], or [L, H, S] by group.
+        groups: the group of each entry, [L, H, n].
+        eligible: where only some entries may stay, [L, H, n].
+        notes: arrays of the allocator by name, such as the mass of `ams`.
     """
 
     row: int
@@ -58,11 +64,14 @@ class Plans:
 class Response:
     """Response of a running model under a policy, and that with the full cache.
 
-    tokens: ids, the one that ends the response included. text: without special tokens; None
-    without a tokenizer. right: whether it has the right answer; None where nothing says what is
-    right. full_tokens, full_text, full_right: the same with the full cache, at most as many tokens.
+    Attributes:
+        tokens: ids, the one that ends the response included.
+        text: without special tokens; None without a tokenizer.
+        right: whether it has the right answer; None where nothing says what is right.
+        full_tokens, full_text, full_right: the same with the full cache, at most as many tokens.
 
-    Raises ValueError for values of other types: run folders are untrusted input.
+    Raises:
+        ValueError: values of other types, because run folders are untrusted input.
     """
 
     tokens: tuple[int, ...]
@@ -92,11 +101,22 @@ class Response:
 class Record(Displayed):
     """When each entry of each head left the cache.
 
-    evicted_at: int32 [layer, head, pos]; row r sees position p iff p <= r <= evicted_at[p]; an
-    entry that never leaves has the int32 maximum. In layers that a row p of the prompt was not
-    propagated to, no row sees it: evicted_at[p] = p - 1. `layers` are the trace layers that were
-    replayed, in order, and `layer_ids` their numbers in the model. With `per_query_head` the head
-    axis counts query heads.
+    Row r sees position p iff p <= r <= evicted_at[p].
+
+    Attributes:
+        evicted_at: int32 [layer, head, pos]; the int32 maximum for an entry that never leaves. In
+            layers that a row p of the prompt was not propagated to it is p - 1: no row sees it.
+        policy, params: name of the policy, and its parameters by name.
+        budget: entries per head.
+        interval: rows between events after the prompt, None without any.
+        prefill: whether an event ends the prefill.
+        prompt_len: tokens of the prompt.
+        layers: the layers of the trace that were replayed, in order; layer_ids: their numbers in
+            the model.
+        trace, digest: name of the trace, and its SHA-256; empty in memory.
+        positions: "slot" where keys are rotated to their slot in the cache, else "absolute".
+        per_query_head: the head axis counts query heads.
+        internals: decisions of the events, on request.
     """
 
     evicted_at: NDArray[np.int32]

@@ -95,15 +95,21 @@ class Source(Protocol):
 class Setting:
     """Constants over the events of a replay.
 
-    interval is that of the schedule, budget the policy's, n_layers the trace's.
-    policy: its name, for errors. windowed: layers whose sliding window is shorter than the text;
-    they are not replayed.
-    protected: protected entries of a head, once they exist. longest: of so many tokens the most
-    entries that a head holds before an event, if every layer gets the budget. For clairvoyant
-    scorers, of the whole replay: events, the rows after which they fire; spared, how many of the
-    first positions and how many of the most recent ones are protected; response, the first row
-    after the prompt.
-    guarded: the policy gets copies, and is refused where it writes to them.
+    Attributes:
+        budget: the policy's, in entries per head.
+        prompt_len: tokens of the prompt.
+        interval: rows between events after the prompt, None without any.
+        n_layers: layers of the trace.
+        clairvoyant: the scorer may read rows after the event.
+        protected: protected entries of a head, once they exist.
+        longest: returns, for a number of tokens, the most entries that a head holds before an
+            event, if every layer gets the budget.
+        windowed: layers whose sliding window is shorter than the text; they are not replayed.
+        events: rows after which events fire, for clairvoyant scorers.
+        protected_ends: how many first and how many most recent positions are protected, likewise.
+        response: the first row after the prompt, likewise.
+        policy: its name, for errors.
+        guarded: the policy gets copies, and is refused where it writes to them.
     """
 
     budget: int
@@ -115,7 +121,7 @@ class Setting:
     longest: Callable[[int], int] = int
     windowed: tuple[int, ...] = ()
     events: tuple[int, ...] = ()
-    spared: tuple[int, int] = (0, 0)
+    protected_ends: tuple[int, int] = (0, 0)
     response: int = 0
     policy: str = "a policy"
     guarded: bool = False

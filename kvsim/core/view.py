@@ -207,7 +207,7 @@ class View:
 
     @property
     def probe(self) -> ProbeRows:
-        """Rows that repeat the context and are none of the sequence, recorded on request."""
+        """Queries and keys of rows that repeat the context, recorded on request."""
         queries, keys, chunks = self._source.probe
         return ProbeRows(self._share("probe_q", queries), self._share("probe_k", keys), chunks)
 
@@ -255,7 +255,9 @@ class View:
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return `compute()`, computed at the first event that needs it and kept for later ones.
 
-        key: all that it depends on, beside the layers and what the view reads of fixed rows.
+        Args:
+            key: all that it depends on, beside the layers and what the view reads of fixed rows.
+            compute: returns any value.
         """
         memo = self._source.memo
         if key not in memo:
@@ -266,9 +268,10 @@ class View:
     def across(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
         """Return `compute()`, computed once for all replays of the trace that share a memo.
 
-        compute: returns a tensor or a tuple of them, which nobody must write to, of fixed rows or
-        of a cache that nothing has left. key: the kind of it, and all that it depends on beside the
-        layers.
+        Args:
+            key: the kind of result, and all that it depends on beside the layers.
+            compute: returns one or several tensors, which must not be written to, of fixed rows or
+                of a cache that nothing has left.
         """
         return self._source.lasting(key, compute)
 
@@ -295,8 +298,11 @@ class View:
 
         Each row is at its own position and sees the live entries up to it; its weights sum to 1
         over them, less the share of a sink where the model has those, and are 0 elsewhere.
-        With `group` the query heads are reduced: [L, H, w, n].
         Memoised per event; a larger window serves a smaller one.
+
+        Args:
+            last: rows of the window, w.
+            group: reduce the query heads of a group: "mean", "max" or "sum"; then [L, H, w, n].
         """
         size = next((size for size in self._windows if size >= last), last)
         if size not in self._windows:

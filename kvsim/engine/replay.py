@@ -46,20 +46,34 @@ def replay(
 ) -> Record:
     """Return what the cache would have kept under `policy` at `budget` entries per KV head.
 
-    trace: a Trace, its path or URL, or the name of a sample. policy: a Policy, its name, or a
-    scorer alone. budget: entries, or a share of the trace's length such as "25%".
-    interval, prefill, compress: replace the policy's own schedule: rows between events; whether the
-    event that ends the prefill fires; whether it fires after the whole prompt, after the context
-    and before the question, or after both (`kvsim.core.policy.Schedule`). layers: indices in the
-    trace; by default all that see the whole text, because a sliding window bounds the cache of the
-    others by itself. memory: bytes that a block of layers may take, 2 GiB by default; a larger
-    trace is replayed block by block. internals: keep scores, quotas and notes of every event; or
-    the notes of these names alone, which take little memory. progress: called with (layers done,
-    layers).
+    Open loop: q, k, v are those of the full-cache run (see docs/concepts.md).
 
-    Open loop: q, k, v are those of the full-cache run (see docs/concepts.md). Errors: BudgetError
-    where the policy has no rule for the budget, NeedsError where the trace has no context,
-    ScoreError, MemoryLimitError.
+    Args:
+        trace: a Trace, its path or URL, or the name of a sample.
+        policy: a Policy, its name, or a scorer alone.
+        budget: entries, or a share of the trace's length such as "25%".
+        interval: rows between events after the prompt; the policy's own by default.
+        prefill: whether the event that ends the prefill fires; as the policy says by default.
+        compress: whether that event fires after the whole prompt, after the context and before the
+            question, or after both; as the policy says by default.
+        layers: indices in the trace; by default all that see the whole text, because a sliding
+            window bounds the cache of the others by itself.
+        device: where to compute.
+        memory: bytes that a block of layers may take, 2 GiB by default; a larger trace is replayed
+            block by block.
+        internals: keep scores, quotas and notes of every event; or the notes of these names alone,
+            which take little memory.
+        progress: called with (layers done, layers).
+
+    Returns:
+        When each entry of each head left, int32 [layer, head, pos].
+
+    Raises:
+        BudgetError: the policy has no rule for the budget.
+        NeedsError: the trace lacks an array or a context that the policy needs.
+        PolicyError: the policy has no rule for the trace.
+        ScoreError: a score that is no number below infinity.
+        MemoryLimitError: one layer does not fit into `memory`.
     """
     trace, policy = as_trace(trace), as_policy(policy)
     check_options(memory, internals)
@@ -74,9 +88,10 @@ def replay(
 class ReplayOptions:
     """How a replay runs: the keywords of `replay`, and what tests change about it.
 
-    by_row: replay an interval of 1 in blocks of rows where that is possible. poison: overwrite keys
-    and values with NaN as soon as their entry has left. guard: treat a policy of kvsim as one of
-    the user's own, which gets copies; slower.
+    Attributes:
+        by_row: replay an interval of 1 in blocks of rows where that is possible.
+        poison: overwrite keys and values with NaN as soon as their entry has left.
+        guard: treat a policy of kvsim as one of the user's own, which gets copies; slower.
     """
 
     layers: Sequence[int] | None = None
@@ -171,7 +186,7 @@ def _replay(
     protection = policy.protection(setting.budget)
     future: dict[str, Any] = {
         "events": tuple(events),
-        "spared": (protection.first(setting.prompt_len), protection.recent),
+        "protected_ends": (protection.first(setting.prompt_len), protection.recent),
         "response": part.prompt_len,
         "guarded": setting.guarded or options.guard,
     }
@@ -246,7 +261,7 @@ def setting_of(
 
 
 def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> NDArray[np.int32]:
-    """evicted_at [L, H, T] by position, of one that counts the rows at positions `at` alone."""
+    """Return evicted_at [L, H, n_pos] of one over the rows at positions `at` alone, [L, H, k]."""
     out = np.empty((*evicted_at.shape[:2], n_pos), np.int32)
     out[:] = np.arange(n_pos) - 1  # visible to no row
     gone = evicted_at != NEVER
@@ -255,6 +270,6 @@ def placed(evicted_at: NDArray[np.int32], at: NDArray[np.int64], n_pos: int) -> 
 
 
 def _at(plans: Plans, at: NDArray[np.int64]) -> Plans:
-    """Plans by position, of some that count the rows at positions `at` alone."""
+    """Return plans by position of those over the rows at positions `at` alone."""
     pos = np.where(plans.pos < 0, -1, at[plans.pos])
     return replace(plans, row=int(at[plans.row]), pos=pos)

@@ -76,7 +76,7 @@ class Oracle(Scorer):
             setting.events,
             np.broadcast_to(places[..., None], (len(places), pools, len(setting.events))),
             start=setting.response,
-            protect=setting.spared,
+            protect=setting.protected_ends,
         )
         return torch.from_numpy(optimum.stop).to(view.pos.device, torch.float32)
 

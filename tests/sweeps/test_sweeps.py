@@ -380,7 +380,7 @@ def test_references_are_computed_once_for_equal_terms(monkeypatch):
         return kvsim.replay(trace, one, budget, **options)
 
     def noted(terms, trace, **options):
-        solved.append((int(terms.places.max()), terms.spared[1]))
+        solved.append((int(terms.places.max()), terms.protected_ends[1]))
         return solve(terms, trace, **options)
 
     monkeypatch.setattr("kvsim.sweeps.cells.replay", counted)

@@ -49,13 +49,13 @@ def optimum(
 class OptimumTerms:
     """Constraints of the optimum: rows of events, places at each, protected entries.
 
-    places [layer, pool, event]; spared: how many first positions and how many most recent ones.
+    places [layer, pool, event]; protected_ends: how many first and how many most recent positions.
     """
 
     record: Record
     events: tuple[int, ...]
     places: Ints
-    spared: tuple[int, int]
+    protected_ends: tuple[int, int]
 
     @classmethod
     def of(cls, trace: Trace, policy: Policy, record: Record) -> Self:
@@ -71,13 +71,13 @@ class OptimumTerms:
     @property
     def unprotected(self) -> Self:
         """The same terms with nothing protected, which policies of one budget share."""
-        return replace(self, spared=(0, 0))
+        return replace(self, protected_ends=(0, 0))
 
     @property
     def key(self) -> Hashable:
         """Equal for terms whose optimum is the same."""
         record, places = self.record, (self.places.shape, self.places.tobytes())
-        return self.events, *places, self.spared, record.per_query_head, record.layers
+        return self.events, *places, self.protected_ends, record.per_query_head, record.layers
 
     def optimum(self, trace: Trace, *, device: str = "cpu", memory: int | None = None) -> Record:
         """Return the optimum on these terms; see the function `optimum`."""
@@ -94,7 +94,7 @@ class OptimumTerms:
                         events,
                         self.places[at],
                         start=trace.prompt_len,
-                        protect=self.spared,
+                        protect=self.protected_ends,
                         memory=memory,
                     )
                 )
