@@ -34,7 +34,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kvsim
-from apps.tiny.model import MAX_TOKENS
 from apps.tiny.tokenizer import save_tokenizer
 from kvsim.core.policy import Policy
 from kvsim.interop.distillation import divergence, evicted
@@ -241,7 +240,7 @@ def train(run: Run, out: Path, until: int | None = None, minutes: float | None =
             save(run, out / "state.pt")
     if run.step == settings.steps:
         averaged(run).save_pretrained(out)
-        save_tokenizer(out, MAX_TOKENS)
+        save_tokenizer(out)
         summary = {"seconds": round(run.seconds), "settings": asdict(settings), "kl": run.kl}
         (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
 

@@ -15,13 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from kvsim.tiny.vocabulary import BOS, EOS, ID, PAD, UNK
 
 
-def save_tokenizer(folder: Path, max_length: int) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to ``folder``.
-
-    Args:
-        folder: the folder of the weights.
-        max_length: the longest sequence of the model's configuration, in tokens.
-    """
+def save_tokenizer(folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` to the folder of the weights."""
     words = Tokenizer(models.WordLevel(vocab=dict(ID), unk_token=UNK))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing(
@@ -33,7 +28,6 @@ def save_tokenizer(folder: Path, max_length: int) -> None:
         eos_token=EOS,
         unk_token=UNK,
         pad_token=PAD,
-        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.save_pretrained(folder)

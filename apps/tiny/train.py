@@ -39,7 +39,6 @@ from apps.tiny.model import (
     GROUP,
     HEAD_DIM,
     HIDDEN,
-    MAX_TOKENS,
     SHAPES,
     VOCAB_SIZE,
     build,
@@ -397,7 +396,7 @@ def export(run: Run, out: Path) -> None:
     if stored != torch.float32:  # after the configuration, which has the dtype for computing
         weights = {name: value.to(stored) for name, value in load_file(out / WEIGHTS).items()}
         save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
-    save_tokenizer(out, MAX_TOKENS)
+    save_tokenizer(out)
     summary = {"progress": asdict(run.progress), "settings": asdict(run.settings)}
     (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n")
 

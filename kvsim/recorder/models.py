@@ -15,7 +15,6 @@ import httpx
 import torch
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import StrictDataclassError
-from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +30,6 @@ from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
 from kvsim.schema import first_of
-from kvsim.tiny import vocabulary
 
 #: The models that have a name, in words: those that ship, and one in a package.
 _NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
@@ -281,8 +279,6 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
     folder = Path(place)
-    if folder in tiny.MODELS.values():
-        return _shipped_tokenizer(folder)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER):
         return None  # transformers would build an empty one
     try:
@@ -293,32 +289,6 @@ def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class de
     except (OSError, ValueError, KeyError, ImportError, TypeError):
         # a folder of weights alone: prompts are then token ids
         return None
-
-
-def _shipped_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a model that ships; CaptureError unless it gives every word its id.
-
-    Built from its file, so that no release of transformers chooses another class.
-    """
-    pad, bos, eos, unknown = vocabulary.SPECIAL
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(str(folder / "tokenizer.json")),
-        pad_token=pad,
-        bos_token=bos,
-        eos_token=eos,
-        unk_token=unknown,
-    )
-    words = [word for word in vocabulary.VOCAB if word not in vocabulary.SPECIAL]
-    ids = tokenizer(" ".join(words))["input_ids"]
-    expected = [vocabulary.ID[word] for word in (bos, *words)]
-    if ids != expected:
-        wrong = sum(x != y for x, y in zip(ids, expected, strict=False))
-        raise CaptureError(
-            f"the tokenizer of {folder.name} turns its {len(expected)} words into {len(ids)} "
-            f"tokens, {wrong} of them wrong, expected the ids that the model was trained with; "
-            "install kvsim again, or report the versions of transformers and tokenizers"
-        )
-    return tokenizer
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 import eviction
 from apps.tiny.curriculum import collate
-from apps.tiny.model import MAX_TOKENS, build
+from apps.tiny.model import build
 from apps.tiny.results import Results, digest
 from apps.tiny.tokenizer import save_tokenizer
 from kvsim.errors import BudgetError
@@ -156,7 +156,7 @@ def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys
     """Measured once and read again; other weights, sizes or policies are measured anew."""
     folder, card = tmp_path / "model", tmp_path / "card.md"
     model.save_pretrained(folder)
-    save_tokenizer(folder, MAX_TOKENS)
+    save_tokenizer(folder)
     card.write_text("before\n<!-- begin eviction -->\nold\n<!-- end eviction -->\nbehind\n")
     results = tmp_path / "results.jsonl"
     asked = [f"--results={results}", f"--model={folder}", "--n=2", "--cells", "needle:1", "walk:1"]

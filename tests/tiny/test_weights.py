@@ -8,11 +8,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM
 
 from apps.tiny.evaluate import respond
-from kvsim.errors import CaptureError
-from kvsim.recorder import models
 from kvsim.recorder.models import load_tokenizer
 from kvsim.tiny import MODELS, PATH
 from kvsim.tiny.ledger import check
@@ -56,20 +54,6 @@ def test_the_tokenizer_has_the_vocabulary_of_the_language(tokenizer):
     assert tokenizer.convert_ids_to_tokens(list(range(len(VOCAB)))) == list(VOCAB)
     assert len(tokenizer) == len(VOCAB)
     assert tokenizer("facts Paris")["input_ids"] == [1, ID["facts"], ID["<unk>"]]
-
-
-def test_another_class_of_tokenizer_is_refused(monkeypatch):
-    """A release of transformers whose class reads the file in another way ends in one line."""
-    built = {"tokenizer_object": None}
-
-    def exchanged(**options):
-        return Qwen2Tokenizer(**options | built, vocab=ID, merges=[])
-
-    monkeypatch.setattr(models, "PreTrainedTokenizerFast", exchanged)
-    with pytest.raises(
-        CaptureError, match=r"turns its \d+ words into \d+ tokens, \d+ of them wrong"
-    ):
-        load_tokenizer(PATH)
 
 
 @pytest.mark.parametrize("stated", ["TokenizersBackend", "PreTrainedTokenizerFast"])
