@@ -323,4 +323,4 @@ def test_a_table_has_a_line_for_each_budget(folder):
     built = kvsim.policy(f"duo:{plan_of(folder, [[0.9, 0.1]])}")
 
     assert unbounded([built, kvsim.policy("full")]) == ["full"]
-    assert not built.bounded
+    assert built.bounds == {"heads"}

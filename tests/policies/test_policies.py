@@ -34,6 +34,23 @@ def test_every_policy_is_made_by_its_name_and_shows_it(name):
     assert all(f"{key}=" in repr(policy) for key in list(policy.params)[:8])
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "bounds"),
+    [
+        ("full", {}, set()),
+        ("pyramidinfer", {}, set()),
+        ("tova", {}, {"held"}),
+        ("topk", {}, {"read"}),
+        ("topp", {}, set()),
+        ("tova+quest", {}, {"held", "read"}),
+        ("fastkv", {"kv_before": "full"}, {"held"}),
+    ],
+)
+def test_what_a_budget_bounds(name, params, bounds):
+    """Entries of all heads or propagated rows, entries that a row reads, or nothing."""
+    assert kvsim.policy(name, **params).bounds == bounds
+
+
 @pytest.mark.parametrize("name", names())
 def test_parameters_of_a_policy_make_it_again(name):
     """What a Record keeps, name and parameters, is enough to build the same policy."""
