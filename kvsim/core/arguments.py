@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def listed(given: T | Iterable[T]) -> list[T]:
-    """Return a list of what is given; text, and what nobody can iterate over, is one value."""
+    """Return the given values as a list; text, or anything not iterable, is one value."""
     single = isinstance(given, str) or not isinstance(given, Iterable)
     return [cast("T", given)] if single else list(cast("Iterable[T]", given))
 

@@ -90,8 +90,8 @@ def as_tensor(name: str, array: ArrayLike, where: str) -> Tensor:
 def in_memory(given: ArrayLike, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the tensor in C order and in a dtype, with a version counter; itself if it is so.
 
-    given: what `as_tensor` read it from. Memory of a writable numpy array is copied: nobody sees
-    when it is written to.
+    given: what `as_tensor` read it from. Memory of a writable numpy array is copied:
+    writes to it go unseen.
     """
     with torch.inference_mode(mode=False):
         tensor = tensor.to(dtype).contiguous()

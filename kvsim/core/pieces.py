@@ -348,7 +348,7 @@ class Allocator(Sizing, ABC):
     across_heads: ClassVar[bool] = False
     #: all heads of all layers share their budgets: an event acts on all layers, or on none
     across_layers: ClassVar[bool] = False
-    #: belongs to a scorer, and gives way to what is put around that
+    #: belongs to a scorer; an allocator around that scorer replaces it
     yields: ClassVar[bool] = False
     #: the budget bounds some heads even where it does not bound all
     bounds_some: ClassVar[bool] = False
@@ -421,7 +421,7 @@ class LayerBudgets(Sizing, ABC):
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int | None:
         """Entries of a head after n_pos tokens, where the policy's budget plays no part in it.
 
-        None where it does, or where nobody can tell.
+        None where it does, or where that is unknown.
         """
         return None
 

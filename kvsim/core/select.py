@@ -163,11 +163,18 @@ def _fill(total: Tensor, weight: Tensor, room: Tensor) -> Tensor:
     return torch.minimum(room, level * weight).where(open_, 0.0)
 
 
-def deal(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
-    """One unit per round to every share below its cap, by priority descending, then lower index.
+def in_rounds(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
+    """Allocate one unit per round to each share below its cap, until none is left or all are full.
 
-    total int [...], cap int [..., S], priority [..., S]. Ends when total is dealt or all are full;
-    in closed form: the number of whole rounds is found by bisection.
+    In closed form: the number of whole rounds is found by bisection.
+
+    Args:
+        total: units, int [...].
+        cap: most units of each share, int [..., S].
+        priority: order within a round, the highest first, ties by lower index; [..., S].
+
+    Returns:
+        The units of each share, int [..., S].
     """
     low = torch.zeros_like(total)
     high = cap.amax(-1).expand_as(total).clone()
@@ -175,9 +182,9 @@ def deal(total: Tensor, cap: Tensor, priority: Tensor) -> Tensor:
         middle = (low + high + 1) // 2
         fits = torch.minimum(cap, middle.unsqueeze(-1)).sum(-1) <= total
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
-    dealt = torch.minimum(cap, low.unsqueeze(-1))
-    rest = (total - dealt.sum(-1)).unsqueeze(-1)
+    allocated = torch.minimum(cap, low.unsqueeze(-1))
+    rest = (total - allocated.sum(-1)).unsqueeze(-1)
     more = cap > low.unsqueeze(-1)
     order = priority.masked_fill(~more, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     turn = order.argsort(dim=-1)
-    return dealt + (more & (turn < rest)).long()
+    return allocated + (more & (turn < rest)).long()

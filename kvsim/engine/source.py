@@ -32,7 +32,7 @@ class _Copies:
 
 
 def isolated(trace: Trace) -> Trace:
-    """Return a trace that nobody else reads, for a policy that may write to it."""
+    """Return a copy of a trace, for a policy that may write to it."""
     return Trace(
         _Copies(trace.source),
         deepcopy(trace.header),

@@ -55,7 +55,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
 from kvsim.core.policy import Allocator, Plan, Protection
-from kvsim.core.select import apportion, deal, select
+from kvsim.core.select import apportion, in_rounds, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.window import smooth
@@ -371,7 +371,7 @@ def strict_quotas(parts: SegmentSums, weight: Tensor, least: Tensor, budget: Ten
     floor = torch.where(infeasible.unsqueeze(-1), 0, least)
     units = apportion(budget, weight, floor, parts.length)
     spare = (budget - parts.kept.sum(-1)).clamp(min=0)
-    tight = parts.kept + deal(spare, (least - parts.kept).clamp(min=0), parts.mass)
+    tight = parts.kept + in_rounds(spare, (least - parts.kept).clamp(min=0), parts.mass)
     units = torch.where(infeasible.unsqueeze(-1), tight, units)
     minimum = least.sum(-1).minimum(budget) / budget
     return Quotas(units, minimum, 1 - minimum, infeasible)
@@ -393,14 +393,14 @@ def reference_quotas(parts: SegmentSums, weight: Tensor, least: Tensor, budget: 
     units = length.minimum(least + added)
     given = (units - least).sum(-1)
     over = (units.sum(-1) - budget).clamp(min=0)
-    units = units - deal(over, units - least, order)
+    units = units - in_rounds(over, units - least, order)
     under = (budget - units.sum(-1)).clamp(min=0)
-    units = units + deal(under, length - units, order)
-    fewer = least - deal((base - budget).clamp(min=0), (least - 1).clamp(min=0), order)
+    units = units + in_rounds(under, length - units, order)
+    fewer = least - in_rounds((base - budget).clamp(min=0), (least - 1).clamp(min=0), order)
     units = torch.where((base >= budget).unsqueeze(-1), fewer, units)
     endless = (base >= budget) & ((least > 0).sum(-1) > budget)
     always = parts.kept.sum(-1)
     room = least.maximum(parts.kept) - parts.kept
-    tight = parts.kept + deal((budget - always).clamp(min=0), room, parts.mass)
+    tight = parts.kept + in_rounds((budget - always).clamp(min=0), room, parts.mass)
     units = torch.where(endless.unsqueeze(-1), tight, units)
     return Quotas(units, base.minimum(budget) / budget, given.minimum(rest) / budget, endless)

@@ -59,7 +59,7 @@ class HeadPlan:
 
     @classmethod
     def open(cls, path: Path) -> HeadPlan:
-        """Read a file. Raises PolicyError where it is none, of another version or shape."""
+        """Read a file. Raises PolicyError for one of another kind, version or shape."""
         try:
             text = path.read_text("utf-8")
             if path.suffix == ".tsv":

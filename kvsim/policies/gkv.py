@@ -136,7 +136,7 @@ class GKV(Windowed):
         return self.redundancy and self.mix_lambda < 1
 
     def score(self, view: View) -> Scores:
-        """mix_lambda pool_j(F_j) - (1 - mix_lambda) R'_j; [L, H, n]. F itself is carried on."""
+        """mix_lambda pool_j(F_j) - (1 - mix_lambda) R'_j; [L, H, n]. The column holds F."""
         older = before_window(view, self.window)
         share = normalise(local_score(view, self.window), older)
         fused = fuse(view["global"], share, self.fusion, self.decay).where(older, 0.0)

@@ -110,7 +110,7 @@ class Network:
 
     @classmethod
     def open(cls, path: Path) -> Network:
-        """Read a file. Raises PolicyError where it is none, of another version or damaged."""
+        """Read a file. Raises PolicyError for one of another kind or version, or a damaged one."""
         from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
         try:

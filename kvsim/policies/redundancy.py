@@ -30,7 +30,7 @@ from kvsim.core.view import View
 _BLOCK_BYTES = 4 << 20
 # Columns of the first block of the search, and of the largest.
 _NARROW, _WIDE = 64, 512
-# Instead of the last similar slot: there is none, or nobody has searched.
+# Instead of the last similar slot: there is none, or it was not searched.
 _NONE, _UNKNOWN = -1, -2
 
 

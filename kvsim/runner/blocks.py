@@ -52,7 +52,7 @@ class Pool:
         self._poison = poison
 
     def allocate(self, n: int) -> list[int]:
-        """Return n blocks that nobody holds, each counted once."""
+        """Return n free blocks, each counted once."""
         if n > len(self._free):
             more = max(n - len(self._free), len(self.counts) // 4, 16)
             self._free += range(len(self.counts) + more - 1, len(self.counts) - 1, -1)
@@ -68,14 +68,14 @@ class Pool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Count blocks once more. Raises ValueError for one that nobody holds."""
+        """Count blocks once more. Raises ValueError for a free one."""
         self._check(Counter(blocks), 1)
         for block in blocks:
             self.counts[block] += 1
         self.use.shared_blocks += len(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Count blocks once less; what nobody holds any more can be allocated again.
+        """Count blocks once less; those at 0 can be allocated again.
 
         Raises ValueError, and changes nothing, for a block that fewer hold than it is given.
         """

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsim.core.select import apportion, compete, deal, select
+from kvsim.core.select import apportion, compete, in_rounds, select
 
 
 def sorted_choice(values, quota, protected, live):
@@ -183,7 +183,7 @@ def test_dealing_is_one_unit_per_round(case, data):
     _, _, _, cap = case
     total = data.draw(st.integers(0, sum(cap) + 2))
     priority = [data.draw(st.sampled_from([0.0, 1.0, 2.0])) for _ in cap]
-    found = deal(torch.tensor(total), torch.tensor(cap), torch.tensor(priority)).tolist()
+    found = in_rounds(torch.tensor(total), torch.tensor(cap), torch.tensor(priority)).tolist()
 
     expected, left = [0] * len(cap), total
     turn = sorted(range(len(cap)), key=lambda i: (-priority[i], i))
