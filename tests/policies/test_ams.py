@@ -300,7 +300,7 @@ def run(case: Case | kvsim.Trace, name: str = "ams", *, budget: int = 16, **para
 @pytest.mark.parametrize("fill", ["head_max", "global_max", "head_mean", "observed", "zero"])
 @pytest.mark.parametrize("weights", ["mass", "length", "equal"])
 def test_every_segment_keeps_its_quota(fill, weights):
-    """SegmentSums between their bounds, each with exactly its quota, sinks and recent among them."""
+    """Segments between their bounds, each with exactly its quota, sinks and recent among them."""
     record = run(make(1), suffix_fill=fill, weights=weights)
     assert len(record.internals) == 4
     for plans in record.internals:
