@@ -10,6 +10,7 @@ mean on the site what they mean in a checkout.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -55,6 +56,15 @@ def add_navigation(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{pages}\n```\n"
 
 
+def add_rules(_: Sphinx, page: str, source: list[str]) -> None:
+    """Append the docstrings of all policies to their page."""
+    if page == "docs/policies":
+        sys.path.append(str(Path(__file__).parent))
+        from rules import with_rules  # noqa: PLC0415 - lies beside this file
+
+        source[0] = with_rules(source[0])
+
+
 def add_entrance(app: Sphinx, error: Exception | None) -> None:
     """Let the top of the site lead to its first page."""
     if error is None:
@@ -66,4 +76,5 @@ def add_entrance(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Connect what this file adds."""
     app.connect("source-read", add_navigation)
+    app.connect("source-read", add_rules)
     app.connect("build-finished", add_entrance)

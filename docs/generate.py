@@ -8,11 +8,10 @@ python docs/generate.py --check      change nothing; exit with status 1 if somet
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,28 @@ _PART = re.compile(r"(<!-- generated: (?P<name>\S+) -->\n).*?(<!-- /generated --
 def policies() -> str:
     """The table of policies and their presets."""
     from kvsim.cli.listing import fires, needs, shown  # noqa: PLC0415 - loads torch; --help doesn't
-    from kvsim.policies import describe, names  # noqa: PLC0415
+    from kvsim.policies import CATALOGUE, describe, names  # noqa: PLC0415
 
     lines = ["| policy | keeps | evicts after | needs | paper |", "| --- " * 5 + "|"]
     for one in map(describe, names()):
         paper = "" if "@" in one.name else _link(one.paper)
-        lines.append(f"| `{shown(one)}` | {one.keeps} | {fires(one)} | {needs(one)} | {paper}|")
+        name = _source(one.name, shown(one), CATALOGUE)
+        lines.append(f"| {name} | {one.keeps} | {fires(one)} | {needs(one)} | {paper}|")
     return "\n".join(lines)
 
 
+def _source(name: str, label: str, entries: Mapping[str, Any]) -> str:
+    """The name, linked to the file whose docstring has the rule."""
+    if name not in entries:  # a preset
+        return f"`{label}`"
+    file = Path("kvsim", "policies", f"{name}.py")
+    if not (ROOT / file).is_file():
+        file = Path(*entries[name].piece.__module__.split(".")).with_suffix(".py")
+    return f"[`{label}`](../{file})"
+
+
 def lengths() -> str:
-    """The lengths that `@scaled` scales, and the budgets that they are meant for."""
+    """The lengths that `@scaled` scales at 64 entries, and the budgets that they are meant for."""
     from kvsim.policies import CATALOGUE, names, policy  # noqa: PLC0415 - as policies()
 
     lines = ["| policy | meant for | values (at a budget of 64) |", "| --- " * 3 + "|"]
@@ -56,7 +66,7 @@ def lengths() -> str:
             + (f" ({length.at(64)})" if length.at(64) != length.value else "")
             for length in lengths
         )
-        if lengths:
+        if any(length.at(64) != length.value for length in lengths):
             lines.append(f"| `{name}` | {lengths[0].entries} | {', '.join(values)} |")
     return "\n".join(lines)
 
@@ -85,22 +95,16 @@ def policy_names() -> str:
 
 
 def access() -> str:
-    """Readers and codecs: a table, then the rule and the parameters of each."""
+    """The table of readers and codecs."""
     from kvsim.cli.listing import needs  # noqa: PLC0415 - as policies()
     from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
 
     lines = ["| part | kind | what it does | needs | paper |", "| --- " * 5 + "|"]
     for one in map(describe, access_names()):
         paper = "" if "@" in one.name else _link(one.paper)
-        lines.append(f"| `{one.name}` | {one.kind} | {one.keeps} | {needs(one)} | {paper}|")
-    parts = ["\n".join(lines)]
-    told: dict[type, str] = {}
-    for name, entry in ACCESS.items():
-        first = told.setdefault(entry.piece, name)
-        doc = inspect.cleandoc(entry.piece.__doc__ or "")
-        rule = doc if first == name else f"As [{first}](#{first})."
-        parts.append("\n\n".join([f"## {name}", rule, _parameters(name, entry.presets)]))
-    return "\n".join(["", "\n\n".join(parts), ""])
+        name = _source(one.name, one.name, ACCESS)
+        lines.append(f"| {name} | {one.kind} | {one.keeps} | {needs(one)} | {paper}|")
+    return "\n".join(lines)
 
 
 def _link(paper: str) -> str:
@@ -108,58 +112,23 @@ def _link(paper: str) -> str:
     return f"[{paper}](https://arxiv.org/abs/{number}) " if number != paper else paper
 
 
-def _parameters(name: str, presets: Iterable[str]) -> str:
-    """Values of a policy's parameters, those that its presets change, and choices of words."""
-    from kvsim.policies import describe  # noqa: PLC0415 - as policies()
+def parameters() -> str:
+    """Parameters with their defaults, and those that presets change."""
+    from kvsim.policies import ACCESS, CATALOGUE, describe  # noqa: PLC0415 - as policies()
 
-    base = describe(name)
-    choices = dict(base.accepts)
-    lines = ["| name | parameters |", "| --- | --- |"]
-    lines.append(f"| `{name}` | {_values(base.params) or 'none'} |")
-    for full_name in (f"{name}@{preset}" for preset in presets):
-        one = describe(full_name)
-        changed = {key: x for key, x in one.params.items() if x != base.params.get(key)}
-        values = f"the same but {_values(changed)}" if changed else "the same"
-        if one.params.keys() != base.params.keys():
-            values = _values(one.params) or "none"
-        lines.append(f"| `{full_name}` | {values} |")
-        choices = {**one.accepts, **choices}
-    words = [f"`{key}` {expected}" for key, expected in choices.items() if "'" in expected]
-    return "\n".join([*lines, *(["", f"Choices: {'; '.join(words)}."] if words else [])])
-
-
-def _values(params: Mapping[str, object]) -> str:
-    return ", ".join(f"`{key}={value}`" for key, value in params.items())
-
-
-def policy_notes() -> str:
-    """For each policy the docstrings of its files and its parameters."""
-    from kvsim.policies import CATALOGUE  # noqa: PLC0415 - as policies()
-
-    parts: list[str] = []
-    told: dict[str, str] = {}
-    for name, entry in CATALOGUE.items():
-        presets = [entry.preset(preset) for preset in entry.presets]
-        pieces = [p for e in (entry, *presets) for p in (e.piece, e.layer_budgets) if p is not None]
-        docs, elsewhere = [], []
-        modules = dict.fromkeys(piece.__module__ for piece in pieces)
-        for module in (m for m in modules if m.startswith("kvsim.policies.")):
-            file = module.rpartition(".")[2]
-            place = file if file in CATALOGUE else told.setdefault(module, name)
-            if place != name:
-                elsewhere.append(f"[{place}](#{place})")
-            else:
-                docs.append(inspect.cleandoc(sys.modules[module].__doc__ or ""))
-        if elsewhere and docs:
-            here = pieces[0].__module__.endswith(f".{name}")
-            own, other = pieces[0].__module__, [p for p in entry.presets if entry.preset(p).piece]
-            other = [f"`{name}@{p}`" for p in other if entry.preset(p).piece.__module__ != own]
-            what = f"rule of {' and '.join(other)}" if here and other else "rest of the rule"
-            docs.append(f"The {what} is under {' and '.join(elsewhere)}.")
-        elif elsewhere:
-            docs.append(f"Keeps {entry.summary}. The rule is under {' and '.join(elsewhere)}.")
-        parts.append("\n\n".join([f"## {name}", *docs, _parameters(name, entry.presets)]))
-    return "\n" + "\n\n".join(parts) + "\n"
+    lines = ["| policy | parameters |", "| --- | --- |"]
+    for name, entry in {**CATALOGUE, **ACCESS}.items():
+        defaults = describe(name).params
+        values = {name: defaults}
+        for preset in entry.presets:
+            params = describe(f"{name}@{preset}").params
+            changed = {key: x for key, x in params.items() if x != defaults.get(key)}
+            values[f"{name}@{preset}"] = changed if params.keys() == defaults.keys() else params
+        for label, params in values.items():
+            if params:
+                cell = ", ".join(f"`{key}={value}`" for key, value in params.items())
+                lines.append(f"| `{label}` | {cell} |")
+    return "\n".join(lines)
 
 
 def metrics() -> str:
@@ -261,9 +230,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "figures": figures,
     "lengths": lengths,
     "metrics": metrics,
+    "parameters": parameters,
     "policies": policies,
     "policy_names": policy_names,
-    "policy_notes": policy_notes,
     "prediction": validity.prediction,
     "validity": validity.part,
 }

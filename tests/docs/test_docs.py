@@ -14,7 +14,8 @@ import generate
 import kvsim
 from blocks import blocks
 from kvsim.analysis.registry import METRICS
-from kvsim.policies import CATALOGUE
+from kvsim.policies import ACCESS, CATALOGUE
+from rules import with_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,9 +119,20 @@ def test_everything_is_documented():
 
     assert [n for n in kvsim.__all__ if not re.search(rf"\b{n}\b", python)] == []
     assert [c for c in generate.command_names() if f"## kvsim {c}\n" not in commands] == []
-    assert [p for p in CATALOGUE if f"## {p}\n" not in policies] == []
+    assert [p for p in (*CATALOGUE, *ACCESS) if not re.search(rf"\| \[`{p}\b", policies)] == []
     assert [p for _, p in names if f"| `{p}` |" not in policies] == []
     assert [m for m in METRICS if f"| `{m}` |" not in metrics] == []
+
+
+def test_the_site_has_the_rule_of_every_policy():
+    """The page of policies on the site ends with each docstring, and its tables link there."""
+    text = with_rules(PAGES["docs/policies.md"].read_text("utf-8"))
+    titles = re.findall(r"(?m)^### (.+)$", text.partition("## Rules\n")[2])
+
+    assert titles == [*CATALOGUE, *ACCESS]
+    assert "Every entry accumulates the attention that it\nreceives" in text
+    assert "[`h2o`](#h2o)" in text
+    assert set(re.findall(r"\]\(#(\S+)\)", text)) <= anchors(text)
 
 
 def test_every_page_is_reachable():
