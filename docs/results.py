@@ -1,16 +1,16 @@
 # ruff: noqa: INP001, T201 - a script, not a module, and it says what it did
-"""Replay every policy on traces of a model, and test what the papers claim: results.md.
+"""Replay every policy on traces of a model: results.md; test what the papers claim: claims.md.
 
     python docs/results.py                   tiny, 24 prompts: six minutes on two cores
     python docs/results.py --smallest        2 short prompts: a minute; what a test runs
     python docs/results.py --model smollm2   60 prompts of up to 2,048 tokens: hours; resumes
-    python docs/results.py --stored          the page of the values that are there: half a minute
+    python docs/results.py --stored          the pages of the values that are there: seconds
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
 The values of every prompt are in a file beside the page, `docs/results.parquet`; every number of
-the page follows from it, every verdict by `kvsim.claims`, as in `kvsim report`. What was measured
+the pages follows from it, every verdict by `kvsim.claims`, as in `kvsim report`. What was measured
 of a prompt is kept in `--traces` too, a piece for each policy, and used again, so that a policy
-added later is all that is measured. What does the work lies in docs/results_page.
+added later is all that is measured. The work is done in docs/results_page.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from pathlib import Path
 
 import polars as pl
 
+from results_page.claims import claims_page
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import table_policies
 from results_page.ranking import figures, rows
-from results_page.statistics import read_values, write_values
+from results_page.statistics import Results, read_values, write_values
 from results_page.tables import measure_prompt
 from results_page.text import page
 from results_page.timing import cost
 from results_page.traces import record, weights
 
 ROOT = Path(__file__).resolve().parent.parent
+CLAIMS_PAGE = ROOT / "docs" / "claims.md"
 PAGES = {"tiny": ROOT / "docs" / "results.md", "smollm2": ROOT / "docs" / "results-smollm2.md"}
 
 
@@ -76,22 +78,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = given.out or PAGES[given.model]
     if not given.stored:
         measure_all(plan, given.traces, out.with_suffix(".parquet"), given.jobs)
-    write(plan, out)
+    results = {plan.model: write(plan, out)}
+    if out == PAGES[plan.model]:
+        results = committed()
+    out.with_name(CLAIMS_PAGE.name).write_text(claims_page(results), "utf-8")
     print(f"{out} written after {time.perf_counter() - start:.0f} s")
 
 
-def write(plan: Plan, out: Path) -> None:
+def committed() -> dict[str, Results]:
+    """The values of the pages in the repository."""
+    return {
+        name: read_values(page.with_suffix(".parquet"), PLANS[name]) for name, page in PAGES.items()
+    }
+
+
+def write(plan: Plan, out: Path) -> Results:
     """Write the page of the values beside it, and its figures."""
     results = read_values(out.with_suffix(".parquet"), plan)
     policies = table_policies(plan, "prefix:64")  # the labels alone
     by_budget = rows(results, policies)
     image = out.parent / "figures" / f"{out.stem}.png"
     figures(by_budget, image)
-    beside = None
-    if plan.lengths:
-        beside = read_values(PAGES["tiny"].with_suffix(".parquet"), PLANS["tiny"]).evidence
     link = image.relative_to(out.parent).as_posix()
-    out.write_text(page(results, policies, by_budget, link, beside), "utf-8")
+    out.write_text(page(results, policies, by_budget, link), "utf-8")
+    return results
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ BASE, MADE = "tova", "ams"
 
 def groups(r: Results) -> str:
     """A row for each stage, domain and task, and one for all."""
-    budget = r.plan.budgets[len(r.plan.budgets) // 2]
+    budget = r.plan.budget
     head = ("group", f"`{BASE}`", f"`{MADE}`", "difference", "segments", "prompts")
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name, chosen, layers in _groups(r):

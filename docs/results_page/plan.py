@@ -57,6 +57,11 @@ class Plan:
     sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
+    @property
+    def budget(self) -> int:
+        """The budget of tables of one."""
+        return self.budgets[len(self.budgets) // 2]
+
     def __str__(self) -> str:
         usual = vars(Plan())
         given = (f"{name}={x!r}" for name, x in vars(self).items() if x != usual[name])

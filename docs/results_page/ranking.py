@@ -116,12 +116,12 @@ def opening(by_budget: Mapping[int, Sequence[Row]], figure: str) -> str:
         lines.append(f"| {place} | {' | '.join(cells)} |")
     meaning = (
         "By judged KL: how far the model's predictions of the response move from those with the "
-        "full cache when each row sees what the replay kept, in nats per token; mean and 95 % "
-        "interval over prompts, of the best preset or combination of each policy. *=* is a tie "
-        "with the place above; intervals that overlap decide nothing by themselves. In "
-        "parentheses: the place by output error. Left out are policies without a budget, those "
-        f"that look ahead, and chance. {CALIBRATED} marks policies that were calibrated on another "
-        "prompt of the same kind. All rows are in the tables [below](#what-policies-keep-and-lose)."
+        "full cache when each row sees what the replay kept, in nats per token. Mean and 95 % "
+        "interval over prompts, of the best preset or combination of each policy; in parentheses "
+        "the place by output error. *=* is a tie with the place above; overlapping intervals "
+        "decide nothing by themselves. Left out: policies without a budget, those that look "
+        f"ahead, and `random`. {CALIBRATED}: calibrated on another prompt of the same kind. "
+        "[All rows](#what-policies-keep-and-lose)."
     )
     if few:
         budgets = ", ".join(map(str, few))
@@ -131,7 +131,7 @@ def opening(by_budget: Mapping[int, Sequence[Row]], figure: str) -> str:
         parts += ["\n".join(lines), _apart({budget: by_budget[budget] for budget in leaders})]
     alt = "KL and wiped-out regions of the best preset or combination of each policy"
     parts += [
-        "A low KL and few wiped-out regions are different things:",
+        "A policy with a low KL can wipe out many regions:",
         f"![{alt}]({beside(figure)})",
         f"![KL of every policy at every budget]({figure})",
     ]
@@ -170,9 +170,9 @@ def _apart(by_budget: Mapping[int, Sequence[Row]]) -> str:
         for row in moved[:3]
     )
     return (
-        f"Output error orders them otherwise: its rank correlation with KL over these "
-        f"{len(leaders)} policies is {agreed[ERROR]} at these budgets, that of layer error "
-        f"{agreed[LAYER_ERROR]}. Furthest apart at budget {middle}: {apart}."
+        f"Rank correlation with KL over {len(leaders)} policies at these budgets: output error "
+        f"{agreed[ERROR]}, layer error {agreed[LAYER_ERROR]}. Furthest apart at budget {middle}: "
+        f"{apart}."
     )
 
 
@@ -181,25 +181,28 @@ def _correlation(leaders: Sequence[Row], title: str) -> str:
     return f"{found.statistic:.2f}"
 
 
-def table(budget: int, found: Sequence[Row], prompts: int) -> str:
-    """All rows of a budget, ranked by KL, with the interval of KL and the means of the others."""
-    (_, _, _, form), *others = COLUMNS
+def table(by_budget: Mapping[int, Sequence[Row]], budget: int) -> str:
+    """All rows, ranked by KL at this budget: KL at each budget, then the other columns at this."""
+    others = COLUMNS[1:]
+    elsewhere = {n: {row.label: row for row in rows} for n, rows in by_budget.items()}
     lines = []
-    for row in found:
-        cells = [row.values[KL].text(form)]
-        for title, _, _, form_of in others:
+    for row in by_budget[budget]:
+        cells = []
+        for n, by_label in elsewhere.items():
+            kl = by_label[row.label].values[KL]
+            cells.append(kl.text(".3f") if n == budget else f"{kl.mean:.3f}" if kl.n else "")
+        for title, _, _, form in others:
             one = row.values[title]
-            cells.append(f"{one.mean:{form_of}}" if one.n else "")
+            cells.append(f"{one.mean:{form}}" if one.n else "")
             if title == "IoU":
-                cells.append(f"{row.chance.mean:{form_of}}" if row.chance.n else "")
+                cells.append(f"{row.chance.mean:{form}}" if row.chance.n else "")
         note = "" if row.bounded else " (no budget binds)"
         lines.append(f"| {shown(row.label)}{note} | " + " | ".join(cells) + " |")
-    titles = [title for title, *_ in COLUMNS]
+    titles = [title for title, *_ in others]
     titles.insert(titles.index("IoU") + 1, "IoU by chance")
-    n = max(row.values["entries"].n for row in found)
-    count = "" if n == prompts else f": {n} prompts"
-    head = [f"### Budget {budget}{count}", "", "| policy | " + " | ".join(titles) + " |"]
-    return "\n".join([*head, "| --- |" + " ---: |" * len(titles), *lines])
+    titles = [f"KL {n}" for n in by_budget] + titles
+    head = "| policy | " + " | ".join(titles) + " |"
+    return "\n".join([head, "| --- |" + " ---: |" * len(titles), *lines])
 
 
 def shown(label: str) -> str:

@@ -1,4 +1,4 @@
-"""The text of the page: tables, what they mean, and the claims with their verdicts."""
+"""The text of the page: tables, and what they mean."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvsim import Policy, policy
-from kvsim.analysis.significance import ALPHA, FEWEST
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
-from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim, Evidence
-from kvsim.claims.claim import MATTERS, OF_TEN
-from kvsim.policies import names, parameters
+from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
@@ -26,43 +24,21 @@ MEASURED = "## How this was measured"
 
 
 def page(
-    r: Results,
-    policies: Mapping[str, Policy],
-    by_budget: Mapping[int, Sequence[Row]],
-    figure: str,
-    tiny: Evidence | None = None,
+    r: Results, policies: Mapping[str, Policy], by_budget: Mapping[int, Sequence[Row]], figure: str
 ) -> str:
-    """The whole page.
-
-    figure: its path as the page links to it. tiny: what the claims are tested on beside this model.
-    """
+    """The whole page; figure: its path as the page links to it."""
     changed = ["### Parameters made smaller", _changed(policies)] if r.plan.sizes.ams else []
-    claims = {paper: [*make(r.evidence)] for paper, make in CLAIMS.items()}
-    elsewhere = {
-        (one.number, one.says): one.verdict
-        for make in CLAIMS.values()
-        for one in (make(tiny) if tiny is not None else ())
-    }
     parts = [
         _introduction(r, opening(by_budget, figure)),
         "## What policies keep and lose",
         reading(r, policies),
-        *(table(budget, found, r.plan.prompts) for budget, found in by_budget.items()),
+        table(by_budget, r.plan.budget),
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
         groups(r),
         "## Across layers",
         _across(r),
         *(_of_a_real_model(r, policies) if r.plan.lengths else []),
-        "## Which of the papers' claims hold here",
-        _rules(r),
-        _count(claims),
-        *(
-            f"### {paper}\n\n" + _claims(each, r.plan.prompts, elsewhere)
-            for paper, each in claims.items()
-        ),
-        "## Names",
-        f"The catalogue when this page was made: {listing()}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -80,11 +56,6 @@ def _of_a_real_model(r: Results, policies: Mapping[str, Policy]) -> list[str]:
 def _and(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def listing() -> str:
-    """Every name of the catalogue, as the page lists it."""
-    return ", ".join(f"`{name}`" for name in names())
 
 
 def _introduction(r: Results, first: str) -> str:
@@ -116,15 +87,13 @@ python docs/results.py{option}
 * Weights of `{plan.model}`: sha256 `{r.made["weights"]}`. Digests of the traces together: sha256 \
 `{traces}`.
 * {r.made["tools"]}, CPU.
-* The values of every prompt: `docs/{_stem(plan)}.parquet`. `python docs/results.py{option} \
---stored` makes the page of them.
-* One schedule for every policy, whatever its own is: {events}. This compares what policies keep, \
-and not when they act.
-* A value is the mean over layers and heads (and over the rows of the response, where rows count) \
-of a prompt, then over prompts. In brackets: its 95 % bootstrap interval over prompts \
-({RESAMPLES} resamples, seed 0); fewer than {FEWEST} prompts have none.
-* Numbers of layer 0 are exact, those of deeper layers open loop: errors do not add up over \
-layers ([fidelity](concepts.md#fidelity))."""
+* The values of every prompt: `docs/{_stem(plan)}.parquet`, from which \
+`python docs/results.py{option} --stored` writes this page.
+* One schedule for every policy: {events}.
+* A value is the mean over layers and heads (and over the rows of the response) of a prompt, then \
+over prompts. In brackets: its 95 % bootstrap interval over prompts ({RESAMPLES} resamples, \
+seed 0), with at least {FEWEST} prompts.
+* Numbers of layer 0 are exact, those of deeper layers [open loop](concepts.md#fidelity)."""
 
 
 def _stem(plan: Plan) -> str:
@@ -138,12 +107,10 @@ def _tiny(r: Results) -> tuple[str, str]:
     size = f"level {plan.level}" if plan.level else f"{plan.facts} facts, up to {plan.lines} lines"
     beginning = (
         "# Results on the shipped model\n\n"
-        "`tiny` has three layers and about a million parameters, and was built for an artificial "
-        "task with its retrieving heads partly put there, so these numbers show what policies do "
-        "to such attention and not what they do to a large model. A claim that holds here has "
-        "passed one small test; one that does not may hold all the same where texts are ten times "
-        "as long and heads less sharp. [Results on SmolLM2](results-smollm2.md) has a pretrained "
-        "model beside it."
+        "`tiny` has three layers, about a million parameters and an artificial task, and some of "
+        "its retrieval heads were built by hand: these numbers do not carry over to large models. "
+        "[Results on SmolLM2](results-smollm2.md) are those of a pretrained model; "
+        "[claims](claims.md) are tested on both."
     )
     prompts = (
         f"{plan.prompts} prompts in the language of `tiny` ({', '.join(VERBS)} in turn, domains in "
@@ -164,10 +131,9 @@ def _smollm2(r: Results) -> tuple[str, str]:
     beginning = (
         "# Results on SmolLM2\n\n"
         "SmolLM2-135M-Instruct is a small pretrained language model of 30 layers, 9 query heads "
-        "and 3 KV heads, here from the weights that [`--model smollm2`](smollm2.md) finds, in "
-        "4 bits. The texts are Python's documentation. What holds here holds on one model, one "
-        "kind of text and short contexts, measured open loop, and is no statement on accuracy; "
-        "what fails here may hold on models fifty times as large."
+        "and 3 KV heads, in 4 bits ([`--model smollm2`](smollm2.md)). The texts are Python's "
+        "documentation. These results are of one model, one kind of text and short contexts, and "
+        "say nothing of accuracy. [Claims of the papers](claims.md) are tested on them."
     )
     prompts = (
         f"{plan.prompts} prompts of about {lengths} tokens, seed {plan.seed}, half of them `text`: "
@@ -188,13 +154,12 @@ def reading(r: Results, policies: Mapping[str, Policy]) -> str:
     gap = np.nanmax(gaps)
     left_open = f"at most {gap:.0e}" if gap else "nothing"
     return (
-        "Rows are sorted by KL; only KL has its interval here. *Regret* is the mass that the "
-        "[optimum](optimum.md) retains on the same terms, minus retained mass: no kept sets retain "
-        f"more, and the proof leaves {left_open} open. Without a bound on the size there is none. "
+        f"KL at each budget{_prompts(r)}, then the other [metrics](metrics.md) at budget "
+        f"{r.plan.budget}, by whose KL rows are sorted. *Regret* is the mass that the "
+        f"[optimum](optimum.md) retains minus retained mass; its proof leaves {left_open} open. "
         f"{_of_fewer(r)}*Wipe-out 32* is the share of regions of 32 tokens of which nothing is "
-        "left after the last event; `full` has none. Beside the *IoU* of consecutive kept sets "
-        "stands what random sets of the same sizes have. *Entries* is what a row sees, on average "
-        "over rows, so it lies above the budget. [Definitions](metrics.md)."
+        "left after the last event, *IoU by chance* what random sets of the same sizes have, "
+        "*entries* what a row sees, mean over rows."
         "\n\n" + _sizes(r.plan)
     )
 
@@ -203,11 +168,14 @@ def _of_fewer(r: Results) -> str:
     """How many prompts regret was measured on, where that is not all."""
     if r.plan.regret is None:
         return ""
-    counts = [str(Interval.of(r.of("random", n, "regret")).n) for n in r.plan.budgets]
-    return (
-        f"It was measured on the first {r.plan.regret} prompts alone, at these budgets on "
-        f"{_and(counts)} of them. "
-    )
+    count = Interval.of(r.of("random", r.plan.budget, "regret")).n
+    return f"It was measured on {count} of the first {r.plan.regret} prompts. "
+
+
+def _prompts(r: Results) -> str:
+    """How many prompts each budget has, where that is not all."""
+    counts = [Interval.of(r.of("random", n, "entries_seen")).n for n in r.plan.budgets]
+    return "" if min(counts) == r.plan.prompts else f" ({_and([*map(str, counts)])} prompts)"
 
 
 def _sizes(plan: Plan) -> str:
@@ -221,16 +189,14 @@ def _sizes(plan: Plan) -> str:
     window = plan.sizes.ams["window"]
     small, large = (window / (n + plan.interval) for n in (plan.budgets[0], plan.budgets[-1]))
     return (
-        "AMS, G-KV and others are made for caches of hundreds or thousands of entries, so their "
+        "AMS, G-KV and others are made for caches of hundreds or thousands of entries: their "
         "windows and segments are made smaller here ([how](#parameters-made-smaller)). "
-        f"{shown(PAPER)} and {shown(RELEASE)}, are AMS with the numbers of the paper and of the "
-        "released code, which at these budgets leave little or nothing to choose: the most recent "
-        f"entries alone take 32. The window of `ams` is {small:.0%} of the cache before an event "
-        f"at the smallest budget and {large:.0%} at the largest; with 512 entries, an event every "
-        f"512 rows and the window of the paper it is {128 / (512 + 512):.1%}. `kvzip` has no "
-        "scores of the response, whose entries displace the context at later events; "
-        "`kvzip@kvpress`, which keeps four sinks, loses far less. Its paper evicts once, after "
-        "the context ([on the running model](live.md#rows-that-repeat-the-context))."
+        f"{shown(PAPER)} and {shown(RELEASE)}, leave little to choose at these budgets: the most "
+        f"recent entries take 32. The window of `ams` is {small:.0%} of the cache before an event "
+        f"at the smallest budget and {large:.0%} at the largest, in the paper "
+        f"{128 / (512 + 512):.1%}. `kvzip` scores the context alone, so the response displaces it "
+        "at later events; `kvzip@kvpress` keeps four sinks and loses far less "
+        "([on the running model](live.md#rows-that-repeat-the-context))."
     )
 
 
@@ -246,47 +212,41 @@ def _across(r: Results) -> str:
         label = shown(one.name.removeprefix(ACROSS))
         lines.append(f"| {label} | {' | '.join(cells)} | {seen} |")
     forced = (
-        "Windows are 8 rows. In a model of three layers there is one layer behind a selection, and "
-        "ASL is forced to select (tau 1.01); the numbers of that layer are open loop. "
+        "Windows are 8 rows; ASL is forced to select (tau 1.01) before the last of three layers. "
         if r.plan.sizes.across
-        else "The numbers of layers behind a selection are open loop. "
+        else ""
     )
     text = (
         "Output error of [policies that drop rows of the prompt on the way down]"
-        "(across-layers.md), at the one event after the prompt; SnapKV, which cuts caches alone, "
-        f"stands first. {forced}*Entries* is what a row sees from the smallest budget to the "
-        "largest, means over layers: caches grow while the response is written, and those of "
-        "`pyramidinfer` and of *full before* are larger to begin with. Dropping rows saves time, "
-        "which is not in this table: [costs](cost.md)."
+        "(across-layers.md), and of SnapKV, which only cuts caches, at the one event after the "
+        f"prompt. {forced}*Entries* is what a row sees from the smallest budget to the largest, "
+        "mean over layers. Dropping rows also [saves time](cost.md)."
     )
     return "\n".join([text, "", *lines])
 
 
 def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
     """Recall of the needle by policy and budget, and the share of needles that are wiped out."""
-    budgets = r.plan.budgets
-    heads = [f"{what} {n}" for what in ("recall", "wiped out") for n in budgets]
+    heads = [*(f"recall {n}" for n in r.plan.budgets), f"wiped out {r.plan.budget}"]
     lines = [f"| policy | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
     rows = []
     for label in policies:
-        recall, gone = (
-            [r.of(label, n, metric) for n in budgets]
-            for metric in ("needle_recall", "needle_wipeout")
-        )
-        cells = [Interval.of(one).text(".2f") for one in (*recall, *gone)]
-        rows.append((-float(np.nanmean(recall[0])), f"| {shown(label)} | {' | '.join(cells)} |"))
-    by_chance = (r.chance("random", n, "needle_recall") for n in budgets)
+        recall = [Interval.of(r.of(label, n, "needle_recall")) for n in r.plan.budgets]
+        gone = Interval.of(r.of(label, r.plan.budget, "needle_wipeout"))
+        cells = [f"{one.mean:.2f}" if one.n else "" for one in (*recall, gone)]
+        rows.append((-recall[0].mean, f"| {shown(label)} | {' | '.join(cells)} |"))
+    by_chance = (r.chance("random", n, "needle_recall") for n in r.plan.budgets)
     chance = [f"{np.nanmean(x):.2f}" for x in by_chance if not np.isnan(x).all()]
     return (
-        "Share of the needle's tokens that the rows of the answer still see, mean over layers and "
-        "heads, and the share of layers and heads that see nothing of it. A set of the same size "
-        f"drawn at random has {_and(chance)} of it at budgets with needles. A head that never "
-        "reads the needle loses nothing with it, so a low recall need not be a wrong answer.\n\n"
+        "*Recall*: share of the needle's tokens that the rows of the answer still see, mean over "
+        f"layers and heads; random sets of the same size have {_and(chance)}. *Wiped out*: share "
+        "of layers and heads that see nothing of it. A head that never reads the needle loses "
+        "nothing with it, so a low recall need not be a wrong answer.\n\n"
     ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
 
 
 def _selection(r: Results) -> str:
-    """The layers that ASL selects, by its tokens and threshold, and the variance they follow from.
+    """The layers that ASL selects, by its tokens and threshold.
 
     With ASL's own look-back and first layer (`kvsim.policies.asl.ASL`).
     """
@@ -298,92 +258,29 @@ def _selection(r: Results) -> str:
         if len(chosen):
             cells[1:] = [f"{chosen.mean():.1f}", f"{chosen.min():.0f}", f"{chosen.max():.0f}"]
         lines.append(f"| {variant} | {' | '.join(cells)} |")
-    variants = r.evidence.variants("rank_relative")
-    head = "| layer | " + " | ".join(variants) + " |"
-    rows = [head, "| ---: |" + " ---: |" * len(variants)]
-    for layer in r.evidence.layers("rank_relative", variants[0]):
-        means = [
-            f"{np.nanmean(r.evidence.value('rank_relative', variant, layer)):.2f}"
-            for variant in variants
-        ]
-        rows.append(f"| {layer} | {' | '.join(means)} |")
     return (
         "The layer behind which ASL drops rows of the prompt, for the numbers of tokens of the "
-        "budgets; prompts in which it selects nowhere keep all rows.\n\n"
-        + "\n".join(lines)
-        + "\n\nVariance of ranks over that of the first layer that ASL tests, means over prompts; "
-        "ASL selects where it falls below its threshold.\n\n" + "\n".join(rows)
+        "budgets; prompts in which it selects nowhere keep all rows.\n\n" + "\n".join(lines)
     )
 
 
 def _changed(policies: Mapping[str, Policy]) -> str:
-    """Where a row differs from the policy of its name."""
-    lines = ["| policy | here, and by default |", "| --- | --- |"]
+    """Where rows differ from the policies of their names, one line for rows of the same changes."""
+    rows: dict[str, list[str]] = {}
     for label, one in policies.items():
         if label.partition(",")[2]:
             continue
         default = policy(label, **_required(label)).params
         changed = [
-            f"`{key}={value}` ({default[key]})"
+            f"`{key}={value}`"
             for key, value in one.params.items()
             if default[key] != value and not key.endswith("calibration")
         ]
         if changed:
-            lines.append(f"| {shown(label)} | {', '.join(changed)} |")
-    return "\n".join(lines)
+            rows.setdefault(", ".join(changed), []).append(shown(label))
+    lines = (f"| {changed} | {', '.join(labels)} |" for changed, labels in rows.items())
+    return "\n".join(["| parameters | policies |", "| --- | --- |", *lines])
 
 
 def _required(name: str) -> dict[str, Any]:
     return {"calibration": "prefix:64"} if "calibration" in parameters(name) else {}
-
-
-def _rules(r: Results) -> str:
-    return (
-        "Each claim becomes a number per prompt that is above 0 where the claim is right, most "
-        "often the difference between two policies on the same prompt. Where a paper speaks of "
-        "accuracy, *better* means a lower judged KL here, which is not the same. Cases are "
-        "budgets, unless they say otherwise. Each is tested by sign flips over the "
-        f"{r.plan.prompts} prompts (n where it is another number), and its p corrected for the "
-        f"number of cases (Holm). It counts with p up to {ALPHA:g} and a mean that matters: at "
-        f"least {MATTERS:g} of the mean of two settings that are compared, or of the unit of any "
-        "other number. These limits were fixed before this page was made.\n\n"
-        f"* **{HOLDS}**: above 0, or inside the margin where something is to change little, in at "
-        f"least {OF_TEN} of 10 cases.\n"
-        f"* **{NOT}**: on the other side in more than {10 - OF_TEN} of 10 cases, which are marked "
-        "*against*.\n"
-        f"* **{OPEN}**: otherwise. Either too many cases are *open*, have fewer than {FEWEST} "
-        "prompts or are out of the range of a method, or there is no number, for the reason "
-        "given.\n\n"
-        "A method is out of its range at a budget of which its window is more than half; a claim "
-        "on what the mass of AMS decides also where most of that mass is filled in. Schedule and "
-        "parameters are those of the tables, except for Expected Attention: it is tested at one "
-        "event, after the prompt, which is what its paper is about. Claims that are plain "
-        "arithmetic on printed numbers, or that need free generation or training, are not listed."
-    )
-
-
-def _count(tested: Mapping[str, Sequence[Claim]]) -> str:
-    lines = [f"| paper | tests | {HOLDS} | {NOT} | {OPEN} |", "| --- | ---: | ---: | ---: | ---: |"]
-    for paper, found in tested.items():
-        verdicts = [claim.verdict for claim in found]
-        counts = [verdicts.count(v) for v in (HOLDS, NOT, OPEN)]
-        lines.append(f"| {paper} | {len(found)} | " + " | ".join(map(str, counts)) + " |")
-    return "\n".join(lines)
-
-
-def _claims(found: Sequence[Claim], prompts: int, elsewhere: Mapping[tuple[str, str], str]) -> str:
-    """Every claim, and its verdict on tiny where that is known."""
-    titles = ["", "claim", "test", "result", "verdict", *["on `tiny`"] * bool(elsewhere)]
-    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    for claim in found:
-        result = "<br>".join(claim.lines(prompts))
-        cells = [claim.number, claim.says, claim.tested, result, f"**{claim.verdict}**"]
-        if elsewhere:
-            cells.append(elsewhere.get((claim.number, claim.says), "not tested"))
-        lines.append("| " + " | ".join(map(_escaped, cells)) + " |")
-    return "\n".join(lines)
-
-
-def _escaped(text: str) -> str:
-    """Bars would end a cell."""
-    return text.replace("|", "\\|")

@@ -14,11 +14,11 @@ from kvsim.analysis.summaries import per_prompt
 from kvsim.claims import CLAIMS, OPEN
 from kvsim.policies import CATALOGUE, names
 from results_page import tables as measuring
+from results_page.claims import claims_page
 from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
-from results_page.text import listing
 from results_page.traces import record
 
 
@@ -50,19 +50,20 @@ def number(cell):
 
 
 def test_the_page_has_its_parts(page):
-    """Tables per budget, changed parameters, claims per paper, and a figure of modest size."""
+    """Its tables, claims per paper on a page of their own, and figures of modest size."""
     text = page.read_text("utf-8")
     found = tables(text)
 
     assert list(found) == [
-        *(f"Budget {n}" for n in SMALLEST["tiny"].budgets),
+        "What policies keep and lose",
         "Parameters made smaller",
         "By stage, domain and task",
         "Across layers",
-        "Which of the papers' claims hold here",
-        *CLAIMS,
     ]
-    assert all(len(row) == len(rows[0]) for rows in found.values() for row in rows)
+    claims = tables(page.with_name("claims.md").read_text("utf-8"))
+    assert list(claims) == ["Claims of the papers", *CLAIMS]
+    each = (*found.values(), *claims.values())
+    assert all(len(row) == len(rows[0]) for rows in each for row in rows)
     assert 5_000 < (page.parent / "figures" / "page.png").stat().st_size < 100_000
     for name in ("page.png", "page-ranking.png"):
         assert f"](figures/{name})" in text
@@ -76,17 +77,16 @@ def test_a_page_opens_with_the_ranking_of_its_tables(name):
     text = results.PAGES[name].read_text("utf-8")
     found = tables(text)
     first, *ranked = zip(*found["Which policy is best"], strict=True)
-    few = ": 2 prompts"  # decide nothing
-    budgets = [
-        rows for title, rows in found.items() if title.startswith("Budget ") and few not in title
-    ]
+    head, *every = found["What policies keep and lose"]
+    columns = [number for number, title in enumerate(head) if title.startswith("KL ")]
 
     assert next(iter(found)) == "Which policy is best"
     assert "| `triattention`† |" in text
     assert re.search(r"`(\w+\+)?triattention`(?!†) [|\d]|`qfilter`(?!†) [|\d]", text) is None
     assert first[1:] == tuple(map(str, range(1, 9)))
-    for (_, *places), (_, *rows) in zip(ranked, budgets, strict=True):
-        kl = {row[0]: number(row[1]) for row in rows if row[1]}
+    for (title, *places), column in zip(ranked, columns, strict=True):
+        assert head[column] == title.replace("budget", "KL")
+        kl = {row[0]: number(row[column]) for row in every if row[column]}
         candidates = [each for each in kl if not re.match(r"`(full|random|oracle|rpc)\b", each)]
         assert places[0].split("`")[1] in {each.split("`")[1] for each in candidates}
         assert number(places[0].split("` ")[1]) == min(kl[each] for each in candidates)
@@ -104,33 +104,32 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
     alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
     assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}
-    for n in SMALLEST["tiny"].budgets:
-        head, *rows = found[f"Budget {n}"]
-        labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
-        by_label = {
-            label: dict(zip(head, row, strict=True))
-            for label, row in zip(labels, rows, strict=True)
-        }
-        missing = {*alone, *CROSSES} - set(by_label)
-        kl = [number(row[1]) for row in rows if row[1]]  # keys at slots are not judged
-        free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
+    head, *rows = found["What policies keep and lose"]
+    labels = [row[0].removesuffix(unbound).replace("`", "") for row in rows]
+    by_label = {
+        label: dict(zip(head, row, strict=True)) for label, row in zip(labels, rows, strict=True)
+    }
+    missing = {*alone, *CROSSES} - set(by_label)
+    ranking = head.index(f"KL {SMALLEST['tiny'].budget}")
+    kl = [number(row[ranking]) for row in rows if row[ranking]]  # keys at slots are not judged
+    free = {label for label, row in zip(labels, rows, strict=True) if row[0].endswith(unbound)}
 
-        assert missing == set()
-        assert kl == sorted(kl)
-        assert number(by_label["full"]["KL"]) == number(by_label["full"]["output error"]) == 0
-        assert number(by_label["full"]["retained mass"]) == 1
-        assert all(0 <= number(row["retained mass"]) <= 1 for row in by_label.values())
-        evicting = [row for label, row in by_label.items() if label != "full"]
-        assert all(0 <= number(row["wipe-out 32"]) <= 1 for row in evicting)
-        assert not by_label["full"]["wipe-out 32"]  # there is no event to look at
-        regrets = {label: row["regret"] for label, row in by_label.items()}
-        assert {label for label, cell in regrets.items() if not cell} == {"full", "rpc"}
-        assert min(number(cell) for cell in regrets.values() if cell) >= 0
-        assert number(regrets["oracle"]) < number(regrets["tova"]) < number(regrets["random"])
-        assert {"full", "rpc"} <= free
-        assert {PAPER, RELEASE} <= set(labels)
-        entries = {number(by_label[name]["entries"]) for name in ("tova", "knorm", "gkv", "h2o")}
-        assert len(entries) == 1
+    assert missing == set()
+    assert kl == sorted(kl)
+    assert number(by_label["full"][head[ranking]]) == number(by_label["full"]["output error"]) == 0
+    assert number(by_label["full"]["retained mass"]) == 1
+    assert all(0 <= number(row["retained mass"]) <= 1 for row in by_label.values())
+    evicting = [row for label, row in by_label.items() if label != "full"]
+    assert all(0 <= number(row["wipe-out 32"]) <= 1 for row in evicting)
+    assert not by_label["full"]["wipe-out 32"]  # there is no event to look at
+    regrets = {label: row["regret"] for label, row in by_label.items()}
+    assert {label for label, cell in regrets.items() if not cell} == {"full", "rpc"}
+    assert min(number(cell) for cell in regrets.values() if cell) >= 0
+    assert number(regrets["oracle"]) < number(regrets["tova"]) < number(regrets["random"])
+    assert {"full", "rpc"} <= free
+    assert {PAPER, RELEASE} <= set(labels)
+    entries = {number(by_label[name]["entries"]) for name in ("tova", "knorm", "gkv", "h2o")}
+    assert len(entries) == 1
 
 
 def test_groups_split_the_same_numbers(page):
@@ -138,8 +137,7 @@ def test_groups_split_the_same_numbers(page):
     found = tables(page.read_text("utf-8"))
     head, *rows = found["By stage, domain and task"]
     groups = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-    budget = SMALLEST["tiny"].budgets[len(SMALLEST["tiny"].budgets) // 2]
-    columns, *policies = found[f"Budget {budget}"]
+    columns, *policies = found["What policies keep and lose"]
     iou = {row[0]: row[columns.index("IoU")] for row in policies}
 
     assert list(groups)[:3] == ["early layers", "middle layers", "late layers"]
@@ -157,13 +155,13 @@ def test_claims_of_two_prompts_are_not_decided(page):
 
     The page has what every claim asks for, save what kvsim or a model of three layers cannot have.
     """
-    found = tables(page.read_text("utf-8"))
+    found = tables(page.with_name("claims.md").read_text("utf-8"))
     for paper in CLAIMS:
-        for number, says, _, result, bold in found[paper][1:]:
+        for number, says, _, result in found[paper][1:]:
             if number == "Q13":  # of repetitions, which are more
                 continue
             lacking = ("yet", "three layers", "norms", "out of range", "two budgets")
-            assert bold == f"**{OPEN}**", says
+            assert result.startswith(f"**{OPEN}**; "), says
             assert "[" not in result
             assert re.search(r"at least \d+ prompts", result) or any(
                 x in result for x in lacking
@@ -176,8 +174,8 @@ def test_claims_of_two_prompts_are_not_decided(page):
 
 def test_the_page_tests_parts_of_policies(page):
     """Ablations are found by their parameters, each at every budget of the page."""
-    found = tables(page.read_text("utf-8"))
-    tested = {test: result for paper in CLAIMS for _, _, test, result, _ in found[paper][1:]}
+    found = tables(page.with_name("claims.md").read_text("utf-8"))
+    tested = {test: result for paper in CLAIMS for _, _, test, result in found[paper][1:]}
 
     for pair in (
         "boundary to the nearest one of the event before: ams (credit=False) minus ams",
@@ -188,7 +186,7 @@ def test_the_page_tests_parts_of_policies(page):
         "KL to the full cache: expected_attention (covariance=False) minus expected_attention",
     ):
         ((result),) = [result for test, result in tested.items() if pair in test]
-        assert [f"budget {n}:" in result for n in SMALLEST["tiny"].budgets] == [True, True]
+        assert "; 2 few; " in result
 
 
 def test_only_what_is_missing_is_measured(page, tmp_path, monkeypatch):
@@ -255,16 +253,12 @@ def test_values_of_another_plan_make_no_page(page):
         read_values(page.with_suffix(".parquet"), FULL)
 
 
-@pytest.mark.parametrize("model", PLANS)
-def test_the_committed_pages_are_of_the_catalogue(model):
-    """They were made of all prompts, with the policies that there are."""
-    text = results.PAGES[model].read_text("utf-8")
-    line = re.search(r"^The catalogue when this page was made: (.*)\.$", text, re.MULTILINE)
+def test_the_committed_claims_follow_from_the_values_of_both_models():
+    """Each claim has its verdict on either model."""
+    text = results.CLAIMS_PAGE.read_text("utf-8")
 
-    assert line[1] == listing()
-    assert line[1].replace("`", "").split(", ") == names()
-    option = "" if model == "tiny" else f" --model {model}"
-    assert f"\npython docs/results.py{option}\n" in text
+    assert claims_page(results.committed()) == text
+    assert tables(text)["AMS, arXiv 2605.23200"][0][-2:] == [*PLANS]
 
 
 @pytest.mark.parametrize("model", PLANS)
@@ -274,15 +268,3 @@ def test_no_regret_is_below_zero(model):
 
     assert rows["prompt"].n_unique() == (PLANS[model].regret or PLANS[model].prompts)
     assert rows["value"].min() > -1e-6
-
-
-def test_verdicts_on_two_models_stand_beside_each_other():
-    """Each claim on SmolLM2 says what became of it on tiny."""
-    tiny, smollm2 = (tables(results.PAGES[model].read_text("utf-8")) for model in PLANS)
-    for paper in CLAIMS:
-        known = {(row[0], row[1]): row[-1].strip("*") for row in tiny[paper][1:]}
-        head, *rows = smollm2[paper]
-        assert head[-1] == "on `tiny`"
-        assert [row[-1] for row in rows] == [
-            known.get((row[0], row[1]), "not tested") for row in rows
-        ]

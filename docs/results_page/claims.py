@@ -1,0 +1,109 @@
+"""The page of claims: each claim of the papers, its test, and its result on each model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvsim.analysis.significance import ALPHA, FEWEST
+from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
+from kvsim.claims.claim import MATTERS, OF_TEN
+from results_page.statistics import Results
+
+#: The page of the results of a model.
+_PAGES = {"tiny": "results.md", "smollm2": "results-smollm2.md"}
+
+
+def claims_page(results: Mapping[str, Results]) -> str:
+    """The whole page; results: by the name of the model."""
+    tested = {
+        paper: {
+            model: {(c.number, c.says): c for c in claims(r.evidence)}
+            for model, r in results.items()
+        }
+        for paper, claims in CLAIMS.items()
+    }
+    return (
+        "\n\n".join(
+            [
+                "# Claims of the papers",
+                _rules(results),
+                _count(tested),
+                *(f"## {paper}\n\n{_table(by_model)}" for paper, by_model in tested.items()),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _rules(results: Mapping[str, Results]) -> str:
+    prompts = " and ".join(
+        f"{r.plan.prompts} prompts of [{model}]({_PAGES[model]})" for model, r in results.items()
+    )
+    return (
+        f"Which claims hold on {prompts}? A claim that fails on models this small and texts this "
+        "short may hold on larger ones.\n\n"
+        "Each claim becomes a number per prompt that is above 0 where the claim is right, mostly "
+        "the difference between two policies on the same prompt. Where a paper speaks of accuracy, "
+        "*better* means a lower judged KL here. Cases are budgets, unless the test says otherwise. "
+        "Each is tested by sign flips over prompts, and its p corrected for the number of cases "
+        f"(Holm). It counts with p up to {ALPHA:g} and a mean that matters: at least {MATTERS:g} "
+        "of the mean of two settings that are compared, or of the unit of any other number. These "
+        "limits were fixed before the results were known.\n\n"
+        f"* **{HOLDS}**: above 0, or inside the margin where something is to change little, in at "
+        f"least {OF_TEN} of 10 cases.\n"
+        f"* **{NOT}**: on the other side (*against*) in more than {10 - OF_TEN} of 10 cases.\n"
+        f"* **{OPEN}**: otherwise. Cases are *open*, have *few* prompts (less than {FEWEST}) or "
+        "are *out of range*: a window of more than half of the budget, or, for claims on the mass "
+        "of AMS, mass that is mostly filled in.\n\n"
+        "After the cases: the least and the largest mean of a case with their 95 % intervals. "
+        "Schedule and parameters are those of the results; Expected Attention is tested at one "
+        "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
+        "numbers, or that need free generation or training, are left out."
+    )
+
+
+def _count(tested: Mapping[str, Mapping[str, Mapping[tuple[str, str], Claim]]]) -> str:
+    models = list(next(iter(tested.values())))
+    titles = [f"{model}: {verdict}" for model in models for verdict in (HOLDS, NOT, OPEN)]
+    lines = [f"| paper | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
+    for paper, by_model in tested.items():
+        counts = []
+        for claims in by_model.values():
+            verdicts = [claim.verdict for claim in claims.values()]
+            counts += [str(verdicts.count(verdict)) for verdict in (HOLDS, NOT, OPEN)]
+        lines.append(f"| {paper} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
+def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:
+    titles = ["", "claim", "test", *by_model]
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for key in dict.fromkeys(key for claims in by_model.values() for key in claims):
+        found = {model: claims[key] for model, claims in by_model.items() if key in claims}
+        tests = dict.fromkeys(claim.tested for claim in found.values())
+        results = [_result(found[model]) if model in found else "not tested" for model in by_model]
+        lines.append("| " + " | ".join(map(_escaped, [*key, "; ".join(tests), *results])) + " |")
+    return "\n".join(lines)
+
+
+def _result(claim: Claim) -> str:
+    """The verdict, cases by their votes, and the outermost means; or why there is none."""
+    votes = Counter(case.vote for case in claim.votes.values())
+    cases = [f"{n} {vote}" for vote, n in votes.items()]
+    if claim.outside:
+        cases.append(f"{len(claim.outside)} out of range")
+    parts = [f"**{claim.verdict}**", ", ".join(cases)]
+    if claim.votes:
+        intervals = sorted((case.interval for case in claim.votes.values()), key=lambda x: x.mean)
+        form = "+.1f" if abs(intervals[0].mean) >= 10 else "+.3f"
+        parts.append(
+            " to ".join(x.text(form) for x in dict.fromkeys((intervals[0], intervals[-1])))
+        )
+    why = "" if claim.outside and not claim.votes else claim.why
+    return "; ".join(filter(None, [*parts, why]))
+
+
+def _escaped(text: str) -> str:
+    """Bars would end a cell."""
+    return text.replace("|", "\\|")
