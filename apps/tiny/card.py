@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
@@ -53,7 +54,7 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
     }
     return {
         "architecture": architecture(model),
-        "language": "\n\n".join(map(_example, VERBS)),
+        "language": language(),
         "domains": domains(),
         "levels": levels(),
         "training": training(summary),
@@ -90,15 +91,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # --- the language ---
 
 
-def _example(verb: str) -> str:
-    """Return a short prompt of a verb, and its response; all verbs have the same facts."""
-    lines = {"check": 7, "wait": 10}.get(verb, 4)
-    (sample,) = prompts(
-        1, seed=87, task=verb, facts=4, lines=lines, kinds=3, filler=0.6, report=2, domain="ore"
-    )
-    prompt = _broken(sample.prompt, ("key", "question", "report"))
-    response = _broken(sample.response, ("done",))
-    return f"<!-- not run: a prompt and its response -->\n```text\n{prompt}\n\n{response}\n```"
+def language() -> str:
+    """Return facts and key that all verbs share, then a question of each verb and its response."""
+    lines = {"check": 7, "wait": 10}
+    short = partial(prompts, 1, facts=4, kinds=3, filler=0.6, report=2, domain="ore")
+    blocks: list[str] = []
+    for verb in VERBS:
+        (sample,) = short(seed=87, task=verb, lines=lines.get(verb, 4))
+        shared, question, rest = sample.prompt.partition("question ")
+        blocks = blocks or [_broken(shared, ("key",))]
+        prompt = _broken(question + rest, ("report",))
+        blocks.append(f"{prompt}\n\n{_broken(sample.response, ('done',))}")
+    return "\n\n".join(f"```text\n{block}\n```" for block in blocks)
 
 
 def _broken(text: str, before: Sequence[str], width: int = 96) -> str:

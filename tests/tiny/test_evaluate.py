@@ -411,10 +411,11 @@ def test_layers_with_the_same_values_share_a_row_of_the_card():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_card_shows_a_right_example_of_each_verb(verb):
-    """The prompt in the card is in the language, and the response below it is the right one."""
-    blocks = re.findall(r"```text\n(facts .*?)\n\n(.*?)\n```", CARD.read_text("utf-8"), re.DOTALL)
-    (found,) = [pair for pair in blocks if f"question : {verb} " in pair[0]]
-    prompt, response = (" ".join(text.split()) for text in found)
+    """Facts and question in the card are a prompt, and the response below it is the right one."""
+    facts, *blocks = re.findall(r"```text\n(.*?)\n```", CARD.read_text("utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if f"question : {verb} " in block]
+    question, response = (" ".join(text.split()) for text in found.split("\n\n"))
+    prompt = f"{' '.join(facts.split())} {question}"
 
     assert check(prompt, response).exact
 
