@@ -37,10 +37,10 @@ AXES = {
     "evicted_at": ("layer", "head", "pos"),
 }
 
-#: What a prompt may say of itself beside its text; it goes with the trace into tables.
+#: Labels of a prompt; they become columns of tables.
 LABELS = ("task", "domain", "level", "length", "depth")
 
-#: How far a result can be trusted (architecture section 5).
+#: How far a result can be trusted (docs/concepts.md).
 FIDELITY = ("exact", "open", "semi", "judged", "closed")
 
 #: Meaning of each level of fidelity, for pages.

@@ -12,11 +12,11 @@ table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
 results     the results of a Table, and their labels
 summaries   means over prompts, their intervals, paired differences
-fronts      which results no other one beats at what its cache costs
+fronts      results that no other one beats at the cost of its cache
 significance  whether differences are beyond chance, and how many prompts tell
-evidence    what ranks policies
-comparison  which policy is best at a budget, how sure that is, and what a budget buys
+evidence    the metric that ranks policies
+comparison  the best policy at a budget, how sure that is, and the gain of a larger budget
 verdict     the answer of a comparison in a sentence per budget
-validity    values of a replay next to those of the running model
+validity    values of a replay next to values of the running model
 prediction  live divergence from the layer error of a replay, with an interval
 """

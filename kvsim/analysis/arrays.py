@@ -22,7 +22,7 @@ def histogram(index: Ints, shape: tuple[int, int]) -> Ints:
 def present(start: Ints, stop: Ints, shape: tuple[int, int]) -> Ints:
     """Things [H, m] that are there from event `start` until `stop`, at each event; [H, E].
 
-    shape is (H, E + 1); event E is none.
+    shape is (H, E + 1); E marks entries that no event evicts.
     """
     counts: Ints = histogram(start, shape) - histogram(np.maximum(start, stop), shape)
     return counts.cumsum(-1)[:, :-1]
@@ -36,6 +36,6 @@ def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
 
 
 def mean_known(values: Floats) -> Floats:
-    """Mean over the last axis of what is not NaN; NaN where nothing is."""
+    """Mean over the last axis without NaN; NaN where all values are NaN."""
     present = ~np.isnan(values)
     return share(np.where(present, values, 0.0).sum(-1), present.sum(-1))

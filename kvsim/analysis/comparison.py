@@ -1,4 +1,4 @@
-"""Which policy is best at a budget, how sure that is, and what a budget buys.
+"""The best policy at a budget, how sure that is, and the gain of a larger budget.
 
 Prompts are the unit, as in `summaries`: values are averaged within a prompt first. All means of a
 comparison are over the same prompts, those that every result has a value for.
@@ -87,7 +87,7 @@ class Comparison(Displayed):
 
     table: one row per policy and budget, by budget and rank; its columns are those of `compare`.
     better: the direction in which `metric` is better. traces: the prompts behind every mean.
-    comparisons: the number that p-values are corrected for. remarks: what limits the comparison.
+    comparisons: the number that p-values are corrected for. remarks: limits of the comparison.
     unranked: candidates without a value of `metric`. evidence: by other metrics of `EVIDENCE`, the
     best of the ranked policies at each budget, over the same prompts.
     """
@@ -261,7 +261,7 @@ def _values(
 
 
 def _is_reference(label: str) -> bool:
-    """Whether a policy is no candidate: no budget binds what it holds, or it looks ahead."""
+    """Whether a policy is no candidate: no budget binds it, or it looks ahead."""
     built = policy_of(label)
     return built is not None and (built.clairvoyant or "held" not in built.bounds)
 

@@ -1,4 +1,4 @@
-"""What ranks policies: the best evidence that a Table has.
+"""The metric that ranks policies: the best evidence that a Table has.
 
 Replay, comparisons, reports, figures and the dashboard take it from here.
 """

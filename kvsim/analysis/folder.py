@@ -82,7 +82,7 @@ def replace_run(folder: Path, write: Callable[[Path], None]) -> list[str]:
     try:
         write(draft)
         sync_tree(draft)
-        (folder / RUN).unlink(missing_ok=True)  # an older one, before what it binds
+        (folder / RUN).unlink(missing_ok=True)  # the older file, before the files that it binds
         names = sorted((path.name for path in draft.iterdir()), key=RUN.__eq__)
         for name in names:
             remove(folder / name)
@@ -105,7 +105,7 @@ def remove(path: Path) -> None:
 def writing(where: str, kept: str, again: str) -> Iterator[None]:
     """Raise OutputError where the system refuses; an interrupt waits for the end.
 
-    kept: what is kept then. again: how to go on.
+    kept: what the folder then holds. again: how to continue.
     """
     try:
         with unbroken():
@@ -239,7 +239,7 @@ Tabular = pl.DataFrame | Measured | str | Path | Iterable[str | Path]
 def as_table(given: Tabular) -> pl.DataFrame:
     """Return a Table, that of a run, or that of run folders together.
 
-    Raises PolicyError for anything else, OutputError for what is no run folder.
+    Raises PolicyError for anything else, OutputError for anything but a run folder.
     """
     table = getattr(given, "table", given)
     if isinstance(table, pl.DataFrame):
@@ -254,7 +254,7 @@ def as_table(given: Tabular) -> pl.DataFrame:
 
 
 def joined(runs: Sequence[Saved]) -> pl.DataFrame:
-    """The Table of several runs; what is in several of them is there once.
+    """The Table of several runs; rows of several runs are there once.
 
     Raises:
         PolicyError: runs have different values in one and the same place, replayed different
@@ -275,9 +275,9 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
             expected, other = first.setdefault(name, (digest, run))
             if "" not in (expected, digest) and expected != digest:  # in memory a trace has none
                 raise PolicyError(
-                    f"{other.path} and {run.path} replayed different traces, both called {name!r}, "
-                    "and results are told apart by the names of traces; take the runs one by one, "
-                    "or record one trace again under another id and replay it"
+                    f"{other.path} and {run.path} replayed different traces, both called {name!r}; "
+                    "expected one name per trace: take the runs one by one, or record one trace "
+                    "again under another id and replay it"
                 )
     table = in_order(run.table for run in runs)
     table = table.unique(

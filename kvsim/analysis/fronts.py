@@ -1,4 +1,4 @@
-"""Pareto fronts: which results no other one beats at what its cache costs."""
+"""Pareto fronts: results that no other one beats at the cost of its cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import polars as pl
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import KEYS, ROUNDING
 
-#: Metrics that say what a cache costs, and the words of an axis.
+#: Metrics of the cost of a cache, and the words of an axis.
 COSTS = {
     "entries_seen": "entries that a row sees, mean",
     "bytes_held": "bytes of the cache, mean over rows",
@@ -27,7 +27,7 @@ def against_entries(means: pl.DataFrame, name: str, cost: str = "entries_seen") 
         The rows of the metric that have the cost, with `seen`, its mean, and `best`, whether the
         result is on the front; never of a metric without a better direction.
     """
-    keys = [key for key in KEYS[:5] if key in means.columns]  # those of the result
+    keys = [key for key in KEYS[:5] if key in means.columns]  # columns of the result
     sizes = means.filter(metric=cost).select(*keys, seen="mean")
     points = means.filter(metric=name).join(sizes, on=keys, nulls_equal=True, maintain_order="left")
     better = METRICS[name].better

@@ -1,4 +1,4 @@
-"""Tables as Parquet: what is decoded of an untrusted file is bounded by the size of the file.
+"""Tables as Parquet: the size of an untrusted file bounds the bytes that are decoded.
 
 A page of a few bytes may decompress to 2 GiB, and neither polars nor the totals in the footer bound
 it. So headers of pages, which the decoder follows, are read first (parquet.thrift of
@@ -26,7 +26,7 @@ _FOOTER = 1 << 20
 
 _MAGIC = b"PAR1"
 
-#: What stands before a SHA-256.
+#: Prefix of a SHA-256.
 _SEAL = b"kvsim sha256 "
 
 # Of enums: a column's physical type, codec and encodings of a page. Others are not what polars,
@@ -175,7 +175,7 @@ class _Thrift:
         self.data, self.at = data, at
 
     def struct(self, kinds: dict[int, Any]) -> dict[int, Any]:
-        """Return the fields of a structure by number; those of unknown numbers have any kind."""
+        """Return the fields of a structure by number; fields of unknown numbers have any kind."""
         out: dict[int, Any] = {}
         number = 0
         while head := self._byte():

@@ -2,7 +2,7 @@
 
 The model: log KL is a function of log `layer_error` that never falls, of one prompt under one
 policy at one budget. KL is `response_kl` in nats, no less than `FLOOR`, below which the model's
-predictions are the same for all that anybody does with them. The curve is an isotonic regression
+predictions hardly differ. The curve is an isotonic regression
 of the means of up to `BINS` groups of equal size, linear between them.
 
 The interval is conformal: its ends are quantiles of the residuals of prompts and policies that were
@@ -40,7 +40,7 @@ from kvsim.errors import NeedsError, OutputError, PolicyError, local_path
 from kvsim.files import write_file
 from kvsim.store.metadata import object_at
 
-#: Nats; what is below is counted as this much.
+#: Nats; smaller values count as this much.
 FLOOR = 0.01
 #: The share of new prompts and policies that intervals claim to cover.
 LEVEL = 0.9
@@ -91,11 +91,11 @@ class Curve:
         check_fields(self, "curve")
 
     def covers(self, error: float) -> bool:
-        """Whether a layer error is among those of the fit."""
+        """Whether a layer error is within the range of the fit."""
         return self.lowest <= error <= self.highest
 
     def estimate(self, error: float) -> Estimate:
-        """Estimate the KL. Raises PolicyError for a layer error beyond those of the fit."""
+        """Estimate the KL. Raises PolicyError for a layer error outside the range of the fit."""
         if not self.covers(error):
             raise PolicyError(
                 f"layer error {error:.3g} is outside the calibration, {self.lowest:.3g} to "
@@ -144,7 +144,7 @@ class Calibration:
 
 
 def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
-    """Return what a curve is fitted on, of the Tables of both loops (`kvsim.analysis.validity`).
+    """Return the samples of a fit, from the Tables of both loops (`kvsim.analysis.validity`).
 
     A row per prompt, policy and budget: `trace`, `policy`, `requested`, `error` (the metric), `kl`,
     `lost` (1 where an answer that is right with the full cache is wrong, null without such one).
@@ -312,9 +312,7 @@ def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace
     names, facts = zip(*(_model(trace) for trace in traces), strict=True)
     models = _models(facts)
     if len(models) > 1:
-        raise PolicyError(
-            f"traces of {len(models)} models; expected those of one: a curve is of one model"
-        )
+        raise PolicyError(f"traces of {len(models)} models; expected one: a curve is of one model")
     ((config, weights),) = models
     schedules = live.filter(pl.col("policy").is_not_null()).select("interval", "prefill").unique()
     interval, prefill = schedules.row(0) if schedules.height == 1 else (None, None)
@@ -343,7 +341,7 @@ def calibration_of(traces: Sequence[Trace], path: str | Path | None = None) -> C
     if len(models) > 1:
         given = dict.fromkeys(map(_described, names, facts))
         raise NeedsError(
-            f"traces of {' and '.join(given)}; expected those of one model: predict them one by one"
+            f"traces of {' and '.join(given)}; expected one model: predict them one by one"
         )
     calibrations = read_calibrations(_SHIPPED if path is None else Path(path))
     fitting = [each for each in calibrations if len(_models([*models, each.facts])) == 1]
@@ -359,7 +357,7 @@ def calibration_of(traces: Sequence[Trace], path: str | Path | None = None) -> C
 
 @cache
 def read_calibrations(path: Path) -> tuple[Calibration, ...]:
-    """Read the calibrations of a file. Raises NeedsError for what is no file of calibrations."""
+    """Read a file of calibrations. Raises NeedsError for any other file."""
     try:
         documents = [_tuples(each) for each in json.loads(path.read_text("utf-8"))]
         return tuple(Calibration(**{**x, "curve": _curve(x["curve"])}) for x in documents)
@@ -397,7 +395,7 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-#: What says which model something is of: the digests of its configuration and of its weights.
+#: Identity of a model: the digests of its configuration and of its weights.
 _Facts = tuple[str, str | None]
 
 

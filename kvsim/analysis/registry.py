@@ -1,4 +1,4 @@
-"""The metrics by name: what each says, in which unit, and which direction is better."""
+"""The metrics by name, with their units and better directions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The results of a Table, policies with their parameters and schedules, and their labels.
 
-Names alone do not distinguish an ablation from what it ablates, so labels of results of one policy
+Names alone do not distinguish an ablation from its policy, so labels of results of one policy
 have the parameters in which they differ.
 """
 
@@ -29,7 +29,7 @@ COLUMNS = ("policy", "params", "interval", "prefill")
 #: The budget as requested: a share of the tokens such as "25%", or the number of entries.
 REQUESTED = pl.coalesce("share", pl.col("budget").cast(pl.String))
 
-#: From here on an interval asks for the event after the prompt alone: `--interval 1000000`.
+#: An interval this long leaves only the event after the prompt: `--interval 1000000`.
 BEYOND = 1_000_000
 
 #: Kinds of results, by the fidelity of their values; all others are of replays.
@@ -65,8 +65,8 @@ def check_distinct(traces: Sequence[Trace]) -> None:
         if trace.name in by_name:
             raise TraceError(
                 f"{_where(by_name[trace.name])} and {_where(trace)} are both called "
-                f"{trace.name!r}, and results are told apart by the names of traces; give them one "
-                "by one, or record one again under another id"
+                f"{trace.name!r}; expected one name per trace: give them one by one, or record one "
+                "again under another id"
             )
         by_name[trace.name] = trace
 
@@ -90,7 +90,7 @@ def several_models(traces: Iterable[tuple[str | None, str]]) -> str:
     parts = (f"{model} ({first_of(names)})" for model, names in models.items())
     return (
         f"traces of several models: {', '.join(parts)}; expected one, because no mean is over "
-        "several; take those of one model, or split values by 'model' (kvsim table --by model)"
+        "several; take traces of one model, or split values by 'model' (kvsim table --by model)"
     )
 
 
@@ -155,7 +155,7 @@ class Result:
 
     @property
     def schedule(self) -> tuple[int | None, bool | None]:
-        """Interval and prefill; an interval that no text reaches is None, as what it amounts to."""
+        """Interval and prefill; an interval that no text reaches is None."""
         return None if (self.interval or 0) >= BEYOND else self.interval, self.prefill
 
 
@@ -204,7 +204,7 @@ def main(results: Sequence[Result]) -> Result:
 
 @cache
 def _defaults(name: str) -> Params:
-    """Default parameters by name, none for what is not in the catalogue."""
+    """Default parameters by name; empty for policies outside the catalogue."""
     if ":" in name:  # a user's own: to ask it would run the code that the name points at
         return {}
     try:

@@ -89,7 +89,7 @@ class Analysis:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
+        """Why an analysis is None or empty, by its name."""
         trace, rows = self.trace, self.rule.window
         prompt, n = trace.prompt_len, trace.n_pos
         past = prompt if self.cut is None else self.cut
@@ -117,7 +117,7 @@ class Analysis:
 
     @cached_property
     def expectation(self) -> Expectation | None:
-        """Attention on the keys of the past: what later rows do and what is expected of them."""
+        """Attention on the keys of the past, of later rows and expected."""
         if "expectation" in self.left_out:
             return None
         cut = self.trace.prompt_len if self.cut is None else self.cut
@@ -168,7 +168,7 @@ def budget_label(k: int | str) -> str:
 
 
 def _tokens(k: int | str, ranked: int) -> int:
-    """Tokens that propagate next to the window: a number, or a share of those that are ranked."""
+    """Tokens that propagate next to the window: a number, or a share of the ranked ones."""
     match = re.fullmatch(r"(?P<share>\d+(\.\d+)?)%|(?P<tokens>\d+)", str(k).strip())
     share, tokens = (None, None) if match is None else match.group("share", "tokens")
     if tokens and int(tokens) > 0:
@@ -187,7 +187,7 @@ Walk = Callable[[Trace, Sequence[Record], str], Sequence[T]]
 
 
 class Walks(Protocol):
-    """Returns what a walk computes for one record; the walk is done once for all of them."""
+    """Callable that returns one record's values of a walk, which computes all records at once."""
 
     def __call__(self, walk: Walk[T]) -> T:
         """Return what `walk` computes for the record."""
@@ -291,7 +291,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class LiveSubject:
-    """A trace, a record of its tokens or its prompt, and what its model did: live, or judged."""
+    """A trace, a record of its tokens or its prompt, and its model's outcome: live, or judged."""
 
     trace: Trace
     record: Record

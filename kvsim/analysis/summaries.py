@@ -39,7 +39,7 @@ ROUNDING = 1e-6
 # Results that are resampled at once, and values of all their resamples that are in memory at once.
 _TOGETHER, _DRAWN = 64, 1 << 22
 
-#: What tells one result from another, beside the trace; `requested` is the budget as requested.
+#: Columns that distinguish results of a trace; `requested` is the requested budget.
 KEYS = ("policy", "params", "requested", "interval", "prefill", "metric", "variant", "unit")
 STAGES = ("early", "middle", "late")
 
@@ -100,7 +100,7 @@ class Interval:
         if not self.n:
             return ""
         sign = form[: form[:1] in "+- "]
-        form = f"{sign}z{form[len(sign) :]}"  # what rounds to 0 is not below it
+        form = f"{sign}z{form[len(sign) :]}"  # no minus in front of a rounded 0
         mean, low, high = (format(x, form) for x in (self.mean, self.low, self.high))
         return mean if np.isnan(self.low) else f"{mean} [{low}, {high}]"
 
@@ -205,7 +205,7 @@ _LAST = [name for name, entry in METRICS.items() if entry.over_events == "last"]
 def over_layers(
     table: pl.DataFrame, keys: Sequence[str], columns: Sequence[str] = ("value",)
 ) -> pl.DataFrame:
-    """The Table with values whose mean over a result is what stands for all its layers.
+    """The Table with values whose mean over a result is the value of all its layers.
 
     keys: columns that distinguish results. Values of a metric whose layers add up are scaled such
     that the mean of a result is the sum over layers of the means in each; others are unchanged.
@@ -249,7 +249,7 @@ def averages(
     if metrics is not None:
         table = main_variants(table, listed(metrics))
     values = per_prompt(table, by)
-    # what belongs to no policy was asked of every trace
+    # values without a policy are of every trace
     traces = pl.col("trace").n_unique()
     every = traces.over(*by) if by else traces
     of = pl.when(pl.col("policy").is_null()).then(every).otherwise(traces.over(*by, *KEYS[:5]))

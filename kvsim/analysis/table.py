@@ -60,7 +60,7 @@ BESIDE = {
 JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
 REGRET = tuple(x for x, entry in METRICS.items() if entry.beside in ("optimum", "unprotected"))
 
-#: Called with (metrics done, metrics, what is being measured).
+#: Called with (metrics done, metrics, current metric).
 Progress = Callable[[int, int, str], None]
 
 
@@ -97,7 +97,7 @@ def measure(
             `kvsim.sweeps.replay_all(..., regret=True)` computes them.
         unprotected: for `possible_share`, the same with nothing protected.
         oracles: for `oracle_regret`, for each record that of the mass oracle on the same terms.
-        progress: called with (metrics done, metrics, what is being measured).
+        progress: called with (metrics done, metrics, current metric).
 
     Metrics of what a policy decided at its events (`Metric.notes`: segments and quotas of `ams`)
     need a record with internals, `kvsim.replay(..., internals=True)`. Without them they have no
@@ -106,7 +106,7 @@ def measure(
 
     Raises PolicyError for an unknown metric, for a metric of records without a record and for
     regret without optima, NeedsError for a metric by name that reads what the trace has not
-    recorded (`Metric.arrays`), TraceError for what is no trace or record, and where a record
+    recorded (`Metric.arrays`), TraceError for anything but traces and records, and where a record
     belongs to another trace.
     """
     device = resolve_device(device)
@@ -220,7 +220,7 @@ def choose(
 
 
 def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
-    """The metrics of which every trace has recorded what they read (`Metric.arrays`)."""
+    """The metrics whose arrays every trace has recorded (`Metric.arrays`)."""
     return [
         name
         for name in metrics
@@ -229,7 +229,7 @@ def available(metrics: Iterable[str], traces: Sequence[Trace]) -> list[str]:
 
 
 def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
-    """Raise NeedsError where the trace has not recorded what one of the metrics reads."""
+    """Raise NeedsError where the trace lacks an array that one of the metrics reads."""
     for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
         if not _has(trace, name):
             trace.read(name, slice(0, 0))
@@ -296,7 +296,7 @@ def subjects_of(
     return [subject(*each) for each in zip(records, *beside, strict=True)]
 
 
-#: The columns about a record, null for what belongs to the trace.
+#: The columns about a record, null in rows about a trace.
 OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
 #: The columns in which the rows of a block differ.
 _OF_ROW = ("value", "chance", "head", "qhead", "event")
@@ -356,7 +356,7 @@ def blocks_of(
 
 
 def table_of(blocks: Sequence[RowArrays]) -> pl.DataFrame:
-    """One frame of all blocks: one for each would take longer than what it holds."""
+    """One frame of all blocks, because one for each is slow."""
     if not blocks:
         return pl.DataFrame(schema=COLUMNS)
     labels, arrays = zip(*blocks, strict=True)
@@ -408,7 +408,7 @@ def fidelity(trace: Trace, record: Record, kind: str, layer: int | None) -> str:
 
 
 def selection_fidelity(record: Record) -> str:
-    """The level of what a record's propagation decided: exact up to the second drop."""
+    """The fidelity of a record's propagation: exact up to the second drop."""
     selection = record.selection
     if selection is None or selection.layer is None or selection.dropped[-1] <= selection.layer + 1:
         return "exact"

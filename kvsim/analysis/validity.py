@@ -1,4 +1,4 @@
-"""Predictive validity of a replay: its values next to those of the running model.
+"""Predictive validity of a replay: its values next to values of the running model.
 
 Functions take two Tables, or two lists of records, of the same traces, policies, budgets and
 schedule: one of a replay (`kvsim.sweeps.replay_all`), one of live runs (`kvsim.live`). A cell is a
@@ -125,7 +125,7 @@ def _spearman(x: Floats, y: Floats, weights: Floats) -> Floats:
 
 
 def _mean(values: Floats, weights: Floats) -> Floats:
-    """Mean over the last axis of what is no NaN."""
+    """Mean over the last axis without NaN."""
     present = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
         out: Floats = (np.where(present, values, 0) * weights).sum(-1) / (present * weights).sum(-1)

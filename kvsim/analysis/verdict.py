@@ -111,7 +111,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def verdicts(comparison: Comparison) -> list[Verdict]:
-    """The best policy at each budget that has two or more, and what it is better than."""
+    """The best policy at each budget of two or more, and the policies that it beats."""
     ranked = comparison.table.drop_nulls("rank")
     return [
         _verdict(comparison, rows.to_dicts())
@@ -156,7 +156,7 @@ def answer(
 ) -> tuple[Comparison | None, list[str]]:
     """Compare the policies of a Table by a metric, by default the first of `ranking`.
 
-    And the lines in which to say what follows, with what is lacking for a decision. None and no
+    And the lines that follow, with the evidence that a decision lacks. None and no
     lines where there is nothing to compare: one policy, or no prompt with values of all.
     """
     if reason := mixed(table):
@@ -170,7 +170,7 @@ def answer(
 
 
 def lines(comparison: Comparison) -> Iterator[str]:
-    """Yield the verdicts, what they rank by, and what is lacking for a decision."""
+    """Yield the verdicts, their metric, and the evidence that a decision lacks."""
     each = [verdict.text for verdict in verdicts(comparison)]
     yield from each
     if each:
@@ -185,7 +185,7 @@ def _lacking(comparison: Comparison) -> Iterator[str]:
 
 
 def basis(comparison: Comparison) -> str:
-    """The number that a comparison ranks by and what it is, in a sentence."""
+    """The metric that a comparison ranks by, in a sentence."""
     levels, by = {*comparison.table["fidelity"]}, f"Ranked by {comparison.metric}"
     if "closed" in levels:
         by += ", measured in live runs"

@@ -1,4 +1,4 @@
-"""A walk over the layers of a trace: what is read of a layer serves all records of the trace."""
+"""A walk over the layers of a trace that reads each layer once for all records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables with a column for each number, for what the Table has no columns for."""
+"""Tables with a column for each number, for values that do not fit the Table."""
 
 from __future__ import annotations
 

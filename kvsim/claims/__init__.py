@@ -1,6 +1,6 @@
 """Claims of the papers, tested on the traces of a Table: each paper has a file.
 
-A claim is tested where the Table has what it is about: policies at the same budget, schedule and
+A claim is tested where the Table has its results: policies at the same budget, schedule and
 prompts, ablations found by their parameters, properties of the traces. Its number is above 0 on a
 prompt where the claim is right (with a margin, near 0). A case, such as a budget or a layer, counts
 where sign flips over at least 6 prompts, corrected for the number of cases (Holm), put its mean on
@@ -41,7 +41,7 @@ def claims(table: Tabular, seconds: Seconds | None = None) -> dict[str, list[Cla
     Args:
         table: of `kvsim.measure` or a sweep, or a run or its folder, with the metrics of its traces
             (`kvsim.measure(trace)`) for claims about traces.
-        seconds: what events take, for the claims about cost.
+        seconds: duration of events, for the claims about cost.
 
     Raises:
         PolicyError: parameters in the table are no JSON object.

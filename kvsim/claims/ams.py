@@ -13,7 +13,7 @@ from kvsim.analysis.significance import FEWEST
 from kvsim.claims.claim import Claim
 from kvsim.claims.evidence import Cases, Evidence, PolicySetting, joined, metric_text, of
 
-#: What the paper puts AMS around first, and so what is asked for where nothing else is there.
+#: The scorer that the paper puts AMS around first, requested where a table has no other.
 BASE = "tova"
 
 
@@ -90,7 +90,7 @@ def _ablations(e: Evidence) -> Iterator[Claim]:
 
 
 def _must_keep(e: Evidence, base: PolicySetting, with_ams: PolicySetting) -> Iterator[Claim]:
-    """Q8: how much of what AMS gains is what it protects; the base keeps the same for that."""
+    """Q8: the gain of AMS over a base that protects the same entries."""
     sink, recent = 4, 32
     for _, result in e.alone(with_ams):
         sink, recent = result.parameters.get("sink", 4), result.parameters.get("recent", 32)

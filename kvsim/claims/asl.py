@@ -57,7 +57,7 @@ def _halves(e: Evidence, metric: str, variant: str) -> Floats:
 
 
 def _later(e: Evidence) -> Iterator[Claim]:
-    """S3: what it takes to select at a layer."""
+    """S3: when ASL selects a layer."""
     relative = sorted(e.variants("rank_relative"), key=_tokens)
     cases: Cases = {}
     for variant in relative[1:]:

@@ -38,7 +38,7 @@ class ClaimCase(NamedTuple):
 class Claim:
     """A sentence of a paper, and its result on these traces.
 
-    number: such as Q1. says: the claim in words. tested: what the number is. cases: for each case a
+    number: such as Q1. says: the claim in words. tested: the tested number. cases: for each case a
     number per prompt that is above 0 where the claim is right; with a margin, one that is nearer to
     0 than the margin. least: means that matter, `MATTERS` where a case has none. outside: cases in
     which a method is out of its range, and why. needs: what would give it a number, said where
@@ -117,7 +117,7 @@ class Claim:
         return "; ".join(f"{plural(n, 'case')} out of range: {why}" for why, n in count.items())
 
     def lines(self, prompts: int, *, every: bool = False) -> list[str]:
-        """The cases with their numbers, the test, and what is missing; every: however many cases.
+        """The cases with their numbers, the test, and missing results; every: list all cases.
 
         prompts: how many there are; a case with another number of them says so.
         """

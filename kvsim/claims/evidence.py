@@ -131,7 +131,7 @@ class Evidence:
         of: tuple[Result, str] | None = None,
         chance: bool = False,
     ) -> Floats:
-        """The mean over layers and heads, or over those of one layer; [prompt], NaN without one.
+        """The mean over heads of all layers, or of one; [prompt], NaN without a value.
 
         variant: the main one by default. of: a result and the requested budget; None for a property
         of the trace. chance: what chance alone gives.
@@ -188,7 +188,7 @@ class Evidence:
         return dict.fromkeys(chosen, "") if plain else after
 
     def alone(self, setting: PolicySetting) -> list[tuple[str, Result]]:
-        """The main result of a setting at each schedule, and what tells these apart."""
+        """The main result of a setting at each schedule, labelled by its schedule."""
         by_schedule: dict[IntervalPrefill, list[Result]] = {}
         for result in filter(setting.fits, self.results):
             by_schedule.setdefault(result.schedule, []).append(result)
@@ -198,7 +198,7 @@ class Evidence:
     def pairs(
         self, first: PolicySetting, second: PolicySetting
     ) -> list[tuple[str, Result, Result]]:
-        """Results of two settings at the same schedule, and what tells the pairs apart.
+        """Results of two settings at the same schedule, with the label of each pair.
 
         Of two settings of one policy, those that are equal in all other parameters; of two policies
         the main result of each.
@@ -385,7 +385,7 @@ _ONE_EVENT = f"--prefill --interval {BEYOND}"
 #: The long names of policies that claims know by the short one.
 _SAME = {"ams+tova": "ams", "ams@release+tova": "ams@release"}
 
-#: What some quantities are called in tests; others as in METRICS.
+#: Names of some quantities in tests; others as in METRICS.
 _CALLED = {
     ("response_kl", ""): "KL to the full cache",
     ("retained_iou", ""): "IoU of consecutive kept sets",

@@ -16,7 +16,7 @@ GLOBAL, LOCAL = of("global_max"), of("morphkv@gkv")
 
 
 def gkv(e: Evidence) -> Iterator[Claim]:
-    """G-KV: what attention is like, and what its scores make of it."""
+    """G-KV: properties of attention, and of G-KV's scores."""
     yield from _windows(e)
     yield from _intermittence(e)
     yield from _sparsity(e)
@@ -49,7 +49,7 @@ def gkv(e: Evidence) -> Iterator[Claim]:
 
 
 def _windows(e: Evidence) -> Iterator[Claim]:
-    """G1 and G2: what windows of rows attend to."""
+    """G1 and G2: keys that windows of rows attend to."""
 
     def value(layer: int, variant: str, *, chance: bool = False) -> Floats:
         return e.value("window_overlap", variant, layer, chance=chance)
@@ -119,7 +119,7 @@ def _intermittence(e: Evidence) -> Iterator[Claim]:
 
 
 def _sparsity(e: Evidence) -> Iterator[Claim]:
-    """G4 and G5: of the whole cache, and of what is left of it."""
+    """G4 and G5: sparsity of the whole cache, and of the compressed one."""
     for peak, keys in (("sequence", "all keys"), ("behind_sink", "without the first 4")):
         at = "sparsity", f"p=0.01,max={peak}"
         says = f"More than 90 % of the keys get less than 1 % of the largest score ({keys})"
@@ -147,7 +147,7 @@ def _places(e: Evidence) -> Iterator[Claim]:
 
 
 def _later_attention(e: Evidence) -> Iterator[Claim]:
-    """G8: what the global score keeps is what later rows attend to."""
+    """G8: the global score keeps the entries that later rows attend to."""
     beside = ((GLOBAL, LOCAL), (GLOBAL, of("random")), (GLOBAL, of("streaming_llm")))
     for whole, other in (*beside, (of("gkv"), of("rkv"))):
         says = f"{whole} keeps more of what is attended to later than {other}"

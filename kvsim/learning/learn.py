@@ -1,4 +1,4 @@
-"""`learn`: from prompts to a scorer, and what it is worth on prompts that it has not seen."""
+"""`learn`: from prompts to a scorer, and its comparison on other prompts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvsim.sweeps.tuning import split
 #: Groups of features that a scorer of any model may use without looking ahead.
 CAUSAL = tuple(group for group in SIZES if group not in ("projections", "future"))
 
-#: What a learned scorer is compared with.
+#: Policies that a learned scorer is compared with.
 AGAINST = ("h2o", "tova", "snapkv", "random")
 
 #: Why learned vectors of heads take traces of one model.
 _ONE_MODEL = "features: projections belong to one model: "
 
-#: Called with (steps done, steps, what is being done).
+#: Called with (steps done, steps, current step).
 Progress = Callable[[int, int, str], None]
 
 
@@ -110,7 +110,7 @@ def learn(
         metrics: by name; by default those of a sweep.
         seed: of the split, the pairs and the network.
         overwrite: replace the file.
-        progress: called with (steps done, steps, what is being done).
+        progress: called with (steps done, steps, current step).
 
     Raises:
         PolicyError: an unknown group of features, numbers out of range, nothing to learn from, or
@@ -197,7 +197,7 @@ def learn(
 
 
 def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:
-    """Groups of features in the order of `SIZES`. Raises PolicyError for what is none."""
+    """Groups of features in the order of `SIZES`. Raises PolicyError for other names."""
     groups: list[str] = listed(given)
     for group in groups:
         if group not in SIZES:

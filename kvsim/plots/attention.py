@@ -172,7 +172,7 @@ FLOOR: Final = 1e-12
 _STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
 _ORDER_NAMES = {"past": "past (Expected Attention)", "random": "chance"}
 _MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
-#: What the figure of steps can show: the metric, what its variants end in, the label.
+#: Quantities of the figure of steps: metric, suffix of its variants, label.
 _MEASURES = {
     "spearman": ("expectation_steps", "", "rank correlation with observed"),
     "log_pearson": ("expectation_logs", "", "correlation of logarithms with observed"),

@@ -1,4 +1,4 @@
-"""The figure of needles in haystacks: what is kept of them, or answered, by depth and length."""
+"""The figure of needles in haystacks: share kept, or answers, by depth and length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvsim.plots.style import (
 _COLOURS = "RdYlBu"
 _MIDDLE: Final[dict[str, Any]] = {"ha": "center", "va": "center", "fontsize": 7}
 _LABELS = ("length", "depth")
-#: What a cell shows, and the bar beside the panels, by metric.
+#: Title, and label of the colour bar, by metric.
 _SHOWN = {
     "needle_recall": ("Entries of the needle kept", "share of the needle kept"),
     "answer_right": ("Right answers", "share of right answers"),

@@ -148,7 +148,7 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     ticks = [*range(0, n_layers - step // 2, step), n_layers]
     axes[-1].set_xticks(ticks, [*map(str, ticks[:-1]), "never"])
     axes[-1].set_xlim(-0.7, n_layers + 0.7)
-    name_axes(axes[-1], "selection layer (dashed: mean of those that select)")
+    name_axes(axes[-1], "selection layer (dashed: mean over traces that select)")
     caption(figure, "Selection layers of ASL", ["exact"])
     figure.tight_layout()
     return figure

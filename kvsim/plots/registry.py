@@ -1,4 +1,4 @@
-"""The figures by name: what each shows, what it is drawn from, which options it has.
+"""The figures by name, with their content, sources and options.
 
 `kvsim plot`, its help and the table of docs/figures.md read this. A figure is a function of the
 same name in a module of `kvsim.plots`. Nothing here loads matplotlib.
@@ -32,7 +32,7 @@ class Figure:
 
     Attributes:
         module: the module of `kvsim.plots` that has a function with the figure's name.
-        summary: what it shows, in one sentence.
+        summary: its content, in one sentence.
         inputs: its positional arguments.
         options: keywords that the command line can set.
         source: the paper and figure that it follows, or "kvsim".

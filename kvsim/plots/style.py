@@ -145,7 +145,7 @@ def requested_order(budgets: Sequence[str]) -> list[str]:
 
 
 def plain_text(text: str) -> str:
-    """Printable characters that the font has, line ends kept; what is not is escaped."""
+    """Escape characters that the font does not have or that do not print; keep line ends."""
     return "".join(
         c if c == "\n" or (c.isprintable() and ord(c) in _drawable()) else escaped(c) for c in text
     )

@@ -27,14 +27,14 @@ from kvsim.referee.judging import DumpCase
 
 @dataclass(frozen=True)
 class Deviation:
-    """A known difference from a definition: its name, and what the implementation does."""
+    """A known difference from a definition: its name, and the behaviour."""
 
     name: str
     description: str
 
 
 def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
-    """Yield what each deviation makes of a case, without those that do not apply to it."""
+    """Yield the case under each deviation that applies to it."""
     for name, (description, change) in _CHANGES.items():
         try:
             changed = change(case)
@@ -46,7 +46,7 @@ def hypotheses(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:
 
 
 def explains(case: DumpCase) -> bool:
-    """Whether the sets of a case are those of its definition, ties apart."""
+    """Whether the sets of a case agree with its definition, except for ties."""
     try:
         return not any(each.kind != "tie" for each in case.differences())
     except KvsimError:  # the changed definition has no rule for this trace
@@ -77,7 +77,7 @@ def _budget(by: Callable[[Protection, int], int], case: DumpCase) -> DumpCase | 
     return replace(case, budget=case.budget + more) if more else None
 
 
-# ------------------------------------------------------------------------------ what is protected
+# ------------------------------------------------------------------------------ protected entries
 
 
 def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None:
@@ -105,7 +105,7 @@ def _changed(case: DumpCase, **pieces: Any) -> DumpCase:
 
 @dataclass(frozen=True)
 class _Unprotected(Wrapper):
-    """The scorer inside, without one part of what it protects."""
+    """The scorer inside, without a part of its protection."""
 
     part: Literal["sink", "recent"]
 
@@ -116,7 +116,7 @@ class _Unprotected(Wrapper):
         return _less(self.scorer.protection(budget), self.part)
 
 
-# ------------------------------------------------------------- what a scorer sees of the cache
+# ------------------------------------------------------------- the view of a scorer
 
 
 class _Seen:
@@ -243,7 +243,7 @@ class _Scrambled(Wrapper):
     columns: ClassVar[Mapping[str, float]] = {"place": math.inf}
 
     def score(self, view: View) -> Scores:
-        """Minus the place in the top-k, so that what it chose stays; [L, H, n]."""
+        """Minus the place in the top-k, so that its choice stays; [L, H, n]."""
         budgets = set(view.budget.flatten().tolist())
         if len(budgets) > 1 or not bool(view.live.all()):
             raise PolicyError("heads hold different numbers of entries, which top-k cannot return")

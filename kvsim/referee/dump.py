@@ -45,7 +45,7 @@ class Dump:
     event there, what it kept before and all later positions. layers: their numbers in the model.
     trace: q, k and v that the implementation itself computed; None where the file has no such
     arrays.
-    budget, schedule: those of the implementation, if they are recorded.
+    budget, schedule: of the implementation, if recorded.
 
     Raises DumpError for a table that no implementation can have written.
     """
@@ -106,7 +106,7 @@ class Dump:
 
     @classmethod
     def of_record(cls, record: Record, trace: Trace | None = None) -> Dump:
-        """Return what a replay or a live run kept. trace: the q, k and v that it had."""
+        """Return the kept sets of a replay or a live run. trace: its q, k and v."""
         kept = {row: record.retained(row)[..., : row + 1] for row in record.events}
         schedule = Schedule(record.interval, record.prefill, record.compress)
         dump = cls(kept, record.layer_ids, record.trace, trace, record.budget, schedule)

@@ -24,7 +24,7 @@ from kvsim.engine.source import TraceSource
 from kvsim.errors import DumpError, PolicyError
 from kvsim.referee.dump import Dump
 
-#: What a set that differs is: tied at the cut; another choice; everything kept at an event that
+#: Kinds of differing sets: tied at the cut; another choice; everything kept at an event that
 #: should evict; entries evicted where the definition has no event; evicted entries that return.
 DifferenceKind = Literal["tie", "choice", "no eviction", "no event", "return"]
 
@@ -119,14 +119,14 @@ class DumpCase:
 
 
 class _Comparison:
-    """Compares what a block's policy keeps with the sets of some layers, and follows these."""
+    """Compare the kept sets of a block's policy with the sets of some layers, and follow these."""
 
     def __init__(self, case: DumpCase, at: list[int]) -> None:
         self._case, self._at = case, at
         self.differences: list[Difference] = []
 
     def follow(self, choice: Choice) -> Tensor:
-        """Return what stays: the sets of the dump, as far as they are in the cache."""
+        """Return the sets of the dump, as far as they are in the cache."""
         case, view = self._case, choice.view
         pos, live = view.pos, view.live
         stayed = torch.zeros(*pos.shape[:2], view.row + 1, dtype=torch.bool)
@@ -179,7 +179,7 @@ class _Comparison:
     def _gap(
         self, choice: Choice, extra: Tensor, missing: Tensor, at: int, head: int
     ) -> tuple[float | None, bool, bool]:
-        """How far the scores of what differs are apart; whether that is a tie; of which side."""
+        """The gap between the scores of differing entries; whether it is a tie; of which side."""
         assert choice.scores is not None  # noqa: S101  for type checkers
         assert choice.protected is not None  # noqa: S101
         scores, live = choice.scores[at].double(), choice.view.live[at]

@@ -34,7 +34,7 @@ class Ruling(Displayed):
 
     compared: sets, of an event, a layer and a head each. differences: those that differ, ties
     included, by row, layer and head. deviations: each explains all that differ beyond ties.
-    remarks: what the comparison leaves open.
+    remarks: questions that the comparison leaves open.
     """
 
     dump: str
@@ -107,7 +107,7 @@ def conform(
     prefill: bool | None = None,
     tolerance: float = TOLERANCE,
 ) -> Ruling:
-    """Compare the sets that an implementation kept with those that a policy defines.
+    """Compare the sets that an implementation kept with the sets that a policy defines.
 
     dump: a Dump, or the path of a `.npz` or `.parquet` file (docs/conform.md). budget: entries per
     KV head, by default the dump's. trace: q, k and v, where the dump has none of its own. interval,

@@ -1,12 +1,12 @@
 """`report`: runs and traces to one HTML page that needs nothing else, no network and no scripts.
 
-What a page says of runs: means over prompts with intervals, every policy compared with the first on
+A page on runs has means over prompts with intervals, every policy compared with the first on
 the same prompts, figures, the split by domain, level and stage where there is one. Of traces: what
 they say before any policy evicts. Of both: the claims of the papers, and where all of it came from.
 Every text from a run or a trace is escaped (`html`).
 
     study     the Tables of runs together, and the analyses of traces
-    sections  what a page says, in order; of runs and papers
+    sections  the sections of a page, in order; of runs and papers
     traces    of traces
     html      the pieces
 """
@@ -43,10 +43,10 @@ def write_report(
     Args:
         runs: folders that `kvsim replay --out` wrote.
         out: the file to write.
-        base: what all other policies are compared with, by default the first one that evicts.
+        base: the policy that all others are compared with, by default the first that evicts.
         traces: what to analyse; where there are runs, traces that they replayed.
         overwrite: replace a file at `out`.
-        progress: called with (steps done, steps, what is being done).
+        progress: called with (steps done, steps, current step).
 
     Raises:
         OutputError: `out` is called other than .html or .htm, something is there, or it cannot be

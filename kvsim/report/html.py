@@ -38,7 +38,7 @@ def broken(texts: Iterable[str], lead: str = "") -> Markup:
 
 
 def metric_name(name: str) -> Markup:
-    """A metric as a heading: what it says on hover, which direction is better, its main variant."""
+    """A metric as a heading: summary on hover, better direction, main variant."""
     what = METRICS[name]
     arrow = {"higher": " ↑", "lower": " ↓", None: ""}[what.better]
     heading = Markup('<span title="{}">{}</span>').format(
@@ -103,7 +103,7 @@ def cell(part: pl.DataFrame, *, chance: bool = False) -> str:
 
 
 def image(alt: str, draw: Callable[[], Any], form: Literal["svg", "png"] = "svg") -> str:
-    """The figure that `draw` makes, nothing where it has nothing to show; alt: what it shows."""
+    """The figure of `draw`, empty where it has no values; alt: its description."""
     try:
         figure = draw()
     except PolicyError:

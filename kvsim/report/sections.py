@@ -32,7 +32,7 @@ from kvsim.sweeps.run import fidelity_shares
 def sections(
     table: pl.DataFrame, runs: Sequence[Saved], base: str | None, traces: Study | None
 ) -> Iterator[str]:
-    """The sections of runs and traces, those that have nothing to say empty.
+    """The sections of runs and traces; a section without content is empty.
 
     table: of all runs, with the metrics of the traces. Results of one policy are called by what
     tells them apart (`kvsim.analysis.results.labels`).
@@ -120,7 +120,7 @@ def _paired(table: pl.DataFrame, base: str | None) -> str:
     policies = shown["policy"].unique(maintain_order=True).to_list()
     if len(policies) < 2 and base is None:
         return ""
-    # what has the metrics of kept sets has evicted something
+    # only results with evictions have the metrics of kept sets
     evicting = [name for name in policies if "wipeout" in set(shown.filter(policy=name)["metric"])]
     base = base or (evicting or policies)[0]
     note = Markup(

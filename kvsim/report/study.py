@@ -23,10 +23,10 @@ from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
 
-#: Called with (steps done, steps, what is being done).
+#: Called with (steps done, steps, current step).
 Progress = Callable[[int, int, str], None]
 
-#: What is evicted once for the reconstruction error: the methods of Expected Attention's Fig. 6.
+#: Policies of the reconstruction error: the methods of Expected Attention's Fig. 6.
 METHODS = ("expected_attention", "snapkv", "tova", "keydiff", "knorm", "streaming_llm")
 #: Shares that they evict.
 RATIOS = (0.25, 0.5, 0.75)
@@ -78,7 +78,7 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
 
 
 def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:
-    """Raise where traces could not be told apart, or are not those that the runs replayed.
+    """Raise for traces of one name, or traces that the runs did not replay.
 
     Or where no mean is over them.
 

@@ -1,4 +1,4 @@
-"""The sections of traces: which they are, and what they say before any policy evicts."""
+"""The sections of traces: a list of them, and their properties before any eviction."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _traces(study: Study) -> str:
     return section("What the traces say", note, details(table_of(head, rows), "the traces"))
 
 
-#: What a page calls the analyses that a trace may have none of.
+#: Titles of the analyses that a trace may lack.
 _ANALYSES = {
     "expectation": "expected and observed attention",
     "ranking": "how layers rank the prompt",

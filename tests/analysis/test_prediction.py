@@ -287,7 +287,7 @@ def test_other_models_and_files_are_refused(tmp_path):
         NeedsError, match="no calibration is of model 2, those there are of model 1"
     ):
         calibration_of([Traced("2")], path)
-    with pytest.raises(NeedsError, match="traces of model 1 and model 2; expected those of one"):
+    with pytest.raises(NeedsError, match="traces of model 1 and model 2; expected one model"):
         calibration_of([Traced(), Traced("2")], path)
     with pytest.raises(PolicyError, match="traces of 2 models"):
         calibrate(replayed, live, [Traced(), Traced("2")])

@@ -225,7 +225,7 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
         lambda: replay_all([one, other], policies, [20]),
         lambda: check_traces([one] * 2, []),
     ):
-        with pytest.raises(TraceError, match="both called 'p1', and results are told apart"):
+        with pytest.raises(TraceError, match="both called 'p1'; expected one name"):
             refused()
     _, _, err = run("replay", *paths, "--policy", "tova", "--budget", "20")
     assert f"{paths[0]} (of gemma) and {paths[1]} (of llama) are both called 'p1'" in err

@@ -57,7 +57,7 @@ class NormalFit:
     modes: Tensor
 
 
-#: What a fit says, in order.
+#: Numbers of a fit, in order.
 EFFECTS = tuple(effect.name for effect in fields(NormalFit))
 
 
@@ -94,7 +94,7 @@ def normal_medians(n: int) -> Tensor:
 
 
 def normal_ks(n: int) -> float:
-    """Mean `ks` of n independent normal samples: what queries that are normal have, too."""
+    """Mean `ks` of n independent normal samples, and so of queries that are normal."""
     source = torch.Generator().manual_seed(0)
     drawn = torch.randn(_BY_CHANCE, n, generator=source, dtype=torch.float64)
     return float(fit_normal(drawn).ks.mean())

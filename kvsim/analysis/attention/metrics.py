@@ -1,4 +1,4 @@
-"""Metrics of a trace's full attention: its windows, its queries, and what is expected of it."""
+"""Metrics of a trace's full attention: windows, queries, and expected attention."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ before RoPE to be normal, as linear images of hidden states that are. Effect siz
 dimension, over the rows behind the sinks (skip=4) or all of them (skip=0): the first tokens are
 outliers in most models. Every number is `exact`.
 
-States of the residual stream are those that enter each decoder layer, before the norm in front of
+States of the residual stream are the inputs of each decoder layer, before the norm in front of
 the attention, if the trace was recorded with `--residual`.
 """
 
@@ -29,7 +29,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.schema import FIDELITY
 
-#: What is sampled: queries before or after RoPE, or the input of each layer.
+#: Sampled states: queries before or after RoPE, or the input of each layer.
 States = Literal["query", "rotated_query", "residual"]
 
 #: Columns of `normality_table`.
@@ -118,7 +118,7 @@ def normality_table(measured: Sequence[Normality]) -> pl.DataFrame:
 class Histogram:
     """Densities [..., bins] between edges [..., bins + 1], of samples [..., n].
 
-    Of what lies between two percentiles; a density is a share of all samples per unit.
+    Of samples between two percentiles; a density is a share of all samples per unit.
     """
 
     edges: Floats

@@ -93,7 +93,7 @@ def compressed_sparsity(
     window: int = WINDOW,
     sink: int = SINK,
 ) -> list[list[Sparsity]]:
-    """For each record and each of its layers, the sparsity of attention over what rows see.
+    """For each record and each of its layers, the sparsity of attention over visible entries.
 
     The last `window` rows after the prompt, each with its attention over its visible entries, which
     sums to 1. The domain, and all that a maximum is taken over, is what the last row still sees of

@@ -85,7 +85,7 @@ def dropped_bursts(
     kind: Literal["cumulative", "round"] = "cumulative",
     lengths: Sequence[int] = LENGTHS,
 ) -> Bursts:
-    """Runs of evicted entries: how many, how long, and how much of what is evicted is in long ones.
+    """Runs of evicted entries: number, lengths, and the share of evicted entries in long ones.
 
     kind: "cumulative" takes all positions that are gone after an event, in the order of the text;
     "round" what the event itself evicts, in the order of the entries live before it: entries that

@@ -1,4 +1,4 @@
-"""Contents of what a policy keeps: lengths of values, likeness of keys, text of tokens."""
+"""Contents of kept entries: lengths of values, likeness of keys, text of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WithChance(NamedTuple):
 
 
 def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> WithChance:
-    """Share of what each head keeps behind the sinks that the largest values would keep too.
+    """Share of the kept entries behind the sinks that the largest values would keep too.
 
     With c entries kept at positions from `sink` on, after the last event at which the layer evicted
     anything: those of the c largest norms of the value (the lower position first among equals) that
@@ -165,7 +165,7 @@ def retention_lift(
     sink: int = 0,
     recent: int = 0,
 ) -> pl.DataFrame:
-    """Return how much of each token string a policy keeps, next to what it keeps of all tokens.
+    """Return the share kept of each token string, next to the share kept of all tokens.
 
     G-KV (arXiv 2512.00504), App. I, counts the kept tokens of one head of the last layer, which
     shows frequent tokens; the rate and the lift do not.
@@ -199,7 +199,7 @@ def retention_lift(
             "with a tokenizer (kvsim capture)"
         )
     if heads is not None and not len(heads):
-        raise PolicyError("heads are none; expected at least one head of the record")
+        raise PolicyError("no head is given; expected at least one head of the record")
     gone = record.gone_after[record_layer(record, trace_layer(trace, layer))]
     chosen = None if heads is None else [record_head(record, head) for head in heads]
     row = event_row(gone, row)

@@ -34,7 +34,7 @@ class Coverage:
     rows [E]: the rows of the events. positions int [bins, E] and kept int [H, bins, E] by bins of
     equal width in x; curve [H, bins, E]: the share of each bin that is kept, NaN for a bin without
     a position. The other shares are [H, E]: overall, of all positions, which uniform sets have
-    everywhere; middle; edges, of what lies before and behind the middle; ratio, middle / overall.
+    everywhere; middle; edges, before and behind the middle; ratio, middle / overall.
     """
 
     rows: Ints
@@ -123,7 +123,7 @@ class RetainedPositions:
 
 
 def retained_positions(evicted_at: EvictedAt) -> RetainedPositions | None:
-    """The relative positions of what is held after the last event; None without an event.
+    """Relative positions of the entries held after the last event; None without an event.
 
     G-KV divides by the length of the whole text; here the length is that at the event, so that
     uniform sets have mean 1/2 however long the tail is.

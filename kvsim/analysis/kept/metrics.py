@@ -1,4 +1,4 @@
-"""Metrics of kept sets: where kept and evicted entries lie, and what the kept ones hold."""
+"""Metrics of kept sets: places of kept and evicted entries, and contents of the kept ones."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def _punctuation(subject: Subject) -> Iterator[Cells]:
             yield Cells(layers, punctuation_lift(evicted_at, marks), "head")
 
 
-#: What the response says, and which values, keys and tokens are kept.
+#: Repetition of the response, and values, keys and tokens that are kept.
 CONTENTS: Mapping[str, Metric] = {
     "repetition": Metric(
         "n-gram repetition rate of the response: 1 - distinct / all n-grams",

@@ -204,7 +204,7 @@ class Wipeout:
     def cumulative_chance(self) -> Floats:
         """Expected `cumulative` of a random set of the size at the first event of a head; [H, E].
 
-        NaN at later ones: what was wiped out before them depends on every choice until then.
+        NaN at later ones, which depend on every choice until then.
         """
         return np.where(self.leaving.first, share(self.expected, self.regions), np.nan)
 
@@ -226,7 +226,7 @@ def wipeout(
     return Leaving.of(evicted_at).wipeout(length, threshold, sink, recent, regions)
 
 
-#: What ends a sentence, as the last character of a token; also in full width, as in Chinese.
+#: Ends of a sentence, as the last character of a token; also in full width, as in Chinese.
 _ENDS = tuple(".;!?\u3002\uff1b\uff01\uff1f")
 
 

@@ -1,4 +1,4 @@
-"""The segments into which events of AMS cut the cache of a head, and what each of them keeps.
+"""Segments into which events of AMS cut the cache of a head, and the entries kept in each.
 
 What figures and the dashboard show of "Adaptive Mass-Segmented KV Compression for Long-Form
 Reasoning" (arXiv 2605.23200, Fig. 3). The numbers are those that the events noted.
@@ -164,7 +164,7 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
         events.append(Segmented(row=plans.row, quota=quota, **by_entry))
     if events:
         return events
-    why = "what was decided was not kept; replay it with internals=True"
+    why = "the record has no decisions; replay it with internals=True"
     if record.internals:
         why = "it does not cut by attention mass; expected ams, alone or around another policy"
     if (gone == NEVER).all():

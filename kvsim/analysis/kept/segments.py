@@ -102,7 +102,7 @@ class Segments:
         return chance.mean_run(self.positions, self.positions - self.entries)
 
 
-# ------------------------------------------------------------------- what the events of AMS decided
+# ------------------------------------------------------------------- decisions at events of AMS
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _moves(
 
 
 def _distance(these: Ints, those: Ints) -> Ints:
-    """From each of these to the nearest of those, both ascending; far where there is none."""
+    """Distances from each of these to the nearest of those, both ascending; far without any."""
     if not len(those):
         return np.full(len(these), NEAR + 1)
     at = np.searchsorted(those, these)

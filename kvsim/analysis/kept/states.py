@@ -175,7 +175,7 @@ def gone_of(trace: Trace, record: Record, layer: int, head: int | None) -> Evict
 
 
 def head_course(record: Record, layer: int, head: int) -> pl.DataFrame:
-    """Return a row for each event of a layer: what is left of one of its heads, in numbers.
+    """Return a row for each event of a layer, with numbers of one of its heads.
 
     event: its row; kept: entries; share: of all positions there; wipeout: share of the regions of
     `REGION` positions of which nothing is left (`wipeout`, length=32, threshold=0); longest: the

@@ -1,4 +1,4 @@
-"""Runs of a model under policies, to a tidy Table as `measure` makes it, and what it wrote."""
+"""Runs of a model under policies: their Table as of `measure`, and the texts that it wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 
-#: Metrics of rows that a live run has values of, beside those of sets and of kind "live".
+#: Metrics of rows that a live run has, next to metrics of sets and of kind "live".
 LIVE_ROWS = ("output_error", "layer_error")
 
 
@@ -52,7 +52,7 @@ def measure_live(
 def measure_judged(
     trace: Trace, records: Sequence[Record], outcomes: Sequence[Outcome], metrics: Iterable[str]
 ) -> pl.DataFrame:
-    """A Table of what a pass of the model says of replays (`JUDGED`); fidelity judged."""
+    """A Table of a pass of the model under the kept sets of replays (`JUDGED`)."""
     return table_of(
         [
             block
@@ -105,7 +105,7 @@ def responses(records: Iterable[Record]) -> pl.DataFrame:
     """A row for each record of a live run whose model wrote a response of its own.
 
     trace, policy, budget, share: of the record. right: whether the response has the right answer,
-    null where nothing says what is right. tokens: their number; same_tokens: those before the first
+    null where no answer is known. tokens: their number; same_tokens: those before the first
     that differs from the response with the full cache. text: null without a tokenizer. full_right,
     full_tokens, full_text: of the response with the full cache. The token ids themselves are in
     `Record.response`.

@@ -34,7 +34,7 @@ def output_error(
 ) -> list[OutputDeviation]:
     """The error of each record's rows, one layer of the trace in memory at a time.
 
-    Records of one trace share what does not depend on the policy. projected: compute `added` too.
+    Records of one trace share policy-independent values. projected: compute `added` too.
 
     Raises TraceError where a record does not belong to the trace, and NeedsError if `projected`
     where the trace has no output projections.

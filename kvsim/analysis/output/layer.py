@@ -1,4 +1,4 @@
-"""One layer of a trace as measurements read it, with attention over parts of what a row sees.
+"""One layer of a trace as measurements read it, with attention over some visible entries.
 
 Shape letters: H KV heads, G query heads of a group, w rows, n entries, T tokens, d dimension of a
 head, D of the residual stream.
@@ -92,7 +92,7 @@ class Layer:
         return self.formula.capped(z).sub_(self.lse[head, :, rows].flatten())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
-        """`attend` by the layer's formula; of part of what a row sees, so without sinks."""
+        """`attend` by the layer's formula, over some visible entries, so without sinks."""
         return attend(q, k, v, self.formula, **seen)
 
     def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

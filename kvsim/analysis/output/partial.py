@@ -1,4 +1,4 @@
-"""Outputs of rows that read only some of what is resident, or read what a codec has rounded.
+"""Outputs of rows that read only some of the held entries, or rounded ones.
 
 A row's output is the softmax over the entries that it reads, of their keys and values as they are
 stored when the row attends. Its mass is the share of full attention that these entries have.
@@ -56,7 +56,7 @@ class Stored:
         return out
 
     def changing(self, head: int, entries: Tensor, rows: slice) -> Tensor:
-        """Return the places among entries [m] of those that are rounded while the rows run."""
+        """Return the places of the entries [m] that are rounded while the rows run."""
         after = self.after[head, entries]
         out: Tensor = ((after >= rows.start) & (after < rows.stop - 1)).nonzero()[:, 0]
         return out

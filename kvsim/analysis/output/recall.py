@@ -64,7 +64,7 @@ def attended(
 ) -> list[Attended]:
     """Walk over the attention of each layer once, for all records of the trace.
 
-    Regions, what counts them and what wipes them out are those of the metric `wipeout`. The mass
+    Regions count and are wiped out as in the metric `wipeout`. The mass
     is full attention of the trace, as the model computed it, not what eviction makes of it.
     """
     width = max(1, min(_ROWS, _WEIGHTS // (trace.n_qheads * trace.n_pos)))

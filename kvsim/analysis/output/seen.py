@@ -132,7 +132,7 @@ class _Seen:
         self._layer, self._rows, self._gone = layer, rows, gone[:, : rows.stop]
         inside = (self._gone >= rows.start) & (self._gone < rows.stop - 1)
         self._changing = bool(inside.any())
-        # where nothing leaves inside the block, its rows see of each other what they see anyway
+        # where nothing leaves inside the block, its rows see each other as without eviction
         self.visible = gone[:, : rows.stop if self._changing else rows.start] >= rows.start
         heads, group, _, dim = layer.q.shape
         self._product = gone.new_empty(
@@ -166,7 +166,7 @@ class _Seen:
         return self._exact(out, mass) if bool((mass < FAINT).any()) else (out, mass)
 
     def _exact(self, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from the logits of what is seen, where the mass is too small for weights."""
+        """The same from the logits of visible entries, where the mass is too small for weights."""
         rows, layer = self._rows, self._layer
         visible = self._gone >= rows.start
         at = marked(visible)
@@ -186,7 +186,7 @@ def by_slot(layer: Layer, last: Tensor) -> Iterator[Rows]:
     """Rows after the first event, of keys and queries rotated to their slot in the cache.
 
     The log-sum-exp, and so the mass, is that of the model's own positions: how much full attention
-    lies on what is seen. Slots change with every event and not between two of them. For presets
+    lies on visible entries. Slots change with every event and not between two of them. For presets
     that re-rotate only, so rows attend one by one.
     """
     queries, keys = layer.unrotated

@@ -55,7 +55,7 @@ SELECTION_COLUMNS: dict[str, Any] = {
 class Diagnosis:
     """One trace at one budget.
 
-    task: what traces are grouped by. gold: positions, None if not known. share: the budget as a
+    task: the group of traces. gold: positions, None if not known. share: the budget as a
     share of the trace, if it was requested as one.
     """
 
@@ -166,7 +166,7 @@ def diagnose(
 
 
 def task_of(trace: Trace) -> str:
-    """Return what traces are grouped by: the label `task`, else the first part of the name.
+    """Return the group of a trace: the label `task`, else the first part of its name.
 
     The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
     task `walk`, `p12` of `p`.
