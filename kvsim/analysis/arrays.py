@@ -30,9 +30,9 @@ def present(start: Ints, stop: Ints, shape: tuple[int, int]) -> Ints:
 
 def share(part: Ints | Floats, whole: Ints | Floats) -> Floats:
     """part / whole, broadcast; NaN where whole is 0."""
-    out = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
-    np.divide(part, whole, out=out, where=whole != 0)
-    return out
+    shares = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
+    np.divide(part, whole, out=shares, where=whole != 0)
+    return shares
 
 
 def mean_known(values: Floats) -> Floats:

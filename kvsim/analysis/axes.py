@@ -10,7 +10,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 
 
-def checked_index(what: str, index: int, count: int, owner: str) -> int:
+def checked_index(axis: str, index: int, count: int, owner: str) -> int:
     """Return an index of `count` things from 0; negative ones count from the end, -1 is the last.
 
     Raises PolicyError where `owner` has no such thing.
@@ -20,8 +20,8 @@ def checked_index(what: str, index: int, count: int, owner: str) -> int:
     except TypeError:
         number = count
     if not -count <= number < count:
-        last = f"{what}s 0 to {count - 1}, -1 is the last" if count else f"no {what}s"
-        raise PolicyError(f"{what} is {reprlib.repr(index)}; {owner} has {last}")
+        last = f"{axis}s 0 to {count - 1}, -1 is the last" if count else f"no {axis}s"
+        raise PolicyError(f"{axis} is {reprlib.repr(index)}; {owner} has {last}")
     return number % count
 
 

@@ -342,7 +342,7 @@ def _tested(
     gaps = np.array([values[a] - values[b] for a, b in pairs]).reshape(-1, values.shape[1])
     p = sign_flip(gaps)
     corrected = dict(zip(pairs, zip(p.tolist(), holm(p).tolist(), strict=True), strict=True))
-    out: list[dict[str, object]] = [{} for _ in range(rows.height)]
+    tested: list[dict[str, object]] = [{} for _ in range(rows.height)]
     compared = [values[place] - values[base] for place, base in bases.items()]
     ends = Interval.of_each(compared)
     for (place, base), gap, end in zip(bases.items(), compared, ends, strict=True):
@@ -351,8 +351,8 @@ def _tested(
         undecided = verdict == "undecided" and len(gap) > 1
         needed = prompts_needed(gap, ALPHA / len(pairs)) if undecided else None
         cells = (policies[base], end.mean, end.low, end.high, *p_values, verdict, needed)
-        out[place] = dict(zip(_OF_PAIR, cells, strict=True))
-    columns = pl.DataFrame(out, schema={name: COLUMNS[name] for name in _OF_PAIR})
+        tested[place] = dict(zip(_OF_PAIR, cells, strict=True))
+    columns = pl.DataFrame(tested, schema={name: COLUMNS[name] for name in _OF_PAIR})
     return rows.with_columns(columns.with_columns(pl.selectors.float().fill_nan(None))), len(pairs)
 
 
@@ -432,9 +432,9 @@ def _at_target(
 
 def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) -> list[str]:
     """Limits of a comparison, a sentence each without its full stop."""
-    out = list(filter(None, [undecidable(rows["n"][0], comparisons)]))
+    remarks = list(filter(None, [undecidable(rows["n"][0], comparisons)]))
     if references:
-        out.append(
+        remarks.append(
             f"{', '.join(references)}: listed without a rank, because no budget binds a reference "
             "or it looks ahead"
         )
@@ -446,8 +446,8 @@ def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) ->
         schedules.setdefault(after, {})[name] = None
     if len(schedules) > 1:
         parts = (f"{', '.join(names)} after {after}" for after, names in schedules.items())
-        out.append(
+        remarks.append(
             f"policies evicted after different rows, and part of a difference may be due to that: "
             f"{'; '.join(parts)}"
         )
-    return out
+    return remarks

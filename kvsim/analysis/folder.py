@@ -269,10 +269,10 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
             "one kind, because no mean is over both; take them one by one (`kvsim fidelity` "
             "compares both)"
         )
-    first: dict[str, tuple[str, Saved]] = {}
+    sources: dict[str, tuple[str, Saved]] = {}
     for run in runs:
         for name, digest in run.parameters.get("traces", {}).items():
-            expected, other = first.setdefault(name, (digest, run))
+            expected, other = sources.setdefault(name, (digest, run))
             if "" not in (expected, digest) and expected != digest:  # in memory a trace has none
                 raise PolicyError(
                     f"{other.path} and {run.path} replayed different traces, both called {name!r}; "

@@ -108,12 +108,12 @@ def _check_size(data: bytes) -> None:
         rows, size = _declared(data)
     except (IndexError, KeyError, RecursionError) as error:
         raise ValueError(f"its footer or pages are not whole ({type(error).__name__})") from error
-    for count, what, limit in (
+    for count, name, limit in (
         (rows, "rows", _ROWS + _ROWS_PER_BYTE * len(data)),
         (size, "bytes of decompressed pages", _PAGES + _PER_BYTE * len(data)),
     ):
         if count > limit:
-            raise ValueError(f"it has {count} {what} in {len(data)} bytes, at most {limit} fit")
+            raise ValueError(f"it has {count} {name} in {len(data)} bytes, at most {limit} fit")
 
 
 def _declared(data: bytes) -> tuple[int, int]:
@@ -140,15 +140,15 @@ def _declared(data: bytes) -> tuple[int, int]:
 
 def _pages(data: bytes, stop: int, column: dict[int, Any]) -> tuple[int, int]:
     """Return values and bytes of the decompressed pages of a column in a row group."""
-    at = column.get(11, column[9])
-    end = at + column[7]
-    if not len(_MAGIC) <= at <= column[9] <= end <= stop or 5 not in column:
+    position = column.get(11, column[9])
+    end = position + column[7]
+    if not len(_MAGIC) <= position <= column[9] <= end <= stop or 5 not in column:
         raise ValueError("a column lies outside the file")
     if column[4] not in (_UNCOMPRESSED, _SNAPPY, _ZSTD):
         raise ValueError(f"a column is compressed with codec {column[4]}")
     values = size = 0
-    while at < end:
-        reader = _Thrift(data, at)
+    while position < end:
+        reader = _Thrift(data, position)
         page = reader.struct(_PAGE)
         if page[1] == _DATA_PAGE:
             header = page[5]
@@ -162,8 +162,8 @@ def _pages(data: bytes, stop: int, column: dict[int, Any]) -> tuple[int, int]:
         if not all(0 <= number < 1 << 31 for number in (page[2], page[3], header[1])):
             raise ValueError("a page has a size that is negative or too large")
         size += page[2]
-        at = reader.at + page[3]
-    if at != end:
+        position = reader.at + page[3]
+    if position != end:
         raise ValueError("a page is longer than its column")
     return values, size
 
@@ -176,12 +176,12 @@ class _Thrift:
 
     def struct(self, kinds: dict[int, Any]) -> dict[int, Any]:
         """Return the fields of a structure by number; fields of unknown numbers have any kind."""
-        out: dict[int, Any] = {}
+        fields: dict[int, Any] = {}
         number = 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._signed()
-            out[number] = self._value(head & 15, kinds.get(number))
-        return out
+            fields[number] = self._value(head & 15, kinds.get(number))
+        return fields
 
     def _value(self, code: int, kind: Any) -> Any:
         """Return a value of a type `code`; kind: int, bytes, bool, [kind] or {number: kind}."""

@@ -104,7 +104,7 @@ class Curve:
             )
         kl = float(np.exp(np.interp(np.log(error), np.log(self.errors), np.log(self.kl))))
         low, high = kl * self.below, max(kl * self.above, FLOOR)
-        risk = next((of for upto, *of in self.risk if error <= upto), [None] * 3)
+        risk = next((bounds for upto, *bounds in self.risk if error <= upto), [None] * 3)
         return Estimate(kl, 0.0 if low <= FLOOR else low, high, *risk)
 
 
@@ -157,31 +157,31 @@ def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_erro
         (live, "response_kl", "kl"),
         (live, "answer_kept", "lost"),
     ):
-        of = cell_values(table, name).rename({"value": column})
-        kept = kept.join(of, on=on, how="left", nulls_equal=True, maintain_order="left")
+        values = cell_values(table, name).rename({"value": column})
+        kept = kept.join(values, on=on, how="left", nulls_equal=True, maintain_order="left")
     kept = kept.drop_nulls(["error", "kl"])
     return kept.select("trace", "policy", "requested", "error", "kl", lost=1 - pl.col("lost"))
 
 
-def fit(of: pl.DataFrame) -> Curve:
+def fit(samples: pl.DataFrame) -> Curve:
     """Fit the curve on `points`.
 
     Raises PolicyError for fewer than `FEWEST` prompts or `POLICIES` policies: the interval is that
     of prompts and policies that were left out of the fit.
     """
-    of = of.filter(pl.col("error") > 0)
-    n_prompts, n_policies = (of[name].n_unique() for name in ("trace", "policy"))
+    samples = samples.filter(pl.col("error") > 0)
+    n_prompts, n_policies = (samples[name].n_unique() for name in ("trace", "policy"))
     if n_prompts < FEWEST or n_policies < POLICIES:
         raise PolicyError(
             f"{n_prompts} prompts and {n_policies} policies with layer_error and response_kl; "
             f"expected at least {FEWEST} and {POLICIES}, for the interval is that of new ones: "
             "run more of them"
         )
-    errors, kl = of["error"].to_numpy(), np.maximum(of["kl"].to_numpy(), FLOOR)
+    errors, kl = samples["error"].to_numpy(), np.maximum(samples["kl"].to_numpy(), FLOOR)
     x, y = np.log(errors), np.log(kl)
-    budget = (of["requested"].rank("dense") - 1).to_numpy()
+    budget = (samples["requested"].rank("dense") - 1).to_numpy()
     residual, plain = np.full((2, len(x)), np.nan)
-    for tested, fitted in _folds(of):
+    for tested, fitted in _folds(samples):
         residual[tested] = y[tested] - np.interp(x[tested], *_isotonic(x[fitted], y[fitted]))
         for number in np.unique(budget[tested]):
             same = budget == number
@@ -198,8 +198,8 @@ def fit(of: pl.DataFrame) -> Curve:
         above=float(np.exp(above)),
         lowest=float(errors.min()),
         highest=float(errors.max()),
-        risk=tuple(_risks(of)),
-        gains=tuple(_gains(of.with_columns(residual=residual, plain=plain))),
+        risk=tuple(_risks(samples)),
+        gains=tuple(_gains(samples.with_columns(residual=residual, plain=plain))),
     )
 
 
@@ -247,10 +247,10 @@ _PREDICTIONS: dict[str, Any] = {
 }
 
 
-def _folds(of: pl.DataFrame) -> Iterator[tuple[Bools, Bools]]:
+def _folds(samples: pl.DataFrame) -> Iterator[tuple[Bools, Bools]]:
     """Which rows are tested and which are fitted: other prompts and other policies."""
-    prompt = (of["trace"].rank("dense") - 1).to_numpy() % FOLDS
-    policy = of["policy"].to_numpy()
+    prompt = (samples["trace"].rank("dense") - 1).to_numpy() % FOLDS
+    policy = samples["policy"].to_numpy()
     for number in range(FOLDS):
         for name in np.unique(policy):
             tested = (prompt == number) & (policy == name)
@@ -266,8 +266,8 @@ def _isotonic(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     sizes = np.array([size + 1] * larger + [size] * (bins - larger))
     ends = [0, *sizes.cumsum().tolist()]
     knots, means = (
-        np.array([np.add.reduce(of[start:end]) for start, end in pairwise(ends)]) / sizes
-        for of in (x[order], y[order])
+        np.array([np.add.reduce(values[start:end]) for start, end in pairwise(ends)]) / sizes
+        for values in (x[order], y[order])
     )
     return knots, scipy.optimize.isotonic_regression(means, weights=sizes).x
 
@@ -289,13 +289,13 @@ def _gains(of: pl.DataFrame) -> Iterator[tuple[str, float, float, float]]:
         yield (str(budget), gain, *np.quantile(1 - of_curve / of_mean, (0.025, 0.975)).tolist())
 
 
-def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
+def _risks(samples: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
     """Shares of lost answers in groups by layer error, with 95 % intervals.
 
     Those of Jeffreys (Brown, Cai and DasGupta 2001, Stat. Sci. 16:101), of as many draws as the
     group has prompts, for values of one prompt are alike.
     """
-    judged = of.drop_nulls("lost").sort("error")
+    judged = samples.drop_nulls("lost").sort("error")
     if judged["trace"].n_unique() < FEWEST:
         return
     for places in np.array_split(np.arange(judged.height), RISKS):
@@ -308,7 +308,7 @@ def _risks(of: pl.DataFrame) -> Iterator[tuple[float, float, float, float]]:
 
 def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace]) -> Calibration:
     """Fit a curve on both loops of traces of one model. Raises as `fit`, and for several models."""
-    of = points(replayed, live)
+    samples = points(replayed, live)
     names, facts = zip(*(_model(trace) for trace in traces), strict=True)
     models = _models(facts)
     if len(models) > 1:
@@ -320,13 +320,13 @@ def calibrate(replayed: pl.DataFrame, live: pl.DataFrame, traces: Sequence[Trace
     return Calibration(
         model=names[0],
         config=config,
-        prompts=of["trace"].n_unique(),
-        policies=tuple(of["policy"].unique(maintain_order=True)),
-        budgets=tuple(of["requested"].unique(maintain_order=True)),
+        prompts=samples["trace"].n_unique(),
+        policies=tuple(samples["policy"].unique(maintain_order=True)),
+        budgets=tuple(samples["requested"].unique(maintain_order=True)),
         tokens=(min(sizes), max(sizes)),
         interval=interval,
         prefill=prefill,
-        curve=fit(of),
+        curve=fit(samples),
         weights=weights,
     )
 

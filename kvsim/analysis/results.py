@@ -42,14 +42,14 @@ def extent(table: pl.DataFrame) -> str:
     """Return the policies and budgets of a Table in a few words, for a repr."""
     sizes = {"share", "budget"} <= {*table.columns}
     named = table.with_columns(budget=REQUESTED if sizes else "requested")
-    of = {
+    columns = {
         name: values.drop_nulls().unique(maintain_order=True).to_list()
         for name, values in named.to_dict().items()
         if name in ("trace", "policy", "budget", "metric")
     }
     return ", ".join(
         f"{name}={values[:3]!r}" + f" and {len(values) - 3} more" * (len(values) > 3)
-        for name, values in of.items()
+        for name, values in columns.items()
     )
 
 

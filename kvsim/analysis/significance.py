@@ -41,15 +41,15 @@ def sign_flip(gaps: Floats) -> Floats:
         signs = 1 - 2.0 * (np.arange(flips)[:, None] >> np.arange(prompts) & 1)
     else:
         signs = np.random.default_rng(0).integers(0, 2, (flips, prompts)) * 2.0 - 1
-    out = np.empty(pairs)
-    for first in range(0, pairs, _PAIRS):
-        part = gaps[first : first + _PAIRS]
+    p = np.empty(pairs)
+    for start in range(0, pairs, _PAIRS):
+        part = gaps[start : start + _PAIRS]
         least = np.abs(part.sum(1)) - 1e-12 * np.abs(part).sum(1)  # rounding decides no tie
         far = np.zeros(len(part), np.int64)
         for row in range(0, len(signs), _ROWS):
             far += (np.abs(signs[row : row + _ROWS] @ part.T) >= least).sum(0)
-        out[first : first + _PAIRS] = far / len(signs) if exact else (far + 1) / (len(signs) + 1)
-    return out
+        p[start : start + _PAIRS] = far / len(signs) if exact else (far + 1) / (len(signs) + 1)
+    return p
 
 
 def _flips(prompts: int, pairs: int) -> tuple[bool, int]:
@@ -71,9 +71,9 @@ def holm(p: Floats) -> Floats:
     """
     order = np.argsort(p)
     steps = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
-    out = np.empty(len(p))
-    out[order] = np.minimum(steps, 1)
-    return out
+    corrected = np.empty(len(p))
+    corrected[order] = np.minimum(steps, 1)
+    return corrected
 
 
 def fewest(level: float) -> int:

@@ -231,8 +231,8 @@ class Subject:
         """The layers of the record, together where entries leave after the same rows."""
         gone = self.record.gone_after
         by_rows: dict[bytes, list[int]] = {}
-        for at, evicted_at in enumerate(gone):
-            by_rows.setdefault(event_rows(evicted_at).tobytes(), []).append(at)
+        for index, evicted_at in enumerate(gone):
+            by_rows.setdefault(event_rows(evicted_at).tobytes(), []).append(index)
         most = max(1, TOGETHER // max(1, gone[:1].size))
         groups = (
             group[start : start + most]
@@ -240,7 +240,7 @@ class Subject:
             for start in range(0, len(group), most)
         )
         return [
-            ([self.record.layers[at] for at in group], gone[group].reshape(-1, gone.shape[-1]))
+            ([self.record.layers[i] for i in group], gone[group].reshape(-1, gone.shape[-1]))
             for group in groups
         ]
 

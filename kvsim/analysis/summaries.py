@@ -81,7 +81,7 @@ class Interval:
         """
         present = [values[~np.isnan(values)] for values in rows]
         sizes = np.array([len(values) for values in present], np.int64)
-        out = [cls(np.nan, np.nan, np.nan, 0)] * len(present)
+        intervals = [cls(np.nan, np.nan, np.nan, 0)] * len(present)
         for size in np.unique(sizes[sizes > 0]).tolist():
             places = np.flatnonzero(sizes == size)
             for part in np.split(places, range(_TOGETHER, len(places), _TOGETHER)):
@@ -92,8 +92,8 @@ class Interval:
                     *(edge(1, keepdims=True) for edge in (values.min, values.max))
                 )
                 for place, (mean, low, high) in zip(part, numbers.tolist(), strict=True):
-                    out[place] = cls(mean, low, high, size)
-        return out
+                    intervals[place] = cls(mean, low, high, size)
+        return intervals
 
     def text(self, form: str) -> str:
         """The mean, and the interval in brackets where there is one; empty without a value."""
@@ -113,8 +113,8 @@ def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
     n, tail = values.shape[1], (1 - 0.95) / 2
     rng, batch = np.random.default_rng(0), max(1, _DRAWN // values.size)
     drawn = (
-        rng.integers(0, n, (min(batch, RESAMPLES - first), n))
-        for first in range(0, RESAMPLES, batch)
+        rng.integers(0, n, (min(batch, RESAMPLES - start), n))
+        for start in range(0, RESAMPLES, batch)
     )
     means = np.concatenate([np.mean(values[:, places], axis=2) for places in drawn], axis=1)
     means.sort(axis=1)
@@ -252,8 +252,8 @@ def averages(
     # values without a policy are of every trace
     traces = pl.col("trace").n_unique()
     every = traces.over(*by) if by else traces
-    of = pl.when(pl.col("policy").is_null()).then(every).otherwise(traces.over(*by, *KEYS[:5]))
-    values = values.with_columns(of=of)
+    counts = pl.when(pl.col("policy").is_null()).then(every).otherwise(traces.over(*by, *KEYS[:5]))
+    values = values.with_columns(of=counts)
     more = [pl.col("of").first().cast(pl.Int64), pl.col("chance").mean(), WEAKEST]
     return _with_intervals(values, [*by, *KEYS], "value", more)
 
@@ -299,8 +299,8 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
     paired = paired.with_columns(gap=gap, base=pl.lit(base))
     sign = pl.when(gap.abs() > ROUNDING * pl.col("other").abs()).then(gap.sign()).otherwise(0 * gap)
     above = ((sign + 1).mean() / 2).alias("above")
-    of = pl.len().cast(pl.Int64).alias("of")
-    return _with_intervals(paired, [*by, *KEYS, "base"], "gap", [of, above])
+    count = pl.len().cast(pl.Int64).alias("of")
+    return _with_intervals(paired, [*by, *KEYS, "base"], "gap", [count, above])
 
 
 def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:
@@ -311,9 +311,9 @@ def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> 
     table, by = split_by(table, by)
     values = table.filter(pl.col("value").is_not_null())
     counted = values.group_by(*by, "fidelity", maintain_order=True).agg(values=pl.len())
-    of = pl.col("values").sum()
+    total = pl.col("values").sum()
     return (
-        counted.with_columns(of=of.over(*by) if by else of)
+        counted.with_columns(of=total.over(*by) if by else total)
         .with_columns(share=pl.col("values") / pl.col("of"))
         .select(*by, "fidelity", "values", "of", "share")
     )

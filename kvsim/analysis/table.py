@@ -420,6 +420,6 @@ def _settled(record: Record, layer: int) -> bool:
     selection = record.selection
     if selection is None or selection.layer is None or layer <= selection.layer + 1:
         return True  # the layer behind the selection layer is the last one with recorded inputs
-    above = [at for at in selection.dropped if at < layer]  # decide which rows the layer has
+    above = [drop for drop in selection.dropped if drop < layer]  # decide which rows the layer has
     cut = (record.evicted_at[record.layers.index(layer)] == record.prompt_len - 1).any()
     return above[-1] <= selection.layer + 1 and not cut

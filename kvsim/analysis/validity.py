@@ -63,11 +63,11 @@ def rank_correlations(
     for name in offline:
         x = _joined(kept, x=(replayed, name))
         for outcome in outcomes if x.height else ():
-            for (budget,), of in _joined(x, y=(live, outcome)).group_by(
+            for (budget,), cells in _joined(x, y=(live, outcome)).group_by(
                 "requested", maintain_order=True
             ):
-                policies = of.select(CELL).n_unique()
-                whole = of.filter(pl.len().over("trace") == policies).sort("trace", *CELL)
+                policies = cells.select(CELL).n_unique()
+                whole = cells.filter(pl.len().over("trace") == policies).sort("trace", *CELL)
                 values = (
                     _sign(metric) * whole[column].to_numpy().reshape(-1, policies)
                     for column, metric in (("x", name), ("y", outcome))
@@ -90,24 +90,25 @@ def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
         in which nothing varies does not count.
     """
     n, policies = x.shape
-    out: dict[str, float | None] = dict.fromkeys(_NUMBERS)
+    numbers: dict[str, float | None] = dict.fromkeys(_NUMBERS)
     if n < FEWEST or policies < POLICIES:
-        return out
+        return numbers
     equal = np.ones(n), np.ones(policies)
     prompts, weights = resamples(n, policies)
     each, resampled = _spearman(x, y, equal[1]), _spearman(x, y, weights[:, None])
-    mean_x, mean_y = ((prompts[..., None] * of).sum(1) for of in (x, y))
+    mean_x, mean_y = ((prompts[..., None] * values).sum(1) for values in (x, y))
     means = _spearman(mean_x, mean_y, weights)
     if (~np.isnan(each)).sum() < FEWEST:
         each = np.full(n, np.nan)
-    for name, of, draws in (
+    for name, estimate, draws in (
         ("between", _spearman(x.mean(0), y.mean(0), equal[1]), means),
         ("within", _mean(each, equal[0]), _mean(resampled, prompts)),
     ):
-        if not np.isnan(of):
+        if not np.isnan(estimate):
             ends = np.nanquantile(draws, (0.025, 0.975)).tolist()
-            out |= dict(zip((name, f"{name}_low", f"{name}_high"), (float(of), *ends), strict=True))
-    return out
+            interval = (float(estimate), *ends)
+            numbers |= dict(zip((name, f"{name}_low", f"{name}_high"), interval, strict=True))
+    return numbers
 
 
 def _spearman(x: Floats, y: Floats, weights: Floats) -> Floats:
@@ -116,20 +117,21 @@ def _spearman(x: Floats, y: Floats, weights: Floats) -> Floats:
     NaN where one of the two does not vary.
     """
     a, b = (  # ranks from the mean rank, twice
-        (np.sign(of[..., None] - of[..., None, :]) @ weights[..., None])[..., 0] for of in (x, y)
+        (np.sign(z[..., None] - z[..., None, :]) @ weights[..., None])[..., 0] for z in (x, y)
     )
     spread = (weights * a**2).sum(-1) * (weights * b**2).sum(-1)
     with np.errstate(invalid="ignore"):
-        out: Floats = (weights * a * b).sum(-1) / np.sqrt(spread)
-    return out
+        correlations: Floats = (weights * a * b).sum(-1) / np.sqrt(spread)
+    return correlations
 
 
 def _mean(values: Floats, weights: Floats) -> Floats:
     """Mean over the last axis without NaN."""
     present = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        out: Floats = (np.where(present, values, 0) * weights).sum(-1) / (present * weights).sum(-1)
-    return out
+        total = (np.where(present, values, 0) * weights).sum(-1)
+        mean: Floats = total / (present * weights).sum(-1)
+    return mean
 
 
 def resamples(prompts: int, policies: int) -> tuple[Floats, Floats]:
@@ -159,14 +161,15 @@ def errors_by_layer(
     for name in metrics:
         for layer in replayed.filter(metric=name)["layer"].unique().sort().drop_nulls():
             loops = (table.filter(layer=layer) for table in (replayed, live))
-            of = _joined(kept, **{loop: (x, name) for loop, x in zip(_LOOPS, loops, strict=True)})
-            sums = of.group_by("trace").agg(pl.col(_LOOPS).sum()).filter(pl.col("open") > 0)
+            tables = {loop: (table, name) for loop, table in zip(_LOOPS, loops, strict=True)}
+            errors = _joined(kept, **tables)
+            sums = errors.group_by("trace").agg(pl.col(_LOOPS).sum()).filter(pl.col("open") > 0)
             ratio = Interval.of((sums["closed"] / sums["open"]).to_numpy())
             rows.append(
                 {
                     "metric": name,
                     "layer": layer,
-                    **of.select(pl.col(_LOOPS).mean()).row(0, named=True),
+                    **errors.select(pl.col(_LOOPS).mean()).row(0, named=True),
                 }
                 | {"ratio": ratio.mean, "low": ratio.low, "high": ratio.high, "prompts": ratio.n}
             )
@@ -204,38 +207,38 @@ def _agreements(replayed: Record, lived: Record) -> Iterator[dict[str, Any]]:
     """Columns of the rows of each event."""
     places, heads = np.indices(replayed.evicted_at.shape[:2])
     layers, params = np.asarray(replayed.layers)[places], json.dumps(dict(replayed.params))
-    of: dict[str, Any] = {name: getattr(replayed, name) for name in ("trace", "policy", "budget")}
-    of |= {"params": params, "layer": layers, "head": heads}
+    terms: dict[str, Any] = {"params": params, "layer": layers, "head": heads}
+    terms |= {name: getattr(replayed, name) for name in ("trace", "policy", "budget")}
     for row in sorted({*replayed.events, *lived.events}):
         a, b = (record.retained(row) for record in (replayed, lived))
         sizes = a.sum(-1), b.sum(-1)
         both, expected = (a & b).sum(-1), sizes[0] * sizes[1] / (row + 1)
         shares = [x / (sum(sizes) - x).clip(min=1) for x in (both, expected)]
-        yield of | {"event": row, "agreement": shares[0], "chance": shares[1]}
+        yield terms | {"event": row, "agreement": shares[0], "chance": shares[1]}
 
 
 def cell_values(table: pl.DataFrame, name: str) -> pl.DataFrame:
     """Values of the main variant of a metric, one for each prompt and cell that evicts."""
-    of = table.filter(
+    chosen = table.filter(
         pl.col("policy").is_not_null() & (pl.col("policy") != "full"),
         metric=name,
         variant=METRICS[name].main,
     )
-    return per_prompt(of).select("trace", *CELL, "value").drop_nulls("value")
+    return per_prompt(chosen).select("trace", *CELL, "value").drop_nulls("value")
 
 
 def evicting(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
     """Prompts and cells of both Tables in which the replay evicts something."""
     errors = cell_values(replayed, "output_error").filter(pl.col("value") > 0)
-    of = ["trace", *CELL]
-    lived = live.with_columns(requested=REQUESTED).select(of).unique()
-    kept = errors.join(lived, on=of, how="semi", nulls_equal=True, maintain_order="left")
+    keys = ["trace", *CELL]
+    lived = live.with_columns(requested=REQUESTED).select(keys).unique()
+    kept = errors.join(lived, on=keys, how="semi", nulls_equal=True, maintain_order="left")
     if not kept.height:
         raise PolicyError(
             "no cell of both Tables evicts anything; expected the same traces, policies, budgets "
             "and schedule in both, and output_error in that of the replay"
         )
-    return kept.select(of)
+    return kept.select(keys)
 
 
 def _joined(kept: pl.DataFrame, **columns: tuple[pl.DataFrame, str]) -> pl.DataFrame:

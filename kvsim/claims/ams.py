@@ -109,9 +109,9 @@ def _shares_of_mass(e: Evidence) -> Iterator[Claim]:
     for name, mode in (("ams", "strict"), ("ams@release", "release")):
         says = f"The mass decides about most of the budget ({mode})"
         tested = f"share of the budget that {name} deals by mass, minus 1/2"
-        at, beyond = ("quota_share", "mass"), partial(_filled_in, e)
+        metric, beyond = ("quota_share", "mass"), partial(_filled_in, e)
         yield e.measured(
-            *("Q9", says, tested, of(name), *at), case=lambda share: share - 0.5, outside=beyond
+            *("Q9", says, tested, of(name), *metric), case=lambda share: share - 0.5, outside=beyond
         )
         says = f"Most of that mass is measured, and not filled in for the window's entries ({mode})"
         tested = f"1/2 minus the share of the mass on the window's own entries, {name}"

@@ -49,7 +49,7 @@ def _halves(e: Evidence, metric: str, variant: str) -> Floats:
     if not half:
         return np.full(len(e.traces), np.nan)
     first, last = (
-        np.mean([e.value(metric, variant, at) for at in part], axis=0)
+        np.mean([e.value(metric, variant, layer) for layer in part], axis=0)
         for part in (layers[:half], layers[-half:])
     )
     fall: Floats = first - last
@@ -68,7 +68,7 @@ def _later(e: Evidence) -> Iterator[Claim]:
     tested = "relative variance at the last layer with more tokens, minus that with the fewest"
     needs = e.untraced("rank_relative", "for two numbers of tokens")
     yield Claim("S3", says, tested, cases, needs=needs)
-    usual = {at[:2]: layer for at, layer in _selections(e).items() if not at[2]}
+    usual = {key[:2]: layer for key, layer in _selections(e).items() if not key[2]}
     least = min((k for k, _, _ in _selections(e)), key=_tokens, default="")
     taus = sorted({tau for _, tau, _ in _selections(e)}, key=float)
     by_tokens: Cases = {}
@@ -92,11 +92,11 @@ def _sensitivity(e: Evidence) -> Iterator[Claim]:
     """S4: the look-back and the first layer of the rule, beside its own."""
     chosen = _selections(e)
     backs, firsts = (
-        {at: layer for at, layer in chosen.items() if at[2].startswith(f"{name}=")}
+        {key: layer for key, layer in chosen.items() if key[2].startswith(f"{name}=")}
         for name in ("look_back", "first_layer")
     )
-    shortest = min((_tokens(at[2]) for at in backs), default=0)
-    latest = max((_tokens(at[2]) for at in firsts), default=0)
+    shortest = min((_tokens(key[2]) for key in backs), default=0)
+    latest = max((_tokens(key[2]) for key in firsts), default=0)
     faster = {
         f"{k}, {rule}": chosen[k, tau, ""] - layer
         for (k, tau, rule), layer in backs.items()

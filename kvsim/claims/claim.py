@@ -123,7 +123,7 @@ class Claim:
         """
         if not self.votes:
             return [self.why] if self.why else []
-        lines = {case: _line(case, *at, prompts) for case, at in self.votes.items()}
+        lines = {case: _line(case, *result, prompts) for case, result in self.votes.items()}
         ends = [self._test, *filter(None, (self._out_of_range, self.why))]
         if every or len(lines) <= LISTED:
             return [*lines.values(), *ends]

@@ -137,8 +137,8 @@ class Evidence:
         of the trace. chance: what chance alone gives.
         """
         values = self._of(metric, variant, layered=layer is not None)
-        out: Floats = values.get((*(of or (None, None)), layer), self._none)[int(chance)]
-        return out
+        mean: Floats = values.get((*(of or (None, None)), layer), self._none)[int(chance)]
+        return mean
 
     def layers(self, metric: str, variant: str | None = None) -> list[int]:
         """The layers that have a value of a metric."""
@@ -170,21 +170,21 @@ class Evidence:
 
     def of_prompt(self) -> Evidence:
         """The same evidence, for claims about the event after the prompt."""
-        out = copy(self)
-        out.at_prompt = True
-        return out
+        evidence = copy(self)
+        evidence.at_prompt = True
+        return evidence
 
     def _chosen(self, schedules: Iterable[IntervalPrefill]) -> dict[IntervalPrefill, str]:
         """The schedules that claims are about, each in words where it has to be said."""
         if not self.at_prompt:
-            chosen = [at for at in schedules if at[0] is not None]
+            chosen = [terms for terms in schedules if terms[0] is not None]
         else:
             chosen = sorted(
-                schedules, key=lambda at: (not at[1], -inf if at[0] is None else -at[0])
+                schedules, key=lambda terms: (not terms[1], -inf if terms[0] is None else -terms[0])
             )
             chosen = chosen[:1]
         plain = len(chosen) == 1 and (not self.at_prompt or chosen[0] == (None, True))
-        after = {at: f"after: {schedule(at[0], prefill=bool(at[1]))}" for at in chosen}
+        after = {terms: f"after: {schedule(terms[0], prefill=bool(terms[1]))}" for terms in chosen}
         return dict.fromkeys(chosen, "") if plain else after
 
     def alone(self, setting: PolicySetting) -> list[tuple[str, Result]]:
@@ -193,7 +193,7 @@ class Evidence:
         for result in filter(setting.fits, self.results):
             by_schedule.setdefault(result.schedule, []).append(result)
         chosen = self._chosen(by_schedule)
-        return [(after, main(by_schedule[at])) for at, after in chosen.items()]
+        return [(after, main(by_schedule[terms])) for terms, after in chosen.items()]
 
     def pairs(
         self, first: PolicySetting, second: PolicySetting
@@ -205,19 +205,19 @@ class Evidence:
         """
         free = {*first.params, *second.params}
         by_schedule: dict[IntervalPrefill, list[tuple[Result, Result]]] = {}
-        for at in dict.fromkeys(result.schedule for result in self.results):
-            same = [result for result in self.results if result.schedule == at]
+        for terms in dict.fromkeys(result.schedule for result in self.results):
+            same = [result for result in self.results if result.schedule == terms]
             a, b = (list(filter(setting.fits, same)) for setting in (first, second))
             if first.policy == second.policy:
                 couples = [(x, y) for x, y in product(a, b) if differing(x, y) <= free and x != y]
             else:
                 couples = [(main(a), main(b))] if a and b else []
             if couples:
-                by_schedule[at] = couples
+                by_schedule[terms] = couples
         return [
-            (joined(_differences((x, y), by_schedule[at]), after), x, y)
-            for at, after in self._chosen(by_schedule).items()
-            for x, y in by_schedule[at]
+            (joined(_differences((x, y), by_schedule[terms]), after), x, y)
+            for terms, after in self._chosen(by_schedule).items()
+            for x, y in by_schedule[terms]
         ]
 
     def around(self, policy: str, name: str) -> Iterator[tuple[str, Result, Result]]:

@@ -68,12 +68,12 @@ def _normal_queries(e: Evidence) -> Iterator[Claim]:
         return e.value("projection_gap", f"skip={skip}", layer)
 
     distance = "distance of log mean exp(x) from that of normal samples, median over keys"
-    needs, at = e.untraced("projection_gap"), ("projection_gap", "skip=4")
+    needs, metric = e.untraced("projection_gap"), ("projection_gap", "skip=4")
     says = (
         "Projections of queries are nearly normal: their mean exponential is within a factor of 2"
     )
-    cases = e.by_layer(*at, lambda i: np.log(2) - off(i, 4))
+    cases = e.by_layer(*metric, lambda i: np.log(2) - off(i, 4))
     yield Claim("E7", says, f"log 2 minus {distance}", cases, needs=needs)
     says = "... and the queries of the first 4 tokens, the sinks, are what deviates"
-    cases = e.by_layer(*at, lambda i: off(i, 0) - off(i, 4))
+    cases = e.by_layer(*metric, lambda i: off(i, 0) - off(i, 4))
     yield Claim("E7", says, f"{distance}: of all queries minus without these", cases, needs=needs)

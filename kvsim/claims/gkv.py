@@ -108,31 +108,33 @@ def _windows(e: Evidence) -> Iterator[Claim]:
 
 def _intermittence(e: Evidence) -> Iterator[Claim]:
     """G3: against windows in random order, which come back as often as anything can."""
-    at = "attention_return", "share=0.1,returns"
+    metric = "attention_return", "share=0.1,returns"
     says = "Attention is intermittent: what one window does without is wanted again later"
     tested = (
         "share of a window's top 10 % that was top before, but not in the window just before; "
         "minus half of that share with the windows in random order"
     )
-    cases = e.by_layer(*at, lambda i: e.value(*at, i) - e.value(*at, i, chance=True) / 2)
-    yield Claim("G3", says, tested, cases, needs=e.unmeasured(*at))
+    cases = e.by_layer(
+        *metric, lambda i: e.value(*metric, i) - e.value(*metric, i, chance=True) / 2
+    )
+    yield Claim("G3", says, tested, cases, needs=e.unmeasured(*metric))
 
 
 def _sparsity(e: Evidence) -> Iterator[Claim]:
     """G4 and G5: sparsity of the whole cache, and of the compressed one."""
     for peak, keys in (("sequence", "all keys"), ("behind_sink", "without the first 4")):
-        at = "sparsity", f"p=0.01,max={peak}"
+        metric = "sparsity", f"p=0.01,max={peak}"
         says = f"More than 90 % of the keys get less than 1 % of the largest score ({keys})"
         tested = "that share in the last 16 rows, minus 0.9"
-        cases = {case: values - 0.9 for case, values in e.by_layer(*at).items()}
-        yield Claim("G4", says, tested, cases, needs=e.unmeasured(*at))
+        cases = {case: values - 0.9 for case, values in e.by_layer(*metric).items()}
+        yield Claim("G4", says, tested, cases, needs=e.unmeasured(*metric))
     for share, most in ((0.01, 0.9), (0.05, 0.8)):
-        at = "sparsity_compressed", f"p={share:g},max=sequence"
+        metric = "sparsity_compressed", f"p={share:g},max=sequence"
         says = f"... and so it is with what is kept: more than {most * 100:.0f} % get less than "
         says += f"{share * 100:.0f} %"
         tested = f"that share of what gkv keeps, in the last 16 rows, minus {most:g}"
-        beyond, layers = partial(np.add, -most), e.layers(*at)
-        yield e.measured("G5", says, tested, of("gkv"), *at, case=beyond, layers=layers)
+        beyond, layers = partial(np.add, -most), e.layers(*metric)
+        yield e.measured("G5", says, tested, of("gkv"), *metric, case=beyond, layers=layers)
 
 
 def _places(e: Evidence) -> Iterator[Claim]:

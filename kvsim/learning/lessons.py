@@ -145,7 +145,7 @@ def worth(view: View) -> Tensor:
     mass = future_mass(source, setting.events, setting.response)
     places = np.full((layers, heads, len(setting.events)), setting.budget)
     price = best(source, setting.events, places, start=setting.response).price
-    out = mass - price[:, :, None]
-    for event in reversed(range(out.shape[-1] - 1)):
-        out[..., event] += out[..., event + 1].clip(min=0.0)
-    return torch.from_numpy(out).float()
+    worths = mass - price[:, :, None]
+    for event in reversed(range(worths.shape[-1] - 1)):
+        worths[..., event] += worths[..., event + 1].clip(min=0.0)
+    return torch.from_numpy(worths).float()

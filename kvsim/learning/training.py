@@ -61,9 +61,9 @@ def fit(
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
         with threads_for(network):
             for _ in range(steps):
-                at = torch.randint(len(keep), (size,), generator=random)
-                better, worse = network(torch.cat([keep[at], drop[at]])).view(2, size)
-                loss = (gain[at] * nn.functional.softplus(worse - better)).mean()
+                batch = torch.randint(len(keep), (size,), generator=random)
+                better, worse = network(torch.cat([keep[batch], drop[batch]])).view(2, size)
+                loss = (gain[batch] * nn.functional.softplus(worse - better)).mean()
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
@@ -88,13 +88,13 @@ class Projecting:
         apart = (pairs.keep - pairs.drop).double().unflatten(-1, (2, -1))  # [N, 2, d]
         weighted = apart * pairs.gain.double()[:, None, None]
         for head in pairs.head.unique().tolist():
-            of = pairs.head == head
-            self._squares[head] += torch.einsum("nki,nkj->kij", weighted[of], apart[of])
-            self._sums[head] += weighted[of].sum(0)
+            chosen = pairs.head == head
+            self._squares[head] += torch.einsum("nki,nkj->kij", weighted[chosen], apart[chosen])
+            self._sums[head] += weighted[chosen].sum(0)
 
     def vectors(self) -> Tensor:
         """The vectors [head, 2, d]; 0 for a head without pairs."""
         mean = self._squares.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-12)
         ridge = torch.eye(self._sums.shape[-1]).to(mean) * (_RIDGE * mean)[..., None, None]
-        out: Tensor = torch.linalg.solve(self._squares + ridge, self._sums)
-        return out.float()
+        vectors: Tensor = torch.linalg.solve(self._squares + ridge, self._sums)
+        return vectors.float()

@@ -70,16 +70,17 @@ def overlap_curves(
     """
     traces = as_traces(traces)
     panels = [range(traces[0].n_layers)] if layers is None else [[layer] for layer in layers]
-    at, styles = np.asarray(tops, dtype=np.float64), series(_BLOCKS)
+    shares, styles = np.asarray(tops, dtype=np.float64), series(_BLOCKS)
     figure = Figure(figsize=(max(5.6, 3.4 * len(panels) + 0.4), 4.0), dpi=150)
     axes = list(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0])
     for axis, shown in zip(axes, panels, strict=True):
         values = np.stack([_overlaps(trace, shown, window, tops) for trace in traces])
         for place, (name, style) in enumerate(styles.items()):
-            mean_line(axis, at, list(values[:, place]), label=name, lw=1.3, ms=3, **style)
+            mean_line(axis, shares, list(values[:, place]), label=name, lw=1.3, ms=3, **style)
         chance, three = values[:, 5:].mean(0)
-        axis.plot(at, chance, ":", color="black", lw=1.2, label="chance, one set")
-        axis.plot(at, three, ":", color=styles[_BLOCKS[3]]["color"], lw=1.2, label="chance, union")
+        axis.plot(shares, chance, ":", color="black", lw=1.2, label="chance, one set")
+        union = styles[_BLOCKS[3]]["color"]
+        axis.plot(shares, three, ":", color=union, lw=1.2, label="chance, union")
         ids = traces[0].layer_ids
         title = "all layers" if layers is None else f"layer {ids[shown[0]]}"
         plain(axis, "share of keys that count as top", title=title)
@@ -87,8 +88,8 @@ def overlap_curves(
     name_axes(axes[0], y="share of the last window's top keys")
     widths = sorted({default_window(trace.n_pos) if window is None else window for trace in traces})
     rows = "/".join(map(str, widths))
-    what = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(traces)])}"
-    finish(figure, axes[0], what, ["exact"], columns=4)
+    subject = f"Top keys again: windows of {rows} rows\nmean over heads, {counted([len(traces)])}"
+    finish(figure, axes[0], subject, ["exact"], columns=4)
     return figure
 
 
@@ -97,8 +98,8 @@ def _overlaps(
 ) -> Floats:
     """As `_BLOCKS`, then chance for a set and for the union; [7, share], mean over the layers."""
     tables = (overlap_table(trace, layer, window=window, shares=tops) for layer in layers)
-    out: Floats = np.mean([table.drop("share").to_numpy().T for table in tables], axis=0)
-    return out
+    mean: Floats = np.mean([table.drop("share").to_numpy().T for table in tables], axis=0)
+    return mean
 
 
 def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
@@ -143,8 +144,8 @@ def sparsity_curves(table: Tabular, *, layers: Sequence[int] | None = None) -> F
         name_axes(row[0], y="share of keys")
     for axis in grid[-1]:
         name_axes(axis, "p, share of the maximum")
-    what = "Keys of the last rows that score below p x maximum"
-    text = f"{what}\nmean over heads and {counted(means['n'])}"
+    subject = "Keys of the last rows that score below p x maximum"
+    text = f"{subject}\nmean over heads and {counted(means['n'])}"
     if len(shown) <= _NAMED:
         finish(figure, grid[0, 0], text, means["fidelity"], columns=5)
     else:
@@ -229,9 +230,9 @@ def expected_observed(
     image = ScalarMappable(scale, "viridis")
     colour_bar(grid.figure, image, grid.axes, "position of the key", **layout)
     edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
-    what = f"{expectation.trace}: {keys} keys before position {expectation.cut}, mean over "
-    what += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
-    caption(grid.figure, what, ["exact"])
+    subject = f"{expectation.trace}: {keys} keys before position {expectation.cut}, mean over "
+    subject += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
+    caption(grid.figure, subject, ["exact"])
     return grid.figure
 
 
@@ -252,23 +253,23 @@ def agreement_steps(
     variants = [f"{step}{ending}" for step in STEPS]
     table = table.filter(pl.col("variant").is_in(variants), metric=metric)
     panels, shown = _by_layer(table, layers)
-    at = np.arange(len(STEPS))
+    ticks = np.arange(len(STEPS))
     for axis, layer in zip(panels.axes, shown, strict=True):
         values = _cells(table.filter(layer=layer), ["trace", "qhead"], "variant", variants, "value")
         # next to each other, so that equal values are visible
-        places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
+        places = ticks[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
         axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
         look: dict[str, Any] = {"color": "black", "ms": 4.5, "lw": 1.4, "mfc": "white"}
-        axis.plot(at, mean_known(values.T), "D-", label="mean", **look)
+        axis.plot(ticks, mean_known(values.T), "D-", label="mean", **look)
         axis.set_title(f"layer {layer}", fontsize=8)
-        axis.set_xticks(at, _STEP_NAMES)
+        axis.set_xticks(ticks, _STEP_NAMES)
         axis.set_xlim(-0.4, len(STEPS) - 0.6)
         if measure in ("spearman", "log_pearson"):
             axis.axhline(0, color="black", lw=0.7, ls=":")
     panels.label("step (the last: Expected Attention)", label)
-    what = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
-    what += "\nblue: query heads; black: their mean"
-    caption(panels.figure, what, table["fidelity"])
+    subject = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
+    subject += "\nblue: query heads; black: their mean"
+    caption(panels.figure, subject, table["fidelity"])
     return panels.figure
 
 
@@ -305,8 +306,8 @@ def attention_loss(table: Tabular, *, layers: Sequence[int] | None = None) -> Fi
         axis.set_title(name, fontsize=8)
         axis.set(xlim=(0, 1), ylim=(0, 1.02))
     panels.label("share of the keys removed", "share of attention lost")
-    what = f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order "
-    text = f"{what}of a score\nmean over query heads"
+    text = f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order "
+    text += "of a score\nmean over query heads"
     finish(panels.figure, panels.axes[0], text, part["fidelity"], columns=4)
     return panels.figure
 
@@ -362,8 +363,8 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     plain(axis, "share of the entries evicted", f"error of the layer's output ({unit})")
     least, most = min(table["rows"]), max(table["rows"])
     rows = least if least == most else f"{least} to {most}"
-    what = f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
-    finish(figure, axis, f"{what}{rows} rows", table["fidelity"], columns=6)
+    text = f"{trace_label(table['trace'])}: output of all heads where a policy evicts once, then "
+    finish(figure, axis, f"{text}{rows} rows", table["fidelity"], columns=6)
     return figure
 
 
@@ -395,7 +396,7 @@ def _cells(
     """Means of `value` by the columns `rows`, in their order, and by `column`; NaN if missing."""
     means = table.group_by(*rows, column, maintain_order=True).agg(pl.col(value).mean())
     names = {name: place for place, name in enumerate(dict.fromkeys(means.select(rows).rows()))}
-    out = np.full((len(names), len(columns)), np.nan)
+    cells = np.full((len(names), len(columns)), np.nan)
     for *name, at, mean in means.drop_nulls(value).iter_rows():
-        out[names[tuple(name)], columns.index(at)] = mean
-    return out
+        cells[names[tuple(name)], columns.index(at)] = mean
+    return cells

@@ -89,16 +89,16 @@ def bursts(
     for end in (first - 0.5, last + 0.5):
         whole.axvline(end, color="black", lw=0.9, ls="--")
     look: dict[str, Any] = {"fontsize": 6.5, "va": "center"}
-    for at, strip in enumerate(strips):
+    for line, strip in enumerate(strips):
         longest = strip.lengths.max(initial=0)
         bursts = plural(int((strip.lengths >= least).sum()), "burst")
         text = f"{strip.kept} kept, {bursts}\nlongest run evicted: {longest}"
-        whole.text(1.01, at, text, transform=whole.get_yaxis_transform(), **look)
+        whole.text(1.01, line, text, transform=whole.get_yaxis_transform(), **look)
     _name_positions(part, trace, first, last)
     where = f"layer {trace.layer_ids[layer]}, KV head {head}"
-    what = f"{trace.name}: {where}, after row {row}; dotted: end of the prompt"
+    subject = f"{trace.name}: {where}, after row {row}; dotted: end of the prompt"
     labels = {fidelity(trace, record, "sets", layer) for record in records}
-    caption(figure, f"{what}\ndashed: the part below, positions {first} to {last}", labels)
+    caption(figure, f"{subject}\ndashed: the part below, positions {first} to {last}", labels)
     handles: dict[str, Artist] = {
         state: Patch(color=colour) for state, colour in zip(STRIP_STATES, _COLOURS, strict=True)
     }
@@ -128,17 +128,17 @@ def _draw(axis: Axes, strips: Sequence[Strip], start: int, stop: int, least: int
     """Strips from one position to another, with brackets over the bursts among them."""
     number: dict[str, Any] = {"fontsize": 5.5, "ha": "center", "va": "center"}
     number["bbox"] = {"fc": "white", "ec": "none", "pad": 0.6}
-    for at, strip in enumerate(strips):
-        extent = start - 0.5, stop + 0.5, at + _HALF, at - _HALF
+    for line, strip in enumerate(strips):
+        extent = start - 0.5, stop + 0.5, line + _HALF, line - _HALF
         axis.imshow(_pixels(strip.codes[start : stop + 1])[None], extent=extent, **CELLS)
         for (first, last), length in zip(strip.runs, strip.lengths, strict=True):
             if length < least or last < start or first > stop:
                 continue
             ends = max(first, start), min(last, stop)
-            axis.plot(ends, [at - _ABOVE] * 2, "-", color="black", lw=1.0)
+            axis.plot(ends, [line - _ABOVE] * 2, "-", color="black", lw=1.0)
             inside = [end for end in (first, last) if start <= end <= stop]
-            axis.plot(inside, [at - _ABOVE] * len(inside), "|", color="black", ms=4)
-            axis.text(sum(ends) / 2, at - _ABOVE, str(length), **number)
+            axis.plot(inside, [line - _ABOVE] * len(inside), "|", color="black", ms=4)
+            axis.text(sum(ends) / 2, line - _ABOVE, str(length), **number)
     axis.set_xlim(start - 0.5, stop + 0.5)
     axis.set_ylim(len(strips) - 0.6, -0.65)
     names = [short_text(strip.name, 40) for strip in strips]
@@ -154,8 +154,8 @@ def _pixels(codes: Ints) -> NDArray[np.float64]:
     factor = -(-len(codes) // _PIXELS)
     edges = np.arange(0, len(codes), factor)
     width = np.diff(np.append(edges, len(codes)))
-    out: NDArray[np.float64] = np.add.reduceat(colours, edges) / width[:, None]
-    return out
+    means: NDArray[np.float64] = np.add.reduceat(colours, edges) / width[:, None]
+    return means
 
 
 def _name_positions(axis: Axes, trace: Trace, first: int, last: int) -> None:

@@ -90,6 +90,6 @@ def needle(table: Tabular, metrics: str | Sequence[str] = ("needle_recall",)) ->
         axis.set_title(title, fontsize=8, parse_math=False)
     panels.label("length of the prompt (tokens)", "depth of the needle")
     colour_bar(panels.figure, colours, panels.axes, _SHOWN[name][1], shrink=0.8)
-    what = f"{_SHOWN[name][0]} (%), mean over {counted(means['n'])}"
-    caption(panels.figure, what.removesuffix(", with 95 % interval"), means["fidelity"])
+    subject = f"{_SHOWN[name][0]} (%), mean over {counted(means['n'])}"
+    caption(panels.figure, subject.removesuffix(", with 95 % interval"), means["fidelity"])
     return panels.figure

@@ -68,14 +68,14 @@ def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
     figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * named)
     alike: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
     for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
-        curve, at = diagnosis.curve, diagnosis.layer
+        curve, selected = diagnosis.curve, diagnosis.layer
         layers = np.arange(curve.first_layer, curve.n_layers)
-        end = f"selects after layer {at}" if at is not None else "never selects"
+        end = f"selects after layer {selected}" if selected is not None else "never selects"
         label = f"{_label(diagnosis, diagnoses)}: {'fits the budget' if curve.fits else end}"
         axis.plot(layers, curve.relative[layers], label=label, **(style if named else alike))
-        if at is not None:
+        if selected is not None:
             ring = style["color"] if named else SELECTED
-            axis.plot(at, curve.relative[at], mec=ring, **_CIRCLE)
+            axis.plot(selected, curve.relative[selected], mec=ring, **_CIRCLE)
     right: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
     right |= {"xytext": (-4, 3), "textcoords": "offset points", "color": SELECTED}
     for tau in sorted({diagnosis.curve.rule.tau for diagnosis in diagnoses}):
@@ -130,11 +130,11 @@ def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
             part, colour = of_task.filter(budget=budget), style["color"]
             if not part.height:
                 continue
-            at = part["layer"].fill_null(n_layers).to_numpy()  # never: behind the last layer
+            places = part["layer"].fill_null(n_layers).to_numpy()  # never: behind the last layer
             shift = (place - (len(budgets) - 1) / 2) * width
             mean = part["mean_layer"][0]
             label = f"budget {budget}: {'never' if mean is None else f'mean {mean:.1f}'}"
-            axis.bar(at + shift, part["traces"].to_numpy(), width, color=colour, label=label)
+            axis.bar(places + shift, part["traces"].to_numpy(), width, color=colour, label=label)
             if mean is not None:
                 axis.axvline(mean, color=colour, lw=1, ls="--")
         title = f"{short_text(task, 60)}, {plural(max(of_task['of']), 'trace')}"
@@ -164,22 +164,25 @@ def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
     named = 0 < len(with_gold) <= _NAMED
     figure, axis = single_panel(7.2, 3.6 + 0.17 * len(with_gold) * named)
     for diagnosis, style in zip(with_gold, _lines(len(with_gold)), strict=True):
-        recall, at, full = diagnosis.recall, diagnosis.layer, diagnosis.first_full_recall
+        recall, layer, full = diagnosis.recall, diagnosis.layer, diagnosis.first_full_recall
         if recall is None:
             continue
         label = f"{_label(diagnosis, with_gold)}: "
         label += "complete in no layer" if full is None else f"first complete in layer {full}"
-        label += ", never selects" if at is None else f", selects after {at} with {recall[at]:.0%}"
+        after = (
+            "never selects" if layer is None else f"selects after {layer} with {recall[layer]:.0%}"
+        )
+        label += f", {after}"
         if diagnosis.layer_regret is not None:
             label += f", regret {diagnosis.layer_regret:+d}"
         axis.plot(np.arange(diagnosis.curve.n_layers), recall, label=label, **style)
-        if at is not None:
-            axis.plot(at, recall[at], mec=style["color"], **_CIRCLE)
+        if layer is not None:
+            axis.plot(layer, recall[layer], mec=style["color"], **_CIRCLE)
     axis.set_ylim(-0.03, 1.05)
     name_axes(axis, y="share of gold tokens in top k + window")
     sizes = sorted({0 if each.gold is None else len(each.gold) for each in with_gold})
-    what = f"recall of {'/'.join(map(str, sizes))} gold tokens; circle: selection layer"
-    return _finished(figure, axis, with_gold, what, named)
+    subject = f"recall of {'/'.join(map(str, sizes))} gold tokens; circle: selection layer"
+    return _finished(figure, axis, with_gold, subject, named)
 
 
 def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
@@ -209,9 +212,9 @@ def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
     name_axes(lower, y="entropy, nats")
     lower.legend(fontsize=7.5, frameon=False, loc="lower right")
     layer_axis(lower, diagnosis.curve.n_layers)
-    what = f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are"
+    subject = f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are"
     legend = "dotted: by chance, and for equal scores; dashed: selection layer"
-    caption(figure, f"{what}\n{legend}", ["exact"])
+    caption(figure, f"{subject}\n{legend}", ["exact"])
     figure.tight_layout()
     return figure
 
@@ -245,8 +248,8 @@ def rank_pattern(diagnosis: Diagnosis) -> Figure:
     tail = f"; each column is the geometric mean of {pooling}" if pooling > 1 else ""
     line = "" if diagnosis.layer is None else "; red: selected after"
     last = "the last layer" if back == 1 else f"the last {back} layers"
-    what = f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}"
-    caption(figure, f"{what}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
+    subject = f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}"
+    caption(figure, f"{subject}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
     return figure
 
 
@@ -290,9 +293,9 @@ def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int 
         name_axes(axis, "layer (dashed: selection layer)")
     marks = "; red: gold" if gold.intersection(best.tolist()) else ""
     labels = "position" if texts is None else "position and text"
-    what = f"{diagnosis.trace}: the {len(best)} tokens that the last layer ranks best"
+    subject = f"{diagnosis.trace}: the {len(best)} tokens that the last layer ranks best"
     order = f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}"
-    caption(figure, f"{what}\n{order}", ["exact"])
+    caption(figure, f"{subject}\n{order}", ["exact"])
     return figure
 
 
@@ -332,19 +335,19 @@ def layer_attention(
         axis.set_xlabel("position", fontsize=7)
         axis.tick_params(labelbottom=True)
     pooled = f", maximum of {pooling} positions" if pooling > 1 else ""
-    what = f"{trace.name}: attention of the prompt's last {height} rows"
-    caption(figure, f"{what}\nmean over {trace.n_qheads} query heads{pooled}", ["exact"])
+    subject = f"{trace.name}: attention of the prompt's last {height} rows"
+    caption(figure, f"{subject}\nmean over {trace.n_qheads} query heads{pooled}", ["exact"])
     label = "share of a row's attention (black: 1e-5 or less)"
     colour_bar(figure, ScalarMappable(scale, colours), list(axes.flat), label, pad=0.01, aspect=40)
     return figure
 
 
 def _finished(
-    figure: Figure, axis: Axes, diagnoses: Sequence[Diagnosis], what: str, named: bool
+    figure: Figure, axis: Axes, diagnoses: Sequence[Diagnosis], subject: str, named: bool
 ) -> Figure:
     """Draw the axis of the layers, the caption, and the legend of lines that have names."""
     layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in diagnoses), default=1))
-    text = f"{trace_label(each.trace for each in diagnoses)}: {what}\n{_rule(diagnoses)}"
+    text = f"{trace_label(each.trace for each in diagnoses)}: {subject}\n{_rule(diagnoses)}"
     if named:
         finish(figure, axis, text, ["exact"], columns=1)
     else:

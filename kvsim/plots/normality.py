@@ -160,8 +160,8 @@ def normal_distance(normality: Normality) -> Figure:
     label = f"KS distance\n(normal samples: {chance:.3f})"
     colour_bar(figure, image, axis, label, pad=0.02).axhline(chance, color="white", lw=1.2)
     rows, dimensions = normality.samples, normality.effects["ks"].shape[-1]
-    what = f"{normality.trace}: {_OF[normality.of]}, distance from normal over {rows} rows"
-    caption(figure, f"{what}\nmean over {dimensions} dimensions", ["exact"])
+    subject = f"{normality.trace}: {_OF[normality.of]}, distance from normal over {rows} rows"
+    caption(figure, f"{subject}\nmean over {dimensions} dimensions", ["exact"])
     return figure
 
 
@@ -198,8 +198,8 @@ def projection_gap(projected: Projections) -> Figure:
         axis.text(0.97, 0.95, text, fontsize=6.5, **corner)
     grid.label("gap above that of normal (nats)", "share of heads and keys (%)")
     stage = "after RoPE" if projected.rotated else "before RoPE, keys rotated by the mean rotation"
-    what = f"{projected.trace}: projections of {projected.samples} queries {stage}"
-    text = f"{what}\n{heads} query heads, {keys} keys; ends: all beyond"
+    subject = f"{projected.trace}: projections of {projected.samples} queries {stage}"
+    text = f"{subject}\n{heads} query heads, {keys} keys; ends: all beyond"
     finish(grid.figure, grid.axes[0], text, ["exact"], columns=2)
     return grid.figure
 

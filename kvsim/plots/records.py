@@ -102,18 +102,18 @@ def retention_map(
     for record, result in zip(records, output_error(trace, records), strict=True):
         axis = axes[budgets.index(record.budget)][names.index(record.policy)]
         axis.set_axis_on()
-        at = record_layer(record, layer)
-        last = record.evicted_at[at, heads.start if record.per_query_head else head]
+        index = record_layer(record, layer)
+        last = record.evicted_at[index, heads.start if record.per_query_head else head]
         extent = (0, record.n_pos, record.n_pos, 0)
         image: dict[str, Any] = {"vmin": 0, "vmax": 4, "interpolation": "nearest"}
         whole = slice(0, record.n_pos)
-        read = read_entries(record, at, whole)[head] if has_reads(record, at) else None
+        read = read_entries(record, index, whole)[head] if has_reads(record, index) else None
         axis.imshow(_cells(last, needed, read), cmap=colours, extent=extent, **image)
         axis.set_xlim(-0.02 * record.n_pos, record.n_pos)  # the frame would hide the first token
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
         for start, end in needles:
             axis.axvspan(start, end, 0.97, 1.0, color="black", linewidth=0)
-        mass = result.mass[at, heads, trace.prompt_len :]
+        mass = result.mass[index, heads, trace.prompt_len :]
         if mass.size:
             look: dict[str, Any] = {"ha": "right", "fontsize": 8, "transform": axis.transAxes}
             axis.text(0.96, 0.9, f"mass kept {mass.mean():.2f}", **look)
@@ -173,8 +173,8 @@ def error_over_rows(
         else:
             axis.set_ylim(bottom=0)
     name_axes(axes[-1], "row")
-    what = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
-    finish(figure, axes[0], f"{what}\nmean over layers and query heads", labels, columns=6)
+    subject = f"{trace.name}: |o_full - o_seen| / |o_full|, running mean of {smooth} rows"
+    finish(figure, axes[0], f"{subject}\nmean over layers and query heads", labels, columns=6)
     return figure
 
 
@@ -212,8 +212,8 @@ def _running_mean(values: Floats, width: int) -> Floats:
     total = np.concatenate([[0.0], values.cumsum()])
     end = np.arange(1, len(values) + 1)
     start = np.maximum(end - width, 0)
-    out: Floats = (total[end] - total[start]) / (end - start)
-    return out
+    means: Floats = (total[end] - total[start]) / (end - start)
+    return means
 
 
 def token_text(
@@ -243,11 +243,11 @@ def token_text(
     figure = Figure(figsize=(COLUMNS * _WIDTH + 0.4, 1), dpi=150)
     last = start + len(placed)
     part = "" if (start, last) == (0, trace.n_pos) else f", positions {start} to {last - 1}"
-    what = (
+    subject = (
         f"{trace.name}: {record.policy}, budget {record.budget}, layer {trace.layer_ids[layer]}, "
         f"KV head {head}\nafter row {states.row}{part}"
     )
-    caption(figure, what, {fidelity(trace, record, "sets", layer)})
+    caption(figure, subject, {fidelity(trace, record, "sets", layer)})
     across, high = COLUMNS * _WIDTH, 0.155 * height
     above = 0.15 + 0.17 * (1 + figure.get_suptitle().count("\n"))
     total = high + above + 0.45
@@ -331,16 +331,16 @@ def lift_bars(
     if table.height > 2 * tokens:
         table = table[[*range(tokens), *range(table.height - tokens, table.height)]]
     low, rate, high, mean = (table[name].to_numpy() for name in ("low", "rate", "high", "mean"))
-    at = np.arange(table.height)
+    places = np.arange(table.height)
     figure = Figure(figsize=(6.4, 0.19 * table.height + 1.5), dpi=150)
     axis = figure.subplots()
-    axis.barh(at, rate / mean, 0.75, color=COLOURS[5])
+    axis.barh(places, rate / mean, 0.75, color=COLOURS[5])
     ends = np.stack([rate - low, high - rate]).clip(0) / mean
-    axis.errorbar(rate / mean, at, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
+    axis.errorbar(rate / mean, places, xerr=ends, fmt="none", ecolor="black", elinewidth=0.8)
     axis.axvline(1.0, color="black", lw=1, ls=":")
     pairs = table.select("token", "count").rows()
     names = [f"{short_text(token, 24)}  ({count})" for token, count in pairs]
-    axis.set_yticks(at, names, family="monospace", parse_math=False)
+    axis.set_yticks(places, names, family="monospace", parse_math=False)
     axis.margins(y=0.01)
     axis.invert_yaxis()
     axis.set_xlim(left=0)
@@ -349,29 +349,29 @@ def lift_bars(
     ratio = "share of the token kept / share of all kept (dotted: as all)"
     name_axes(axis, ratio, "token (positions)")
     heads_text = "all heads" if heads is None else f"heads {', '.join(map(str, heads))}"
-    what = (
+    subject = (
         f"{trace.name}: {record.policy}, budget {record.budget}\n"
         f"layer {trace.layer_ids[layer]}, {heads_text}, with 95 % interval"
     )
-    caption(figure, what, {fidelity(trace, record, "sets", layer)})
+    caption(figure, subject, {fidelity(trace, record, "sets", layer)})
     figure.tight_layout()
     return figure
 
 
 def _placed(text: Sequence[str]) -> list[tuple[int, int, str]]:
     """(line, column, characters) of each token until the lines are used up."""
-    line, column, out = 0, 0, []
+    line, column, placed = 0, 0, []
     for token in text:
         shown = short_text(token, COLUMNS)
         if column + len(shown) > COLUMNS:
             line, column = line + 1, 0
         if line >= LINES:
             break
-        out.append((line, column, shown))
+        placed.append((line, column, shown))
         column += len(shown)
         if "\n" in token:
             line, column = line + 1, 0
-    return out
+    return placed
 
 
 def visible_token(text: str) -> str:

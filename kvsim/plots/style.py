@@ -66,12 +66,12 @@ def save(figure: Figure, path: str | Path) -> Path:
 
     Replaces a file at `path`. Raises OutputError for another format, or if the system refuses.
     """
-    out = local_path(path, OutputError)
-    form = out.suffix.lower().lstrip(".")
+    target = local_path(path, OutputError)
+    form = target.suffix.lower().lstrip(".")
     if form not in _STAMPS:
-        raise OutputError(f"{out} ends in {out.suffix!r}; expected .png, .svg or .pdf")
-    write_file(out, picture(figure, form), overwrite=True)
-    return out
+        raise OutputError(f"{target} ends in {target.suffix!r}; expected .png, .svg or .pdf")
+    write_file(target, picture(figure, form), overwrite=True)
+    return target
 
 
 def drawn_records(given: Record | Sequence[Record]) -> list[Record]:
@@ -115,14 +115,14 @@ def bare_series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def mean_line(axis: Axes, at: Floats, values: Sequence[Floats], **style: object) -> Floats:
+def mean_line(axis: Axes, places: Floats, values: Sequence[Floats], **style: object) -> Floats:
     """Draw and return the mean over prompts of values [n] over `at` [n], its interval as a band."""
     ends = Interval.of_each(list(np.stack(list(values)).T))
     lines: Floats = np.array([(end.mean, end.low, end.high) for end in ends], dtype=np.float64)
     mean, low, high = lines.T
-    (line,) = axis.plot(at, mean, **style)  # type: ignore[arg-type]  # what `series` holds
+    (line,) = axis.plot(places, mean, **style)  # type: ignore[arg-type]  # what `series` holds
     step: Literal["post"] | None = "post" if line.get_drawstyle() == "steps-post" else None
-    axis.fill_between(at, low, high, color=line.get_color(), alpha=0.15, lw=0, step=step)
+    axis.fill_between(places, low, high, color=line.get_color(), alpha=0.15, lw=0, step=step)
     return lines[:, 0]
 
 
@@ -278,8 +278,8 @@ def clip_far(
     height = high - low or high
     axis.set_ylim(low - 0.05 * height, high + (0.07 + 0.07 * len(beyond)) * height)
     lines = [f"above: {short_text(name, 24)} {', '.join(far)}" for name, far in beyond.items()]
-    at: dict[str, Any] = {"transform": axis.transAxes, "ha": "center", "va": "top"}
-    axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, parse_math=False, **at)
+    anchor: dict[str, Any] = {"transform": axis.transAxes, "ha": "center", "va": "top"}
+    axis.text(0.5, 0.97, "\n".join(lines), fontsize=6.5, parse_math=False, **anchor)
 
 
 _SUBS = (1.0, 2.0, 5.0)
@@ -330,10 +330,10 @@ def whole_ticks(*axes: Axis) -> None:
 
 
 def colour_bar(
-    figure: Figure, of: ScalarMappable, axes: Axes | Sequence[Axes], label: str, **layout: Any
+    figure: Figure, mappable: ScalarMappable, axes: Axes | Sequence[Axes], label: str, **layout: Any
 ) -> Axes:
     """Draw a colour bar beside panels and return its axes."""
-    bar = figure.colorbar(of, ax=axes, **layout)
+    bar = figure.colorbar(mappable, ax=axes, **layout)
     bar.set_label(label, fontsize=7.5)
     bar.ax.tick_params(labelsize=7)
     return bar.ax

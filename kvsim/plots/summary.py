@@ -79,13 +79,13 @@ def over_budgets(table: Tabular, metrics: str | Sequence[str] | None = None) -> 
         for policy, style in styles.items():
             of_policy = of_metric.filter(policy=policy)
             part = of_policy.sort(pl.col("requested").cast(pl.Enum(budgets)))
-            at = np.array([budgets.index(budget) for budget in part["requested"]])
+            places = np.array([budgets.index(budget) for budget in part["requested"]])
             low, mean, high = (part[end].to_numpy() for end in ("low", "mean", "high"))
-            if len(at) > 1:
-                axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
+            if len(places) > 1:
+                axis.fill_between(places, low, high, color=style["color"], alpha=0.15, lw=0)
             else:  # a band of no width
-                axis.vlines(at, low, high, color=style["color"], lw=1.3)
-            axis.plot(at, mean, label=policy, lw=1.3, ms=4, **style)
+                axis.vlines(places, low, high, color=style["color"], lw=1.3)
+            axis.plot(places, mean, label=policy, lw=1.3, ms=4, **style)
         axis.set_xticks(range(len(budgets)), budgets)
         rows = of_metric.select("policy", "requested", "mean").rows()
         points = [(policy, budgets.index(budget), mean) for policy, budget, mean in rows]
@@ -128,13 +128,13 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
         points = against_entries(means, name, cost)
         for policy, style in styles.items():
             part = points.filter(policy=policy).sort("seen")
-            at, mean = part["seen"].to_numpy(), part["mean"].to_numpy()
+            seen, mean = part["seen"].to_numpy(), part["mean"].to_numpy()
             ends = np.abs(part.select("low", "high").to_numpy().T - mean)
             whisker = {"fmt": "none", "ecolor": style["color"], "elinewidth": 0.7}
-            axis.errorbar(at, mean, np.nan_to_num(ends), **whisker)
-            axis.plot(at, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
+            axis.errorbar(seen, mean, np.nan_to_num(ends), **whisker)
+            axis.plot(seen, mean, lw=0.8, ms=4, mfc="white", label=policy, **style)
             on = part["best"].to_numpy()
-            axis.plot(at[on], mean[on], ms=7, **{**style, "linestyle": "none"})
+            axis.plot(seen[on], mean[on], ms=7, **{**style, "linestyle": "none"})
         rows = points.select("policy", "seen", "mean").rows()
         ends, share = points["high"].drop_nulls(), METRICS[name].unit == "share"
         clip_far(axis, rows, styles, ends=ends, share=share)
@@ -144,8 +144,8 @@ def pareto(table: Tabular, metrics: str | Sequence[str] | None = None) -> Figure
         plain(axis, COSTS[cost], fill(metric_label(name), 44))
     neutral = any(METRICS[name].better is None for name, _ in shown)
     marked = "on the front" + ", where one direction is better" * neutral
-    what = f"Mean over {counted(means['n'])}; filled: {marked}"
-    finish(figure, axes[0], what, means["fidelity"], columns=6)
+    subject = f"Mean over {counted(means['n'])}; filled: {marked}"
+    finish(figure, axes[0], subject, means["fidelity"], columns=6)
     return figure
 
 
@@ -212,10 +212,10 @@ def ranking(
         axis.set_ylim(part.height - 0.5, -0.5)
         plain(axis, metric_label(name), title=f"budget {budget}")
     base = against or "the best"
-    what = f"Mean over {counted(rows['n'])}\nhollow: not beyond chance from {base}; dotted: {base}"
+    note = f"Mean over {counted(rows['n'])}\nhollow: not beyond chance from {base}; dotted: {base}"
     if rows["rank"].null_count():
-        what += "; grey squares: references, not tested"
-    caption(figure, what, rows["fidelity"])
+        note += "; grey squares: references, not tested"
+    caption(figure, note, rows["fidelity"])
     figure.tight_layout()
     return figure
 
@@ -258,9 +258,9 @@ def middle_coverage(
                 mean_line(axis, centres, lines, label=policy, lw=1.3, ms=3, **style)
                 axis.plot(centres, np.mean(flat, 0), ":", lw=1, color=style["color"])
 
-    label, what = "share of the positions kept", "Where kept entries lie"
+    label, subject = "share of the positions kept", "Where kept entries lie"
     note = "shaded: middle third; dotted: no position preferred"
-    return _per_budget(traces, records, (layer, head), curves, draw, (label, what, note))
+    return _per_budget(traces, records, (layer, head), curves, draw, (label, subject, note))
 
 
 def iou_by(table: Tabular, by: str = "stage") -> Figure:
@@ -290,22 +290,23 @@ def iou_by(table: Tabular, by: str = "stage") -> Figure:
     for axis, budget in zip(axes, budgets, strict=True):
         for place, (policy, style) in enumerate(styles.items()):
             part = means.filter(policy=policy, requested=budget)
-            at = np.array([groups.index(group) for group in part[by]], dtype=np.float64)
-            at += (place - (len(styles) - 1) / 2) * bar
+            places = np.array([groups.index(group) for group in part[by]], dtype=np.float64)
+            places += (place - (len(styles) - 1) / 2) * bar
             mean = part["mean"].to_numpy()
             ends = np.abs(part.select("low", "high").cast(pl.Float64).to_numpy().T - mean)
-            axis.bar(at, mean, 0.9 * bar, color=style["color"], label=policy, zorder=2)
+            axis.bar(places, mean, 0.9 * bar, color=style["color"], label=policy, zorder=2)
             look: dict[str, Any] = {"ecolor": "black", "elinewidth": 0.8, "capsize": 1.5}
-            axis.errorbar(at, mean, ends, fmt="none", zorder=3, **look)  # not drawn where null
+            axis.errorbar(places, mean, ends, fmt="none", zorder=3, **look)  # not drawn where null
             chance = part["chance"].cast(pl.Float64).to_numpy()
-            axis.hlines(chance, at - 0.45 * bar, at + 0.45 * bar, color="black", lw=1.2, zorder=4)
+            edges = places - 0.45 * bar, places + 0.45 * bar
+            axis.hlines(chance, *edges, color="black", lw=1.2, zorder=4)
         names = [short_text(str(group), 16) for group in groups]
         axis.set_xticks(range(len(groups)), names, parse_math=False)
         plain(axis, by, title=f"budget {budget}")
         axis.set_ylim(0, 1)
     name_axes(axes[0], y="IoU of consecutive kept sets")
-    what = f"Retained-set IoU by {by}, mean over {counted(means['n'])}\nacross bars: chance"
-    finish(figure, axes[0], what, means["fidelity"], columns=5)
+    subject = f"Retained-set IoU by {by}, mean over {counted(means['n'])}\nacross bars: chance"
+    finish(figure, axes[0], subject, means["fidelity"], columns=5)
     return figure
 
 
@@ -347,9 +348,9 @@ def position_density(
                 mean = float(np.mean([height[bins] for height in values[policy]]))
                 axis.axvline(mean, color=style["color"], lw=1, ls=style["linestyle"])
 
-    label, what = "density of kept entries (area 1)", "What the last event keeps"
+    label, subject = "density of kept entries (area 1)", "What the last event keeps"
     note = "vertical: mean; dotted: uniform"
-    return _per_budget(traces, records, (layer, head), density, draw, (label, what, note))
+    return _per_budget(traces, records, (layer, head), density, draw, (label, subject, note))
 
 
 def _per_budget(
@@ -396,13 +397,13 @@ def _per_budget(
         draw(axis, of_budget, policies)
         axis.set_xlim(0, 1)
         plain(axis, "relative position (0: first, 1: at the event)", title=f"budget {budget}")
-    label, what, note = texts
+    label, subject, note = texts
     name_axes(axes[0], y=label)
     axes[0].set_ylim(bottom=0)  # of all panels, once the highest is drawn
     where = "all layers" if layer is None else f"layer {traces[0].layer_ids[layer]}"
     where += ", all KV heads" if head is None else f", KV head {trace_head(traces[0], head)}"
     prompts = counted(len(arrays) for arrays in values.values())
-    text = f"{what}: {where}, mean over {prompts}\n{note}"
+    text = f"{subject}: {where}, mean over {prompts}\n{note}"
     finish(figure, axes[0], text, fidelities, columns=5)
     return figure
 

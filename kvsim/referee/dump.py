@@ -70,11 +70,11 @@ class Dump:
         layer, head, row, pos = columns
         later = np.flatnonzero(pos > row)
         if later.size:
-            at = later[0]
+            place = later[0]
             raise DumpError(
-                f"{name}: layer {layer[at]}, head {head[at]} keeps position {pos[at]} after row "
-                f"{row[at]}; expected positions up to the row; count both from 0 in prompt and "
-                "response"
+                f"{name}: layer {layer[place]}, head {head[place]} keeps position {pos[place]} "
+                f"after row {row[place]}; expected positions up to the row; count both from 0 in "
+                "prompt and response"
             )
         n_heads = int(head.max()) + 1
         numbers = tuple(int(number) for number in np.unique(layer))
@@ -94,9 +94,9 @@ class Dump:
                 )
             heads = sets.any(-1)
             silent: Any = ~heads.any(-1)
-            for at, missing in np.argwhere(~heads & ~silent[:, None]):
+            for place, missing in np.argwhere(~heads & ~silent[:, None]):
                 raise DumpError(
-                    f"{name}: layer {numbers[at]} has no entry in head {missing} after row "
+                    f"{name}: layer {numbers[place]} has no entry in head {missing} after row "
                     f"{event}; expected all {n_heads} heads of a layer that has an event"
                 )
             sets[silent] = True

@@ -137,24 +137,24 @@ class _Comparison:
             sets = torch.from_numpy(case.kept[view.row][self._at])
         kept, absent = sets.gather(-1, pos.clamp(min=0)) & live, sets & ~stayed
         differs = (kept != choice.keep).any(-1) | absent.any(-1)
-        for at in differs.any(-1).nonzero().flatten().tolist():
-            heads = differs[at].nonzero().flatten().tolist()
-            layer_differences = [self._compare(choice, kept, absent, at, h) for h in heads]
-            self.differences += self._shared_ties(choice, kept, at, layer_differences)
+        for index in differs.any(-1).nonzero().flatten().tolist():
+            heads = differs[index].nonzero().flatten().tolist()
+            layer_differences = [self._compare(choice, kept, absent, index, h) for h in heads]
+            self.differences += self._shared_ties(choice, kept, index, layer_differences)
         if not bool(kept.any(-1).all()):
             raise DumpError(f"after row {view.row} a head keeps nothing that is in the cache")
         return kept
 
     def _compare(
-        self, choice: Choice, kept: Tensor, absent: Tensor, at: int, head: int
+        self, choice: Choice, kept: Tensor, absent: Tensor, index: int, head: int
     ) -> Difference:
-        theirs, ours = kept[at, head], choice.keep[at, head]
-        live, pos = choice.view.live[at, head], choice.view.pos[at, head]
+        theirs, ours = kept[index, head], choice.keep[index, head]
+        live, pos = choice.view.live[index, head], choice.view.pos[index, head]
         extra, missing = theirs & ~ours, ours & ~theirs
-        returned = tuple(absent[at, head].nonzero().flatten().tolist())
+        returned = tuple(absent[index, head].nonzero().flatten().tolist())
         gap, tied, highest = None, False, False
         if choice.scores is not None:
-            gap, tied, highest = self._gap(choice, extra, missing, at, head)
+            gap, tied, highest = self._gap(choice, extra, missing, index, head)
         kind: DifferenceKind = "choice"
         if returned:
             kind = "return"
@@ -166,7 +166,7 @@ class _Comparison:
             kind = "no eviction"
         return Difference(
             row=choice.view.row,
-            layer=self._case.trace.layer_ids[self._case.layers[self._at[at]]],
+            layer=self._case.trace.layer_ids[self._case.layers[self._at[index]]],
             head=head,
             kind=kind,
             extra=tuple(pos[extra].tolist()),
@@ -177,19 +177,19 @@ class _Comparison:
         )
 
     def _gap(
-        self, choice: Choice, extra: Tensor, missing: Tensor, at: int, head: int
+        self, choice: Choice, extra: Tensor, missing: Tensor, index: int, head: int
     ) -> tuple[float | None, bool, bool]:
         """The gap between the scores of differing entries; whether it is a tie; of which side."""
         assert choice.scores is not None  # noqa: S101  for type checkers
         assert choice.protected is not None  # noqa: S101
-        scores, live = choice.scores[at].double(), choice.view.live[at]
+        scores, live = choice.scores[index].double(), choice.view.live[index]
         if not bool(extra.any()) or not bool(missing.any()):
             return None, False, False
-        if bool((choice.protected[at, head] & (extra | missing)).any()):
+        if bool((choice.protected[index, head] & (extra | missing)).any()):
             return None, False, False
         scale = _largest(scores, live)
         groups = None if choice.plan is None else choice.plan.groups
-        parts = torch.zeros_like(extra, dtype=torch.long) if groups is None else groups[at, head]
+        parts = torch.zeros_like(extra, dtype=torch.long) if groups is None else groups[index, head]
         gaps, tied, highest = [], True, True
         for part in parts[extra | missing].unique():
             mine = parts == part
@@ -200,26 +200,26 @@ class _Comparison:
             tied &= abs(gaps[-1]) <= self._case.tolerance
             cut = scores[head][a].min()
             ties = (live[head] & mine & (scores[head] == cut)).nonzero().flatten()
-            stays = (choice.keep[at, head] & ~missing | extra)[ties]
+            stays = (choice.keep[index, head] & ~missing | extra)[ties]
             highest &= gaps[-1] == 0 and bool(stays[len(stays) - int(stays.sum()) :].all())
         return max(gaps, key=abs), tied, highest
 
     def _shared_ties(
-        self, choice: Choice, kept: Tensor, at: int, differences: list[Difference]
+        self, choice: Choice, kept: Tensor, index: int, differences: list[Difference]
     ) -> list[Difference]:
         """Return differences of heads that share a budget, where all of them are a tie, as ties."""
-        ours, theirs = choice.keep[at], kept[at]
+        ours, theirs = choice.keep[index], kept[index]
         extra, missing = theirs & ~ours, ours & ~theirs
         apart = {difference.kind for difference in differences} - {"tie"}
         if apart != {"choice"} or choice.scores is None or choice.protected is None:
             return differences
         if int(extra.sum()) != int(missing.sum()) or not bool(extra.any()):
             return differences
-        if bool((choice.protected[at] & (extra | missing)).any()):
+        if bool((choice.protected[index] & (extra | missing)).any()):
             return differences
-        scores = choice.scores[at].double()
+        scores = choice.scores[index].double()
         gap = float(scores[missing].max() - scores[extra].min()) / _largest(
-            scores, choice.view.live[at]
+            scores, choice.view.live[index]
         )
         per_head = (extra.sum(-1) == missing.sum(-1)).all()
         if abs(gap) > self._case.tolerance or bool(per_head):

@@ -71,20 +71,20 @@ class Ruling(Displayed):
         ties, apart = len(self.ties), self.apart
         if not apart:
             outside = f" outside ties: {ties} sets differ in entries tied at the cut" * bool(ties)
-            out = [f"equal{outside}; {sets} compared with {against}"]
+            text = [f"equal{outside}; {sets} compared with {against}"]
         else:
             first = apart[0]
-            out = [
+            text = [
                 f"differs: {len(apart)} of {sets} are not those of {against}",
                 f"first after row {first.row}, layer {first.layer}, head {first.head}: "
                 + _words(first),
             ]
             if ties:
-                out.append(f"{ties} more differ in entries tied at the cut")
-        out += [f"explained by {each.name}: {each.description}" for each in self.deviations]
+                text.append(f"{ties} more differ in entries tied at the cut")
+        text += [f"explained by {each.name}: {each.description}" for each in self.deviations]
         if apart and not self.deviations:
-            out.append("explained by none of the known deviations")
-        return [*out, *self.remarks]
+            text.append("explained by none of the known deviations")
+        return [*text, *self.remarks]
 
     def document(self) -> dict[str, Any]:
         """Return the ruling ready for JSON."""
@@ -157,26 +157,27 @@ def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Devia
         return [_HIGHEST] * all(each.highest for each in differences)
     if not kinds - {"tie"}:
         return []
-    out = [deviation for deviation, changed in hypotheses(case) if explains(changed)]
-    names = {each.name for each in out}
-    out = [x for x in out if not names & {*x.name.split(", ")} - {x.name}]  # a part is enough
+    deviations = [deviation for deviation, changed in hypotheses(case) if explains(changed)]
+    names = {each.name for each in deviations}
+    # a part of a combination is enough
+    deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
     if "return" in kinds:
-        out.append(_RETURN)
-    elif kinds - {"tie"} == {"no eviction"} and not out:
-        out.append(_KEEPS)
-    return out
+        deviations.append(_RETURN)
+    elif kinds - {"tie"} == {"no eviction"} and not deviations:
+        deviations.append(_KEEPS)
+    return deviations
 
 
 def _remarks(dump: Dump, differences: Sequence[Difference], *, given: bool) -> list[str]:
-    out = []
+    remarks = []
     if given and (len(dump.layers) > 1 or dump.layers != (0,)) and len(dump.kept) > 1:
-        out.append(
+        remarks.append(
             "states are those of the trace: exact in the first layer and at the first event; later "
             "the implementation continues from states that its evictions have changed"
         )
     if any(each.returned for each in differences):
-        out.append("entries that return are not followed: by definition eviction is final")
-    return out
+        remarks.append("entries that return are not followed: by definition eviction is final")
+    return remarks
 
 
 def _words(difference: Difference) -> str:

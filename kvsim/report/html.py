@@ -39,12 +39,12 @@ def broken(texts: Iterable[str], lead: str = "") -> Markup:
 
 def metric_name(name: str) -> Markup:
     """A metric as a heading: summary on hover, better direction, main variant."""
-    what = METRICS[name]
-    arrow = {"higher": " ↑", "lower": " ↓", None: ""}[what.better]
+    metric = METRICS[name]
+    arrow = {"higher": " ↑", "lower": " ↓", None: ""}[metric.better]
     heading = Markup('<span title="{}">{}</span>').format(
-        what.summary, name.replace("_", " ") + arrow
+        metric.summary, name.replace("_", " ") + arrow
     )
-    return heading + (small(what.main) if what.main else "")
+    return heading + (small(metric.main) if metric.main else "")
 
 
 def small(text: str) -> Markup:

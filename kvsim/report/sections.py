@@ -88,14 +88,14 @@ def _prompts(table: pl.DataFrame) -> int:
     return table.drop_nulls(["policy", "value"])["trace"].n_unique()
 
 
-def _wide(means: pl.DataFrame, first: str, *, with_chance: bool = False) -> str:
+def _wide(means: pl.DataFrame, column: str, *, with_chance: bool = False) -> str:
     names = [name for name in _SHOWN if name in set(means["metric"])]
     budgets = requested_order(means["requested"].drop_nulls().to_list())
-    head = [first, "budget", *(html.metric_name(name) for name in names)]
+    head = [column, "budget", *(html.metric_name(name) for name in names)]
     rows = []
-    for policy in means[first].unique(maintain_order=True):
+    for policy in means[column].unique(maintain_order=True):
         for budget in budgets:
-            part = means.filter(pl.col(first) == policy, pl.col("requested") == budget)
+            part = means.filter(pl.col(column) == policy, pl.col("requested") == budget)
             if part.height:
                 cells = [html.cell(part.filter(metric=name), chance=with_chance) for name in names]
                 name = escape(policy)

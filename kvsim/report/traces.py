@@ -180,8 +180,9 @@ def _reconstruction(study: Study) -> str:
 
 def _error(study: Study, by_trace: pl.DataFrame, name: str, ratio: float) -> str:
     values = by_trace.filter(policy=name, ratio=ratio)["relative_head_error"].to_numpy()
-    mean, of = Interval.of(values.astype(np.float64)), len(study.traces)
-    return mean.text(".3f") + (f" ({mean.n} of {of})" if mean.n < of else "") if mean.n else "-"
+    mean, count = Interval.of(values.astype(np.float64)), len(study.traces)
+    few = f" ({mean.n} of {count})" if mean.n < count else ""
+    return mean.text(".3f") + few if mean.n else "-"
 
 
 def _queries(study: Study) -> str:

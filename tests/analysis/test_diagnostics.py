@@ -623,7 +623,7 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch)
         (["--budget", "64", "--gold", "9999"], "position 9999 is not in the prompt"),
         (["--budget", "64", "--gold-text", "gold lime"], "'gold lime' does not occur"),
         (["--budget", "64", "--gold", "3", "--gold-text", "a"], "both given"),
-        (["sample", "--budget", "64"], "both called 'sample', and results"),
+        (["sample", "--budget", "64"], "both called 'sample'; expected one name"),
         (["nowhere.zarr", "--budget", "64"], "nowhere.zarr"),
         (["--budget", "64", "--device", "tpu"], "--device is 'tpu'"),
         ([], "--budget"),

@@ -274,7 +274,7 @@ def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
         assert part in str(refused.value)
     with pytest.raises(OutputError, match=r"stranger is not among the traces of .*: sample; leave"):
         write_report([run], out, traces=[sample, stranger])
-    with pytest.raises(TraceError, match="are both called 'sample', and results"):
+    with pytest.raises(TraceError, match="are both called 'sample'; expected one name"):
         write_report([], out, traces=[sample, other])
     with pytest.raises(PolicyError, match="nothing to report; give a run or a trace"):
         write_report([], out)

@@ -16,9 +16,9 @@ def pearson(a: Floats, b: Floats) -> Floats:
     """Correlation over the last axis; NaN where one of the two does not vary."""
     a, b = np.broadcast_arrays(a, b)
     varied = (np.ptp(a, axis=-1) > 0) & (np.ptp(b, axis=-1) > 0)
-    out = np.full(varied.shape, np.nan)
-    out[varied] = scipy.stats.pearsonr(a[varied], b[varied], axis=-1).statistic
-    return out
+    correlations = np.full(varied.shape, np.nan)
+    correlations[varied] = scipy.stats.pearsonr(a[varied], b[varied], axis=-1).statistic
+    return correlations
 
 
 def spearman(a: Floats, b: Floats) -> Floats:

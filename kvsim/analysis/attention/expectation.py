@@ -141,8 +141,8 @@ def logit_blocks(
     """
     group = read(start, start + 1).shape[2]
     step = max(1, LOGIT_BYTES // (8 * group * keys[..., 0].numel()))
-    for first in range(start, stop, step):
-        rows = slice(first, min(first + step, stop))
+    for begin in range(start, stop, step):
+        rows = slice(begin, min(begin + step, stop))
         q = read(rows.start, rows.stop)
         z = formula.capped((q.flatten(2, 3) @ keys.mT).double().mul_(formula.scale))
         yield rows, z.unflatten(2, q.shape[2:4])
@@ -152,8 +152,8 @@ def unrotated(source: TraceSource) -> Read:
     """The source's queries before RoPE."""
 
     def read(start: int, stop: int) -> Tensor:
-        at = source.positions[start:stop]
-        return source.rope.unrotate(source.queries(start, stop), at)
+        positions = source.positions[start:stop]
+        return source.rope.unrotate(source.queries(start, stop), positions)
 
     return read
 

@@ -70,7 +70,8 @@ def fit_normal(samples: Tensor) -> NormalFit:
     deviation = ascending.std(-1, correction=0).where(varied, 0.0)
     z = (ascending - mean.unsqueeze(-1)) / deviation.where(varied, torch.nan).unsqueeze(-1)
     n = z.shape[-1]
-    third, fourth = (_moment(of, z, bias=False) for of in (scipy.stats.skew, scipy.stats.kurtosis))
+    third = _moment(scipy.stats.skew, z, bias=False)
+    fourth = _moment(scipy.stats.kurtosis, z, bias=False)
     return NormalFit(
         mean=mean,
         deviation=deviation,
@@ -86,10 +87,10 @@ def fit_normal(samples: Tensor) -> NormalFit:
 
 def normal_medians(n: int) -> Tensor:
     """Medians of the ordered values of n standard normal samples, after Filliben; [n]."""
-    at = (torch.arange(1, n + 1, dtype=torch.float64) - 0.3175) / (n + 0.365)
-    at[-1] = 0.5 ** (1 / n)
-    at[0] = 1 - at[-1]
-    medians: Tensor = torch.special.ndtri(at)
+    probability = (torch.arange(1, n + 1, dtype=torch.float64) - 0.3175) / (n + 0.365)
+    probability[-1] = 0.5 ** (1 / n)
+    probability[0] = 1 - probability[-1]
+    medians: Tensor = torch.special.ndtri(probability)
     return medians
 
 
@@ -103,16 +104,16 @@ def normal_ks(n: int) -> float:
 def _ks(z: Tensor) -> Tensor:
     """Largest difference of the distribution functions, on both sides of each step."""
     n = z.shape[-1]
-    at = torch.arange(n, dtype=z.dtype, device=z.device)
+    rank = torch.arange(n, dtype=z.dtype, device=z.device)
     below = torch.special.ndtr(z)
-    return torch.maximum((at + 1) / n - below, below - at / n).amax(-1)
+    return torch.maximum((rank + 1) / n - below, below - rank / n).amax(-1)
 
 
 def _qq(z: Tensor) -> Tensor:
-    x = normal_medians(z.shape[-1]).to(z.device)
-    x = x - x.mean()
-    size = torch.linalg.vector_norm(z, dim=-1) * torch.linalg.vector_norm(x)
-    correlation: Tensor = (z @ x) / size
+    medians = normal_medians(z.shape[-1]).to(z.device)
+    medians = medians - medians.mean()
+    size = torch.linalg.vector_norm(z, dim=-1) * torch.linalg.vector_norm(medians)
+    correlation: Tensor = (z @ medians) / size
     return correlation
 
 
@@ -128,16 +129,16 @@ def _wasserstein(z: Tensor) -> Tensor:
     density = (-(quantile**2) / 2).exp()
     a, b = quantile[:-1], quantile[1:]
     c = z.clamp(a, b)
-    at = torch.special.ndtr(c)
-    middle = z * (2 * at - share[:-1] - share[1:])
+    cumulative = torch.special.ndtr(c)
+    middle = z * (2 * cumulative - share[:-1] - share[1:])
     ends = 2 * (-(c**2) / 2).exp() - density[:-1] - density[1:]
     area: Tensor = (middle + ends / (2 * torch.pi) ** 0.5).sum(-1)
     return area
 
 
-def _moment(of: Callable[..., Any], z: Tensor, *, bias: bool = True) -> Tensor:
+def _moment(statistic: Callable[..., Any], z: Tensor, *, bias: bool = True) -> Tensor:
     """A standardised moment of scipy's, `bias=False` for the corrected one; [...]."""
-    return torch.from_numpy(np.asarray(of(z.cpu().numpy(), axis=-1, bias=bias))).to(z.device)
+    return torch.from_numpy(np.asarray(statistic(z.cpu().numpy(), axis=-1, bias=bias))).to(z.device)
 
 
 def _modes(z: Tensor) -> Tensor:
@@ -162,10 +163,10 @@ def kernel_density(z: Tensor) -> Tensor:
     low, high = z[..., 0] - 3 * size, z[..., -1] + 3 * size
     step = ((high - low) / (_POINTS - 1)).unsqueeze(-1)
     place = ((z - low.unsqueeze(-1)) / step).nan_to_num(0.0).clamp(0, _POINTS - 1.001)
-    at = place.floor()
-    part, at = place - at, at.long()
-    bins = z.new_zeros(*z.shape[:-1], _POINTS).scatter_add_(-1, at, 1 - part)
-    bins.scatter_add_(-1, at + 1, part)
+    lower = place.floor()
+    part, lower = place - lower, lower.long()
+    bins = z.new_zeros(*z.shape[:-1], _POINTS).scatter_add_(-1, lower, 1 - part)
+    bins.scatter_add_(-1, lower + 1, part)
     # no narrower than the points, between which a narrower one would ring
     width = torch.maximum(size.unsqueeze(-1) / step, torch.ones_like(step))
     turn = 2 * torch.pi * torch.fft.rfftfreq(_POINTS, dtype=z.dtype, device=z.device)
@@ -176,6 +177,6 @@ def kernel_density(z: Tensor) -> Tensor:
 
 def _quantile(ascending: Tensor, share: float) -> Tensor:
     """Interpolate between the two ascending samples around a quantile."""
-    at = share * (ascending.shape[-1] - 1)
-    low = int(at)
-    return ascending[..., low].lerp(ascending[..., low + 1], at - low)
+    place = share * (ascending.shape[-1] - 1)
+    low = int(place)
+    return ascending[..., low].lerp(ascending[..., low + 1], place - low)

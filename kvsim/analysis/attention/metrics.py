@@ -43,8 +43,8 @@ def _overlap(analysis: Analysis) -> Iterator[Cells]:
         ]
         for i, share in enumerate(overlap.shares):
             for name, values, chance in sets:
-                at = slice(i, i + 1)
-                yield Cells(layer, values[at], None, f"share={share:g},{name}", chance[at])
+                row = slice(i, i + 1)
+                yield Cells(layer, values[row], None, f"share={share:g},{name}", chance[row])
 
 
 def _sparsity(analysis: Analysis) -> Iterator[Cells]:
@@ -67,14 +67,14 @@ def _return(analysis: Analysis) -> Iterator[Cells]:
 
 def _decline(analysis: Analysis) -> Iterator[Cells]:
     trace = analysis.trace
-    first = trace.prompt_len
-    whole = (trace.n_pos - first) // WINDOW * WINDOW
-    windows = row_blocks(first, first + whole, WINDOW)
+    prompt_len = trace.prompt_len
+    whole = (trace.n_pos - prompt_len) // WINDOW * WINDOW
+    windows = row_blocks(prompt_len, prompt_len + whole, WINDOW)
     if len(windows) < 2:
         return
     number = np.arange(len(windows), dtype=np.float64)
     for layer in sorted({*range(trace.n_layers)} - {*trace.windowed}):
-        scores = window_scores(trace, layer, windows, first, device=analysis.device)
+        scores = window_scores(trace, layer, windows, prompt_len, device=analysis.device)
         largest = np.stack([of_window.max(-1) for of_window in scores], -1)  # [head, window]
         yield Cells(layer, spearman(largest, np.broadcast_to(number, largest.shape)), "head")
 

@@ -140,9 +140,9 @@ def histogram(
     width = np.diff(edges)
     with np.errstate(invalid="ignore"):
         place = (flat - low[:, None]) / (high - low)[:, None] * bins
-    at = np.clip(np.nan_to_num(place), 0, bins - 1).astype(np.int64)
+    column = np.clip(np.nan_to_num(place), 0, bins - 1).astype(np.int64)
     counts = np.zeros((len(flat), bins))
-    np.add.at(counts, (np.arange(len(flat))[:, None], at), inside)
+    np.add.at(counts, (np.arange(len(flat))[:, None], column), inside)
     density = np.full(counts.shape, np.nan)
     np.divide(counts, flat.shape[-1] * width, out=density, where=width > 0)
     shape = samples.shape[:-1]
@@ -155,8 +155,8 @@ def quantiles(samples: Tensor, points: int = 200) -> tuple[Floats, Floats]:
     At most `points`, both ends included, evenly spaced in rank.
     """
     n = samples.shape[-1]
-    at = torch.linspace(0, n - 1, min(points, n), dtype=torch.float64).round().long()
+    places = torch.linspace(0, n - 1, min(points, n), dtype=torch.float64).round().long()
     ascending = samples.double().sort(dim=-1).values
     deviation = ascending.std(-1, correction=0, keepdim=True)
-    ordered = ((ascending - ascending.mean(-1, keepdim=True)) / deviation)[..., at]
-    return normal_medians(n)[at].numpy(), ordered.numpy()
+    ordered = ((ascending - ascending.mean(-1, keepdim=True)) / deviation)[..., places]
+    return normal_medians(n)[places].numpy(), ordered.numpy()

@@ -109,8 +109,8 @@ def compressed_sparsity(
     def attention(layer: int) -> list[Tensor]:
         return [z for _, z in log_attention(trace, layer, rows, device=device)]
 
-    def sparsity(record: Record, at: int, blocks: list[Tensor]) -> Sparsity:
-        gone = record.gone_after[at]
+    def sparsity(record: Record, index: int, blocks: list[Tensor]) -> Sparsity:
+        gone = record.gone_after[index]
         if record.positions == "slot" or not blocks:
             return _nothing(shares, len(gone))
         (z,) = blocks

@@ -65,13 +65,13 @@ def log_attention(
         return
     layer = trace_layer(trace, layer)
     part, formula = slice(layer, layer + 1), trace.formulas[layer]
-    first, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
-    q = trace.read("q", part, slice(first, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
+    start, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
+    q = trace.read("q", part, slice(start, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
     k = trace.read("k", part, slice(0, stop if keys is None else keys))[0].to(device).mT
     whole = trace.read("lse", part)[0] if trace.has("lse") else trace.full(part)[1][0]
-    lse = whole[:, first:stop].to(device).unflatten(0, (trace.n_heads, -1))
+    lse = whole[:, start:stop].to(device).unflatten(0, (trace.n_heads, -1))
     for rows in blocks:
-        here = slice(rows.start - first, rows.stop - first)
+        here = slice(rows.start - start, rows.stop - start)
         n = rows.stop if keys is None else keys
         queries = q[:, :, here] * formula.scale
         # the rows of a group share their keys: one product per KV head
@@ -323,16 +323,16 @@ def attention_gaps(
     tops = np.zeros(shape, np.int64)
     last = np.full(shape, -1)  # the latest window with the key in its top
     apart = np.zeros(shape, bool)
-    for at, scores in enumerate(window_scores(trace, layer, windows, keys, device=device)):
+    for number, scores in enumerate(window_scores(trace, layer, windows, keys, device=device)):
         best = np.argsort(-scores, axis=-1, kind="stable")[:, :n_top]
         head = np.arange(len(best))[:, None]
         before = last[head, best]
         again = before >= 0
-        gap = at - before - 1
+        gap = number - before - 1
         np.add.at(gaps, (np.broadcast_to(head, best.shape)[again], gap[again]), 1)
         apart[head, best] |= again & (gap > 0)
         tops[head, best] += 1
-        last[head, best] = at
+        last[head, best] = number
     expected, broken = _orders(count)
     numbers = np.stack([(tops == m).sum(-1) for m in range(count + 1)], axis=-1)  # [H, W + 1]
     keys_in_top = (tops > 0).sum(-1)

@@ -126,14 +126,14 @@ def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
     # heads in one line, an entry that never leaves before, between and behind them
     line = np.full(heads * width + 1, n_events)
     line[1:].reshape(heads, width)[:, :-1] = died
-    at = np.flatnonzero(line < n_events)
-    level = line[at]
+    places = np.flatnonzero(line < n_events)
+    level = line[places]
     highest = tops(line)
-    left, right = above(highest, at, level, -1) + 1, above(highest, at, level, 1) - 1
-    _, first, members = np.unique(
+    left, right = above(highest, places, level, -1) + 1, above(highest, places, level, 1) - 1
+    _, indices, members = np.unique(
         left * (n_events + 1) + level, return_index=True, return_counts=True
     )
-    left, right, level = left[first], right[first], level[first]
+    left, right, level = left[indices], right[indices], level[indices]
     length = members if by_round else right - left + 1
     stop = level + 1 if by_round else np.minimum(line[left - 1], line[right + 1])
     return _Runs((left - 1) // width, length, level, stop)
@@ -142,10 +142,10 @@ def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
 def _alive(runs: _Runs, shape: tuple[int, int], weight: Ints) -> Ints:
     """Sum of the weights [n] of the runs that each event sees; [H, E]; shape is (H, E + 1)."""
     size = shape[0] * shape[1]
-    out = np.zeros(size, np.int64)
+    changes = np.zeros(size, np.int64)
     for event, sign in ((runs.start, 1), (runs.stop, -1)):
-        out += sign * np.bincount(runs.head * shape[1] + event, weight, size).astype(np.int64)
-    return out.reshape(shape).cumsum(-1)[:, :-1]
+        changes += sign * np.bincount(runs.head * shape[1] + event, weight, size).astype(np.int64)
+    return changes.reshape(shape).cumsum(-1)[:, :-1]
 
 
 def _ranked(runs: _Runs, rank: Ints) -> Ints:
@@ -199,8 +199,8 @@ def _latest(values: Ints, window: int, nth: int) -> Ints:
     """The nth largest of each `window` consecutive values [H, T]; [H, T - window + 1]."""
     # scipy is faster on single lines
     ranked = np.stack([scipy.ndimage.rank_filter(line, -nth, size=window) for line in values])
-    first = window // 2
-    return ranked[:, first : first + values.shape[1] - window + 1]
+    half = window // 2
+    return ranked[:, half : half + values.shape[1] - window + 1]
 
 
 # ------------------------------------------- the nearest place on a line with a value above a bound
@@ -208,11 +208,11 @@ def _latest(values: Ints, window: int, nth: int) -> Ints:
 
 def tops(line: Ints) -> list[Ints]:
     """The largest of each 1, 2, 4, ... consecutive values of a line [n]: [k][i] of 2**k from i."""
-    out = [line]
-    while len(out[-1]) > 1 << (len(out) - 1):
-        half = 1 << (len(out) - 1)
-        out.append(np.maximum(out[-1][:-half], out[-1][half:]))
-    return out
+    levels = [line]
+    while len(levels[-1]) > 1 << (len(levels) - 1):
+        half = 1 << (len(levels) - 1)
+        levels.append(np.maximum(levels[-1][:-half], levels[-1][half:]))
+    return levels
 
 
 def above(highest: Sequence[Ints], at: Ints, bound: Ints, step: int) -> Ints:

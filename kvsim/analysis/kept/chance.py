@@ -19,14 +19,14 @@ def at_most(most: Any, marked: Any, total: Any, kept: Any) -> Floats:
     given = np.broadcast_arrays(most, marked, total, kept)
     # heads and events repeat few cases
     shape = [1 + int(x.max(initial=0)) for x in given]
-    different, at = np.unique(np.ravel_multi_index(given, shape), return_inverse=True)
+    different, inverse = np.unique(np.ravel_multi_index(given, shape), return_inverse=True)
     cases = np.unravel_index(different, shape)
     if len(different) <= _FEW:
         single = (_at_most(*case) for case in zip(*(x.tolist() for x in cases), strict=True))
-        return np.fromiter(single, np.float64, len(different))[at]
+        return np.fromiter(single, np.float64, len(different))[inverse]
     most, marked, total, kept = cases
     probability: Floats = scipy.stats.hypergeom.cdf(most, total, marked, kept)
-    return probability[at]
+    return probability[inverse]
 
 
 #: Up to so many cases are looked up first: the first events of records of a trace share them.
@@ -41,10 +41,10 @@ def _at_most(most: int, marked: int, total: int, kept: int) -> float:
 def iou(first: Any, second: Any, total: Any) -> Floats:
     """Expected intersection over union of two sets of sizes `first` and `second`; NaN if empty."""
     given = np.stack(np.broadcast_arrays(first, second, total)).astype(np.int64)
-    cases, at = np.unique(given.reshape(3, -1), axis=1, return_inverse=True)
+    cases, inverse = np.unique(given.reshape(3, -1), axis=1, return_inverse=True)
     parts = range(0, max(1, cases.shape[1]), _CASES)
     means = np.concatenate([_iou(*cases[:, i : i + _CASES, None]) for i in parts])
-    return means[at.ravel()].reshape(given.shape[1:])
+    return means[inverse.ravel()].reshape(given.shape[1:])
 
 
 #: Cases whose terms are in memory together.
@@ -75,8 +75,8 @@ def _iou(a: Ints, b: Ints, n: Ints) -> Floats:
 def n_runs(total: Any, kept: Any) -> Floats:
     """Expected number of runs of evicted entries: a run begins at 0 or after a kept entry."""
     total, kept = (np.asarray(x, np.float64) for x in (total, kept))
-    out: Floats = (total - kept) * (kept + 1) / total
-    return out
+    runs: Floats = (total - kept) * (kept + 1) / total
+    return runs
 
 
 def mean_run(total: Any, kept: Any) -> Floats:

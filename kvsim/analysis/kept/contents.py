@@ -104,13 +104,13 @@ def key_similarities(
 def _by_layer(
     records: Sequence[Record],
     read: Callable[[int], Floats],
-    of: Callable[[EvictedAt, Floats], WithChance],
+    statistic: Callable[[EvictedAt, Floats], WithChance],
 ) -> list[list[WithChance]]:
     """Return what `of` computes from `evicted_at` and what is read, both of the record's heads."""
 
-    def compute(record: Record, at: int, array: Floats) -> WithChance:
-        gone = record.gone_after[at]
-        return of(gone, array.repeat(len(gone) // len(array), axis=0))
+    def compute(record: Record, index: int, array: Floats) -> WithChance:
+        gone = record.gone_after[index]
+        return statistic(gone, array.repeat(len(gone) // len(array), axis=0))
 
     return by_layer(records, read, compute)
 
@@ -205,10 +205,10 @@ def retention_lift(
     row = event_row(gone, row)
     at_row = (gone if chosen is None else gone[chosen])[:, : row + 1] > row
     last = max(sink, row + 1 - recent)
-    names, of = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
+    names, inverse = np.unique(np.array(text[sink:last], dtype=object), return_inverse=True)
     kept = at_row[:, sink:last].sum(0)  # heads that keep the position
-    count = np.bincount(of, minlength=len(names))
-    retained = np.bincount(of, weights=kept, minlength=len(names)).astype(np.int64)
+    count = np.bincount(inverse, minlength=len(names))
+    retained = np.bincount(inverse, weights=kept, minlength=len(names)).astype(np.int64)
     n_heads = len(at_row)
     rate = retained / (count * n_heads)
     mean = retained.sum() / max(1, count.sum() * n_heads)

@@ -170,8 +170,8 @@ def _pages(name: Literal["freed", "fragmentation"]) -> Callable[[Subject], Itera
         ):  # fmt: skip
             values = getattr(pages(gone.reshape(shape), subject.trace.prompt_len), name)
             variant = f"page={PAGE},table={table}"
-            of = None if table == "model" else layers
-            yield Cells(of, values, "head" if table == "head" else None, variant)
+            of_layers = None if table == "model" else layers
+            yield Cells(of_layers, values, "head" if table == "head" else None, variant)
 
     return cells
 
@@ -186,10 +186,10 @@ def _needle(name: Literal["recall", "wipeout"]) -> Callable[[Subject], Iterator[
     def cells(subject: Subject) -> Iterator[Cells]:
         if spans := subject.trace.spans.get("needle"):
             record = subject.record
-            for at, gone in enumerate(record.gone_after):
-                needle = needle_visibility(gone, record.prompt_len, spans, record.reads, at)
+            for index, gone in enumerate(record.gone_after):
+                needle = needle_visibility(gone, record.prompt_len, spans, record.reads, index)
                 chance = needle.chance if name == "recall" else None
-                yield Cells(record.layers[at], getattr(needle, name), "head", chance=chance)
+                yield Cells(record.layers[index], getattr(needle, name), "head", chance=chance)
 
     return cells
 

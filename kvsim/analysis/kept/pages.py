@@ -43,9 +43,9 @@ def pages(gone_after: NDArray[np.int32], prompt_len: int, size: int = PAGE) -> P
     first = np.full((tables, number), total)
     last = np.full((tables, number), -1)
     table, head, pos = written.nonzero()
-    at = table, page[table, head, pos]
-    np.minimum.at(first, at, pos)
-    np.maximum.at(last, at, gone_after[table, head, pos])
+    place = table, page[table, head, pos]
+    np.minimum.at(first, place, pos)
+    np.maximum.at(last, place, gone_after[table, head, pos])
     rows = np.minimum(last, total - 1) + 1 - np.maximum(first, prompt_len)  # of each page
     allocated = np.maximum(rows, 0).sum(-1)
     entries = rows_that_see(gone_after, prompt_len).sum((1, 2))

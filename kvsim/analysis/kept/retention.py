@@ -334,7 +334,7 @@ def retention_ratio(evicted_at: EvictedAt, prompt_len: int) -> RetentionRatio:
     final = (evicted_at >= total).mean(-1)
     # an entry counts 1 / (row + 1) for every row that sees it
     reciprocals = np.concatenate([[0.0], 1.0 / np.arange(1, total + 1)]).cumsum()
-    first = np.maximum(np.arange(total), prompt_len)
-    stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, first)
-    seen = (reciprocals[stop] - reciprocals[first]).sum(-1)
+    start = np.maximum(np.arange(total), prompt_len)
+    stop = np.maximum(np.minimum(evicted_at, total - 1) + 1, start)
+    seen = (reciprocals[stop] - reciprocals[start]).sum(-1)
     return RetentionRatio(final, share(seen, np.array(total - prompt_len)))

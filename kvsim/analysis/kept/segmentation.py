@@ -55,13 +55,13 @@ class Segmented:
         name: "observed", "mass", or "credit", the sum of which is brought to 1 as the masses' is.
         """
         sums = getattr(self, name).cumsum()
-        at = np.unique(np.linspace(0, len(sums) - 1, min(most, len(sums))).astype(np.int64))
-        return self.pos[at], sums[at] / (sums[-1] or 1.0)
+        places = np.unique(np.linspace(0, len(sums) - 1, min(most, len(sums))).astype(np.int64))
+        return self.pos[places], sums[places] / (sums[-1] or 1.0)
 
     def counts(self, chosen: Bools | None = None) -> Ints:
         """Entries of each segment, all of them or those chosen [n]; [S]."""
-        of = self.segment if chosen is None else self.segment[chosen]
-        return np.bincount(of, minlength=len(self.quota))
+        segments = self.segment if chosen is None else self.segment[chosen]
+        return np.bincount(segments, minlength=len(self.quota))
 
     def spread(self, positions: Ints) -> Ints:
         """How many of any positions lie where each segment does; [S].
@@ -115,17 +115,17 @@ def cut_table(record: Record, layer: int, head: int) -> pl.DataFrame:
     segments, suffix = ams_segments(record, layer), noted(record, layer, "suffix_mass")
     if segments is None or suffix is None:
         raise PolicyError(f"the record of {record.policy} notes no segments of layer {layer}")
-    at = np.searchsorted(segments.rows, [x.row for x in events])
+    index = np.searchsorted(segments.rows, [x.row for x in events])
     return pl.DataFrame(
         {
             "event": [x.row for x in events],
-            "segments": segments.count[head, at],
-            "length": segments.length[head, at],
+            "segments": segments.count[head, index],
+            "length": segments.length[head, index],
             # nothing is before the first event
-            "shift": np.append(np.nan, segments.shift[head])[at],
-            "f1": np.append(np.nan, segments.f1[head])[at],
+            "shift": np.append(np.nan, segments.shift[head])[index],
+            "f1": np.append(np.nan, segments.f1[head])[index],
             "credit": [float(x.credit.sum()) for x in events],
-            "suffix": suffix.by_event[head, at],
+            "suffix": suffix.by_event[head, index],
         }
     ).with_columns(pl.col("shift", "f1").fill_nan(None))
 
@@ -149,17 +149,17 @@ def segmented(record: Record, layer: int, head: int) -> list[Segmented]:
     for plans in sorted(record.internals, key=lambda plans: plans.row):
         if layer not in plans.layers or "mass" not in plans.notes or plans.row not in gone:
             continue
-        at = plans.layers.index(layer), head
-        live = plans.pos[at] >= 0
-        pos = plans.pos[at][live]
+        place = plans.layers.index(layer), head
+        live = plans.pos[place] >= 0
+        pos = plans.pos[place][live]
         # the release's way of choosing notes its segments, since its last cut is by head
         quotas, groups = plans.quotas, plans.groups
         if groups is None:
             quotas, groups = plans.notes["quota"], plans.notes["segment"]
-        segment = groups[at][live]
-        quota = quotas[at][: segment.max() + 1]  # other heads may have more segments
+        segment = groups[place][live]
+        quota = quotas[place][: segment.max() + 1]  # other heads may have more segments
         names = ("observed", "credit", "mass", "protected")
-        by_entry = {name: plans.notes[name][at][live] for name in names}
+        by_entry = {name: plans.notes[name][place][live] for name in names}
         by_entry |= {"pos": pos, "kept": gone[pos] > plans.row, "segment": segment}
         events.append(Segmented(row=plans.row, quota=quota, **by_entry))
     if events:

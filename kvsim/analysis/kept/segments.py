@@ -181,9 +181,9 @@ def _moves(
     first, second = line(cuts[:-1]), line(cuts[1:])
     to_first, to_second = _distance(second, first), _distance(first, second)
 
-    def sums(of: Ints, weight: Ints | Bools) -> Ints:
-        out = np.bincount(of // apart, weight, size).astype(np.int64)
-        return out.reshape(-1, heads).T
+    def sums(positions: Ints, weight: Ints | Bools) -> Ints:
+        counts = np.bincount(positions // apart, weight, size).astype(np.int64)
+        return counts.reshape(-1, heads).T
 
     earlier = sums(first, np.ones_like(first))
     return (
@@ -199,10 +199,10 @@ def _distance(these: Ints, those: Ints) -> Ints:
     """Distances from each of these to the nearest of those, both ascending; far without any."""
     if not len(those):
         return np.full(len(these), NEAR + 1)
-    at = np.searchsorted(those, these)
-    before, behind = those[np.maximum(at - 1, 0)], those[np.minimum(at, len(those) - 1)]
-    out: Ints = np.minimum(np.abs(these - before), np.abs(behind - these))
-    return out
+    place = np.searchsorted(those, these)
+    before, behind = those[np.maximum(place - 1, 0)], those[np.minimum(place, len(those) - 1)]
+    nearest: Ints = np.minimum(np.abs(these - before), np.abs(behind - these))
+    return nearest
 
 
 # -------------------------------------------------------------- runs of positions that are retained
@@ -242,10 +242,10 @@ def proxy_segments(evicted_at: EvictedAt) -> Segments:
         ((since < until) & (until < n_events), until, 0),  # goes: matched with those after
     ):
         head, pos = np.nonzero(changes)
-        at = event[head, pos]
-        away = runs.distance(head, pos, at + other, rows[at - 1])
+        leaving = event[head, pos]
+        away = runs.distance(head, pos, leaving + other, rows[leaving - 1])
         for values, weight in ((moved, away), (far, away > NEAR)):
-            sums = np.bincount(head * shape[1] + at - 1, weight, heads * shape[1])
+            sums = np.bincount(head * shape[1] + leaving - 1, weight, heads * shape[1])
             values.append(sums.astype(np.int64).reshape(shape)[:, pairs])
     near = later - far[0], earlier - far[1]
     distance = moved[0] * (earlier > 0)
@@ -271,21 +271,21 @@ class _Runs:
 
         More than `NEAR` where there is none.
         """
-        first = head * self.width
-        at = first + pos
+        offset = head * self.width
+        at = offset + pos
         # in front: where the run of the nearest entry that stays starts
         stays = above(self.kept, at, event, -1)
         start = above(self.gone, stays, -event - 1, -1) + 1
         # behind: the next run, or where all before is gone, the one behind the first
         stay = self.kept[0][at] > event
-        alone = ~stay & (stays < first)
+        alone = ~stay & (stays < offset)
         at = np.where(alone, above(self.kept, at, event, 1), at)
         end = np.where(stay | alone, above(self.gone, at, -event - 1, 1), at)
         following = above(self.kept, end, event, 1)
         away = np.full(len(at), self.width + NEAR)
         for there, nearest in (
-            (stays >= first, start - first),
-            (end < first + self.width - 1, following - first),
+            (stays >= offset, start - offset),
+            (end < offset + self.width - 1, following - offset),
         ):
             place = np.where(there & (nearest <= row), nearest, 0)
             # position 0 is no boundary, nor does the first run of all begin with one

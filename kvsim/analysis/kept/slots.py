@@ -66,10 +66,10 @@ class LeavingSlots:
         stop = np.maximum((live - recent) // length, first)
         region = self.slot // length
         widest = int(stop.max(initial=0)) + 1
-        at = self.head * live.shape[1] + self.event
+        event = self.head * live.shape[1] + self.event
         counted = (region >= first) & (region < stop[self.head, self.event])
         # by region: the event above, the region below
-        touched, lost = np.unique(at[counted] * widest + region[counted], return_counts=True)
+        touched, lost = np.unique(event[counted] * widest + region[counted], return_counts=True)
         remaining = int(np.floor(threshold * length + 1e-9))
         gone = touched[lost >= length - remaining] // widest
         wiped = np.bincount(gone, minlength=stop.size).reshape(stop.shape)

@@ -81,10 +81,10 @@ def token_states(
     codes = np.where(np.arange(record.n_pos) > row, 2, gone[0] > row).astype(np.int64)
     if needed is not None:
         codes[(codes == 0) & (needed > gone[0])] = 3
-    at = record_layer(record, layer)
-    if has_reads(record, at):
+    index = record_layer(record, layer)
+    if has_reads(record, index):
         following = min(row + 1, record.n_pos - 1)
-        read = read_entries(record, at, slice(following, following + 1))[head * len(gone), 0]
+        read = read_entries(record, index, slice(following, following + 1))[head * len(gone), 0]
         codes[: len(read)][(codes[: len(read)] == 1) & ~read] = 4
     return TokenStates(row, codes, spaced(trace.token_text))
 
@@ -210,12 +210,12 @@ def longest_gaps(record: Record, layer: int, head: int, rows: Ints) -> Ints:
     First position, and the one behind the last; both are 0 where nothing is evicted.
     """
     gone = record.gone_after[record_layer(record, layer), record_head(record, head)]
-    out = np.zeros((len(rows), 2), np.int64)
+    gaps = np.zeros((len(rows), 2), np.int64)
     for place, row in enumerate(rows.tolist()):
         after = strip("", gone[: row + 1], row)
         if len(after.runs):
-            out[place] = after.runs[after.lengths.argmax()] + (0, 1)
-    return out
+            gaps[place] = after.runs[after.lengths.argmax()] + (0, 1)
+    return gaps
 
 
 def has_reads(record: Record, layer: int) -> bool:
@@ -230,14 +230,14 @@ def read_entries(record: Record, layer: int, rows: slice) -> Bools:
     those of a layer without an account.
     """
     gone = torch.from_numpy(record.evicted_at[layer])
-    out = held_entries(record, layer, rows)
+    entries = held_entries(record, layer, rows)
     if record.reads is None or not has_reads(record, layer):
-        return out
-    first = max(rows.start, record.reads.first)
-    if first < rows.stop:
-        read = record.reads.entries(layer, slice(first, rows.stop), gone)
-        out[:, first - rows.start :] = read.unflatten(0, (len(gone), -1)).any(1).numpy()
-    return out
+        return entries
+    start = max(rows.start, record.reads.first)
+    if start < rows.stop:
+        read = record.reads.entries(layer, slice(start, rows.stop), gone)
+        entries[:, start - rows.start :] = read.unflatten(0, (len(gone), -1)).any(1).numpy()
+    return entries
 
 
 def held_entries(record: Record, layer: int, rows: slice) -> Bools:
@@ -248,8 +248,8 @@ def held_entries(record: Record, layer: int, rows: slice) -> Bools:
 def read_counts(record: Record, layer: int) -> tuple[Ints, Ints]:
     """Return the entries that each row after the prompt sees, and those that it reads; [H, R]."""
     entries, read = [], []
-    for first in range(record.prompt_len, record.n_pos, _BLOCK):
-        rows = slice(first, min(first + _BLOCK, record.n_pos))
+    for start in range(record.prompt_len, record.n_pos, _BLOCK):
+        rows = slice(start, min(start + _BLOCK, record.n_pos))
         entries.append(held_entries(record, layer, rows).sum(-1))
         read.append(read_entries(record, layer, rows).sum(-1))
     empty = [np.empty((record.evicted_at.shape[1], 0), np.int64)]

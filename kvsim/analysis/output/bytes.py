@@ -47,15 +47,15 @@ def _of(trace: Trace, record: Record, device: str) -> Bytes:
     shape = record.evicted_at.shape[:2]
     resident, read = (np.full(shape, np.nan) for _ in range(2))
     if rows.start < rows.stop:
-        for at, evicted_at in enumerate(record.gone_after):
+        for index, evicted_at in enumerate(record.gone_after):
             gone = torch.from_numpy(evicted_at).to(device)
-            both = _of_layer(trace, record, at, gone, rows)
-            resident[at], read[at] = (x.cpu().numpy() / 8 for x in both)
+            both = _of_layer(trace, record, index, gone, rows)
+            resident[index], read[index] = (x.cpu().numpy() / 8 for x in both)
     return Bytes(resident, read)
 
 
 def _of_layer(
-    trace: Trace, record: Record, at: int, gone: Tensor, rows: slice
+    trace: Trace, record: Record, index: int, gone: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """Bits that are resident and that are read in a layer, mean over rows; [H] each."""
     codec = None if record.codec is None else codec_of(record.codec)
@@ -66,7 +66,7 @@ def _of_layer(
         late = [stored_after(gone, clock, first) for clock in codec.clocks]
         short = codec.bits(trace.dim)
     reads = record.reads
-    if reads is not None and reads.dense(at):
+    if reads is not None and reads.dense(index):
         reads = None
     stored, taken = (gone.new_zeros(len(gone), dtype=torch.float64) for _ in range(2))
     step = max(1, _MOST // (trace.n_qheads * rows.stop))
@@ -75,7 +75,7 @@ def _of_layer(
         seen = visible(gone, part)  # [H, w, n]
         read = seen
         if reads is not None:
-            read = reads.entries(at, part, gone)
+            read = reads.entries(index, part, gone)
             read = read.unflatten(0, (len(gone), -1)).any(1)
         row = torch.arange(part.start, part.stop, device=gone.device).unsqueeze(-1)
         for bits, entries in ((stored, seen), (taken, read)):

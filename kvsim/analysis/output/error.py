@@ -56,12 +56,12 @@ def output_error(
                 for record, result in zip(records, results, strict=True)
                 if layer in record.layers
             ]
-            moved = _of_layer(rows, trace, [(record, at) for record, at, _ in having])
-            for (_, at, result), of_record in zip(having, moved, strict=True):
-                result.error[at] = of_record.error.flatten(0, 1).cpu().numpy()
-                result.missing[at] = of_record.missing.flatten(0, 1).cpu().numpy()
+            moved = _of_layer(rows, trace, [(record, index) for record, index, _ in having])
+            for (_, index, result), of_record in zip(having, moved, strict=True):
+                result.error[index] = of_record.error.flatten(0, 1).cpu().numpy()
+                result.missing[index] = of_record.missing.flatten(0, 1).cpu().numpy()
                 if result.added is not None:
-                    result.added[at] = of_record.added.cpu().numpy()
+                    result.added[index] = of_record.added.cpu().numpy()
     return results
 
 
@@ -139,17 +139,17 @@ class _LayerError:
 
         slots: they were at positions 0, 1, 2, ...; the mass is that of their own.
         """
-        layer, at = self._layer, present.nonzero()[:, 0].to(self.added.device)
-        q, k, v = layer.q[:, :, at], layer.k[:, None, at], layer.v[:, None, at]
+        layer, positions = self._layer, present.nonzero()[:, 0].to(self.added.device)
+        q, k, v = layer.q[:, :, positions], layer.k[:, None, positions], layer.v[:, None, positions]
         out, lse = layer.whole(*layer.attend(q, k, v, causal=True))
-        mass = (lse - layer.lse[:, :, at]).exp_()
+        mass = (lse - layer.lse[:, :, positions]).exp_()
         if slots:
-            rope, new = layer.rope, torch.arange(len(at), device=at.device)
-            q, k = (rope.rotate(rope.unrotate(x, at), new) for x in (q, k))
+            rope, new = layer.rope, torch.arange(len(positions), device=positions.device)
+            q, k = (rope.rotate(rope.unrotate(x, positions), new) for x in (q, k))
             out, _ = layer.whole(*layer.attend(q, k, v, causal=True))
         for values in (self.error, self.missing, self.added):
             values[..., : len(present)] = torch.nan
-        self.put(Rows.of(layer, at, out, mass))
+        self.put(Rows.of(layer, positions, out, mass))
 
 
 def _of_layer(
@@ -158,11 +158,11 @@ def _of_layer(
     """The errors of a layer under each record; records: with the layer's place in each."""
     of_heads = {len(layer.k): layer}
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, (record, at) in enumerate(records):
+    for number, (record, index) in enumerate(records):
         heads = record.evicted_at.shape[1]
         if heads not in of_heads:
             of_heads[heads] = layer.per_query_head()
-        dense = record.reads is None or record.reads.dense(at)
+        dense = record.reads is None or record.reads.dense(index)
         whole = dense and record.codec is None
         terms = heads, record.positions, record.interval, record.compress, whole
         alike.setdefault(terms, []).append(number)
@@ -170,16 +170,16 @@ def _of_layer(
     for terms, numbers in alike.items():
         part = of_heads[terms[0]]
         gone = [
-            torch.from_numpy(record.gone_after[at]).to(layer.k.device)
-            for record, at in (records[number] for number in numbers)
+            torch.from_numpy(record.gone_after[index]).to(layer.k.device)
+            for record, index in (records[number] for number in numbers)
         ]
         errors |= {number: _LayerError(part) for number in numbers}
         for number, rows in _rows_of(
             part, trace, [records[n] for n in numbers], gone, whole=terms[-1]
         ):
             errors[numbers[number]].put(rows)
-    for number, (record, at) in enumerate(records):
-        prompt = torch.from_numpy(record.evicted_at[at, 0, : record.prompt_len])
+    for number, (record, index) in enumerate(records):
+        prompt = torch.from_numpy(record.evicted_at[index, 0, : record.prompt_len])
         present = prompt >= torch.arange(record.prompt_len)  # rows that reach the layer
         if not bool(present.all()):
             errors[number].put_prompt(present, slots=record.positions == "slot")
@@ -200,12 +200,12 @@ def _rows_of(
     """
     first, _ = records[0]
     if not whole:
-        for number, ((record, at), of_record) in enumerate(zip(records, gone, strict=True)):
+        for number, ((record, index), of_record) in enumerate(zip(records, gone, strict=True)):
             reads = record.reads if record.codec is None else None
             end = trace.n_pos if reads is None else reads.first
-            each = partial(layer, record, at, trace, of_record, end)
+            each = partial(layer, record, index, trace, of_record, end)
             if reads is not None:
-                each = chain(each, paged(layer, reads, at, of_record))
+                each = chain(each, paged(layer, reads, index, of_record))
             yield from ((number, rows) for rows in each)
     elif first.positions == "slot":
         for number, of_record in enumerate(gone):

@@ -117,10 +117,10 @@ class Rows(NamedTuple):
     size: Tensor
 
     @classmethod
-    def of(cls, layer: Layer, at: slice | Tensor, out: Tensor, mass: Tensor) -> Rows:
+    def of(cls, layer: Layer, rows: slice | Tensor, out: Tensor, mass: Tensor) -> Rows:
         """The rows `at` of a layer."""
-        full = layer.out[:, :, at]
-        return cls(at, out, mass, full, length(full, -1))
+        full = layer.out[:, :, rows]
+        return cls(rows, out, mass, full, length(full, -1))
 
 
 def length(x: Tensor, dim: int) -> Tensor:
@@ -137,9 +137,9 @@ def marked(mask: Tensor) -> Tensor:
     return mask.byte().sort(dim=-1, stable=True).indices[:, mask.shape[-1] - longest :]
 
 
-def take(stored: Sequence[Tensor], at: Tensor) -> list[Tensor]:
+def take(stored: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
     """Rows at[H, n] of tensors [H, T, d]; [H, n, d] each."""
     heads, total, dim = stored[0].shape
-    base = torch.arange(heads, device=at.device).mul_(total).unsqueeze(-1)
-    flat = (at + base).flatten()
+    base = torch.arange(heads, device=positions.device).mul_(total).unsqueeze(-1)
+    flat = (positions + base).flatten()
     return [x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored]

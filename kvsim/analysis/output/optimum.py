@@ -87,12 +87,12 @@ class OptimumTerms:
         with torch.inference_mode():
             for run in runs(whole, record.layers, _OPTIMUM, memory=memory):
                 source = TraceSource(whole, run.layers, torch.device(device))
-                at = [record.layers.index(layer) for layer in run.layers]
+                indices = [record.layers.index(layer) for layer in run.layers]
                 parts.append(
                     best(
                         source,
                         events,
-                        self.places[at],
+                        self.places[indices],
                         start=trace.prompt_len,
                         protect=self.protected_ends,
                         memory=memory,

@@ -58,21 +58,21 @@ class Stored:
     def changing(self, head: int, entries: Tensor, rows: slice) -> Tensor:
         """Return the places of the entries [m] that are rounded while the rows run."""
         after = self.after[head, entries]
-        out: Tensor = ((after >= rows.start) & (after < rows.stop - 1)).nonzero()[:, 0]
-        return out
+        places: Tensor = ((after >= rows.start) & (after < rows.stop - 1)).nonzero()[:, 0]
+        return places
 
 
 def _stored(record: Record, trace: Trace, layer: Layer, gone: Tensor) -> tuple[Stored, Stored]:
     """The keys and the values of a layer under the record's codec."""
     if record.codec is None:
         return Stored.as_recorded(layer.k), Stored.as_recorded(layer.v)
-    codec, first = codec_of(record.codec), first_row(record, trace) - 1
-    out = []
+    codec, start = codec_of(record.codec), first_row(record, trace) - 1
+    stored = []
     for which, exact in enumerate((layer.k, layer.v)):
-        after, rounded = stored_after(gone, codec.clocks[which], first), exact.clone()
+        after, rounded = stored_after(gone, codec.clocks[which], start), exact.clone()
         round_marked(codec, which, rounded, after != NEVER)
-        out.append(Stored(exact, rounded, after))
-    return out[0], out[1]
+        stored.append(Stored(exact, rounded, after))
+    return stored[0], stored[1]
 
 
 def first_row(record: Record, trace: Trace) -> int:
@@ -82,7 +82,7 @@ def first_row(record: Record, trace: Trace) -> int:
 
 
 def partial(
-    layer: Layer, record: Record, at: int, trace: Trace, gone: Tensor, end: int
+    layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor, end: int
 ) -> Iterator[Rows]:
     """Blocks of the rows before `end` that a reader, a codec or an eviction changes.
 
@@ -95,12 +95,12 @@ def partial(
     elif record.reads is not None:
         begin = min(begin, record.reads.first)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
-    for first, stop in pairwise(sorted(cuts)):
-        rows = slice(first, stop)
-        if record.reads is None or first < record.reads.first:
+    for start, stop in pairwise(sorted(cuts)):
+        rows = slice(start, stop)
+        if record.reads is None or start < record.reads.first:
             read = visible(gone, rows)
         else:
-            read = record.reads.entries(at, rows, gone)
+            read = record.reads.entries(index, rows, gone)
         yield _of_rows(layer, rows, read, keys, values)
 
 
@@ -153,14 +153,15 @@ def _of_head(
     out = weight.mT @ values.at(head, entries, rows)
     if values.rounded is not values.exact:
         changing = values.changing(head, entries, rows)
-        at = entries[changing]
-        later = row > values.after[head, at].unsqueeze(-1)
-        out += (weight[changing] * later).mT @ (values.rounded[head, at] - values.exact[head, at])
+        late = entries[changing]
+        later = row > values.after[head, late].unsqueeze(-1)
+        change = values.rounded[head, late] - values.exact[head, late]
+        out += (weight[changing] * later).mT @ change
     out /= total.unsqueeze(-1)
     return out.view(group, count, -1), mass.view(group, count)
 
 
-def paged(layer: Layer, reads: Reads, at: int, gone: Tensor) -> Iterator[Rows]:
+def paged(layer: Layer, reads: Reads, index: int, gone: Tensor) -> Iterator[Rows]:
     """Blocks of the rows of an account, and what they read, from the weights of full attention.
 
     The pages that any row of a block reads are multiplied with its queries together; the weights of
@@ -173,14 +174,14 @@ def paged(layer: Layer, reads: Reads, at: int, gone: Tensor) -> Iterator[Rows]:
     size = max(_LEAST_ROWS, _TOGETHER // group)
     for start, stop in periods(gone, reads.first, n_pos):
         period = Period(layer.keys, layer.values, gone[:, :stop] >= start, reads.page)
-        for first in range(start, stop, size):
-            rows = slice(first, min(first + size, stop))
-            pages = reads.pages(at, rows, period.live.shape[1]).to(gone.device)
+        for begin in range(start, stop, size):
+            rows = slice(begin, min(begin + size, stop))
+            pages = reads.pages(index, rows, period.live.shape[1]).to(gone.device)
             pages = pages.repeat_interleave(layer.q.shape[0] * group // len(pages), 0)
             pages = pages.unflatten(0, (-1, group))  # [H, G, w, P]
             out, mass = _attend(layer, period, rows, pages)
             if bool((mass < FAINT).any()):
-                read = reads.entries(at, rows, gone)
+                read = reads.entries(index, rows, gone)
                 yield _of_rows(layer, rows, read, *map(Stored.as_recorded, (layer.k, layer.v)))
             else:
                 yield Rows.of(layer, rows, out, mass)

@@ -72,8 +72,10 @@ def attended(
     unit = gcd(*lengths)
     walks = [
         {
-            layer: _Walk(trace, gone, lengths, thresholds, sink, recent, record.reads, at)
-            for at, (layer, gone) in enumerate(zip(record.layers, record.gone_after, strict=True))
+            record.layers[index]: _Walk(
+                trace, gone, lengths, thresholds, sink, recent, record.reads, index
+            )
+            for index, gone in enumerate(record.gone_after)
         }
         for record in records
     ]

@@ -94,10 +94,10 @@ def reconstruction_table(
     def parts() -> Iterator[dict[str, Any]]:
         for place, policy in enumerate(once):
             records = []
-            for at, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
+            for done, (ratio, budget) in enumerate(budgets.items(), place * len(budgets)):
                 if progress is not None:
                     what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
-                    progress(at, len(once) * len(budgets), what)
+                    progress(done, len(once) * len(budgets), what)
                 records.append(replay(ended, policy, budget, device=device))
             names = ["concat_error", "concat_error_absolute"]
             table = measure(ended, records, names, device=device)

@@ -38,11 +38,11 @@ def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterato
     firsts = [int(record.min()) for record in gone]
     scratch = _Scratch(layer.q), _Scratch(layer.q)
     for start, stop in _blocks(layer, [min([*firsts, *events[:1]]), *events]):
-        active = [at for at, first in enumerate(firsts) if first < stop - 1]
+        active = [index for index, first in enumerate(firsts) if first < stop - 1]
         if not active:
             continue
         rows = slice(start, stop)
-        views = [_Seen(layer, rows, gone[at]) for at in active]
+        views = [_Seen(layer, rows, gone[index]) for index in active]
         for head in range(len(layer.k)):
             # head by head, so that weights are still in the processor's cache when they are used
             weights = _Weights(layer, rows, head, views, scratch[0])
@@ -50,11 +50,11 @@ def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterato
                 view.add(weights, scratch[1])
         full = layer.out[:, :, rows].permute(0, 3, 1, 2).contiguous()  # [H, d, G, w]
         size = length(full, 1)
-        for at, view in zip(active, views, strict=True):
+        for index, view in zip(active, views, strict=True):
             out, mass = view.outcome()
-            begin = max(start, firsts[at] + 1)
+            begin = max(start, firsts[index] + 1)
             parts = out, mass, full.permute(0, 2, 3, 1), size
-            yield at, Rows(slice(begin, stop), *(x[:, :, begin - start :] for x in parts))
+            yield index, Rows(slice(begin, stop), *(x[:, :, begin - start :] for x in parts))
 
 
 def _blocks(layer: Layer, events: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -116,10 +116,10 @@ class _Weights:
         self.triangle = layer.values[head, rows].mT @ triangle
         self.before = self._matrix[:before]
 
-    def of(self, at: Tensor, chosen: _Scratch) -> Tensor:
+    def of(self, entries: Tensor, chosen: _Scratch) -> Tensor:
         """Those of the entries at positions at [m], ascending; [m, G * w]."""
-        out = chosen(at.shape[0], self._matrix.shape[1])
-        return torch.index_select(self._matrix, 0, self._place.index_select(0, at), out=out)
+        out = chosen(entries.shape[0], self._matrix.shape[1])
+        return torch.index_select(self._matrix, 0, self._place.index_select(0, entries), out=out)
 
 
 class _Seen:
@@ -142,15 +142,15 @@ class _Seen:
     def add(self, weights: _Weights, chosen: _Scratch) -> None:
         """Multiply the weights of a head with the values of its entries, and with 1."""
         head, rows, out = weights.head, self._rows, self._product[weights.head]
-        at = self.visible[head].nonzero()[:, 0]
+        entries = self.visible[head].nonzero()[:, 0]
         # not `len`, which takes longer of a tensor
-        whole = at.shape[0] == weights.before.shape[0] and not self._changing
-        weight = weights.before if whole else weights.of(at, chosen)
+        whole = entries.shape[0] == weights.before.shape[0] and not self._changing
+        weight = weights.before if whole else weights.of(entries, chosen)
         if self._changing:
-            row = torch.arange(rows.start, rows.stop, device=at.device)
-            evicted = self._gone[head].index_select(0, at).view(-1, 1, 1) < row
+            row = torch.arange(rows.start, rows.stop, device=entries.device)
+            evicted = self._gone[head].index_select(0, entries).view(-1, 1, 1) < row
             weight.unflatten(-1, (-1, len(row))).masked_fill_(evicted, 0.0)
-        torch.mm(self._layer.values[head].index_select(0, at).mT, weight, out=out)
+        torch.mm(self._layer.values[head].index_select(0, entries).mT, weight, out=out)
         if not self._changing:
             out += weights.triangle
 
@@ -169,11 +169,11 @@ class _Seen:
         """The same from the logits of visible entries, where the mass is too small for weights."""
         rows, layer = self._rows, self._layer
         visible = self._gone >= rows.start
-        at = marked(visible)
-        k, v = take([layer.k, layer.v], at)
-        row = torch.arange(rows.start, rows.stop, device=at.device).unsqueeze(-1)
-        sees = (at.unsqueeze(1) <= row) & (self._gone.gather(1, at).unsqueeze(1) >= row)
-        mask = sees & visible.gather(1, at).unsqueeze(1)
+        entries = marked(visible)
+        k, v = take([layer.k, layer.v], entries)
+        row = torch.arange(rows.start, rows.stop, device=entries.device).unsqueeze(-1)
+        sees = (entries.unsqueeze(1) <= row) & (self._gone.gather(1, entries).unsqueeze(1) >= row)
+        mask = sees & visible.gather(1, entries).unsqueeze(1)
         exact, lse = layer.whole(
             *layer.attend(layer.q[:, :, rows], k[:, None], v[:, None], mask=mask.unsqueeze(1))
         )

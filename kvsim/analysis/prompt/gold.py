@@ -14,14 +14,14 @@ from kvsim.errors import GoldError, TraceError
 
 def check_positions(trace: Trace, positions: Iterable[int]) -> Ints:
     """The positions, ascending and each once; GoldError for one that is not in the prompt."""
-    at = np.unique(np.fromiter(positions, np.int64))
-    if len(at) and not 0 <= at[0] <= at[-1] < trace.prompt_len:
-        wrong = at[0] if at[0] < 0 else at[-1]
+    ascending = np.unique(np.fromiter(positions, np.int64))
+    if len(ascending) and not 0 <= ascending[0] <= ascending[-1] < trace.prompt_len:
+        wrong = ascending[0] if ascending[0] < 0 else ascending[-1]
         raise GoldError(
             f"{trace.name}: gold position {wrong} is not in the prompt; expected 0 to "
             f"{trace.prompt_len - 1}"
         )
-    return at
+    return ascending
 
 
 def find_text(trace: Trace, text: str) -> Ints:

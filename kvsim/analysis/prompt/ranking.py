@@ -70,29 +70,30 @@ class Curve:
 
     def verdict(self) -> str:
         """The outcome in words."""
-        tau, at, first, tested = self.rule.tau, self.selected(), self.first_layer, self.tested
+        tau, layer, first, tested = self.rule.tau, self.selected(), self.first_layer, self.tested
         if self.fits:
             return f"nothing to select: the prompt of {self.prompt_len} tokens fits the budget"
         if not tested:
             return f"never selects: layer {first}, the first that is tested, is the last one"
         least = float(self.relative[tested].min())
-        if at is None and len(tested) == 1:
+        if layer is None and len(tested) == 1:
             return (
                 f"never selects: layer {first} alone is tested, and there the relative variance "
                 f"is {least:g} by definition"
             )
-        if at is None:
+        if layer is None:
             return (
                 f"never selects: the relative variance of layers {first} to {tested[-1]} is "
                 f"{least:.3g} at the least, and tau is {tau:g}"
             )
-        if not self.relative[at] < tau:
-            return f"no layer is below tau = {tau:g}; the last layer selects, {at}"
-        why = f"relative variance {self.relative[at]:.2f} < {tau:g}"
+        if not self.relative[layer] < tau:
+            return f"no layer is below tau = {tau:g}; the last layer selects, {layer}"
+        why = f"relative variance {self.relative[layer]:.2f} < {tau:g}"
         if self.variance[first] == 0:
-            of_one = self.look_back == 1
-            why = "ranks of one layer do not vary" if of_one else f"no rank moved up to layer {at}"
-        return f"selects after layer {at} of {self.n_layers}: {why}"
+            why = f"no rank moved up to layer {layer}"
+            if self.look_back == 1:
+                why = "ranks of one layer do not vary"
+        return f"selects after layer {layer} of {self.n_layers}: {why}"
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,13 @@ class Ranking:
                 "which always propagates; give a larger budget or a smaller window"
             )
         k = min(budget, self.prompt_len) - rule.window
-        first, back = rule.rule(self.n_layers)
+        first_layer, back = rule.rule(self.n_layers)
         variance = self.variance(back, k)
         relative = np.full(self.n_layers, np.nan)
-        base = variance[first]
-        relative[first:] = variance[first:] / base if base > 0 else 0.0
+        base = variance[first_layer]
+        relative[first_layer:] = variance[first_layer:] / base if base > 0 else 0.0
         union = self.union(back, k)
-        return Curve(rule, self.prompt_len, budget, k, first, back, variance, relative, union)
+        return Curve(rule, self.prompt_len, budget, k, first_layer, back, variance, relative, union)
 
     def grid(
         self,
@@ -173,10 +174,10 @@ class Ranking:
         firsts = tuple(first_layers or range(1, total - 1) or range(total))
         backs = tuple(look_backs or range(2, min(16, total) + 1) or (1,))
         curves = [
-            self.curve(budget, replace(self.rule, first_layer=first, look_back=back))
-            for first, back in product(firsts, backs)
+            self.curve(budget, replace(self.rule, first_layer=first_layer, look_back=back))
+            for first_layer, back in product(firsts, backs)
         ]
-        selected = [NEVER_SELECTS if (at := x.selected()) is None else at for x in curves]
+        selected = [NEVER_SELECTS if (layer := x.selected()) is None else layer for x in curves]
         shape = len(firsts), len(backs)
         layers, used = np.reshape(selected, shape), np.reshape([x.look_back for x in curves], shape)
         return Grid(budget, curves[0].k, self.rule.tau, total, firsts, backs, layers, used)

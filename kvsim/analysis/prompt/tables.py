@@ -161,8 +161,8 @@ def diagnose(
     gold: positions in the prompt, GoldError for others. rule: with another tau, first layer or
     look-back than the ranking's; see `Ranking.curve`.
     """
-    at = None if gold is None else check_positions(trace, gold)
-    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), at, share)
+    positions = None if gold is None else check_positions(trace, gold)
+    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), positions, share)
 
 
 def task_of(trace: Trace) -> str:
@@ -211,17 +211,17 @@ def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
     """
     rows = []
     for diagnosis in diagnoses:
-        curve, at, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
+        curve, layer, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
         terms = ("prompt_len", "n_layers", "first_layer", "look_back")
         row = diagnosis.of_trace() | {name: getattr(curve, name) for name in terms}
         row |= {
             "tau": curve.rule.tau,
-            "layer": at,
-            "relative_variance": None if at is None else float(curve.relative[at]),
+            "layer": layer,
+            "relative_variance": None if layer is None else float(curve.relative[layer]),
             "gold_tokens": None if diagnosis.gold is None else len(diagnosis.gold),
             "first_full_recall": diagnosis.first_full_recall,
             "layer_regret": diagnosis.layer_regret,
-            "gold_recall": None if recall is None or at is None else float(recall[at]),
+            "gold_recall": None if recall is None or layer is None else float(recall[layer]),
             "verdict": curve.verdict(),
             "remark": diagnosis.remark,
         }
