@@ -132,7 +132,7 @@ class _Seen:
         return self._view[column]
 
 
-class _Turned(_Seen):
+class _Rotated(_Seen):
     """Queries of the window at the position of the last row (kvpress's SnapKV in decoding)."""
 
     def attn(self, last: int, group: str | None = None) -> Tensor:
@@ -199,9 +199,9 @@ class _ByQueryHead(_Seen):
 
 @dataclass(frozen=True)
 class _Seeing(Wrapper):
-    """The scorer inside on another view: its queries turned, or its window a row earlier."""
+    """The scorer inside on another view: queries rotated to the event, or an earlier window."""
 
-    kind: Literal["turned", "earlier"]
+    kind: Literal["rotated", "earlier"]
 
     rows: ClassVar[Any] = property(lambda self: self.scorer.rows + 1)
     query_rows: ClassVar[Any] = property(
@@ -209,7 +209,7 @@ class _Seeing(Wrapper):
     )
 
     def score(self, view: View) -> Scores:
-        seen: Any = _Turned(view) if self.kind == "turned" else _Earlier(view)
+        seen: Any = _Rotated(view) if self.kind == "rotated" else _Earlier(view)
         return self.inner(seen)
 
 
@@ -266,7 +266,7 @@ class _Scrambled(Wrapper):
         return Protection()
 
 
-def _seeing(kind: Literal["turned", "earlier"], case: DumpCase) -> DumpCase | None:
+def _seeing(kind: Literal["rotated", "earlier"], case: DumpCase) -> DumpCase | None:
     scorer = case.policy.scorer
     if not hasattr(scorer, "window"):
         return None
@@ -299,9 +299,9 @@ def _scrambled(case: DumpCase) -> DumpCase | None:
     return _changed(case, scorer=scrambled)
 
 
-def _turned_and_scrambled(case: DumpCase) -> DumpCase | None:
-    turned = _seeing("turned", case)
-    return None if turned is None else _scrambled(turned)
+def _rotated_and_scrambled(case: DumpCase) -> DumpCase | None:
+    rotated = _seeing("rotated", case)
+    return None if rotated is None else _scrambled(rotated)
 
 
 def _one_row(case: DumpCase) -> DumpCase | None:
@@ -353,16 +353,16 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "one-more": ("one entry more than the budget stays", partial(_budget, lambda *_: 1)),
     "one-fewer": ("one entry fewer than the budget stays", partial(_budget, lambda *_: -1)),
     "window-early": ("the window ends one row before the event", partial(_seeing, "earlier")),
-    "window-turned": (
+    "window-rotated": (
         "all queries of the window are rotated to the row of the event (kvpress, decoding)",
-        partial(_seeing, "turned"),
+        partial(_seeing, "rotated"),
     ),
     "window-of-one": ("only the last row of the window is read (kvpress, eager)", _one_row),
     "top-k-order": (
         "entries are taken in the order of the last top-k, not of the text (kvpress, decoding)",
         _scrambled,
     ),
-    "window-turned, top-k-order": ("both window-turned and top-k-order", _turned_and_scrambled),
+    "window-rotated, top-k-order": ("both window-rotated and top-k-order", _rotated_and_scrambled),
     "max-of-heads": ("the maximum over query heads instead of the mean", partial(_reduced, "max")),
     "first-head": ("the first query head of each group alone", partial(_reduced, "first")),
     "mean-of-all-heads": (

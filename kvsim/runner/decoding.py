@@ -312,7 +312,7 @@ class Decoding:
         first, last = self.policy.query_rows
         if self._repeats:
             context = self.tokens[: self.sketch.context_len or self.sketch.prompt_len]
-            self._busy = self._repeats = False  # these rows are none of the sequence
+            self._busy = self._repeats = False  # these rows are not part of the sequence
             rows = self._probe or repeat_context(self.running.model, context)
             self._busy = True
             for _, source in self._blocks:

@@ -27,7 +27,7 @@ PRESSES = {
         "sdpa",
         "snapkv@kvpress",
         {"window": WINDOW, "pool_kernel": 1},
-        ["window-turned"],
+        ["window-rotated"],
     ),
     "snapkv-pooled": (
         "SnapKVPress",
@@ -35,7 +35,7 @@ PRESSES = {
         "sdpa",
         "snapkv@kvpress",
         {"window": WINDOW},
-        ["window-turned, top-k-order"],
+        ["window-rotated, top-k-order"],
     ),
     "snapkv-eager": (
         "SnapKVPress",

@@ -58,7 +58,7 @@ PRESSES = {
         "sdpa",
         "snapkv@kvpress",
         SNAPKV,
-        ["window-turned"],
+        ["window-rotated"],
     ),
     "pooled": (
         "SnapKVPress",
@@ -66,7 +66,7 @@ PRESSES = {
         "sdpa",
         "snapkv@kvpress",
         {"window": 8},
-        ["window-turned, top-k-order"],
+        ["window-rotated, top-k-order"],
     ),
     "eager": (
         "SnapKVPress",

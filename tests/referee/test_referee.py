@@ -41,7 +41,7 @@ def rows_of(trace, window, row, layer, kind):
     """Queries of the window and the rows up to which they see; [qhead, w, d], [w]."""
     rows = torch.arange(row + 1 - window, row + 1) - int(kind == "window-early")
     q = trace.q[layer][:, rows]
-    if kind == "window-turned" and row > PROMPT - 1:
+    if kind == "window-rotated" and row > PROMPT - 1:
         q = trace.rope.rotate(trace.rope.unrotate(q, rows), torch.full_like(rows, row))
     return q.double().numpy(), rows.numpy()
 
@@ -105,7 +105,7 @@ def dump_of(trace, kind=""):
 
 KINDS = (
     *("event-late", "row-early", "row-late", "lost-sinks", "lost-window", "window-on-top"),
-    *("sinks-on-top", "one-more", "one-fewer", "window-early", "window-turned"),
+    *("sinks-on-top", "one-more", "one-fewer", "window-early", "window-rotated"),
     *("window-of-one", "max-of-heads", "first-head", "no-eviction"),
 )
 

@@ -79,12 +79,14 @@ def _shares(total: int, weights: Sequence[float | Fraction], room: Sequence[int]
     return share
 
 
-def deal(total: int, cap: Sequence[int], priority: Sequence[float]) -> list[int]:
+def in_rounds(total: int, cap: Sequence[int], priority: Sequence[float]) -> list[int]:
     """One unit a round to each entry with room, by priority, ties to the lower index."""
-    return _deal(total, cap, priority)[0]
+    return _in_rounds(total, cap, priority)[0]
 
 
-def _deal(total: int, cap: Sequence[int], priority: Sequence[float]) -> tuple[list[int], float]:
+def _in_rounds(
+    total: int, cap: Sequence[int], priority: Sequence[float]
+) -> tuple[list[int], float]:
     if total > sum(cap):
         raise ValueError(f"total is {total}; expected at most {sum(cap)}")
     dealt = [0] * len(cap)
@@ -464,7 +466,7 @@ def strict_quotas(
         quotas, margin = apportion(total, weights, low, lengths)
         return quotas, [(margin, 1.0)]
     room = [q - r for q, r in zip(low, required, strict=True)]
-    more, margin = _deal(total - sum(required), room, masses)
+    more, margin = _in_rounds(total - sum(required), room, masses)
     return [r + q for r, q in zip(required, more, strict=True)], [(margin or _UNSURE, 1.0)]
 
 
@@ -486,17 +488,17 @@ def reference_quotas(
     if rest <= 0:
         if len(lengths) > total:
             return strict_quotas(lengths, weights, masses, required, total, min_quota)
-        fewer = deal(-rest, [max(0, q - 1) for q in first], flat)
+        fewer = in_rounds(-rest, [max(0, q - 1) for q in first], flat)
         return [q - d for q, d in zip(first, fewer, strict=True)], []
     whole = sum(Fraction(w) for w in weights)
     shares = [rest * Fraction(w) / whole for w in weights]
     quotas = [min(n, q + round(x)) for n, q, x in zip(lengths, first, shares, strict=True)]
     over = sum(quotas) - total
     if over > 0:
-        fewer = deal(over, [q - f for q, f in zip(quotas, first, strict=True)], flat)
+        fewer = in_rounds(over, [q - f for q, f in zip(quotas, first, strict=True)], flat)
         quotas = [q - d for q, d in zip(quotas, fewer, strict=True)]
     else:
-        more = deal(-over, [n - q for n, q in zip(lengths, quotas, strict=True)], flat)
+        more = in_rounds(-over, [n - q for n, q in zip(lengths, quotas, strict=True)], flat)
         quotas = [q + d for q, d in zip(quotas, more, strict=True)]
     halves = [float(abs(x % 1 - Fraction(1, 2)) / max(x, Fraction(1, 2))) for x in shares]
     return quotas, [(half or _UNSURE, 1.0) for half in halves]

@@ -106,7 +106,7 @@ def mean_of_rows(attention: Tensor) -> Floats:
 def head_table(
     trace: Trace, layer: int, *, sink: int = SINK, local: int = 32, least: float = 0.01
 ) -> pl.DataFrame:
-    """Return where the attention of the query heads of a layer rests, a row each.
+    """Return the shares of attention of the query heads of a layer, a row each.
 
     qhead, head, then means over the rows after the prompt, or over all where nothing comes after
     it: sink, attention on the first `sink` positions; local, on the `local` most recent ones, the

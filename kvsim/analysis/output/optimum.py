@@ -49,7 +49,7 @@ def optimum(
 class OptimumTerms:
     """Constraints of the optimum: rows of events, places at each, protected entries.
 
-    places [layer, pool, event]; protected_ends: how many first and how many most recent positions.
+    places [layer, pool, event]; protected_ends: numbers of first and of most recent positions.
     """
 
     record: Record
