@@ -244,7 +244,7 @@ def work(
 
 
 class _Todo:
-    """The tasks that nobody has finished or computes; iterating claims them."""
+    """Tasks that are neither finished nor claimed; iterating claims them."""
 
     def __init__(self, tasks: Sequence[Task], kept: Kept) -> None:
         self._tasks, self._kept = tasks, kept

@@ -220,7 +220,7 @@ def grid_of(document: object, folder: Path, *, where: str) -> Grid:
         raise ConfigError(f"{where}: {error}") from error
 
 
-#: Keys of a configuration that are written by kvsim for its readers, and read by nobody.
+#: Keys of a configuration that kvsim writes for its users and does not read.
 _NOTES = ("resolved", "objects")
 
 

@@ -96,7 +96,7 @@ class Plan(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the attention outputs of all cells, about."""
+        """Estimated floating-point operations of the attention outputs of all cells."""
         return sum(map(self.flops_of, self.tasks))
 
     def flops_of(self, task: Task) -> float:

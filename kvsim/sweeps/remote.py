@@ -1,9 +1,9 @@
 """The folder of a sweep behind a URL of a store, such as ``s3://bucket/run``.
 
 A store has neither renames nor locks, but an object appears whole. So a part counts once its JSON
-file is there, which is written last and has the SHA-256 of the others; and nobody can claim a task:
-of two processes that compute one at the same time, the later one writes what is there already.
-Processes that would rather share the work take a shard each.
+file is there, which is written last and has the SHA-256 of the others; and tasks cannot be claimed:
+of two processes that compute one at the same time, the later one writes the same files again.
+To share the work, give each process a shard.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Shards(Kept):
         return [record for record in records if record is not None]
 
     def send(self, *names: str) -> None:
-        """Nothing: what is written to the folder is where it belongs."""
+        """Do nothing: a folder needs no upload."""
 
     def close(self) -> None:
         """Give up all claims."""

@@ -58,7 +58,7 @@ class Tuning:
     parameters: those in which the best setting differs from the default one. gains: how much
     better it is than the default, mean over the prompts "searched" on and "held out", with 95 %
     bootstrap intervals and, of prompts held out, the p-value of `sign_flip`. trials: one row for
-    each, its state (done, failed, or dearer: of more bytes than the default), mean over the
+    each, its state (done, failed, or more bytes: than the default holds or reads), mean over the
     searched prompts, and parameters as JSON.
     """
 
@@ -161,8 +161,8 @@ def tune(
             row = {"trial": number, "state": "done", "params": json.dumps(setting)}
             try:
                 row["value"] = value = float(objective.values(setting, searched).mean())
-                if objective.dearer(setting, searched):
-                    row["state"] = "dearer"
+                if objective.takes_more_bytes(setting, searched):
+                    row["state"] = "more bytes"
             except KvsimError as error:
                 row |= {"state": "failed", "error": str(error)}
             rows.append(row)
@@ -271,7 +271,7 @@ class _Objective:
         """One value per trace [trace]; a KvsimError where one has none."""
         return self.table(setting, traces)["value"].to_numpy()
 
-    def dearer(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> bool:
+    def takes_more_bytes(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> bool:
         """Whether a setting of a reader or a codec holds or reads more bytes than the default."""
         if not self._costs:
             return False
@@ -320,7 +320,7 @@ def _needed(
         fewer = {key: x for key, x in kept.items() if key != name}
         try:
             same = objective.values(fewer, traces).mean() == best
-            same = same and not objective.dearer(fewer, traces)
+            same = same and not objective.takes_more_bytes(fewer, traces)
         except KvsimError:  # the default of this one does not go with the others
             same = False
         kept = fewer if same else kept
@@ -368,10 +368,10 @@ def _remarks(
     ]
     if assumed:
         out.append(f"ranges that the policy does not declare: {', '.join(assumed)}")
-    dearer = done.filter(state="dearer")
-    if dearer.height:
+    costly = done.filter(state="more bytes")
+    if costly.height:
         out.append(
-            f"{dearer.height} of {done.height} trials hold or read more bytes than the default "
+            f"{costly.height} of {done.height} trials hold or read more bytes than the default "
             "setting, and are not taken"
         )
     failed = done.filter(state="failed")

@@ -95,7 +95,7 @@ def in_processes(
 ) -> Generator[tuple[Task, Any], None, None]:
     """Yield each task and its result or `Lost`, in any order, from processes with one thread each.
 
-    tasks: are taken as processes become free. Whoever stops before the end stops the processes.
+    tasks: are taken as processes become free. Closing the generator stops the processes.
     """
     todo = iter(tasks)
     while suspects := (yield from _until_broken(function, todo, jobs, jobs * AHEAD)):

@@ -376,7 +376,7 @@ def test_reading_more_is_no_gain(traces, monkeypatch):
     options = {"search": ["share", "dense_layers"], "fixed": fixed, "trials": 8, **TERMS}
     tuned = tune(traces[:3], name, 16, **options)
 
-    dear = tuned.trials.filter(state="dearer")
+    dear = tuned.trials.filter(state="more bytes")
     assert dear.height
     assert any(f"{dear.height} of 8 trials hold or read more" in x for x in tuned.remarks)
     objective = _Objective(name, 16, "output_error", fixed, TERMS)
@@ -388,8 +388,8 @@ def test_reading_more_is_no_gain(traces, monkeypatch):
         for setting in ({}, tuned.parameters, json.loads(dear["params"][0]))
     ]  # fmt: skip
     assert bytes_of[1] <= 1.002 * bytes_of[0] < bytes_of[2]
-    assert not objective.dearer({}, traces[:3])
-    monkeypatch.setattr(_Objective, "dearer", lambda *_: False)
+    assert not objective.takes_more_bytes({}, traces[:3])
+    monkeypatch.setattr(_Objective, "takes_more_bytes", lambda *_: False)
     free = tune(traces[:3], name, 16, **options)
     assert free.gains["tuned"][0] < tuned.gains["tuned"][0]
     assert not _Objective("tova", 16, "output_error", {}, TERMS)._costs
