@@ -131,7 +131,8 @@ def bind(folder: Path, description: Mapping[str, Any]) -> None:
 def read_run(path: str | Path) -> Saved:
     """Return the run that `kvsim replay --out` wrote, or a Table that was saved as Parquet.
 
-    path: a folder, the URL of one in a store, or a file `*.parquet`, which has no parameters.
+    Args:
+        path: a folder, the URL of one in a store, or a file `*.parquet`, which has no parameters.
 
     Raises:
         OutputError: there is no run folder, or it is damaged or not finished.

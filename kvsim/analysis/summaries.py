@@ -138,10 +138,11 @@ def stage_of(layer: int, n_layers: int) -> str:
 
 
 def stages(table: pl.DataFrame, n_layers: int | None = None) -> pl.DataFrame:
-    """The Table with a column `stage` (see `stage_of`); null where a value has no layer.
+    """Return the Table with a column `stage` (see `stage_of`); null where a value has no layer.
 
-    n_layers: of the model; by default of each trace one more than the last layer in the table,
-    which is the model's where all its layers were replayed.
+    Args:
+        table: of `kvsim.measure`.
+        n_layers: of the model; by default one more than the last layer of each trace.
     """
     total = pl.col("layer").max().over("trace") + 1 if n_layers is None else pl.lit(n_layers)
     counted = table.with_columns(total=total.cast(pl.Int64))
@@ -173,14 +174,17 @@ def last_events(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFrame:
-    """One row per trace and result: the mean over layers, heads and events, and that of chance.
+    """Return one row per trace and result: the mean over layers, heads and events.
 
     Layers of a metric whose `Metric.layers` is "sum" are added up, and of one whose
     `Metric.over_events` is "last" the last event counts, unless `by` names the event. Of values at
     several levels of fidelity the `strongest` count.
 
-    `by`, `KEYS`, `trace`, `value`, `chance` and `fidelity`, the weakest of the values behind.
-    PolicyError for values that no mean is over (`mixed`).
+    Returns:
+        Columns `by`, `KEYS`, `trace`, `value`, `chance`, and `fidelity`, the weakest of the values.
+
+    Raises:
+        PolicyError: the values have no common mean (`mixed`).
     """
     table, by = _split_beside(table, by, (*KEYS, "trace"))
     if remark := mixed(table, by):
@@ -236,14 +240,16 @@ def averages(
     *,
     metrics: str | Sequence[str] | None = None,
 ) -> pl.DataFrame:
-    """Means over prompts with their intervals, one row per result.
+    """Return means over prompts with their 95 % intervals, one row per result.
 
-    table: of `kvsim.measure`, or a run or its folder. by: what results are split by, a column of
-    the Table or `stage` (early, middle and late layers). metrics: those to average, their main
-    variants; by default every value of the Table.
+    Args:
+        table: of `kvsim.measure`, or a run or its folder.
+        by: columns of the Table to split results by, or `stage` (early, middle and late layers).
+        metrics: by name, their main variants; by default every value of the Table.
 
-    `by`, `KEYS`, then `mean`, `low`, `high`, `n` traces measured of the `of` that were asked,
-    `chance` (mean), `fidelity`.
+    Returns:
+        Columns `by`, `KEYS`, `mean`, `low`, `high`, `n` measured traces `of` all requested ones,
+        `chance` (mean), `fidelity`.
     """
     table, by = _split_beside(as_table(table), by, KEYS)
     if metrics is not None:
@@ -271,11 +277,14 @@ def _with_intervals(
 
 
 def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataFrame:
-    """Every policy minus `base` on the same prompts, at the budget that was requested.
+    """Return every policy minus `base` on the same prompts, at the requested budget.
 
-    `by`, `KEYS`, then `base`, `mean`, `low`, `high` of the difference, `n` traces with both values
-    of `of` with one, `above`: the share of traces where the policy has more, ties half. PolicyError
-    where the Table has no policy `base`, or several.
+    Returns:
+        Columns `by`, `KEYS`, `base`, `mean`, `low`, `high` of the difference, `n` traces with both
+        values `of` all with one, `above`: share of traces where the policy has more, ties half.
+
+    Raises:
+        PolicyError: the Table has no policy `base`, or several.
     """
     table, by = _split_beside(as_table(table), by, KEYS)
     values = per_prompt(table.filter(pl.col("policy").is_not_null()), by)
@@ -304,9 +313,10 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
 
 
 def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:
-    """Return the number of a Table's values at each level of fidelity, null values left out.
+    """Return the number of a Table's values at each level of fidelity, without null values.
 
-    `by`, `fidelity`, `values` with it `of` all of the same `by`, `share`.
+    Returns:
+        Columns `by`, `fidelity`, its `values` `of` all of the same `by`, `share`.
     """
     table, by = split_by(table, by)
     values = table.filter(pl.col("value").is_not_null())

@@ -76,14 +76,11 @@ def measure(
     unprotected: Sequence[Record | None] | None = None,
     progress: Progress | None = None,
 ) -> pl.DataFrame:
-    """A Table of `metrics` of one record or of many of the same trace, or of a trace alone.
+    """Measure one record or many of the same trace, or a trace alone.
 
-    One row per value: trace, its model, labels of the prompt (task, domain, level; length and depth
-    where it has them), policy, budget, layer, head (KV head) or qhead (query head), value, chance
-    (what chance alone would give, where that is known) and fidelity (see `fidelity`). Policy,
-    budget and schedule are null where a value is one of the trace. With `events` one row for every
-    event too (the row after which it fired); without, the last event stands for them all or their
-    mean (`Metric.over_events`).
+    Metrics of decisions at events (`Metric.notes`: segments and quotas of `ams`) need a record with
+    internals, `kvsim.replay(..., internals=True)`; without them only their proxies have values. A
+    metric that a trace is too short for has no rows (`Analysis.left_out`).
 
     Args:
         trace: a trace, its path or URL, or an `Analysis` of it with another k, rule, cut or gold
@@ -91,7 +88,7 @@ def measure(
         record: one or many; None for metrics of the trace alone.
         metrics: one or several, by name. By default, of records those that are quick
             (`Metric.default`), and of a trace alone all of kind "trace".
-        events: list every event.
+        events: add a row for every event, with the row after which it fired.
         device: cpu, cuda or auto; of an `Analysis` its own.
         optima: for `regret`, for each record that of `kvsim.analysis.optimum`, or None;
             `kvsim.sweeps.replay_all(..., regret=True)` computes them.
@@ -99,15 +96,18 @@ def measure(
         oracles: for `oracle_regret`, for each record that of the mass oracle on the same terms.
         progress: called with (metrics done, metrics, current metric).
 
-    Metrics of what a policy decided at its events (`Metric.notes`: segments and quotas of `ams`)
-    need a record with internals, `kvsim.replay(..., internals=True)`. Without them they have no
-    value, or that of their proxy alone; a sweep asks for them itself. A metric that a trace is too
-    short for has no rows (`Analysis.left_out`).
+    Returns:
+        A Table with one row per value: trace, its model, labels of the prompt (task, domain, level;
+        length and depth), policy, budget, layer, head (KV head) or qhead (query head), value,
+        chance (its value by chance alone, if known) and fidelity. Policy, budget and schedule are
+        null in rows about the trace. Without `events`, a row has the last event or the mean over
+        events (`Metric.over_events`).
 
-    Raises PolicyError for an unknown metric, for a metric of records without a record and for
-    regret without optima, NeedsError for a metric by name that reads what the trace has not
-    recorded (`Metric.arrays`), TraceError for anything but traces and records, and where a record
-    belongs to another trace.
+    Raises:
+        PolicyError: an unknown metric, a metric of records without a record, or regret without
+            optima.
+        NeedsError: the trace lacks an array of a metric that `metrics` names (`Metric.arrays`).
+        TraceError: anything but traces and records, or a record of another trace.
     """
     device = resolve_device(device)
     check_progress(progress)

@@ -36,12 +36,15 @@ CLAIMS: Mapping[str, Callable[[Evidence], Iterable[Claim]]] = {
 
 
 def claims(table: Tabular, seconds: Seconds | None = None) -> dict[str, list[Claim]]:
-    """Every claim of each paper.
+    """Test every claim of each paper.
 
     Args:
         table: of `kvsim.measure` or a sweep, or a run or its folder, with the metrics of its traces
             (`kvsim.measure(trace)`) for claims about traces.
         seconds: duration of events, for the claims about cost.
+
+    Returns:
+        The claims of each paper, by its name.
 
     Raises:
         PolicyError: parameters in the table are no JSON object.

@@ -17,12 +17,17 @@ from kvsim.store.opening import Traces, as_traces
 def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     """Return the plan of a model: the score of each KV head, for `duo:FILE`.
 
-    traces: of one model, each with rows after its prompt. budget: entries of a head that streams,
-    sinks included. The score of a head is the error of its attention output if it alone streams
+    The score of a head is the error of its attention output if it alone streams
     (`kvsim.policies.duo`); a layer whose sliding window bounds its cache scores 0.
 
-    Raises PolicyError where traces have no rows after the prompt or are of different models, and
-    BudgetError for a budget that holds no more than the sinks.
+    Args:
+        traces: of one model, each with rows after its prompt.
+        budget: entries of a head that streams, sinks included.
+        sink: first positions that a streaming head keeps.
+
+    Raises:
+        PolicyError: a trace has no rows after its prompt, or traces are of different models.
+        BudgetError: the budget holds no more than the sinks.
     """
     streaming = policy("streaming_llm", sink=sink)
     tables: list[Floats] = []

@@ -41,7 +41,7 @@ def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:
 
 
 def policy(name: str, **params: Any) -> Policy:
-    """The policy called `name`, with parameters replaced by `params`.
+    """Return the policy called `name`, with parameters replaced by `params`.
 
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.

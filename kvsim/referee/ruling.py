@@ -109,17 +109,22 @@ def conform(
 ) -> Ruling:
     """Compare the sets that an implementation kept with the sets that a policy defines.
 
-    dump: a Dump, or the path of a `.npz` or `.parquet` file (docs/conform.md). budget: entries per
-    KV head, by default the dump's. trace: q, k and v, where the dump has none of its own. interval,
-    prefill: the schedule; by default the dump's, or else the policy's. tolerance: scores closer
-    than this share of the layer's largest are tied.
-
     Each event is judged on the entries that the implementation holds by then, so that a difference
-    does not bring about the next.
+    does not cause the next.
 
-    Raises DumpError for a dump that is damaged or lacks a budget or arrays, PolicyError for a
-    policy that drops rows, keeps sets per query head or reads later rows and for a tolerance that
-    is no share, and as `kvsim.replay`.
+    Args:
+        dump: a Dump, or the path of a `.npz` or `.parquet` file (docs/conform.md).
+        policy: the definition.
+        budget: entries per KV head; by default the dump's.
+        trace: q, k and v, if the dump has no arrays of its own.
+        interval: rows between events; by default the dump's, or else the policy's.
+        prefill: whether an event follows the prompt; by default as `interval`.
+        tolerance: scores closer than this share of the layer's largest are tied.
+
+    Raises:
+        DumpError: the dump is damaged, or lacks a budget or arrays.
+        PolicyError: the policy drops rows, keeps sets per query head or reads later rows, or the
+            tolerance is no share; otherwise as `kvsim.replay`.
     """
     if not is_finite(tolerance) or tolerance < 0:
         raise PolicyError(f"tolerance is {tolerance!r}; expected a share, 0 or more")

@@ -391,16 +391,17 @@ def judge(
     *,
     memory: int | None = None,
 ) -> pl.DataFrame:
-    """Judge replays of a trace by a forward pass of its model; returns a Table (`kvsim.measure`).
-
-    Rows are of `response_kl`, `nll_increase`, `top_agreement` and `stream_error` [layer], their
-    fidelity is `judged`: the kept sets are those of the replay, their effects those of the model.
+    """Judge replays of a trace by a forward pass of its model.
 
     Args:
         model: a model of transformers, or what `kvsim.recorder.load_model` takes.
         trace: the trace, its path or URL, of all layers of the model, with its tokens.
         records: replays of it (`kvsim.replay`).
         memory: bytes that a batch of records may take, 2 GiB by default.
+
+    Returns:
+        A Table (`kvsim.measure`) of `response_kl`, `nll_increase`, `top_agreement` and
+        `stream_error` [layer], of fidelity `judged`.
 
     Raises:
         NeedsError: a trace without tokens, or of some layers alone.

@@ -102,8 +102,12 @@ def recompute(
 ) -> Recomputed:
     """Recompute the prefill of `policy` at `budget` after its first selection.
 
-    The trace must have the residual stream (`kvsim capture --residual`), and `model` must be the
-    recorded model. Memory: queries, keys, values and outputs of the propagated rows.
+    Args:
+        trace: with the residual stream (`kvsim capture --residual`).
+        policy: one that drops rows of the prompt.
+        budget: entries per KV head, or a share such as `25%`.
+        model: the recorded model.
+        memory: bytes for queries, keys, values and outputs of the propagated rows.
 
     Raises:
         PolicyError: a policy that propagates all rows, or keeps sets per query head.

@@ -49,7 +49,7 @@ def open_trace(path: str | Path) -> Trace:
             ``s3://bucket/x.zarr``.
 
     Raises:
-        TraceNotFoundError: nothing is at `path`, or nothing that is marked as a trace.
+        TraceNotFoundError: nothing is at `path`, or something not marked as a trace.
         TraceError: the trace is incomplete, was recorded by another version of kvsim, lacks a
             chunk, or has anything that docs/trace-format.md does not allow.
     """
