@@ -23,7 +23,7 @@ class TraceNotFoundError(TraceError, FileNotFoundError):
 
 
 class TraceExistsError(TraceError, FileExistsError):
-    """A trace would overwrite what is already at the path."""
+    """A trace would overwrite an existing file or folder."""
 
 
 class PositionError(KvsimError, IndexError):
@@ -59,7 +59,7 @@ class GoldError(KvsimError, ValueError):
 
 
 class DumpError(KvsimError, ValueError):
-    """A dump of kept sets that is damaged, or lacks what a comparison needs."""
+    """A dump of kept sets that is damaged or incomplete."""
 
 
 class ConfigError(KvsimError, ValueError):
@@ -71,7 +71,7 @@ class ClusterError(KvsimError, ConnectionError):
 
 
 class MemoryLimitError(KvsimError, MemoryError):
-    """The memory budget does not hold what a single layer needs."""
+    """The memory budget is too small for a single layer."""
 
 
 class OutputError(KvsimError, FileExistsError):
@@ -108,7 +108,7 @@ def missing_extra(error: ModuleNotFoundError) -> ExtraError | None:
 
 
 def local_path(path: object, error: type[KvsimError]) -> Path:
-    """Return a path on this machine as a Path; raise `error` for a URL and what no path can be."""
+    """Return a path on this machine as a Path; raise `error` for a URL or an invalid path."""
     if is_url(path):
         raise error(f"the path is {path!r}, a URL; expected a path on this machine")
     if isinstance(path, str | PathLike) and "\0" not in str(path):

@@ -26,7 +26,7 @@ from kvsim.errors import KvsimError, OutputError
 if sys.platform != "win32":
     import fcntl
 
-#: Kind of a hidden folder: ``tmp`` what is being written, ``old`` what is being replaced.
+#: Kind of a hidden folder: ``tmp`` is being written, ``old`` is being replaced.
 Kind = Literal["tmp", "old"]
 
 #: File in the hidden folder of an output, locked by the process that writes it.
@@ -47,7 +47,7 @@ def check_output(
 ) -> None:
     """Raise OutputError if no file or new folder can be written to `path`; before any work.
 
-    overwrite: a file at `path` may be replaced. advice: what users can do.
+    overwrite: a file at `path` may be replaced. advice: for users.
     """
     try:
         _check_free(path, overwrite=overwrite, advice=advice)
@@ -145,7 +145,7 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _check_free(path: Path, *, overwrite: bool, advice: str) -> None:
-    """Raise OutputError for what is at `path`, unless it is a file that may be replaced."""
+    """Raise OutputError if something is at `path`, unless it is a file that may be replaced."""
     if path.is_symlink() or path.exists():
         if not overwrite:
             raise OutputError(f"{path} exists; {advice}, nothing was changed")
@@ -186,7 +186,7 @@ def refused(path: Path, error: OSError) -> OutputError:
 
 
 def hidden(path: Path, kind: Kind) -> Path:
-    """Return a new hidden path next to `path`, for what is being written or replaced."""
+    """Return a new hidden path next to `path`, for a file or folder that is replaced or new."""
     return path.parent / f".{path.name}.{kind}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

@@ -1,4 +1,4 @@
-"""Objects as a notebook shows them: what they are, where they come from, and a small picture.
+"""Objects as a notebook shows them: their properties, their source, and a small picture.
 
 HTML of a few kilobytes, with pictures as SVG in the colours of the page, so that dark themes work.
 Texts of traces and runs are escaped. Traces are not read and matplotlib is not loaded.
@@ -35,9 +35,9 @@ _ROWS, _COLUMNS, _SHADES = 24, 48, 5
 #: Lines of a table, and characters of a text, that are shown.
 _LINES, _TEXT = 16, 80
 _WIDTH = 480
-#: Readable on white and on black: what is kept, and the needle.
+#: Colours of kept entries and of the needle, readable on white and on black.
 _KEPT, _MARK = "#3f7fbf", "#d1603d"
-#: The budget for which the picture of a policy shows what is protected.
+#: The budget of the picture of a policy, which shows protected entries.
 _BUDGET = 128
 
 _CELL = Markup('<td style="text-align:left;padding:1px 10px 1px 0;vertical-align:top">{}</td>')

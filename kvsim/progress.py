@@ -49,7 +49,7 @@ def notebook_shell() -> Any:
 def progress_bar(unit: str, label: str = "") -> Iterator[Callable[..., None]]:
     """Return a function that shows (done, total, label).
 
-    unit: what is counted. label: the first label; a call without one keeps it.
+    unit: of the count. label: the first label; a call without one keeps it.
     """
     if notebook_shell() is not None:
         yield from _notebook_bar(unit, label)
@@ -95,7 +95,7 @@ def _notebook_bar(unit: str, label: str) -> Iterator[Callable[..., None]]:
 def with_bar(unit: str, steps: Callable[..., tuple[Any, ...]] | None = None) -> Callable[[F], F]:
     """Return a decorator: with `progress=True` a function shows a bar of `unit`.
 
-    steps: turns what the function calls `progress` with into (done, total, label).
+    steps: turns the arguments of `progress` into (done, total, label).
     """
 
     def decorate(function: F) -> F:

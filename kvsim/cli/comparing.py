@@ -29,7 +29,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="What policies are ranked by: a metric with a better direction, as "
+            help="The metric that ranks policies, with a better direction, as "
             "`kvsim metrics` lists it. Default: the best evidence that the runs have: response_kl, "
             "live or judged, weighted_error, layer_error, output_error.",
         ),

@@ -15,7 +15,8 @@ def conform(
     dump: Annotated[
         Path,
         values.path_argument(
-            "DUMP", "What an implementation kept: a .npz or .parquet file, see docs/conform.md."
+            "DUMP",
+            "The kept sets of an implementation: a .npz or .parquet file, see docs/conform.md.",
         ),
     ],
     policy: Annotated[

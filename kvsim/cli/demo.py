@@ -41,7 +41,7 @@ BUDGETS = (64, 128)
 INTERVAL = 32
 #: The layer of the trace and the KV head of the retention maps, of `tiny` and of SmolLM2.
 TINY_HEAD, SMOLLM2_HEAD = (1, 0), (0, 2)
-#: What begins the names of files of the second comparison.
+#: Prefix of the files of the second comparison.
 SMOLLM2 = "smollm2-"
 
 MARKER = "demo.json"

@@ -1,4 +1,4 @@
-"""`kvsim info`, `verify` and `traces`: what traces are, if they are undamaged, where they lie."""
+"""`kvsim info`, `verify` and `traces`: describe, check and list traces."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _source(source: object) -> str:
 
 
 def _attention(facts: Mapping[str, Any]) -> str:
-    """Return what layers compute besides plain causal attention, or an empty text."""
+    """Return the parts of layers besides plain causal attention, or an empty text."""
     texts = []
     for kind in facts["attention"]:
         parts = [

@@ -86,7 +86,7 @@ def layers(
     ] = None,
     form: Annotated[
         Literal["png", "svg", "pdf"],
-        typer.Option("--format", help="What the figures are written as."),
+        typer.Option("--format", help="The format of the figures."),
     ] = "png",
     device: values.Device = "cpu",
     as_json: values.Json = False,

@@ -13,7 +13,7 @@ from kvsim.cli.show import echo_json, echo_table
 from kvsim.cli.values import Json
 from kvsim.schema import schedule
 
-#: What kinds of metrics read.
+#: Inputs of each kind of metric.
 _READS = {
     "sets": "what a policy kept",
     "rows": "what becomes of the attention of each row",

@@ -1,4 +1,4 @@
-"""Saved runs, and what models wrote in them."""
+"""Saved runs, and the texts of models in them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
 
 
 def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) -> None:
-    """Print what a saved run is, its table, and what the model wrote in a live run."""
+    """Print the parameters and table of a saved run, and the texts of a live run."""
     loop = {"closed": "live, on the running model"}.get(str(document.get("loop")), "replay")
     traces = [show.one_line(name) for name in document.get("traces", {})]
     versions = document.get("versions")
@@ -73,7 +73,7 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
 
 
 def echo_responses(rows: list[dict[str, Any]], *, whole: bool) -> None:
-    """Print what the model wrote under each policy, and with the full cache.
+    """Print the model's text under each policy, and with the full cache.
 
     whole: all of every text; otherwise the first cells, and of each the part around the place where
     it parts from that of the full cache.

@@ -151,7 +151,7 @@ def verdict(table: pl.DataFrame, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def echo_verdict(document: Mapping[str, Any]) -> None:
-    """Print the lines of a verdict, with which tables open; nothing where there is none."""
+    """Print the lines of a verdict, with which tables open, if there is one."""
     if document["verdict_text"]:
         echo_text("\n".join(document["verdict_text"]) + "\n")
 
@@ -184,7 +184,7 @@ def counts(of_metrics: Mapping[str, int], what: str) -> str:
 
 
 def brackets(prompts: int) -> str:
-    """Return what brackets behind a mean over prompts are, or why too few prompts have none."""
+    """Return the meaning of brackets behind a mean over prompts, or why a mean has no brackets."""
     from kvsim.analysis.significance import FEWEST, few
 
     if prompts >= FEWEST:

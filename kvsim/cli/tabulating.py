@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Form = Literal["table", "csv", "latex", "markdown", "json"]
 
-#: What values may be split by.
+#: Columns that values may be split by.
 _PARTS = ("stage", "layer", *LABELS, "model")
 
 

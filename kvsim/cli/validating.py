@@ -1,4 +1,4 @@
-"""`kvsim fidelity` and `kvsim predict`: what replays say about the running model."""
+"""`kvsim fidelity` and `kvsim predict`: replays as predictions of the running model."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> Non
 
 
 def _print_correlations(table: pl.DataFrame) -> None:
-    """Print what orders policies as live KL does, and where there are too few to say."""
+    """Print the metrics that order policies as live KL does, or that there are too few policies."""
     from kvsim.analysis.significance import FEWEST
     from kvsim.analysis.validity import POLICIES
 
@@ -248,7 +248,7 @@ def predict(
     calibration: Annotated[
         Path | None,
         values.path_option(
-            "FILE", "What `kvsim fidelity --calibration` wrote; default: what ships with kvsim."
+            "FILE", "A file of `kvsim fidelity --calibration`; default: the shipped calibrations."
         ),
     ] = None,
     device: values.Device = "cpu",
@@ -328,7 +328,7 @@ def _kl(value: float | None) -> str:
 
 
 def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int]) -> list[str]:
-    """Return in what the cells differ from those that the calibration was fitted on."""
+    """Return how the cells differ from the cells of the calibration."""
     out = [
         f"{row['policy']}, budget {row['requested']}: {row['outside']}"
         for row in rows

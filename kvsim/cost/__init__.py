@@ -5,7 +5,7 @@
 
 `model` has the arithmetic of a decoder model, `cases` what each layer computes and holds where rows
 are dropped after a given one, and `accounting` puts them together. All of it is closed form and
-nothing runs a model; docs/cost.md says what the numbers can and cannot say.
+nothing runs a model; docs/cost.md has the limits of the numbers.
 """
 
 from __future__ import annotations

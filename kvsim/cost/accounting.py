@@ -37,7 +37,7 @@ class Cost:
 
     rows: of the prompt that each layer computes, over both passes where there are two. entries:
     after an event. peak: before the next one, or at the end of the context where there is none.
-    mean: what a generated token reads on average between two events, or at the end of the context.
+    mean: reads of a generated token, on average between two events, or at the end of the context.
     bounded: whether the budget plays a part. selection_layer: None where there is none, or where a
     trace never selects; selection: where it comes from, None for policies and prompts without.
     *_paper: in the terms of ASL's appendix B. Bytes and FLOPs say so in their names, scoring is in
@@ -95,21 +95,21 @@ class Cost:
 
     @property
     def scoring_per_token(self) -> float | None:
-        """FLOPs of scoring per generated token: those of an event over the rows between events."""
+        """FLOPs of scoring per generated token: of an event, over the rows between events."""
         if self.scoring_event is None:
             return None
         return self.scoring_event.total / (self.interval or 1)
 
     @property
     def scoring_prompt_share(self) -> float | None:
-        """FLOPs of scoring the prompt, relative to those of a prefill without any policy."""
+        """FLOPs of scoring the prompt, relative to a prefill without any policy."""
         if self.scoring_prompt is None:
             return None
         return self.scoring_prompt.total / self.model.prefill_flops(self.prompt)
 
     @property
     def scoring_token_share(self) -> float | None:
-        """FLOPs of scoring per generated token, relative to those of the token."""
+        """FLOPs of scoring per generated token, relative to the FLOPs of the token."""
         per_token = self.scoring_per_token
         return None if per_token is None else per_token / self.decode_flops
 
@@ -237,7 +237,7 @@ def _rank_bytes(
 
 
 def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int) -> None:
-    """Raise what a replay would; a budget that never binds needs no rule."""
+    """Raise the errors of a replay; a budget that never binds needs no rule."""
     if not 1 <= prompt <= context:
         raise PolicyError(
             f"prompt is {prompt} tokens of a context of {context}; expected 1 to {context}"

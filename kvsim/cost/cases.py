@@ -139,7 +139,7 @@ class CostCase:
 
     @property
     def passes(self) -> list[int]:
-        """Rows of every layer that is computed, those of a first pass too."""
+        """Rows of every computed layer, a first pass included."""
         return self.last if self.first is self.last else [*self.first, *self.last]
 
     @property
@@ -203,7 +203,7 @@ class CostCase:
 
     @property
     def prefill_flops(self) -> float:
-        """FLOPs of the prefill, without those of the policy."""
+        """FLOPs of the prefill, without the policy."""
         model = self.model
         return sum(map(model.layer_flops, self.passes)) + 2 * model.hidden * model.vocab
 
@@ -248,7 +248,7 @@ def unknown(policy: Policy, event: Event) -> list[str]:
 
 
 def event_flops(policy: Policy, event: Event) -> Flops:
-    """FLOPs of one event in one layer. Raises PolicyError where those of a piece are unknown."""
+    """FLOPs of one event in one layer. Raises PolicyError where a piece's are unknown."""
     if policy.per_query_head:
         event = replace(event, model=event.model.per_query_head())
     return _total(policy, _pieces(policy), event)

@@ -1,4 +1,4 @@
-"""The shape of a decoder model, and what follows from it: parameters, bytes, FLOPs.
+"""The shape of a decoder model, and its parameters, bytes and FLOPs.
 
 A multiplication and an addition are 2 FLOPs, and a softmax 3 per weight (Hoffmann et al. 2022,
 arXiv 2203.15556, appendix F). Layers are counted with grouped queries and, unless said otherwise,
@@ -39,7 +39,7 @@ _SAY = "expected the config.json of a decoder model such as Llama, Mistral, Qwen
 
 
 class ModelError(KvsimError, ValueError):
-    """A configuration that does not say what a cost needs, or says it of another kind of model."""
+    """A configuration that lacks a size, or is of another kind of model."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Model:
     hidden, intermediate: width of the residual stream and of the MLP. tied: the output matrix is
     the embedding. mlp_matrices: 3 with a gate, else 2. extra: parameters of a layer beside its
     matrices (norms, biases). number_bytes: of a weight and of a number in the KV cache.
-    remarks: what the arithmetic leaves out for this model.
+    remarks: parts of this model that the arithmetic leaves out.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Model:
         return replace(self, n_heads=self.n_qheads)
 
     def as_dict(self) -> dict[str, Any]:
-        """The shape and what follows from it, ready for JSON."""
+        """The shape and its parameters, bytes and FLOPs, ready for JSON."""
         derived = {"parameters": self.parameters, "weight_bytes": self.weight_bytes}
         return {**vars(self), "remarks": list(self.remarks), **derived}
 
@@ -245,7 +245,7 @@ def _number_bytes(config: Mapping[str, Any], name: str) -> float:
 
 
 def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what the arithmetic leaves out for a model."""
+    """Return the parts of a model that the arithmetic leaves out."""
     remarks = []
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []

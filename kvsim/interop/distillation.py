@@ -1,4 +1,4 @@
-"""Distillation under eviction: a model adapts to what a policy keeps (G-KV, appendix C).
+"""Distillation under eviction: a model adapts to the sets that a policy keeps (G-KV, app. C).
 
 The teacher is the model with its full cache. The student starts as the same model, and each of its
 layers and KV heads sees what the policy keeps of it. The loss is equation 7, KL(teacher ‖ student)
@@ -38,7 +38,7 @@ def evicted(
     interval: int | None = None,
     prefill: bool | None = None,
 ) -> Record:
-    """Run prompt and response through a model while a policy evicts; return what it evicted.
+    """Run prompt and response through a model while a policy evicts; return the evictions.
 
     The response is given, and each decision follows from the model's present weights and from
     earlier evictions, as in `kvsim.live`. interval, prefill: as for `kvsim.replay`. Raises as
@@ -63,8 +63,8 @@ def divergence(
 ) -> Tensor:
     """Compute KL(teacher ‖ student) of each of the last R tokens, in nats [R], with gradients.
 
-    targets: the teacher's logits of these tokens, [R, V]. masks: what rows of the student see; None
-    for all rows before them. What the masks show is fixed: gradients reach the student's queries,
+    targets: the teacher's logits of these tokens, [R, V]. masks: visible entries of the rows of
+    the student; None for all rows before. What the masks show is fixed: gradients reach the student's queries,
     keys and values, and not the policy's choice. Raises ValueError where targets has another shape.
     """
     tokens = torch.tensor([list(ids)], device=model.device)

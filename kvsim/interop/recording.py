@@ -42,7 +42,7 @@ _PROBE = 32
 
 
 class Tape:
-    """The queries, keys and values of one sequence, and what its cache keeps after each forward."""
+    """The queries, keys and values of one sequence, and its cache after each forward."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -61,7 +61,7 @@ class Tape:
         }
 
     def receive(self, call: KernelCall) -> None:
-        """Add the new rows of a layer; notice what has left its cache since the last forward."""
+        """Add the new rows of a layer, and record which entries have left its cache."""
         layer, rows = call.layer, call.q.shape[1]
         if layer == len(self._slots):
             self._slots.append([[] for _ in call.k])
@@ -78,7 +78,7 @@ class Tape:
             self._slots[layer][head] += range(self._rows, self._rows + rows)
 
     def forwarded(self, module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-        """Notice what a forward has left in the cache."""
+        """Record the entries that a forward has left in the cache."""
         self._rows = sum(part.shape[1] for part in self._parts["q"][0])
         self._prompt_len = self._prompt_len or self._rows
         cache = cache_of(output)
@@ -136,7 +136,7 @@ class Tape:
         interval: int | None = None,
         prefill: bool | None = None,
     ) -> Dump:
-        """Return what the cache kept, and the queries, keys and values that the model computed.
+        """Return the kept sets of the cache, and the model's queries, keys and values.
 
         record: that of kvsim's live run or press (`Decoding.record`), which has its last event
         too. Without it, budget, interval and prefill are those of the implementation, if they are

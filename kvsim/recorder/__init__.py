@@ -1,4 +1,4 @@
-"""Recording what a model's attention sees, into a trace.
+"""Recording of a model's attention into a trace.
 
 No family of models is known by name. A model is recorded only if attention recomputed from its
 q, k, v by the formula that its kernel was given equals the kernel's output, and if one of its

@@ -71,7 +71,7 @@ def capture(
             computed; with `o_proj=True`, a model that has no such projection, or does something
             else with the output of its attention; with `residual`, a model whose decoder layers are
             not found, or do not pass on what they return; with `resume`, a trace at `out` that is
-            of another capture; what is no model or tokenizer of transformers.
+            of another capture; anything but a model and tokenizer of transformers.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
@@ -183,7 +183,7 @@ def _check_target(path: Path, options: Options) -> None:
 
 
 def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTrainedModel, Any]:
-    """Load a model that is given by name. Raises CaptureError for what is no model or tokenizer."""
+    """Load a model that is given by name. Raises CaptureError for anything else."""
     if isinstance(model, str | Path):
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer

@@ -165,7 +165,7 @@ def _checked_digest(file: GgufFile) -> str:
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Keep other processes and users out of the cache; remove what an interrupted process left."""
+    """Keep other processes and users out of the cache; remove files of interrupted processes."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         own = all(_is_own_folder(each) for each in (folder.parent, folder))
@@ -203,7 +203,7 @@ class _Content:
 
 
 def _read(path: Path) -> _Content:
-    """Return what a GGUF file describes. Raises CaptureError for an unusable one."""
+    """Return the description of a GGUF file. Raises CaptureError for an unusable one."""
     try:
         fields, tensors = read(path)
         backend, settings = tokenizer(fields)
@@ -231,7 +231,7 @@ def _read(path: Path) -> _Content:
 
 
 def _is_complete(folder: Path, digest: str, content: _Content) -> bool:
-    """Return whether a cache folder has what the GGUF file with this checksum describes."""
+    """Return whether a cache folder has the model of the GGUF file with this checksum."""
     if folder.is_symlink():
         folder.unlink()
     try:

@@ -1,7 +1,7 @@
 """The content of GGUF files: metadata, tensors, and the decoder model that they describe.
 
 Lengths and shapes are compared with the file before anything is allocated for them. Names of
-tensors, sizes of blocks and the values of quantised weights are those of the package `gguf`.
+tensors, sizes of blocks and the values of quantised weights are as in the package `gguf`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 class UnusableError(ValueError):
-    """A complete file of another kind of model. The text says what it has, and what to do."""
+    """A complete file of another kind of model."""
 
 
 @dataclass(frozen=True, eq=False)

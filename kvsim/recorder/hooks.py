@@ -35,7 +35,7 @@ Masking = Callable[[int, Tensor, Tensor | None], Tensor | None]
 #: [B, head, n, dim] and a mask to the output [B, w, qhead, dim].
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-#: Returns what the kernel of a layer would, [1, w, qhead, dim], from the layer's number, the
+#: Returns the output of a layer's kernel, [1, w, qhead, dim], from the layer's number, the
 #: queries [1, qhead, w, dim], keys, values and the kernel; None where the kernel is to compute it.
 Attending = Callable[[int, Tensor, Tensor, Tensor, Attention], Tensor | None]
 
@@ -60,7 +60,7 @@ class KernelCall:
         q: queries [qhead, w, dim].
         k: keys [head, n, dim].
         v: values [head, n, dim].
-        out: what the kernel returned, before the output projection [qhead, w, dim].
+        out: output of the kernel, before the output projection [qhead, w, dim].
         formula: the attention that the kernel was called to compute.
         pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
             `apply_rotary_pos_emb`.
@@ -341,7 +341,7 @@ def intercepting(
 
 
 def kernel_mask(visible: Tensor, query: Tensor, *, added: bool) -> Tensor:
-    """Return what rows see, bool, as a kernel takes it: as it is, or `added` to the logits."""
+    """Return the mask of visible entries as a kernel takes it: bool, or `added` to the logits."""
     if not added:
         return visible
     least = torch.finfo(query.dtype).min

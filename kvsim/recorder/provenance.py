@@ -1,4 +1,4 @@
-"""What a trace says about the model that it was recorded from."""
+"""The description of the recorded model in a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that repeat the context: what they are, and a model's queries and keys of them (KVzip).
+"""Rows that repeat the context: their tokens, and a model's queries and keys of them (KVzip).
 
 For each chunk of the context the model reads, over the full cache of the context, a request to
 repeat it and the chunk itself. Then these rows are dropped again.
@@ -23,7 +23,7 @@ from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import rendered
 from kvsim.recorder.tokenization import knows
 
-#: What asks for the first chunk, and for a later one behind the last tokens of the former.
+#: Requests for the first chunk, and for a later one behind the last tokens of the former.
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
@@ -54,7 +54,7 @@ def repetition(
 
 
 def check_length(model: PreTrainedModel, context: int, probe: Probe, n_pos: int = 0) -> None:
-    """Raise CaptureError where context and probe are longer than what the model can read.
+    """Raise CaptureError where context and probe are longer than the model can read.
 
     n_pos: of the sequence that they belong to, which has the same frequencies.
     """
@@ -122,7 +122,7 @@ def _encoded(text: str, tokenizer: Any) -> list[int]:
 
 
 def _turn(tokenizer: Any) -> str:
-    """Return what a chat template writes between a user's message and its response."""
+    """Return the text of a chat template between a user's message and its response."""
     marker = "\N{SECTION SIGN}" * 3
     try:
         text = rendered([{"role": "user", "content": marker}], tokenizer, generation=True)

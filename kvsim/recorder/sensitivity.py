@@ -36,7 +36,7 @@ _LOGITS = 1 << 26
 
 
 class LayerEntries(NamedTuple):
-    """Keys and values [H, n, d] of a layer, and what it computes of them."""
+    """Keys and values [H, n, d] of a layer, and its formula."""
 
     keys: Tensor
     values: Tensor

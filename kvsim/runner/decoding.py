@@ -291,7 +291,7 @@ class Decoding:
         return stop - start
 
     def _end(self) -> None:
-        """Count what the cache holds, and fire the event after the last row, if there is one."""
+        """Count the held entries, and fire the event after the last row, if there is one."""
         row, prompt_len = len(self.tokens) - 1, self.sketch.prompt_len
         self.peak_bytes = max(self.peak_bytes, self.cache_bytes)
         if row >= prompt_len:
@@ -351,7 +351,7 @@ class Decoding:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values of live entries: what they would take without pads."""
+        """Bytes of the keys and values of live entries, without pads."""
         return self._other_bytes + sum(source.live_bytes for _, source in self._blocks)
 
     @property

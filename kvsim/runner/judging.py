@@ -1,4 +1,4 @@
-"""What the decisions of replays do to their model: one forward pass over the response judges them.
+"""The effect of replays' decisions on their model, in one forward pass over the response.
 
 Records of one trace are applied together. All rows that an eviction can reach go through the model
 at once, those of several records as one sequence; in every layer a row attends to the entries that
@@ -183,7 +183,7 @@ class Judge:
 
 
 class _Layer(NamedTuple):
-    """What rows of a layer may attend to: candidates for entries of each record.
+    """Entries that rows of a layer may attend to: candidates of each record.
 
     keys, values [H, n, d], those of all records one after the other; key_at, value_at [B, H, M]
     where candidates are in them. pos [M]; first, last [B, H or qhead, M]: the rows that see one.

@@ -1,4 +1,4 @@
-"""A model of transformers that runs live: what its attention computes, and a shared prefill."""
+"""A model of transformers that runs live: the formulas of its layers, and a shared prefill."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 
-#: Tokens of the capture that shows what a model's attention computes.
+#: Tokens of the capture that shows the formulas of a model's layers.
 _PROBE = 32
 
 
 class RunningModel:
-    """A model of transformers, and what a capture of a few tokens says of its attention.
+    """A model of transformers, and the formulas of its layers by a capture of a few tokens.
 
     Raises CaptureError for a model that cannot be recorded, whose kernel takes masks of an unknown
     kind, or whose layers are on several devices.

@@ -1,4 +1,4 @@
-"""A reader on a running model: what each row reads of the cache that its layer has."""
+"""A reader on a running model: the entries of its layer's cache that each row reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LiveReads:
         self._sketch, self._budget, self._layers = sketch, budget, tuple(layers)
         self._reader = reader.fitted(sketch, budget)
         self._bits = account(sketch, self._reader, layers, DEFAULT_MEMORY)
-        #: of each layer, what a reader computes once
+        #: values of each layer that a reader computes once
         self._of_layer = {layer: dict[Hashable, Any]() for layer in layers}
 
     def chooses(self, layer: int, stop: int) -> bool:

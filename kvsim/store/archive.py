@@ -1,4 +1,4 @@
-"""Arrays as a `.npz` file: what is decoded of an untrusted file is bounded by the size of the file.
+"""Arrays as a `.npz` file: the size of an untrusted file bounds the bytes that are decoded.
 
 NumPy's own reader allocates what the header of an array says, and a file of zeros may decompress to
 a thousand times its size.

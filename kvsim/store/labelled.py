@@ -60,7 +60,7 @@ class _LazyArray(BackendArray):
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)
 
     def _part(self, key: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
-        """Read the part at integers and slices; layers and positions limit what is decoded."""
+        """Read the part at integers and slices; only its layers and positions are decoded."""
         blocked = "row" if "row" in AXES[self.name] else "pos"
         limits = {"layer": _ALL, blocked: _ALL}
         rest: list[int | slice] = []

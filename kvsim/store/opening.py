@@ -17,7 +17,7 @@ from kvsim.samples import locate
 from kvsim.store.index import find_traces
 from kvsim.store.reader import open_trace
 
-#: A trace, or its path or URL, or the name of one that ships.
+#: A trace, its path or URL, or the name of a sample.
 TraceLike = Trace | str | Path
 #: One or several, of which a path may be that of a folder of traces or have wildcards.
 Traces = TraceLike | Iterable[TraceLike]

@@ -80,7 +80,7 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     target = place.path.with_name(plain) if out is None else local_path(out, TraceError)
     sizes = place.sizes()
     with _published(target) as draft, unbroken():
-        # the root comes last: what a kill leaves is no trace
+        # the root comes last: after a kill there is no trace
         for key in sorted(_keys(sizes, stored.arrays), key=lambda key: key == "zarr.json"):
             file = draft / key
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -151,7 +151,7 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
 
 
 def remove_trace(folder: Path) -> None:
-    """Remove a trace or a draft, its root first: what a kill leaves is no trace."""
+    """Remove a trace or a draft, its root first: after a kill there is no trace."""
     (folder / "zarr.json").unlink(missing_ok=True)
     shutil.rmtree(folder)
 

@@ -26,7 +26,7 @@ _LARGEST = 256 << 20
 # have 3 to 20), and some for any number of chunks.
 _PER_CHUNK, _PER_BYTE, _TOTAL = 4 << 20, 256, 1 << 30
 
-# The axes of what a reader read.
+# The axes of the pages that a reader read.
 _READS = ("layer", "head", "row", "byte")
 
 # Below all values: `evicted_at` of position 0 may be -1.

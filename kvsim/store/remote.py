@@ -258,7 +258,7 @@ def filesystem(url: str, kind: type[KvsimError] = TraceError) -> tuple[Any, str]
 
 @contextmanager
 def store_errors(url: str, what: str, kind: type[KvsimError] = TraceError) -> Iterator[None]:
-    """Raise `kind`, with one line, for what a store raises."""
+    """Raise `kind`, with one line, for an error of a store."""
     try:
         yield
     except (KvsimError, FileNotFoundError):

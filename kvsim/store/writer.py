@@ -86,7 +86,7 @@ class TraceWriter:
                     kvsim_format=FORMAT_VERSION,
                     complete=False,
                     committed_tokens=0,
-                    arrays=sorted(self._begun),  # what a recovery expects
+                    arrays=sorted(self._begun),  # a recovery expects them
                 )
                 for name, shape in shapes.items():
                     source = source_dtypes[name]

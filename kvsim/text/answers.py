@@ -27,5 +27,5 @@ def is_right(response: str, answer: str) -> bool:
 
 
 def final_part(response: str) -> str:
-    """Return what follows the last ``</think>``."""
+    """Return the text after the last ``</think>``."""
     return response.rpartition("</think>")[2]
