@@ -64,8 +64,8 @@ def divergence(
     """Compute KL(teacher ‖ student) of each of the last R tokens, in nats [R], with gradients.
 
     targets: the teacher's logits of these tokens, [R, V]. masks: visible entries of the rows of
-    the student; None for all rows before. What the masks show is fixed: gradients reach the student's queries,
-    keys and values, and not the policy's choice. Raises ValueError where targets has another shape.
+    the student; None for all rows before. Gradients reach the student's queries, keys and values,
+    and not the masks. Raises ValueError where targets has another shape.
     """
     tokens = torch.tensor([list(ids)], device=model.device)
     with nullcontext() if masks is None else masking(model, masks):
