@@ -160,8 +160,8 @@ def figures() -> str:
     return "\n".join(lines)
 
 
-#: An option in the help of a command, of several lines.
-_OPTION = re.compile(r"^  -[^\n]+\n(?: {3,}[^\n]+\n)+", re.MULTILINE)
+#: An option in the help of a command.
+_OPTION = re.compile(r"^  -[^\n]+\n(?: {3,}[^\n]+\n)*", re.MULTILINE)
 #: Commands from which on such an option is described once for all of them.
 _SEVERAL = 3
 
@@ -178,7 +178,8 @@ def commands() -> str:
     shared = {key: max(same, key=len) for key, same in options.items() if len(same) >= _SEVERAL}
     parts = []
     for title, text in texts.items():
-        parts += [f"## {title}", _block(_OPTION.sub(partial(_unless, shared), text))]
+        own = _OPTION.sub(partial(_unless, shared), text).rstrip()
+        parts += [f"## {title}", _block(re.sub(r"\n\nOptions:(?=\n\n|$)", "", own))]
         names = [_name(each) for each in _OPTION.findall(text) if _plain(each) in shared]
         if names:
             parts.append(f"And [options of several commands]({_SHARED}): {', '.join(names)}.")
