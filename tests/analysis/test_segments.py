@@ -16,7 +16,6 @@ from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
 from kvsim.analysis.kept.segments import NEAR, ams_segments, proxy_segments
 from kvsim.analysis.registry import METRICS
-from kvsim.core.record import Plans, Record
 from kvsim.schema import NEVER
 from kvsim.sweeps import cells
 from kvsim.sweeps.driver import replay_all
@@ -214,93 +213,6 @@ def test_one_segment_has_no_boundary():
     assert sorted(values["segment_length", "ams,mean"]) == sorted({float(n) for n in held})
     assert values["segment_length", "ams,pooled"] == [pytest.approx(np.mean(held))]
     assert values["boundary_shift", "ams"] == values["boundary_f1", "ams"] == [None]
-
-
-def by_hand(*lengths):
-    """A record, and lengths of segments, [S] or [H, S], as its events after rows 29, 39, ... noted.
-
-    Each event evicts the two entries in front of the last one: earlier ones stay at their slots.
-    """
-    rows = [29 + 10 * i for i in range(len(lengths))]
-    noted = [np.atleast_2d(one)[None] for one in lengths]
-    heads = noted[0].shape[1]
-    last = np.full((1, heads, rows[-1] + 1), NEVER, np.int32)
-    for row in rows:
-        last[..., row - 2 : row] = row
-    plans = tuple(
-        Plans(
-            row,
-            (0,),
-            np.zeros((1, heads, 0), np.int64),
-            np.zeros((1, heads, 0)),
-            np.array([9]),
-            np.zeros((1, heads, 0), np.int64),
-            notes={"segment_length": one},
-        )
-        for row, one in zip(rows, noted, strict=True)
-    )
-    how = {"policy": "ams", "params": {}, "budget": 9, "interval": 10, "prefill": False}
-    return Record(last, prompt_len=20, layers=(0,), layer_ids=(0,), internals=plans, **how)
-
-
-def test_equal_boundaries_do_not_move():
-    """Shift 0 and F1 1, however much the last segment grows."""
-    found = ams_segments(by_hand([10, 5, 15], [10, 5, 23], [10, 5, 31]), 0)
-
-    assert found.count.tolist() == [[3, 3, 3]]
-    assert found.entries.tolist() == [[30, 38, 46]]
-    assert found.shift.tolist() == [[0, 0]]
-    assert found.f1.tolist() == [[1, 1]]
-
-
-def test_moved_boundaries_by_hand():
-    """Boundaries 10, 15; then 12, 24, 36 of which the last is new text; then none.
-
-    From 12 to 10 are 2 and from 24 to 15 are 9, out of reach; 10 and 15 have 12 nearby.
-    """
-    found = ams_segments(by_hand([10, 5, 15], [12, 12, 10, 4], [46]), 0)
-
-    assert found.distance.tolist() == [[2 + 9, 0]]
-    np.testing.assert_equal(found.shift, [[11 / 2, np.nan]])
-    precision, recall = 1 / 2, 1.0
-    assert found.f1.tolist() == [[2 * precision * recall / (precision + recall), 0.0]]
-
-
-def test_boundaries_are_positions_and_not_slots():
-    """What was evicted before a boundary lies between it and the start of the text."""
-    # positions 27 and 28 left after row 29, so the slot 30 is position 32
-    found = ams_segments(by_hand([10, 20], [10, 20, 8]), 0)
-    late = ams_segments(by_hand([10, 20], [30, 8], [30, 16]), 0)
-
-    assert found.later.tolist() == [[1]]  # the boundary at 32 is later than row 29
-    assert found.shift.tolist() == [[0]]
-    assert late.later.tolist() == [[0, 1]]
-    np.testing.assert_equal(late.shift, [[np.nan, 0]])
-
-
-def test_heads_are_compared_with_themselves():
-    """From the second head's 1 to its own 25, and not to the first one's 29, are 24 positions."""
-    found = ams_segments(by_hand([[29, 1], [25, 5]], [[27, 11], [1, 37]]), 0)
-
-    assert found.shift.tolist() == [[0], [24]]
-    assert found.f1.tolist() == [[1], [0]]
-
-
-def test_mean_lengths_obey_jensen():
-    """At a constant cache the mean of T / S is above sum T / sum S, unless S is constant too."""
-    trace = small_trace(n=400, prompt_len=33)
-    record = segmented(trace, segment_mass=0.05, suffix_fill="observed")
-    differ = 0
-    for layer in range(2):
-        found = ams_segments(record, layer)
-        assert (found.entries[:, 1:] == 24 + 12).all()
-        steady = replace(found, entries=found.entries[:, 1:], count=found.count[:, 1:])
-        mean, pooled = steady.length.mean(-1), steady.pooled_length
-        assert (mean >= pooled - 1e-12).all()
-        varies = steady.count.min(-1) < steady.count.max(-1)
-        assert ((mean > pooled + 1e-9) == varies).all()
-        differ += varies.sum()
-    assert differ
 
 
 # ------------------------------------------------------------------------------ quotas and masses

@@ -1,6 +1,5 @@
 """Selection, against a sort written from its definition."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,26 +40,6 @@ def test_selection_is_the_sort_by_protection_score_and_position(data, n, heads):
     for head in range(heads):
         expected = sorted_choice(values[head], quotas[head], protected[head], live[head])
         assert set(keep[0, head].nonzero()[:, 0].tolist()) == expected
-
-
-def test_a_protected_entry_stays_below_any_score():
-    """Protection is no score: an entry of the lowest one stays before the highest."""
-    values = torch.tensor([[[-1e30, 1e30, 1e30]]])
-    protected = torch.tensor([[[True, False, False]]])
-
-    keep = select(values, torch.tensor([[1]]), protected, torch.ones_like(protected))
-
-    assert keep.tolist() == [[[True, False, False]]]
-
-
-@pytest.mark.parametrize("quota", [1, 2, 3])
-def test_entries_tied_at_the_cut_stay_from_the_lowest_position(quota):
-    """All scores equal: the first entries stay."""
-    live = torch.ones(1, 1, 4, dtype=torch.bool)
-
-    keep = select(torch.zeros(1, 1, 4), torch.tensor([[quota]]), ~live, live)
-
-    assert keep[0, 0].tolist() == [i < quota for i in range(4)]
 
 
 @given(data=st.data(), n=st.integers(1, 10), parts=st.integers(1, 4))

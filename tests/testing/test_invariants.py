@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import kvsim
 import reference
@@ -18,7 +16,6 @@ from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names, parameters
 from kvsim.testing import INVARIANTS, check_policy, strategies
 from kvsim.testing.invariants import EXEMPT
-from kvsim.testing.invariants.independence import PerHead
 from kvsim.testing.invariants.trial import Trial, smallest_budget
 from reference.strategies import examples
 
@@ -232,89 +229,3 @@ def test_smallest_budget_is_what_a_policy_always_keeps():
     assert smallest_budget(kvsim.policy("streaming_llm"), case) == 4
     assert smallest_budget(kvsim.policy("snapkv", window=7), case) == 7
     assert smallest_budget(kvsim.policy("snapkv"), case) == 20
-
-
-@dataclass(frozen=True)
-class Probe(Scorer):
-    """Scores by recency, and checks everything that a View shows at each event."""
-
-    seen: list[int]
-    window: int = 3
-
-    columns: ClassVar[dict[str, float]] = {"age": 0.0}
-    per_row: ClassVar[bool] = False
-
-    def score(self, view: View) -> Scores:
-        """The position, after looking at all there is."""
-        self.seen.append(int(view.live.logical_not().sum()))
-        live, pos = view.live, view.pos
-        assert (view.count == live.sum(-1)).all()
-        assert (pos[~live] == -1).all()
-        assert (pos[live] >= 0).all()
-        assert (pos <= view.row).all()
-        assert (pos[..., -1] == view.row).all(), "the newest entry is in the last slot"
-        assert (live[..., 1:] >= live[..., :-1]).all(), "pads are on the left"
-        assert ((pos[..., 1:] > pos[..., :-1]) | ~live[..., :-1]).all()
-        for stored in (view.keys, view.values):
-            assert (stored[~live] == 0).all(), "keys and values are 0 on pads"
-        self._check_attention(view)
-        return Scores(pos.to(view.keys.dtype), {"age": view["age"] + live})
-
-    def _check_attention(self, view: View) -> None:
-        attention = view.attn(self.window)  # [L, H, G, w, n]
-        rows = range(view.first(self.window), view.row + 1)
-        assert attention.shape[3] == len(rows)
-        for w, row in enumerate(rows):
-            hidden = (~view.live | (view.pos > row)).unsqueeze(2).expand_as(attention[..., w, :])
-            assert (attention[..., w, :][hidden] == 0).all(), "no weight on pads or later entries"
-            seen = attention[..., w, :].sum(-1)
-            torch.testing.assert_close(seen, torch.ones_like(seen))
-        torch.testing.assert_close(view.attn(1), attention[..., -1:, :])
-        self._same(view.attn(self.window, "mean"), attention.mean(2))
-        self._same(view.attn(self.window, "max"), attention.amax(2))
-        self._same(view.attn(self.window, "sum"), attention.sum(2))
-
-    @staticmethod
-    def _same(found: Tensor, expected: Tensor) -> None:
-        torch.testing.assert_close(found, expected)
-
-    def protection(self, budget: int) -> Protection:
-        """Nothing."""
-        return Protection()
-
-
-@pytest.mark.parametrize("quotas", [(6, 6, 6), (3, 9, 6), (1, 8, 9)])
-def test_view_shows_only_what_is_live(quotas):
-    """Padded or not, a View shows live entries in order and weights that sum to 1 over them."""
-    case = strategies.make_case("sharp", layers=2, heads=3, group=2, n=40, dim=8, prompt_len=20)
-    pads: list[int] = []
-    policy = kvsim.Policy("probe", Probe(pads), allocator=PerHead(quotas))
-    record = kvsim.replay(case.trace(), policy, 6, interval=4)
-    assert record.retained(39).sum(-1).tolist() == [[q + 0 for q in quotas]] * 2
-    assert len(pads) == 6
-    assert (max(pads) > 0) == (len(set(quotas)) > 1)
-
-
-def test_columns_follow_their_entries():
-    """A column counts the events that each entry lived through, whatever leaves around it."""
-    case = strategies.make_case("normal", layers=1, heads=2, n=30, dim=4, prompt_len=10)
-
-    @dataclass(frozen=True)
-    class Counting(Scorer):
-        columns: ClassVar[dict[str, float]] = {"events": 0.0}
-        per_row: ClassVar[bool] = False
-
-        def score(self, view: View) -> Scores:
-            rows = torch.tensor([r for r in range(9, view.row, 2) if r + 1 > 5])
-            expected = (view.pos.unsqueeze(-1) <= rows).sum(-1)
-            assert (view["events"] == expected).all()
-            noise = torch.sin(37.0 * (view.pos + 11 * view.row)).to(view.keys.dtype)
-            return Scores(noise, {"events": view["events"] + 1})
-
-        def protection(self, budget: int) -> Protection:
-            return Protection()
-
-    policy = kvsim.Policy("counting", Counting(), schedule=Schedule(interval=2))
-    record = kvsim.replay(case.trace(), policy, 5)
-    assert record.events == list(range(9, 30, 2))
-    assert np.unique(record.evicted_at[0]).size > 3
