@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvsim
+from damage import assign, edit, flip
 from kvsim.core.digest import array_digest
 from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many
@@ -17,6 +18,7 @@ from kvsim.store.index import index
 from kvsim.store.packing import pack, unpack
 from kvsim.store.projections import Facts
 from small_model import small, words_tokenizer
+from traces import random_trace
 
 PROMPTS = [Prompt(name, f"w1 w{i} w3 w4") for i, name in enumerate(("a", "b", "c"))]
 
@@ -79,9 +81,7 @@ def test_captures_that_write_them_at_once_share_them(tmp_path):
     def record(name):
         try:
             out = tmp_path / f"{name}.zarr"
-            made = kvsim.Trace.from_arrays(
-                *(torch.randn(2, n, 5, 8) for n in (4, 2, 2)), prompt_len=3, rope=kvsim.Rope(())
-            )
+            made = random_trace(n=5, prompt_len=3, rope=kvsim.Rope(()))
             with kvsim.store.TraceWriter(
                 out,
                 shapes={name: made.source.shapes[name] for name in "qkv"},
@@ -166,13 +166,6 @@ def test_a_trace_without_its_folder_opens_and_says_what_is_missing(trace, tmp_pa
             needs()
 
 
-def edited(path, change):
-    """Change the JSON document at a path."""
-    document = json.loads(path.read_text())
-    change(document)
-    path.write_text(json.dumps(document))
-
-
 def other_values(folder):
     """Other weights under the same name, each chunk with a right CRC."""
     from kvsim.store.draft import Group
@@ -181,19 +174,11 @@ def other_values(folder):
     group.write("o_proj", weights()[1:].numpy() + 1e-3, layer=1)
 
 
-def flipped(folder):
-    """One bit of a chunk."""
-    path = folder / "o_proj/c/1/0/0/0"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (other_values, "layer 1 has another checksum than the trace names"),
-        (flipped, "of o_proj is damaged"),
+        (lambda folder: flip(folder / "o_proj/c/1/0/0/0"), "of o_proj is damaged"),
         (lambda folder: (folder / "o_proj/c/1/0/0/0").unlink(), "of o_proj is missing"),
     ],
 )
@@ -214,10 +199,7 @@ def test_an_array_of_another_shape_is_refused_when_the_trace_is_opened(trace, tm
     """So is a folder without the array."""
     document = tmp_path / folders(tmp_path)[0] / "o_proj/zarr.json"
 
-    def narrow(array):
-        array["shape"][0] = 1
-
-    edited(document, narrow)
+    edit(document, lambda array: assign(array, ("shape", 0), 1))
     with pytest.raises(TraceError, match="not the output projections of the trace"):
         open_trace(trace.path)
     document.unlink()
