@@ -33,7 +33,7 @@ from kvsim.recorder import load_model
 from kvsim.samples import sample_trace
 from kvsim.store import describe, verify
 from kvsim.store.packing import pack
-from mutations import Files, make, read_files, reseal
+from mutations import Files, damaged, make, read_files, removed, reseal
 
 #: Errors of resealing files that are damaged beyond reading.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -122,16 +122,7 @@ def _facts(trace: Trace) -> tuple[object, ...]:
 # --- damage ---
 
 
-def flip(rng: random.Random, files: Files) -> None:
-    """Flip a bit of a file."""
-    key = rng.choice(sorted(files))
-    data = bytearray(files[key])
-    if data:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    files[key] = bytes(data)
-
-
-def flip_checked(rng: random.Random, files: Files) -> None:
+def flip_checked(rng: random.Random, case: Original, files: Files) -> None:
     """Change a byte of a chunk, and its checksum with it: what a decoder has to withstand."""
     key = _chunk(rng, files)
     data = bytearray(files[key][:-4])
@@ -142,7 +133,7 @@ def flip_checked(rng: random.Random, files: Files) -> None:
     files[key] = _sealed(bytes(data))
 
 
-def encode(rng: random.Random, files: Files) -> None:
+def encode(rng: random.Random, case: Original, files: Files) -> None:
     """Put other content, rightly encoded, into a chunk."""
     key = _chunk(rng, files)
     content = rng.choice(
@@ -157,26 +148,7 @@ def encode(rng: random.Random, files: Files) -> None:
     files[key] = _sealed(content if codec is None or not content else bytes(codec.encode(content)))
 
 
-def truncate(rng: random.Random, files: Files) -> None:
-    """Cut a file, or make it longer."""
-    key = rng.choice(sorted(files))
-    data = files[key]
-    files[key] = (
-        data + rng.randbytes(9) if rng.random() < 0.2 else data[: rng.randrange(len(data) + 1)]
-    )
-
-
-def delete(rng: random.Random, files: Files) -> None:
-    """Remove a file, or all files of an array."""
-    key = rng.choice(sorted(files))
-    whole = rng.random() < 0.3
-    for one in [
-        one for one in files if one == key or (whole and one.split("/")[0] == key.split("/")[0])
-    ]:
-        del files[one]
-
-
-def duplicate(rng: random.Random, files: Files) -> None:
+def duplicate(rng: random.Random, case: Original, files: Files) -> None:
     """Put a file to another place too: where one is, or where none belongs."""
     key = rng.choice(sorted(files))
     name = rng.choice(
@@ -185,7 +157,7 @@ def duplicate(rng: random.Random, files: Files) -> None:
     files[name] = files[key]
 
 
-def swap(rng: random.Random, files: Files) -> None:
+def swap(rng: random.Random, case: Original, files: Files) -> None:
     """Let two files take each other's place."""
     kind = rng.random() < 0.7
     keys = [key for key in sorted(files) if ("/c/" in key) == kind]
@@ -194,7 +166,7 @@ def swap(rng: random.Random, files: Files) -> None:
         files[a], files[b] = files[b], files[a]
 
 
-def edit(rng: random.Random, files: Files) -> None:
+def edit(rng: random.Random, case: Original, files: Files) -> None:
     """Replace, remove or add something in a metadata document."""
     key = rng.choice([key for key in sorted(files) if key.endswith("zarr.json")] or [""])
     try:
@@ -228,19 +200,8 @@ def edit(rng: random.Random, files: Files) -> None:
     files[key] = text.encode()
 
 
-DAMAGE = [
-    flip,
-    flip_checked,
-    flip_checked,
-    encode,
-    truncate,
-    delete,
-    duplicate,
-    swap,
-    edit,
-    edit,
-    edit,
-]
+DAMAGE = (damaged, damaged, flip_checked, flip_checked, encode, removed, duplicate, swap)
+DAMAGE += (edit, edit, edit)
 
 
 def _chunk(rng: random.Random, files: Files) -> str:
@@ -320,7 +281,7 @@ def run_case(originals: list[Original], seed: int, folder: Path) -> str:
         else:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 if files:
-                    rng.choice(DAMAGE)(rng, files)
+                    rng.choice(DAMAGE)(rng, original, files)
             if rng.random() < 0.5:  # what lies behind the seal has to withstand it too
                 with contextlib.suppress(TraceError, *UNREADABLE):
                     reseal(files)
