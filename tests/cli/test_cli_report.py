@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
-import threading
 import uuid
 from pathlib import Path
 
@@ -13,13 +10,7 @@ import pytest
 
 import kvsim
 from kvsim.sweeps import replay_all
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
-
-    def log_message(self, *_):
-        """Nothing."""
+from web import served
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +23,8 @@ def folder(tmp_path_factory, trace):
 @pytest.fixture
 def address(folder):
     """The URL on loopback of the folder of run and trace."""
-    handler = functools.partial(Quiet, directory=folder.parent)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with served(folder.parent) as url:
+        yield url
 
 
 def test_a_run_and_a_trace_over_http_are_reported(run, folder, address, tmp_path, no_layout):

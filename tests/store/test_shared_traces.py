@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import http.server
 import json
 import os
@@ -32,6 +31,7 @@ from kvsim.store import describe, open_trace, remote, verify
 from kvsim.store.packing import pack, unpack
 from kvsim.tiny import tasks
 from traces import random_trace
+from web import Quiet, served
 
 N = 300
 
@@ -486,36 +486,19 @@ def memory():
         system.rm(root, recursive=True)
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and lists of files unless told otherwise."""
-
-    lists = True
-
-    def log_message(self, *_):
-        """Say nothing."""
-
-    def list_directory(self, path):
-        """A page with links, or nothing of that kind."""
-        if self.lists:
-            return super().list_directory(path)
-        self.send_error(403)
-        return None
-
-
 @pytest.fixture(params=[True, False], ids=["listing", "no listing"])
 def web(request, tmp_path):
     """The URL of a server of `tmp_path` on loopback."""
     handler = type("Handler", (Quiet,), {"lists": request.param})
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(handler, directory=tmp_path)
-    )
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with served(tmp_path, handler) as url:
+        yield url
+
+
+@pytest.fixture
+def folder_on_the_web(tmp_path):
+    """The URL of a server that lists `tmp_path`."""
+    with served(tmp_path) as url:
+        yield url
 
 
 def drip(request, head, pause=0.05):
@@ -834,7 +817,7 @@ def test_a_dataset_has_the_arrays_of_the_trace(kind, request, stored):
     elif kind == "memory":
         trace = open_trace(make().save(request.getfixturevalue("memory")))
     elif kind == "http":
-        trace = open_trace(f"{_serve(request, stored.parent)}/made.zarr")
+        trace = open_trace(f"{request.getfixturevalue('folder_on_the_web')}/made.zarr")
 
     data = trace.to_xarray()
 
@@ -858,23 +841,6 @@ def test_a_dataset_has_the_arrays_of_the_trace(kind, request, stored):
     assert np.array_equal(data["lse"].sel(layer=5).values, make().lse[1].numpy())
     assert np.array_equal(data["tokens"][3:7].values, np.arange(3, 7))
     assert np.array_equal(data["o_proj"][1].values, make().o_proj[1].numpy())
-
-
-def _serve(request, folder):
-    """A server of a folder on loopback that ends with the test."""
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
-    )
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-
-    def stop():
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
-
-    request.addfinalizer(stop)
-    return f"http://127.0.0.1:{server.server_port}"
 
 
 def test_a_dataset_reads_what_is_asked_for(stored):
