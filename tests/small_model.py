@@ -1,14 +1,19 @@
-"""A random model of two layers and a tokenizer of words, for tests of recording."""
+"""A random model of two layers, and tokenizers of words and of bytes, for tests of recording."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 UNKNOWN = "<unk>"
+#: A chat for the tokenizer of words.
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "
+    "{% else %}{{ raise_exception('no such role') }}{% endif %}{{ m['content'] }} {% endfor %}w9"
+)
 
 
 @functools.cache
@@ -41,3 +46,13 @@ def words_tokenizer(template=None):
         chat_template=template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def bytes_tokenizer(merges=(), template=None):
+    """A tokenizer with a token for each byte, and merges that may cross words."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)

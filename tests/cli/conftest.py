@@ -6,10 +6,9 @@ import sys
 
 import pytest
 from command_line import OWN
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import kvsim
+import small_model
 from kvsim.sweeps import replay_all
 from kvsim.tiny.tasks import prompts
 
@@ -50,12 +49,8 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def bytes_tokenizer(tmp_path_factory):
     """A folder with a tokenizer of bytes and a chat template, and no model."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
     path = tmp_path_factory.mktemp("bytes")
-    PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE).save_pretrained(path)
+    small_model.bytes_tokenizer(template=TEMPLATE).save_pretrained(path)
     return path
 
 

@@ -31,12 +31,8 @@ from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from mutations import reseal_folder
-from small_model import words_tokenizer
+from small_model import TEMPLATE, words_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "
-    "{% else %}{{ raise_exception('no such role') }}{% endif %}{{ m['content'] }} {% endfor %}w9"
-)
 ARRAYS = ("q", "k", "v", "attn_out", "lse", "o_proj", "residual")
 
 

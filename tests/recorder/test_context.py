@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, capture_many, read_prompts
 from kvsim.store import describe, recover, verify
-from small_model import small
+from small_model import bytes_tokenizer, small
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<a>{% endif %}"
@@ -20,13 +18,7 @@ CHAT += "{% if add_generation_prompt %}<a>{% endif %}"
 
 def tokenizer(template=CHAT):
     """A tokenizer with a token for each byte, and one for `a b`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "Ġ"), ("aĠ", "b")]
-    vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template)
+    return bytes_tokenizer([("a", "Ġ"), ("aĠ", "b")], template)
 
 
 def recorded(prompt, context, **options):

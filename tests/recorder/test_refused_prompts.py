@@ -7,13 +7,9 @@ import pytest
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.testing.strategies import make_case
-from small_model import small, words_tokenizer
+from small_model import TEMPLATE, small, words_tokenizer
 from traces import changed
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}w7 {% elif m['role'] == 'system' %}w8 "
-    "{% else %}{{ raise_exception('no such role') }}{% endif %}{{ m['content'] }} {% endfor %}w9"
-)
 NO_SPAN = "expected a text that is in the prompt"
 
 

@@ -6,8 +6,6 @@ import json
 
 import polars as pl
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import kvsim
 from kvsim.analysis.folder import read_run
@@ -18,19 +16,11 @@ from kvsim.recorder.spans import located
 from kvsim.store import describe, recover
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
-from small_model import small, words_tokenizer
+from small_model import bytes_tokenizer, small, words_tokenizer
 from traces import changed
 
-
-def bytes_tokenizer():
-    """A tokenizer with a token for each byte, and merges that cross words."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "Ġ"), ("aĠ", "b"), ("Ġ", "c")]
-    vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
-    inner = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
+#: A token of each byte, and merges that cross words.
+MERGES = (("a", "Ġ"), ("aĠ", "b"), ("Ġ", "c"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +35,7 @@ def bytes_tokenizer():
 )
 def test_span_is_the_shortest_that_decodes_to_the_needle(text, needle):
     """The tokens of the span have the whole needle; without the first or the last they do not."""
-    tokenizer = bytes_tokenizer()
+    tokenizer = bytes_tokenizer(MERGES)
     ids = tokenizer(text)["input_ids"]
 
     ((start, end),) = located(needle, text, len(ids), tokenizer, special=True)
