@@ -150,10 +150,10 @@ def metrics() -> str:
 
 def figures() -> str:
     """The table of the figures of `kvsim plot`."""
-    from kvsim.plots.registry import FIGURES, PLOTTED  # noqa: PLC0415 - as policies()
+    from kvsim.plots.registry import FIGURES, plotted  # noqa: PLC0415 - as policies()
 
     lines = ["| name | shows | options | needs | source |", "| --- " * 5 + "|"]
-    for name, one in ((name, FIGURES[name]) for name in PLOTTED):
+    for name, one in ((name, FIGURES[name]) for name in plotted()):
         options = ", ".join(f"`--{flag}`" for flag in one.flags)
         cells = (f"`{name}`", one.summary.rstrip("."), options, one.needs, one.source)
         lines.append("| " + " | ".join(cells) + " |")
@@ -168,7 +168,7 @@ _SEVERAL = 3
 
 def commands() -> str:
     """Return what `--help` prints for each command, 80 columns wide, without common options."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(app())
     texts = {"kvsim": _help(command, [])}
     texts |= {f"kvsim {name}": _help(command, name.split()) for name in command_names()}
     options: dict[str, list[str]] = {}
@@ -208,8 +208,8 @@ def _block(text: str) -> str:
 
 def command_names() -> list[str]:
     """The commands, in the order of `kvsim --help`; `trace recover` is one of `trace`."""
-    names = _names(app)
-    for group in app.registered_groups:
+    names = _names(app())
+    for group in app().registered_groups:
         names += [group.name, *(f"{group.name} {name}" for name in _names(group.typer_instance))]
     return names
 

@@ -82,6 +82,10 @@ class ExtraError(KvsimError, ImportError):
     """A library of an extra of the package is not installed."""
 
 
+class PackageError(KvsimError, ImportError):
+    """A package declares a policy, metric, figure or command that kvsim cannot load."""
+
+
 #: Libraries that each extra installs and kvsim imports.
 EXTRAS = {
     "capture": ("httpx", "huggingface_hub", "jinja2", "tokenizers", "transformers"),

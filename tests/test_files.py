@@ -146,7 +146,7 @@ def test_every_command_that_writes_is_tried_on_a_full_disk():
 
     # tests/sweeps, for the folder of a run in parts is one mechanism, and tests/store
     elsewhere = {"replay", "sweep", "live", "fidelity", "recover"}
-    assert {*writing(typer.main.get_command(app))} == {*script.COMMANDS} | elsewhere
+    assert {*writing(typer.main.get_command(app()))} == {*script.COMMANDS} | elsewhere
 
 
 def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path):

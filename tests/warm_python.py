@@ -114,7 +114,7 @@ def load() -> None:
     from plain_figures import leave_out_layouts
 
     typer.main.get_command = functools.cache(typer.main.get_command)
-    typer.main.get_command(app)
+    typer.main.get_command(app())
     leave_out_layouts(setattr)  # those of the gallery are whole (test_docs_figures.py)
     sys.path.pop(0)  # of this script
     gc.freeze()  # the first collection in a fork would copy every page that holds an object

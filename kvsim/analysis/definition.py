@@ -41,7 +41,8 @@ class Metric:
     allocators at events (`Allocator.notes`, `kvsim.replay(..., internals=...)`). layers: what
     stands for all layers in a summary, the mean of their values or the sum. together: some values
     are of all layers together, so that those of a block of layers say nothing. arrays: what a trace
-    must have recorded; by default, metrics of traces without them are left out.
+    must have recorded; by default, metrics of traces without them are left out. after: the metric
+    that it follows in a Table; by default those of packages come last.
     """
 
     summary: str
@@ -58,3 +59,4 @@ class Metric:
     layers: Literal["mean", "sum"] = "mean"
     together: bool = False
     arrays: tuple[str, ...] = ()
+    after: str = ""

@@ -165,11 +165,12 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
 
 def last_events(table: pl.DataFrame) -> pl.DataFrame:
     """The Table without rows of earlier events where the last one stands for all."""
-    if not table["metric"].is_in(_LAST).any():
+    last = [name for name, entry in METRICS.items() if entry.over_events == "last"]
+    if not table["metric"].is_in(last).any():
         return table
     of_cell = ("trace", "policy", "params", "interval", "prefill")
     latest = pl.col("event").max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
-    older = pl.col("metric").is_in(_LAST) & (pl.col("event") < latest)
+    older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
     return table.filter(~older.fill_null(value=False))
 
 
@@ -201,11 +202,6 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     )
 
 
-#: Metrics whose layers add up, and those whose last event stands for all.
-_SUMMED = [name for name, entry in METRICS.items() if entry.layers == "sum"]
-_LAST = [name for name, entry in METRICS.items() if entry.over_events == "last"]
-
-
 def over_layers(
     table: pl.DataFrame, keys: Sequence[str], columns: Sequence[str] = ("value",)
 ) -> pl.DataFrame:
@@ -214,7 +210,8 @@ def over_layers(
     keys: columns that distinguish results. Values of a metric whose layers add up are scaled such
     that the mean of a result is the sum over layers of the means in each; others are unchanged.
     """
-    summed = table["metric"].is_in(_SUMMED)
+    added_up = [name for name, entry in METRICS.items() if entry.layers == "sum"]
+    summed = table["metric"].is_in(added_up)
     if not summed.any():
         return table
     in_layer = list(dict.fromkeys([*keys, "layer"]))

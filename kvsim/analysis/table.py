@@ -15,6 +15,7 @@ import polars as pl
 from kvsim.analysis.arrays import Floats, Ints, mean_known
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.error import check_record, output_error
+from kvsim.analysis.output.metrics import METRICS as OUTPUT
 from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import model_name
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
@@ -58,7 +59,7 @@ BESIDE = {
     "oracle": "mass oracle",
 }
 JUDGED = ("response_kl", "nll_increase", "top_agreement", "stream_error")
-REGRET = tuple(x for x, entry in METRICS.items() if entry.beside in ("optimum", "unprotected"))
+REGRET = tuple(x for x, entry in OUTPUT.items() if entry.beside in ("optimum", "unprotected"))
 
 #: Called with (metrics done, metrics, current metric).
 Progress = Callable[[int, int, str], None]

@@ -1,4 +1,4 @@
-"""The command line: `kvsim COMMAND ...`, one command per line of `COMMANDS`.
+"""The command line: `kvsim COMMAND ...`, one command per line of `COMMANDS` or entry point.
 
     values      values of options and arguments
     show        tables, JSON and progress
@@ -19,6 +19,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from types import FunctionType
 from typing import Annotated, NoReturn
 
 import typer
@@ -27,7 +29,6 @@ import kvsim
 from kvsim.cli import (
     comparing,
     conforming,
-    costing,
     dashboard,
     demo,
     inspecting,
@@ -50,12 +51,14 @@ from kvsim.cli import (
 )
 from kvsim.cli.show import echo_error, one_line
 from kvsim.cli.values import Stop
-from kvsim.errors import ClusterError, KvsimError, missing_extra
+from kvsim.errors import ClusterError, KvsimError, PackageError, missing_extra
+from kvsim.registry import Registry
 
 __all__ = ["COMMANDS", "app", "main"]
 
-#: Every command, in the order of `kvsim --help`; `trace` has commands of its own.
-COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
+Command = Callable[..., None] | typer.Typer
+
+_COMMANDS: dict[str, Command] = {
     "prompts": prompting.prompts,
     "capture": recording.capture,
     "info": inspecting.info,
@@ -76,7 +79,6 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "report": reporting.report,
     "plot": plotting.plot,
     "recompute": recomputing.recompute,
-    "cost": costing.cost,
     "layers": layers.layers,
     "dashboard": dashboard.dashboard,
     "policies": listing.policies,
@@ -84,8 +86,12 @@ COMMANDS: dict[str, Callable[..., None] | typer.Typer] = {
     "demo": demo.run,
     "trace": tracing.app,
 }
+#: Every command, in the order of `kvsim --help`; `trace` has commands of its own.
+COMMANDS: Registry[Command] = Registry(
+    "command", "kvsim.commands", (FunctionType, typer.Typer), _COMMANDS
+)
 #: Text below the options in the help of a command.
-EPILOGS = {"plot": plotting.listing()}
+EPILOGS = {"plot": plotting.listing}
 # click's class of usage errors, or typer's own copy of it
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -117,16 +123,33 @@ def _app(names: Iterable[str]) -> typer.Typer:
     )
     out.callback()(_kvsim)
     for name in names:
-        command = COMMANDS[name]
+        command = _command(name)
         if isinstance(command, typer.Typer):
             out.add_typer(command, name=name, short_help=str(command.info.help))
         else:
             first = " ".join(str(command.__doc__).split("\n\n")[0].split())  # whole, not cut short
-            out.command(name=name, short_help=first, epilog=EPILOGS.get(name))(command)
+            out.command(name=name, short_help=first, epilog=EPILOGS.get(name, str)())(command)
     return out
 
 
-app = _app(COMMANDS)
+def _command(name: str) -> Command:
+    """Return a command; one of a package that is broken says so, in the list of all too."""
+    try:
+        return COMMANDS[name]
+    except PackageError as error:
+        broken = error
+
+    def command() -> None:
+        raise broken
+
+    command.__doc__ = str(broken)
+    return command
+
+
+@cache
+def app() -> typer.Typer:
+    """Return `kvsim` with all commands."""
+    return _app(COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -167,7 +190,7 @@ def _status(argv: list[str]) -> int:
         if argv[:1] == ["help"]:
             argv = [*argv[1:], "--help"]
         alone = argv[:1] if argv and argv[0] in COMMANDS else None
-        command = typer.main.get_command(_app(alone) if alone else app)
+        command = typer.main.get_command(_app(alone) if alone else app())
         done = command.main(argv or ["--help"], prog_name="kvsim", standalone_mode=False)
         sys.stdout.flush()
     except Stop as stop:

@@ -16,7 +16,7 @@ from kvsim.cli.show import bar, echo_error
 from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import PolicyError, suggest
 from kvsim.files import check_output
-from kvsim.plots.registry import FIGURES, PLOTTED, Figure
+from kvsim.plots.registry import FIGURES, Figure, plotted
 from kvsim.schema import merged
 
 if TYPE_CHECKING:
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from kvsim.core.trace import Trace
 
 _FORMATS = (".pdf", ".png", ".svg")
-_RUNS = tuple(name for name in PLOTTED if FIGURES[name].runs)
 _BY = ("stage", "task", "domain", "level")
 
 
 def listing() -> str:
     """Return the figures of `kvsim plot` with their summaries, as lines of its help."""
-    wide = 2 + max(map(len, PLOTTED))
+    names = plotted()
+    wide = 2 + max(map(len, names))
     lines = [
         textwrap.fill(f"{name:{wide}}{FIGURES[name].summary}", 78, subsequent_indent=" " * wide)
-        for name in PLOTTED
+        for name in names
     ]
     return "\b\nFigures:\n" + "\n".join(lines)
 
@@ -47,9 +47,8 @@ def plot(
         list[str],
         typer.Argument(
             metavar="TRACE|RUN",
-            help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for "
-            f"{', '.join(_RUNS[:-1])} and {_RUNS[-1]} also folders that "
-            "`kvsim replay --out` wrote.",
+            help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
+            "results, such as pareto, also folders that `kvsim replay --out` wrote.",
         ),
     ],
     out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
@@ -184,13 +183,14 @@ def check_figure(out: Path, option: str) -> None:
 
 
 def _figure(name: str) -> Figure:
-    if name in PLOTTED:
-        return FIGURES[name]
     if name in FIGURES:
-        command = "`kvsim layers TRACE --budget N --figures DIR`"
-        raise OptionError(f"{name} is drawn by {command}, with all figures of layers")
-    closest = suggest(name, PLOTTED)
-    raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(PLOTTED)}")
+        figure = FIGURES[name]
+        if figure.command != "plot":
+            raise OptionError(f"{name} is drawn by `kvsim {figure.command}`; see its help")
+        return figure
+    names = plotted()
+    closest = suggest(name, names)
+    raise OptionError(f"no figure is called {name!r}{closest}; figures: {', '.join(names)}")
 
 
 def _check_flags(name: str, figure: Figure, flags: Mapping[str, Any]) -> None:
@@ -226,10 +226,11 @@ def _share(text: str) -> float:
 def _check_given(
     name: str, figure: Figure, sources: Sequence[str], runs: Sequence[str], given: Mapping[str, Any]
 ) -> None:
-    if runs and name not in _RUNS:
+    if runs and not figure.runs:
+        drawn = ", ".join(name for name in plotted() if FIGURES[name].runs)
         raise OptionError(
             f"{name} is drawn from traces, but {runs[0]} is a run; give the traces that it "
-            f"replayed. Drawn from runs: {', '.join(_RUNS)}"
+            f"replayed. Drawn from runs: {drawn}"
         )
     if runs and len(runs) < len(sources):
         trace = next(source for source in sources if source not in runs)
@@ -250,7 +251,7 @@ def _check_given(
         folder = f", or the folder of a run ({sources[0]} has no run.json)"
         raise OptionError(
             f"{name} of traces shows policies (`kvsim policies`); give {expected}"
-            f"{folder * (name in _RUNS)}"
+            f"{folder * figure.runs}"
         )
     surplus = [f"--{key}" for key in given if key in unused and given[key] not in (None, [])]
     if surplus:

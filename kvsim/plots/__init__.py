@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from kvsim.plots.style import save as save
     from kvsim.plots.summary import *
 
-_HOME = {name: figure.module for name, figure in FIGURES.items()}
-_HOME |= {"NEEDED": "records", "save": "style", "token_html": "records"}
+_HOME = {"NEEDED": "records", "save": "style", "token_html": "records"}
 
-__all__ = [*_HOME]  # noqa: PLE0604 - the names of the registry, once
+__all__ = [*FIGURES, *_HOME]  # noqa: PLE0604 - the names of the registry, once
 
 
 def __getattr__(name: str) -> Any:
     """Import a figure on first use."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module(f"{__name__}.style").draw_in_notebooks()
-    globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = f"{__name__}.{_HOME[name]}" if name in _HOME else FIGURES[name].module
+    globals()[name] = getattr(import_module(home), name)
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,6 @@
 """The figures by name, with their content, sources and options.
 
-`kvsim plot`, its help and the table of docs/figures.md read this. A figure is a function of the
-same name in a module of `kvsim.plots`. Nothing here loads matplotlib.
+`kvsim plot`, its help and the table of docs/figures.md read this. Nothing here loads matplotlib.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
+
+from kvsim.registry import Registry
 
 #: What `kvsim plot` replays for an input: a sweep, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
@@ -28,11 +29,11 @@ FLAGS: Final[Mapping[str, str]] = {"layers": "layer", "metrics": "metric"}
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of `kvsim.plots`.
+    """A figure: a function that returns a matplotlib Figure.
 
     Attributes:
-        module: the module of `kvsim.plots` that has a function with the figure's name.
-        summary: its content, in one sentence.
+        module: the module that has a function with the figure's name.
+        summary: what it shows, in one sentence.
         inputs: its positional arguments.
         options: keywords that the command line can set.
         source: the paper and figure that it follows, or "kvsim".
@@ -48,7 +49,7 @@ class Figure:
     source: str = "kvsim"
     metrics: tuple[str, ...] = ()
     requires: str = ""
-    command: Literal["plot", "layers"] = "plot"
+    command: str = "plot"
 
     @property
     def replay(self) -> Literal["sweep", "plans", "once"] | None:
@@ -88,11 +89,15 @@ class Figure:
 
 
 _PLACE, _ERRORS = ("layer", "head"), ("weighted_error", "layer_error", "output_error")
-_summary, _records, _events = (partial(Figure, name) for name in ("summary", "records", "events"))
-_attention, _normality = partial(Figure, "attention"), partial(Figure, "normality")
-_layers = partial(Figure, "layers", command="layers")
+_summary, _records = partial(Figure, "kvsim.plots.summary"), partial(Figure, "kvsim.plots.records")
+_events, _attention = (
+    partial(Figure, "kvsim.plots.events"),
+    partial(Figure, "kvsim.plots.attention"),
+)
+_normality = partial(Figure, "kvsim.plots.normality")
+_layers = partial(Figure, "kvsim.plots.layers", command="layers")
 
-FIGURES: Final[Mapping[str, Figure]] = {
+_FIGURES: Final[Mapping[str, Figure]] = {
     "over_budgets": _summary(
         "What ranks policies, retained mass and wipe-out, or any metrics, against the budget.",
         ("table",), ("metrics",), metrics=(*_ERRORS, "retained_mass", "wipeout")),
@@ -122,7 +127,8 @@ FIGURES: Final[Mapping[str, Figure]] = {
         "Retained-set IoU by stage of the model, or by task, domain or level of the prompts.",
         ("table",), ("by",), "AMS, Fig. 5, Table 14", ("retained_iou",), "at least two events"),
     "needle": Figure(
-        "haystack", "Share kept of a needle, or right answers of a live run, by depth and length.",
+        "kvsim.plots.haystack",
+        "Share kept of a needle, or right answers of a live run, by depth and length.",
         ("table",), ("metrics",), metrics=("needle_recall",),
         requires="prompts with a needle, length and depth"),
     "overlap_curves": _attention(
@@ -190,5 +196,9 @@ FIGURES: Final[Mapping[str, Figure]] = {
         ("diagnosis",), source="ASL, Fig. 4"),
 }  # fmt: skip
 
-#: Figures of `kvsim plot`.
-PLOTTED: Final = tuple(name for name, figure in FIGURES.items() if figure.command == "plot")
+FIGURES: Final = Registry("figure", "kvsim.figures", (Figure,), _FIGURES)
+
+
+def plotted() -> list[str]:
+    """Return the names of the figures of `kvsim plot`."""
+    return [name for name, figure in FIGURES.items() if figure.command == "plot"]

@@ -49,6 +49,7 @@ from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.policies.tova import TOVA
 from kvsim.policies.triattention import TriAttention
 from kvsim.policies.union import Union
+from kvsim.registry import Registry
 
 _NEVER = Schedule(interval=None, prefill=False)
 _PROMPT = Schedule(interval=None)
@@ -347,7 +348,7 @@ _PRESETS: Mapping[str, Preset] = {
     "fastkv@proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2}),
 }
 
-CATALOGUE: Mapping[str, Entry] = {
+_EVICTIONS: Mapping[str, Entry] = {
     name: replace(
         entry,
         meant_for=MEANT_FOR.get(name, {}),
@@ -401,3 +402,6 @@ ACCESS: Mapping[str, Entry] = {
     ),
     "fp8": Entry("stores 8-bit floating-point numbers", ShortFloats, None),
 }
+
+#: Evictions, and everything that packages bring.
+CATALOGUE: Mapping[str, Entry] = Registry("policy", "kvsim.policies", (Entry,), _EVICTIONS, ACCESS)

@@ -26,7 +26,6 @@ from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
 BEHIND = ("reader", "codec")
-_ALL = {**CATALOGUE, **ACCESS}
 
 
 def as_policy(given: PolicyLike) -> Policy:
@@ -300,13 +299,14 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
             chain.append((part, foreign.behind(part)))
             continue
         base, at, preset = part.partition("@")
-        if base not in _ALL:
+        if base not in CATALOGUE and base not in ACCESS:
             module, _, last = base.rpartition(".")
             hint = f"; a policy of your own is {module}:{last}" if module else ""
             raise PolicyError(
-                f"unknown policy {base!r}{suggest(base, _ALL)}{hint}; `kvsim policies` lists all"
+                f"unknown policy {base!r}{suggest(base, [*CATALOGUE, *ACCESS])}{hint}; "
+                "`kvsim policies` lists all"
             )
-        entry = _ALL[base]
+        entry = _entry(base)
         if at and not entry.has_preset(preset):
             available = [*entry.presets, *["scaled"] * entry.has_preset("scaled")]
             presets = ", ".join(f"{base}@{p}" for p in available) or "none"
@@ -318,11 +318,15 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
     return chain
 
 
+def _entry(name: str) -> Entry:
+    return CATALOGUE[name] if name in CATALOGUE else ACCESS[name]
+
+
 def codec_of(spec: Codec | Spec) -> Codec:
-    """The codec that a record names. Raises PolicyError for one that is not kvsim's."""
+    """The codec that a record names. Raises PolicyError for one that is not in the catalogue."""
     if isinstance(spec, Codec):
         return spec
-    entry = ACCESS.get(spec.name)
+    entry = CATALOGUE.get(spec.name) or ACCESS.get(spec.name)
     if entry is None or entry.kind != "codec":
         raise PolicyError(
             f"the record is of entries that are stored by {spec.name!r}, which kvsim does not "

@@ -31,9 +31,6 @@ METHODS = ("expected_attention", "snapkv", "tova", "keydiff", "knorm", "streamin
 #: Shares that they evict.
 RATIOS = (0.25, 0.5, 0.75)
 
-# The others are in the Tables of runs.
-_MEASURED = [name for name, x in METRICS.items() if x.kind == "trace" and not x.default]
-
 
 @dataclass(frozen=True)
 class Study:
@@ -57,7 +54,9 @@ class Study:
 def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     """Analyse at least one trace; of all but the first only tables and ranks are kept."""
     report = progress or (lambda *_: None)
-    steps = len(_MEASURED) + 1
+    # the others are in the Tables of runs
+    measured = [name for name, x in METRICS.items() if x.kind == "trace" and not x.default]
+    steps = len(measured) + 1
     policies = [policy(name) for name in METHODS]
     first, tables, errors, left_out = Analysis(traces[0]), [], [], []
     diagnoses: list[Diagnosis] = []
@@ -68,8 +67,8 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
             report(before + done, len(traces) * steps, what)
 
         analysis = Analysis(trace) if place else first
-        tables.append(measure(analysis, metrics=_MEASURED, progress=step))
-        step(len(_MEASURED), 0, f"{trace.name}: reconstruction error")
+        tables.append(measure(analysis, metrics=measured, progress=step))
+        step(len(measured), 0, f"{trace.name}: reconstruction error")
         diagnoses += analysis.diagnoses.values()
         left_out.append(analysis.left_out)
         errors.append(_reconstructed(trace, policies, refused))

@@ -31,7 +31,7 @@ def test_help_lists_each_command_once(run):
 
     assert listed == list(COMMANDS)
     assert not any("..." in line for line in lines)  # each description is whole
-    assert len(app.registered_groups) == 1
+    assert len(app().registered_groups) == 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -66,7 +66,7 @@ def test_help_is_a_command_too(run):
 def test_a_command_is_built_alone(run, monkeypatch):
     """At the start signatures of no other command are read, and completion has all."""
     built = []
-    monkeypatch.setattr(kvsim.cli, "_app", lambda names: built.append([*names]) or app)
+    monkeypatch.setattr(kvsim.cli, "_app", lambda names: built.append([*names]) or app())
 
     run("metrics", "--help")
     run("--help")

@@ -301,17 +301,17 @@ def test_the_command_learns_and_says_what_it_is_worth(monkeypatch, paths, tmp_pa
     out = tmp_path / "s.safetensors"
     command = ["learn", str(paths), "--budget", "8", "--out", str(out), "--interval", "4"]
     command += ["--rounds", "1", "--against", "random,tova", "--metric", "output_error"]
-    text = CliRunner().invoke(app, command)
+    text = CliRunner().invoke(app(), command)
     assert text.exit_code == 0, text.output
     assert "on 4 prompts; it sees position, attention, keys, values." in text.stdout
     assert "Measured on 2 prompts that it has not seen." in text.stdout
     assert "has the lowest output_error" in text.stdout
-    done = CliRunner().invoke(app, [*command, "--overwrite", "--json", "--ahead", "2"])
+    done = CliRunner().invoke(app(), [*command, "--overwrite", "--json", "--ahead", "2"])
     document = json.loads(done.stdout)
     assert document["features"][-1] == "future"
     assert document["widths"] == [32, 1]
     assert {row["policy"] for row in document["averages"]} == {f"learned:{out}", "random", "tova"}
-    few = CliRunner().invoke(app, [*command, "--overwrite", "--held-out", "0"])
+    few = CliRunner().invoke(app(), [*command, "--overwrite", "--held-out", "0"])
     assert "No prompts were held out" in few.stdout
     assert np.isfinite(document["averages"][0]["output_error"])
     assert replace(Network.open(out), training={}).interval == 4

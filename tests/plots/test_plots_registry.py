@@ -13,7 +13,7 @@ import pytest
 from kvsim import plots
 from kvsim.analysis.registry import METRICS
 from kvsim.cli.plotting import Data
-from kvsim.plots.registry import FIGURES, FLAGS, PLOTTED
+from kvsim.plots.registry import FIGURES, FLAGS, plotted
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -60,7 +60,7 @@ def test_every_input_can_be_prepared():
     expected |= {"plans": record, "table": table, "evictions": table}
     computed = {"expectation", "normality", "projections", "trace_table"}
 
-    for name in PLOTTED:
+    for name in plotted():
         for one in {*FIGURES[name].inputs} - computed:
             assert data.input(one, FIGURES[name]) == expected[one]
     assert {*FLAGS} <= {option for one in FIGURES.values() for option in one.options}

@@ -161,7 +161,7 @@ def test_info_shows_the_likelihood(tmp_path, capsys):
     trace = capture(small(), None, [1, 2], response=[3, 4], out=tmp_path / "a.zarr")
     mean = sum(trace.response_logprobs) / 2
 
-    app(["info", str(trace.path)], standalone_mode=False)
+    app()(["info", str(trace.path)], standalone_mode=False)
 
     printed = capsys.readouterr().out
     assert f"{mean:.4f} per token of the response" in printed

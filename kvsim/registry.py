@@ -1,0 +1,147 @@
+"""Policies, metrics, figures and commands by name: the spine's, then those of entry points.
+
+A study of kvsim and a package of a user declare what they bring in the same way::
+
+    [project.entry-points."kvsim.metrics"]
+    share_kept = "my_package:SHARE_KEPT"
+
+Names cost no import: an object is loaded when it is first read.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache, cached_property
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvsim.errors import PackageError, error_line
+
+T = TypeVar("T")
+
+#: The file that declares kvsim's own entry points, in a checkout.
+PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+#: The group of commands, of which kvsim always has some.
+COMMANDS = "kvsim.commands"
+
+
+class Registry(Mapping[str, T]):
+    """Objects by name: `own` in their order, then those of studies and of packages, by name.
+
+    Args:
+        kind: what one object is, in a word, such as "metric".
+        group: the group of entry points.
+        types: what an object may be.
+        own: the objects of the spine.
+        reserved: names that no package may have.
+
+    Raises PackageError where an object is read that a package declares but that cannot be loaded,
+    is of another type, or has the name of another one.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        types: tuple[type[Any], ...],
+        own: Mapping[str, T],
+        reserved: Collection[str] = (),
+    ) -> None:
+        self.kind, self.group = kind, group
+        self._types, self._own, self._reserved = types, own, reserved
+        self._loaded: dict[str, T] = {}
+
+    @cached_property
+    def _points(self) -> dict[str, list[EntryPoint]]:
+        points: dict[str, list[EntryPoint]] = {}
+        for point in sorted(declared(self.group), key=_order):
+            points.setdefault(point.name, []).append(point)
+        return points
+
+    def __getitem__(self, name: str) -> T:
+        points = self._points.get(name, [])
+        ours = name in self._own or name in self._reserved
+        if len(points) + ours > 1:
+            owners = " and by ".join([*["kvsim"] * ours, *map(_owner, points)])
+            raise PackageError(
+                f"the {self.kind} {name!r} is declared by {owners}; a name is declared once: "
+                f"rename it in the package's pyproject.toml, or uninstall {_project(points[-1])}"
+            )
+        if not points:
+            return self._own[name]
+        if name not in self._loaded:
+            self._loaded[name] = self._load(points[0])
+        return self._loaded[name]
+
+    def _load(self, point: EntryPoint) -> T:
+        try:
+            loaded: T = point.load()
+        except (Exception, SystemExit) as error:  # a package is anybody's code
+            if _project(point) == "kvsim":
+                raise
+            raise PackageError(
+                f"the {self.kind} {point.name!r} of {_owner(point)} cannot be loaded from "
+                f"{point.value!r}: {type(error).__name__}: {error_line(error)}; mend the package, "
+                f"or uninstall {_project(point)}"
+            ) from error
+        if not isinstance(loaded, self._types):
+            expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in self._types)
+            raise PackageError(
+                f"the {self.kind} {point.name!r} of {_owner(point)} is of type "
+                f"{type(loaded).__name__}; expected {expected}: mend {point.value!r}, or uninstall {_project(point)}"
+            )
+        return loaded
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or name in self._points
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._own, *self._points]))
+
+    def __len__(self) -> int:
+        return len(self._own.keys() | self._points.keys())
+
+
+def declared(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group, kvsim's own and those of installed packages.
+
+    Those of a checkout are read from its `pyproject.toml`: what was installed from it may be older.
+    """
+    found = [*_installed().select(group=group)]
+    own = _of_checkout()
+    if own is not None:
+        others = [point for point in found if _project(point) != "kvsim"]
+        return [*(EntryPoint(*each, group) for each in own.get(group, {}).items()), *others]
+    if not any(_project(point) == "kvsim" for point in _installed().select(group=COMMANDS)):
+        raise PackageError(
+            f"{PROJECT.parent} has kvsim without the metadata that names its commands; expected an "
+            "installation of this version: pip install --force-reinstall kvsim"
+        )
+    return found
+
+
+_installed = cache(entry_points)  # a scan of all installed packages
+
+
+@cache
+def _of_checkout() -> Mapping[str, Mapping[str, str]] | None:
+    """Return the groups of entry points of a checkout; None of an installation."""
+    if not PROJECT.is_file():
+        return None
+    project = tomllib.loads(PROJECT.read_text("utf-8")).get("project", {})
+    return project["entry-points"] if project.get("name") == "kvsim" else None
+
+
+def _project(point: EntryPoint) -> str:
+    return "kvsim" if point.dist is None else point.dist.name
+
+
+def _owner(point: EntryPoint) -> str:
+    return "kvsim" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def _order(point: EntryPoint) -> tuple[bool, str, str]:
+    """Return a key that sorts kvsim's own before those of packages, then by name."""
+    return _project(point) != "kvsim", point.name, _project(point)
