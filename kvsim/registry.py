@@ -90,7 +90,8 @@ class Registry(Mapping[str, T]):
             expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in self._types)
             raise PackageError(
                 f"the {self.kind} {point.name!r} of {_owner(point)} is of type "
-                f"{type(loaded).__name__}; expected {expected}: mend {point.value!r}, or uninstall {_project(point)}"
+                f"{type(loaded).__name__}; expected {expected}: mend {point.value!r}, or uninstall "
+                f"{_project(point)}"
             )
         return loaded
 

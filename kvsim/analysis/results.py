@@ -7,6 +7,7 @@ have the parameters in which they differ.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,3 +276,13 @@ def labelled(table: pl.DataFrame) -> pl.DataFrame:
     labels_of = pl.DataFrame(rows, schema=schema, orient="row")
     joined = table.join(labels_of, on=COLUMNS, how="left", nulls_equal=True, maintain_order="left")
     return joined.with_columns(policy="label").drop("label")
+
+
+def task_of(trace: Trace) -> str:
+    """Return what traces are grouped by: the label `task`, else the first part of the name.
+
+    The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
+    task `walk`, `p12` of `p`.
+    """
+    label = str(trace.labels.get("task", ""))
+    return label or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name

@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.evidence import OUTCOMES
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.significance import FEWEST
@@ -31,9 +32,6 @@ OFFLINE = (
     *("concat_error_absolute", "retained_mass", "topk_recall", "wipeout", "retained_iou"),
     *("needle_recall", "needle_wipeout", "global_eviction", "oracle_regret"),
 )
-#: Outcomes of a live run.
-OUTCOMES = ("response_kl", "nll_increase", "top_agreement", "answer_right")
-
 #: Errors that both loops have in each layer.
 ERRORS = ("output_error", "layer_error")
 

@@ -28,17 +28,11 @@ import typer
 import kvsim
 from kvsim.cli import (
     comparing,
-    conforming,
     dashboard,
-    demo,
     inspecting,
-    layers,
-    learning,
     listing,
     living,
-    masking,
     plotting,
-    prompting,
     recomputing,
     recording,
     replaying,
@@ -46,8 +40,6 @@ from kvsim.cli import (
     sweeping,
     tabulating,
     tracing,
-    tuning,
-    validating,
 )
 from kvsim.cli.show import echo_error, one_line
 from kvsim.cli.values import Stop
@@ -59,7 +51,6 @@ __all__ = ["COMMANDS", "app", "main"]
 Command = Callable[..., None] | typer.Typer
 
 _COMMANDS: dict[str, Command] = {
-    "prompts": prompting.prompts,
     "capture": recording.capture,
     "info": inspecting.info,
     "verify": inspecting.verify,
@@ -69,21 +60,12 @@ _COMMANDS: dict[str, Command] = {
     "live": living.live,
     "compare": comparing.compare,
     "table": tabulating.table,
-    "conform": conforming.conform,
-    "masks": masking.masks,
-    "tune": tuning.tune,
-    "learn": learning.learn,
-    "heads": learning.heads,
-    "fidelity": validating.fidelity,
-    "predict": validating.predict,
     "report": reporting.report,
     "plot": plotting.plot,
     "recompute": recomputing.recompute,
-    "layers": layers.layers,
     "dashboard": dashboard.dashboard,
     "policies": listing.policies,
     "metrics": listing.metrics,
-    "demo": demo.run,
     "trace": tracing.app,
 }
 #: Every command, in the order of `kvsim --help`; `trace` has commands of its own.

@@ -112,7 +112,7 @@ def layers(
     from kvsim.analysis.prompt.tables import diagnose
     from kvsim.core.arguments import resolve_budget
     from kvsim.policies.asl import ASL
-    from kvsim.tiny.answers import answer_facts
+    from kvsim.text.answers import LANGUAGES
 
     with _as_options():
         rule = ASL(
@@ -130,7 +130,7 @@ def layers(
             return find_text(trace, gold_text)
         if gold == _ANSWER:
             words = list(trace.token_text or ())[: trace.prompt_len]
-            return check_positions(trace, answer_facts(words, trace.name))
+            return check_positions(trace, LANGUAGES["ledger"].facts(words, trace.name))
         return None if positions is None else check_positions(trace, positions)
 
     golds = [needed(trace) for trace in opened]

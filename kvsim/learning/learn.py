@@ -25,9 +25,9 @@ from kvsim.policies.learned import Network
 from kvsim.policies.model import common_model
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.held_out import split
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.run import INTERVAL, SUMMARY, measurable
-from kvsim.sweeps.tuning import split
 
 #: Groups of features that a scorer of any model may use without looking ahead.
 CAUSAL = tuple(group for group in SIZES if group not in ("projections", "future"))

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
-from kvsim.core.delegates import delegates
 from kvsim.core.header import Header
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
@@ -39,7 +38,7 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import final_part, is_right
+from kvsim.text.answers import LANGUAGES, final_part, is_right
 
 #: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
 MAX_ATTENTION_BYTES = 4 << 30
@@ -200,7 +199,7 @@ class Session:
         if self.response or response is None:
             return None
         if is_tiny(self.model) and text is not None:
-            return dict(delegates["ledger"](text, response))
+            return LANGUAGES["ledger"].check(text, response)
         if answer is None:
             return None
         end = final_part(response).strip()[-200:]

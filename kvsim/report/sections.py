@@ -10,13 +10,12 @@ from itertools import islice
 import polars as pl
 from markupsafe import Markup, escape
 
-from kvsim.analysis.evidence import ranking
+from kvsim.analysis.evidence import OUTCOMES, ranking
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import few
 from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
-from kvsim.analysis.validity import OUTCOMES
 from kvsim.analysis.verdict import HEADERS, answer, tabulated
 from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import requested_order

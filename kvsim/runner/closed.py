@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvsim.core.delegates import delegates
 from kvsim.core.outcome import Forced, Generated, Outcome, OutputDeviation
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
@@ -33,7 +32,7 @@ from kvsim.runner.full import FullPass, FullRows, compared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.store.metadata import object_at
-from kvsim.text.answers import is_right
+from kvsim.text.answers import LANGUAGES, is_right
 
 
 @dataclass(frozen=True)
@@ -250,8 +249,9 @@ class ClosedLoop:
         check, text = object_at(self.trace.meta, "answer_check"), self._text(tokens)
         if text is None or check.get("right") is None:
             return None
-        if check.get("kind") == "ledger":
-            return bool(delegates["ledger"](str(self.trace.meta["text"]["prompt"]), text)["right"])
+        if (kind := check.get("kind")) in LANGUAGES:
+            prompt = str(self.trace.meta["text"]["prompt"])
+            return bool(LANGUAGES[str(kind)].check(prompt, text)["right"])
         return is_right(text, str(check["expected"]))
 
     def _answered(self, tokens: Sequence[int]) -> int | None:

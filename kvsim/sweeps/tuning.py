@@ -28,6 +28,7 @@ from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
 from kvsim.schema import FIDELITY
 from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.held_out import FEWEST, split
 from kvsim.sweeps.space import Dimension, dimension
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 #: What a reader or a codec must not gain by, and the share by which bytes may differ.
 COSTS, _EQUAL = ("bytes_held", "bytes_read"), 0.001
 
-#: Fewest prompts that are split; with fewer of them over-fitting cannot be seen.
-FEWEST = 4
 
 #: Columns of `Tuning.gains`.
 GAINS: dict[str, Any] = {
@@ -222,17 +221,6 @@ def _space(
     if not free:
         raise PolicyError(f"{name} has no parameters to search; tune another policy")
     return [*free.values()]
-
-
-def split(
-    traces: Sequence[Trace], held_out: float, seed: int
-) -> tuple[Sequence[Trace], Sequence[Trace]]:
-    """The traces to search on and those held out, each in the order given."""
-    count = round(held_out * len(traces)) if len(traces) >= FEWEST else 0
-    count = min(count, len(traces) - 1)
-    back = set(np.random.default_rng(seed).permutation(len(traces))[:count].tolist())
-    kept = [trace for at, trace in enumerate(traces) if at not in back]
-    return kept, [trace for at, trace in enumerate(traces) if at in back]
 
 
 def _study(space: Sequence[Dimension], seed: int) -> tuple[optuna.Study, Any]:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["is_right"]
+from kvsim.registry import Registry
 
+__all__ = ["LANGUAGES", "Language", "is_right"]
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language whose prompts say what the right response is.
+
+    check: returns, of a prompt and a response, what a trace stores as `answer_check`; `right` is
+    None where the prompt is not of the language. facts: returns, of the words of a prompt and the
+    name of the trace, the places of the words that the answer is made from; raises GoldError where
+    the prompt is not of the language.
+    """
+
+    check: Callable[[str, str], dict[str, Any]]
+    facts: Callable[[Sequence[str], str], list[int]]
+
+
+#: Languages by the `kind` of their checks.
+LANGUAGES: Registry[Language] = Registry("language", "kvsim.languages", (Language,), {})
 
 # Words end where no letter or digit follows, numbers where no decimals and no thousands do. A minus
 # sign belongs to its number, a hyphen between words does not.

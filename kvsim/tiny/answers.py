@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvsim.errors import GoldError
+from kvsim.text.answers import Language
 from kvsim.tiny.ledger import LedgerError, check, read, solve
 
 
@@ -39,3 +40,6 @@ def answer_facts(words: Sequence[str], name: str) -> list[int]:
     holds = {at: statement for statement in page.statements() for at in statement}
     looked_up = {at for retrieval in retrievals for at in retrieval.path if at < page.length}
     return sorted({first + part for at in looked_up for part in holds.get(at, (at,))})
+
+
+LEDGER = Language(answer_check, answer_facts)

@@ -23,8 +23,8 @@ from kvsim.analysis.prompt.tables import (
     distribution,
     layer_table,
     selection_table,
-    task_of,
 )
+from kvsim.analysis.results import task_of
 from kvsim.cli import main
 from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks

@@ -29,7 +29,7 @@ def test_an_entry_fits_its_function(name):
     ]  # fmt: skip
     optional = {one.name for one in parameters if one.default is not one.empty}
 
-    assert getattr(plots, name).__module__ == f"kvsim.plots.{figure.module}"
+    assert getattr(plots, name).__module__ == figure.module
     if figure.command == "plot":
         assert len(required) == len(figure.inputs)
     assert {*figure.options} <= optional

@@ -42,7 +42,7 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
-from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.results import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch

@@ -22,7 +22,7 @@ from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.expectation import check_rows
 from kvsim.analysis.attention.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 from kvsim.analysis.axes import trace_layer
-from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.results import task_of
 from kvsim.analysis.wide import places, wide
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from kvsim.analysis.prompt.tables import task_of
+from kvsim.analysis.results import task_of
 from kvsim.analysis.table import measure
 from kvsim.analysis.wide import wide
 from kvsim.core.policy import Policy, Schedule

@@ -6,7 +6,6 @@ have what a Table has no column for: tokens, verdicts, and layers where the whol
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ import polars as pl
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.prompt.gold import check_positions
 from kvsim.analysis.prompt.ranking import Curve, Ranking
-from kvsim.analysis.results import REQUESTED
+from kvsim.analysis.results import REQUESTED, task_of
 from kvsim.analysis.wide import wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
@@ -163,16 +162,6 @@ def diagnose(
     """
     positions = None if gold is None else check_positions(trace, gold)
     return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), positions, share)
-
-
-def task_of(trace: Trace) -> str:
-    """Return the group of a trace: the label `task`, else the first part of its name.
-
-    The first part ends before a `-` or `_` and has no digits at its end: `walk-f32-s1-0` is of the
-    task `walk`, `p12` of `p`.
-    """
-    label = str(trace.labels.get("task", ""))
-    return label or re.split("[-_]", trace.name)[0].rstrip("0123456789") or trace.name
 
 
 def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
