@@ -5,7 +5,8 @@ A study of kvsim and a package of a user declare what they bring in the same way
     [project.entry-points."kvsim.metrics"]
     share_kept = "my_package:SHARE_KEPT"
 
-Names cost no import: an object is loaded when it is first read.
+or name a mapping that has the object by that name. Names cost no import: an object is loaded when
+it is first read.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Registry(Mapping[str, T]):
 
     def _load(self, point: EntryPoint) -> T:
         try:
-            loaded: T = point.load()
+            loaded: Any = point.load()
+            if isinstance(loaded, Mapping):
+                loaded = loaded[point.name]
         except (Exception, SystemExit) as error:  # a package is anybody's code
             if _project(point) == "kvsim":
                 raise
@@ -93,7 +96,8 @@ class Registry(Mapping[str, T]):
                 f"{type(loaded).__name__}; expected {expected}: mend {point.value!r}, or uninstall "
                 f"{_project(point)}"
             )
-        return loaded
+        kept: T = loaded
+        return kept
 
     def __contains__(self, name: object) -> bool:
         return name in self._own or name in self._points
@@ -124,6 +128,28 @@ def declared(group: str) -> list[EntryPoint]:
 
 
 _installed = cache(entry_points)  # a scan of all installed packages
+
+
+class Ordered(Registry[T]):
+    """A registry in which an object whose field `after` is not empty follows that of this name."""
+
+    @cached_property
+    def _order(self) -> list[str]:
+        order = list(self._own)
+        waiting = {
+            name: str(getattr(self[name], "after", ""))
+            for name in super().__iter__()
+            if name not in self._own
+        }
+        while waiting:
+            ready = [name for name, after in waiting.items() if after in order] or [*waiting]
+            for name in ready:
+                after = waiting.pop(name)
+                order.insert(order.index(after) + 1 if after in order else len(order), name)
+        return order
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
 
 
 @cache

@@ -21,6 +21,7 @@ from kvsim.analysis.table import COLUMNS, JUDGED, REGRET
 from kvsim.core.policy import Schedule
 from kvsim.policies.asl import ASL
 from kvsim.runner.judging import Judge, unjudged
+from kvsim.studies.layers.ranks import Ranks, ranks
 from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (
@@ -189,7 +190,8 @@ def _of_trace(plan: Plan) -> dict[str, Callable[[Trace], pl.DataFrame]]:
 
     def of_prompt(trace: Trace) -> pl.DataFrame:
         ks = [budget - rule.window for budget in plan.budgets if 2 * budget <= trace.n_pos]
-        return kvsim.measure(Analysis(trace, ks=ks, rule=rule), metrics=_OF_PROMPTS)
+        analysis = Analysis(trace, given={ranks: Ranks(trace, ks=ks, rule=rule)})
+        return kvsim.measure(analysis, metrics=_OF_PROMPTS)
 
     return {
         _hash(_OF_TRACES): lambda trace: kvsim.measure(trace, metrics=_OF_TRACES),

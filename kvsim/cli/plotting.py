@@ -14,7 +14,7 @@ import typer
 from kvsim.cli import values
 from kvsim.cli.show import bar, echo_error
 from kvsim.cli.values import OptionError, Stop
-from kvsim.errors import PolicyError, suggest
+from kvsim.errors import suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, Figure, plotted
 from kvsim.schema import merged
@@ -298,38 +298,15 @@ class Data:
 
     def input(self, name: str, figure: Figure) -> Any:
         """Return an argument of a figure, computed if need be."""
-        from kvsim.analysis.attention.expectation import expected_and_observed, key_projections
-        from kvsim.analysis.attention.normality import state_normality
-
+        if figure.prepare is not None:
+            return figure.prepare(self.traces, figure.metrics)
         inputs: dict[str, Callable[[], Any]] = {
             "evictions": lambda: self.table,
             "record": lambda: self.records[0],
             "plans": lambda: self.records[0],
             "trace": lambda: self.traces[0],
-            "trace_table": lambda: _trace_table(self.traces, figure.metrics),
-            "expectation": lambda: expected_and_observed(self.traces[0]),
-            "normality": lambda: state_normality(self.traces[0]),
-            "projections": lambda: key_projections(self.traces[0]),
         }
         return inputs[name]() if name in inputs else getattr(self, name)
-
-
-def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
-    """Return metrics of traces alone.
-
-    Attention is expected from the first fifth of each trace, as in the paper.
-    """
-    from kvsim.analysis.subject import Analysis
-    from kvsim.analysis.table import in_order, measure
-
-    analyses = [Analysis(trace, cut=trace.n_pos // 5) for trace in traces]
-    for analysis in analyses:
-        if "expectation" in analysis.left_out:
-            raise PolicyError(
-                f"{analysis.trace.name}: attention cannot be compared with what is expected, "
-                f"because of {analysis.left_out['expectation']}; give another trace"
-            )
-    return in_order(measure(analysis, metrics=metrics) for analysis in analyses)
 
 
 def read(

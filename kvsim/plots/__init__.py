@@ -1,13 +1,11 @@
 # ruff: noqa: F403 - type checkers read the figures from their modules
-"""Figures. The only room that imports matplotlib.
+"""Figures. The only room that imports matplotlib, besides studies with figures of their own.
 
     registry     every figure by name: summary, source, inputs, options
     summary      policies against each other over budgets, and where entries are kept
     records      positions retained and missed, output error by row, text by state
-    events       positions that an event keeps, evicted bursts, segments and their quotas
-    attention    overlap of top keys, sparsity, expected against observed attention
-    normality    queries next to the normal distributions that fit them
-    layers       selection layers of ASL, curves by layer, how layers rank the tokens of a prompt
+    events       positions that an event keeps, evicted bursts
+    attention    overlap of top keys, sparsity, the error of one eviction
     style        colours, panels, means over prompts, captions and legends, files
 
 Every figure is a function that returns a matplotlib Figure and touches no global state; `save`
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from kvsim.plots.attention import *
     from kvsim.plots.events import *
     from kvsim.plots.haystack import *
-    from kvsim.plots.layers import *
-    from kvsim.plots.normality import *
     from kvsim.plots.records import *
     from kvsim.plots.style import save as save
     from kvsim.plots.summary import *

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvsim.registry import Registry
+
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
 
 #: What `kvsim plot` replays for an input: a sweep, one record with its Plans, or one eviction at
 #: each ratio. Inputs that are not listed need no policy.
@@ -21,8 +24,6 @@ REPLAYS: Final[Mapping[str, Literal["sweep", "plans", "once"]]] = {
     "plans": "plans",
     "evictions": "once",
 }
-#: Inputs that are of one trace.
-SINGLE: Final = frozenset({"trace", "expectation", "normality", "projections"})
 #: Options of the command line whose keyword has another name.
 FLAGS: Final[Mapping[str, str]] = {"layers": "layer", "metrics": "metric"}
 
@@ -40,6 +41,8 @@ class Figure:
         metrics: those that its Table needs, of which traces have recorded what they read.
         requires: what a trace or a policy must have, for users.
         command: the command that draws it.
+        prepare: computes the only argument from the traces, and the metrics, where it is not the
+            input itself.
     """
 
     module: str
@@ -50,6 +53,7 @@ class Figure:
     metrics: tuple[str, ...] = ()
     requires: str = ""
     command: str = "plot"
+    prepare: Callable[[Sequence[Trace], Sequence[str]], Any] | None = None
 
     @property
     def replay(self) -> Literal["sweep", "plans", "once"] | None:
@@ -66,7 +70,7 @@ class Figure:
         """Whether it shows one trace, or one record of it."""
         if {"record", "plans"} & {*self.inputs}:
             return "record"
-        return "trace" if SINGLE & {*self.inputs} else None
+        return "trace" if "trace" in self.inputs else None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -90,12 +94,8 @@ class Figure:
 
 _PLACE, _ERRORS = ("layer", "head"), ("weighted_error", "layer_error", "output_error")
 _summary, _records = partial(Figure, "kvsim.plots.summary"), partial(Figure, "kvsim.plots.records")
-_events, _attention = (
-    partial(Figure, "kvsim.plots.events"),
-    partial(Figure, "kvsim.plots.attention"),
-)
-_normality = partial(Figure, "kvsim.plots.normality")
-_layers = partial(Figure, "kvsim.plots.layers", command="layers")
+_events = partial(Figure, "kvsim.plots.events")
+_attention = partial(Figure, "kvsim.plots.attention")
 
 _FIGURES: Final[Mapping[str, Figure]] = {
     "over_budgets": _summary(
@@ -137,9 +137,6 @@ _FIGURES: Final[Mapping[str, Figure]] = {
     "sparsity_curves": _attention(
         "Share of keys that score below p times the maximum, over p, full and compressed caches.",
         ("table",), ("layers",), "G-KV, Fig. 9", ("sparsity", "sparsity_compressed")),
-    "mass_curve": _events(
-        "Cumulative attention mass, the segments that it is cut into, and their quotas.",
-        ("trace", "plans"), _PLACE, "AMS, Fig. 3", requires="`ams` around any scorer"),
     "token_text": _records(
         "The text, each token retained, evicted or not yet scored by one head.",
         ("trace", "record"), _PLACE, "G-KV, App. J", requires="text of tokens"),
@@ -149,51 +146,6 @@ _FIGURES: Final[Mapping[str, Figure]] = {
     "reconstruction_error": _attention(
         "Error of a layer's output after one eviction, against the share evicted.",
         ("evictions",), source="Expected Attention, Fig. 6"),
-    "expected_observed": _attention(
-        "Expected against observed attention on each key, after each step of the expectation.",
-        ("expectation",), ("layers",), "Expected Attention, Fig. 10"),
-    "agreement_steps": _attention(
-        "Agreement of expected and observed attention after each step of the expectation.",
-        ("trace_table",), ("layers",), metrics=("expectation_steps",)),
-    "attention_loss": _attention(
-        "Observed attention lost as keys are removed in the order of each step.",
-        ("trace_table",), ("layers",), metrics=("attention_loss",)),
-    "state_ridges": _normality(
-        "Histograms of 32 dimensions of a layer's queries, next to normal distributions.",
-        ("trace",), ("layer",), "Expected Attention, Figs. 1, 7-9"),
-    "state_quantiles": _normality(
-        "Quantiles of 32 dimensions of a layer's queries against normal quantiles.",
-        ("trace",), ("layer",), "Expected Attention, Figs. 1, 7-9"),
-    "normal_distance": _normality(
-        "Distance of each head's queries from normal.",
-        ("normality",)),
-    "projection_gap": _normality(
-        "Mean exponential of the projections of queries on keys, next to normal projections.",
-        ("projections",)),
-    "variance_curves": _layers(
-        "Relative rank variance by layer, with the threshold and the selection layer.",
-        ("diagnoses",), source="ASL, Fig. 6"),
-    "gold_recall": _layers(
-        "Share of the gold tokens among those that each layer would select.",
-        ("diagnoses",)),
-    "selection_histogram": _layers(
-        "Number of traces that select at each layer.",
-        ("distribution",), source="ASL, Figs. 9-10"),
-    "layer_overlap": _layers(
-        "Jaccard index of each layer's top tokens with the layer before, and entropy.",
-        ("diagnoses",)),
-    "layer_attention": _layers(
-        "Attention of the last rows of the prompt in every layer.",
-        ("trace",), source="ASL, Fig. 3"),
-    "selection_grid": _layers(
-        "Selection layer over first tested layer and look-back.",
-        ("grid",), source="ASL, Fig. 8"),
-    "rank_pattern": _layers(
-        "Ranks in every layer of the tokens that the last layers rank first.",
-        ("diagnosis",), source="ASL, Fig. 4"),
-    "rank_bumps": _layers(
-        "Ranks of the 30 best tokens of the last layer through all layers.",
-        ("diagnosis",), source="ASL, Fig. 4"),
 }  # fmt: skip
 
 FIGURES: Final = Registry("figure", "kvsim.figures", (Figure,), _FIGURES)

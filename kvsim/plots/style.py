@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 import matplotlib as mpl
 import numpy as np
+import polars as pl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -413,3 +414,15 @@ def draw_in_notebooks() -> None:
 def _shown(figure: Figure) -> tuple[bytes, dict[str, int]]:
     pixels = (96 * figure.get_size_inches()).round().astype(int).tolist()
     return picture(figure, "png"), dict(zip(("width", "height"), pixels, strict=True))
+
+
+def cell_means(
+    table: pl.DataFrame, rows: Sequence[str], column: str, columns: Sequence[Any], value: str
+) -> Floats:
+    """Means of `value` by the columns `rows`, in their order, and by `column`; NaN if missing."""
+    means = table.group_by(*rows, column, maintain_order=True).agg(pl.col(value).mean())
+    names = {name: place for place, name in enumerate(dict.fromkeys(means.select(rows).rows()))}
+    out = np.full((len(names), len(columns)), np.nan)
+    for *name, at, mean in means.drop_nulls(value).iter_rows():
+        out[names[tuple(name)], columns.index(at)] = mean
+    return out

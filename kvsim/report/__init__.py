@@ -24,6 +24,7 @@ from kvsim.files import check_output, write_file
 from kvsim.report.html import PAGE, lines
 from kvsim.report.sections import sections
 from kvsim.report.study import Progress, check_traces, study
+from kvsim.report.traces import SECTIONS
 from kvsim.schema import visible
 
 __all__ = ["Saved", "joined", "page", "read_run", "write_report"]
@@ -83,7 +84,7 @@ def page(
     if runs and not table["value"].is_not_null().any():
         raise PolicyError("the runs have no values, so there is nothing to report")
     check_traces(traces, runs)
-    of_traces = study(traces, progress) if traces else None
+    of_traces = study(traces, SECTIONS.values(), progress) if traces else None
     table = table if of_traces is None else in_order([table, of_traces.table])
     names = [trace.name for trace in traces] if len(traces) < 2 else [f"{len(traces)} traces"]
     title = ", ".join([*(run.path.name for run in runs), *names])

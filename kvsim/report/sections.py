@@ -1,4 +1,4 @@
-"""The sections of runs: results, figures, pairs, splits by label, claims, provenance."""
+"""The sections of runs: results, figures, pairs, splits by label, provenance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import few
 from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
 from kvsim.analysis.verdict import HEADERS, answer, tabulated
-from kvsim.claims import HOLDS, NOT, OPEN, Claim, claims
 from kvsim.plots.style import requested_order
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
-from kvsim.report.traces import trace_sections
+from kvsim.report.traces import SECTIONS
 from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
 from kvsim.sweeps.run import fidelity_shares
 
@@ -45,10 +44,15 @@ def sections(
         yield from _splits(shown)
         yield _of_traces(shown)
     if traces is not None:
-        yield from trace_sections(traces)
-    yield _claims(table)
+        yield from _of("traces", traces)
+    yield from _of("results", table)
     if runs:
         yield _provenance(table, runs)
+
+
+def _of(kind: str, shown: Study | pl.DataFrame) -> Iterator[str]:
+    """Write the sections of traces or of results."""
+    return (each.write(shown) for each in SECTIONS.values() if each.of == kind)
 
 
 #: The metrics of the first table; all others are in the Parquet file.
@@ -166,52 +170,6 @@ def _of_traces(table: pl.DataFrame) -> str:
     head = ["metric", "variant", "mean", "chance", "prompts"]
     note = "What the traces are like, whatever evicts from them."
     return section("The traces", note, details(table_of(head, rows, right=2)))
-
-
-def _claims(table: pl.DataFrame) -> str:
-    by_paper = claims(table)
-    prompts = table["trace"].n_unique()
-    every = [claim for of_paper in by_paper.values() for claim in of_paper]
-    verdicts = [claim.verdict for claim in every if claim.votes]
-    note = Markup(
-        "An answer about these traces. Of {} claims these results have numbers for {}: {} hold, {} "
-        "do not, {} are not decided. A claim becomes a number per prompt that is above 0 where "
-        "it is right. A case counts where its mean is beyond chance, by sign flips over prompts "
-        "corrected for the number of cases (Holm), and matters: at least a hundredth. A claim "
-        "<b>holds</b> with nine tenths of the cases for it (where something is to change little, "
-        "inside a margin), <b>does not hold</b> with more than a tenth against it, and is "
-        "otherwise <b>not decided</b>, as always from fewer than 6 prompts. "
-        "Policies are compared at the same budget, schedule and prompts; where a paper speaks of "
-        "accuracy, <i>better</i> is a lower KL to the full cache here where the model judged "
-        "the replays (--judge), else a lower error, which is not the same."
-    ).format(
-        len(every), len(verdicts), *(verdicts.count(verdict) for verdict in (HOLDS, NOT, OPEN))
-    )
-    parts = (_paper(paper, of_paper, prompts) for paper, of_paper in by_paper.items())
-    return section("What the papers say", note, lines(parts))
-
-
-def _paper(paper: str, of_paper: Sequence[Claim], prompts: int) -> str:
-    """The claims that have numbers, and folded below them those that have none."""
-    rows = [
-        [claim.number, claim.says, tag("b", claim.verdict), claim.tested, _cases(claim, prompts)]
-        for claim in of_paper
-        if claim.votes
-    ]
-    lacking = [[claim.number, claim.says, OPEN, claim.why] for claim in of_paper if not claim.votes]
-    parts = [tag("h3", paper)]
-    if rows:
-        parts.append(table_of(["", "claim", "here", "number", "cases"], rows))
-    if lacking:
-        summary = f"{len(lacking)} that are not decided without more"
-        parts.append(details(table_of(["", "claim", "here", "why"], lacking), summary))
-    return lines(parts)
-
-
-def _cases(claim: Claim, prompts: int) -> str:
-    """The cases, the outermost of many first and all of them on demand."""
-    few, every = (Markup("<br>").join(claim.lines(prompts, every=x)) for x in (False, True))
-    return few if few == every else few + details(every, "all")
 
 
 def _provenance(table: pl.DataFrame, runs: Sequence[Saved]) -> str:

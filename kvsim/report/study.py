@@ -5,15 +5,15 @@ Of several traces the analyses of the first are kept for figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import polars as pl
 
 from kvsim.analysis.folder import Saved
 from kvsim.analysis.output.reconstruction import RECONSTRUCTION_COLUMNS, reconstruction_table
-from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import check_distinct, check_models
 from kvsim.analysis.subject import Analysis
@@ -22,6 +22,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies import policy
+from kvsim.report.section import Section
 
 #: Called with (steps done, steps, current step).
 Progress = Callable[[int, int, str], None]
@@ -37,21 +38,23 @@ class Study:
     """Traces as a report shows them.
 
     first: of the trace that stands for the others where a figure shows one. table: the metrics of
-    all traces that a Table of records lacks. diagnoses: of the traces that can be ranked, at each
-    k. errors: `reconstruction_table`; refused: why some of its cells are missing. left_out: of each
-    trace which analyses are missing, and why (`Analysis.left_out`).
+    all traces that a Table of records lacks. collected: of each trace what sections collect, by
+    `Section.collect`. errors: `reconstruction_table`; refused: why some of its cells are missing.
+    left_out: of each trace which parts are missing, and why (`Section.left_out`).
     """
 
     traces: Sequence[Trace]
     first: Analysis
     table: pl.DataFrame
-    diagnoses: Sequence[Diagnosis]
+    collected: Mapping[Callable[[Analysis], Any], Sequence[Any]]
     errors: pl.DataFrame
     refused: Sequence[str]
     left_out: Sequence[Mapping[str, str]]
 
 
-def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
+def study(
+    traces: Sequence[Trace], sections: Iterable[Section], progress: Progress | None = None
+) -> Study:
     """Analyse at least one trace; of all but the first only tables and ranks are kept."""
     report = progress or (lambda *_: None)
     # the others are in the Tables of runs
@@ -59,7 +62,10 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
     steps = len(measured) + 1
     policies = [policy(name) for name in METHODS]
     first, tables, errors, left_out = Analysis(traces[0]), [], [], []
-    diagnoses: list[Diagnosis] = []
+    sections = list(sections)
+    collected: dict[Callable[[Analysis], Any], list[Any]] = {
+        section.collect: [] for section in sections if section.collect is not None
+    }
     refused: dict[str, None] = {}
     for place, trace in enumerate(traces):
 
@@ -69,11 +75,13 @@ def study(traces: Sequence[Trace], progress: Progress | None = None) -> Study:
         analysis = Analysis(trace) if place else first
         tables.append(measure(analysis, metrics=measured, progress=step))
         step(len(measured), 0, f"{trace.name}: reconstruction error")
-        diagnoses += analysis.diagnoses.values()
-        left_out.append(analysis.left_out)
+        for collect, results in collected.items():
+            results.append(collect(analysis))
+        missing = [each.left_out(analysis) for each in sections if each.left_out is not None]
+        left_out.append({part: why for each in missing for part, why in each.items()})
         errors.append(_reconstructed(trace, policies, refused))
     table, error = in_order(tables), pl.concat(errors)
-    return Study(traces, first, table, diagnoses, error, list(refused), left_out)
+    return Study(traces, first, table, collected, error, list(refused), left_out)
 
 
 def check_traces(traces: Sequence[Trace], runs: Sequence[Saved]) -> None:

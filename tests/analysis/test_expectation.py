@@ -19,6 +19,7 @@ from kvsim.analysis.attention.expectation import (
 )
 from kvsim.analysis.subject import Analysis
 from kvsim.errors import PolicyError
+from kvsim.studies.expectation.queries import Queries, queries
 from kvsim.testing.strategies import cases
 
 STILL = kvsim.Rope((0.0, 0.0))
@@ -164,7 +165,8 @@ def test_tables_hold_what_the_arrays_do():
     found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
     names = ["expectation_steps", "expectation_logs", "expectation_recall", "attention_loss"]
     sample = kvsim.open_trace(kvsim.sample_trace())
-    table, keys = kvsim.measure(Analysis(sample, cut=60), metrics=names), key_table([found])
+    analysis = Analysis(sample, given={queries: Queries(sample, cut=60)})
+    table, keys = kvsim.measure(analysis, metrics=names), key_table([found])
 
     counts = dict(table.group_by("metric").len().iter_rows())
     assert counts == dict(zip(names, (96, 96, 3 * 96, len(ORDERS) * 21 * 24), strict=True))

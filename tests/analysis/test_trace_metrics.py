@@ -15,14 +15,15 @@ import kvsim
 from kvsim.analysis.attention.expectation import STEPS, expected_and_observed, key_projections
 from kvsim.analysis.attention.fit import normal_ks
 from kvsim.analysis.attention.normality import state_normality
-from kvsim.analysis.prompt.metrics import TAUS
 from kvsim.analysis.prompt.ranking import ranking
-from kvsim.analysis.registry import METRICS, ROOMS
+from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
+from kvsim.studies.layers.metrics import TAUS
+from kvsim.studies.layers.ranks import Ranks, ranks
 from kvsim.testing.strategies import cases
 from traces import changed, settling_trace
 
@@ -36,7 +37,8 @@ KEY = ("metric", "variant", "layer", "head", "qhead")
 
 def measured(trace, names=DEFINED, progress=None, **more):
     """A Table of metrics of a trace alone."""
-    return kvsim.measure(Analysis(trace, **more), metrics=names, progress=progress)
+    analysis = Analysis(trace, given={ranks: Ranks(trace, **more)})
+    return kvsim.measure(analysis, metrics=names, progress=progress)
 
 
 def values(table):
@@ -256,8 +258,7 @@ def test_what_never_selects_is_counted_and_not_zero():
 
 
 def test_a_metric_has_one_entry_that_says_what_it_is():
-    """No room has a name of another one; of a trace alone none is better."""
-    assert sum(map(len, ROOMS)) == len(METRICS)
+    """Of a trace alone no direction is better."""
     for entry in METRICS.values():
         assert entry.summary
         assert entry.unit
@@ -288,13 +289,13 @@ def test_a_trace_alone_has_all_of_its_metrics():
 def test_gold_tokens_are_found_in_layers():
     """Recall of each layer at each k, the first that has all, and layers from there to ASL's."""
     trace = settling_trace(24)
-    ranks = Analysis(trace, rule=ASL(window=8)).ranking.ranks
-    gold = ranks[9].argsort()[:6].tolist()  # the best six of layer 9
+    places = Ranks(trace, rule=ASL(window=8)).ranking.ranks
+    gold = places[9].argsort()[:6].tolist()  # the best six of layer 9
     found = values(measured(trace, ("gold_recall", "gold_layer", "gold_regret", "selection_layer"),
                             ks=(6, 12), rule=ASL(window=8), gold=gold))  # fmt: skip
 
     for k in (6, 12):
-        held = [len(set(gold) & set(of_layer.argsort()[:k].tolist())) / 6 for of_layer in ranks]
+        held = [len(set(gold) & set(of_layer.argsort()[:k].tolist())) / 6 for of_layer in places]
         got = [found["gold_recall", f"k={k}", layer, None, None] for layer in range(24)]
         assert got == pytest.approx(held)
         first = held.index(1.0)
@@ -307,14 +308,14 @@ def test_gold_tokens_are_found_in_layers():
 def test_overlap_of_layers_is_that_of_their_first_tokens():
     """Jaccard index with the layer before, from the second layer on; chance is below it."""
     trace = settling_trace(6)
-    ranks = Analysis(trace, rule=ASL(window=8)).ranking.ranks
+    places = Ranks(trace, rule=ASL(window=8)).ranking.ranks
     table = measured(trace, ("rank_overlap",), ks=(20,), rule=ASL(window=8))
-    tops = [set(of_layer.argsort()[:20].tolist()) for of_layer in ranks]
+    tops = [set(of_layer.argsort()[:20].tolist()) for of_layer in places]
 
     expected = [len(a & b) / len(a | b) for a, b in itertools.pairwise(tops)]
     assert table["layer"].to_list() == [1, 2, 3, 4, 5]
     assert table["value"].to_list() == pytest.approx(expected)
-    shared = 20 * 20 / len(ranks[0])
+    shared = 20 * 20 / len(places[0])
     assert table["chance"].to_list() == pytest.approx([shared / (40 - shared)] * 5)
 
 
@@ -329,10 +330,9 @@ def test_what_no_metric_reads_is_not_analysed():
 
     assert found["metric"].unique(maintain_order=True).to_list() == ["rank_union", "layer_entropy"]
     assert seen == [(0, 2, "sample: rank_union"), (1, 2, "sample: layer_entropy")]
-    assert {"ranking", "diagnoses"} == set(vars(analysis)) - {
-        *("trace", "ks", "rule", "device", "cut", "gold", "only")
-    }
-    assert analysis.ranking is analysis.ranking
+    assert list(analysis.given) == [ranks]
+    computed = vars(analysis.of(ranks)).keys() - {"trace", "ks", "rule", "device", "gold"}
+    assert computed == {"ranking", "diagnoses"}
     assert measured(sample, ["layer_entropy"]).equals(found.filter(metric="layer_entropy"))
 
 

@@ -13,7 +13,6 @@ import kvsim
 from kvsim.analysis.kept.segmentation import segmented
 from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.prompt.tables import diagnose
-from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import uneven
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
@@ -22,6 +21,8 @@ from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged, numbered, plural
+from kvsim.studies.expectation.queries import Queries
+from kvsim.studies.layers.ranks import Ranks
 from kvsim.sweeps.driver import replay_all
 from traces import changed, random_trace
 
@@ -245,7 +246,8 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
 
 def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):
     """A line for each reason, of the traces that it holds for; nothing of what is there."""
-    monkeypatch.setattr("kvsim.report.traces.image", lambda *_: "")  # drawing takes long
+    for module in ("report.traces", "studies.expectation.sections", "studies.layers.sections"):
+        monkeypatch.setattr(f"kvsim.{module}.image", lambda *_: "")  # drawing takes long
     traces = [make(n=120, name=name) for name in ("long", "longer")]
     traces += [make(n=40, name="short"), make((PLAIN,) * 5, n=120, name="plain")]
     text = html.unescape(page([], traces=traces))
@@ -279,14 +281,15 @@ def test_analyses_say_why_they_are_missing(n, prompt_len, formulas, ids, reasons
     """What has a reason is None or empty, and what has none is there."""
     made = make(formulas, n)
     trace = changed(made, prompt_len=prompt_len, layer_ids=ids)
-    analysis = Analysis(trace)
+    queries, ranks = Queries(trace), Ranks(trace)
+    left_out = {**queries.left_out, **({"ranking": ranks.left_out} if ranks.left_out else {})}
 
-    assert set(analysis.left_out) == set(reasons)
-    for name in ("expectation", "normality", "ranking"):
-        assert (getattr(analysis, name) is None) == (name in reasons)
-    assert (4 in analysis.projections) == ("projections" not in reasons)
+    assert set(left_out) == set(reasons)
+    for name, value in (("expectation", queries), ("normality", queries), ("ranking", ranks)):
+        assert (getattr(value, name) is None) == (name in reasons)
+    assert (4 in queries.projections) == ("projections" not in reasons)
     for name, start in reasons.items():
-        assert analysis.left_out[name].startswith(start)
+        assert left_out[name].startswith(start)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from kvsim.plots import (
     expected_observed,
     reconstruction_error,
 )
-from kvsim.plots.attention import FLOOR
+from kvsim.studies.expectation.figures import FLOOR
+from kvsim.studies.expectation.queries import Queries, queries
 from traces import random_trace
 
 
@@ -45,7 +46,8 @@ def found():
 
 def measured(*names):
     """A Table of some metrics of the two prompts."""
-    analyses = [Analysis(made(seed, name), cut=24) for seed, name in enumerate("ab")]
+    traces = [made(seed, name) for seed, name in enumerate("ab")]
+    analyses = [Analysis(trace, given={queries: Queries(trace, cut=24)}) for trace in traces]
     return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
 
 

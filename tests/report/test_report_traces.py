@@ -21,6 +21,7 @@ from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, read_run, write_report
 from kvsim.report.html import cell, details, lines, metric_name, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
+from kvsim.report.traces import SECTIONS
 from kvsim.sweeps.driver import replay_all
 from traces import changed, settling_trace
 
@@ -216,7 +217,7 @@ def test_names_and_texts_of_traces_are_escaped(alone):
 def test_every_step_is_reported_in_order(several):
     """From 0 up, of one number; the last trace comes last."""
     seen = []
-    found = study(several[1:], lambda *at: seen.append(at))
+    found = study(several[1:], SECTIONS.values(), lambda *at: seen.append(at))
     done, total, what = zip(*seen, strict=True)
 
     measured = [x for x in METRICS.values() if x.kind == "trace" and not x.default]

@@ -28,14 +28,8 @@ from kvsim.analysis.kept.coverage import (
 )
 from kvsim.analysis.kept.pages import PAGE, pages
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
-from kvsim.analysis.kept.segments import AMS, noted
 from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.trace import Trace
-
-#: Notes of events about how the budget is allocated to segments.
-QUOTA_NOTES = ("quota_by_mass", "quota_minimum", "infeasible")
-#: Notes about the segments.
-SEGMENT_NOTES = frozenset({"segment_length"})
 
 
 def _wipeout(kind: Literal["cumulative", "hazard"]) -> Callable[[Subject], Iterator[Cells]]:
@@ -92,46 +86,6 @@ def _burst_count(subject: Subject) -> Iterator[Cells]:
 def _dense(subject: Subject) -> Iterator[Cells]:
     for layers, evicted_at in subject.layer_groups:
         yield Cells(layers, dense_share(evicted_at), "head", events=event_rows(evicted_at))
-
-
-def _segment_count(subject: Subject) -> Iterator[Cells]:
-    for layers, kind, segments in subject.segments:
-        count = segments.count.astype(np.float64)
-        yield Cells(layers, count, "head", kind, segments.count_chance, segments.rows)
-
-
-def _segment_length(subject: Subject) -> Iterator[Cells]:
-    for layers, kind, segments in subject.segments:
-        mean = f"{kind},mean"
-        yield Cells(layers, segments.length, "head", mean, segments.length_chance, segments.rows)
-        yield Cells(layers, segments.pooled_length, "head", f"{kind},pooled")
-
-
-def _boundaries(name: Literal["shift", "f1"]) -> Callable[[Subject], Iterator[Cells]]:
-    def cells(subject: Subject) -> Iterator[Cells]:
-        for layers, kind, segments in subject.segments:
-            yield Cells(layers, getattr(segments, name), "head", kind, events=segments.rows[:-1])
-
-    return cells
-
-
-def _quota_share(subject: Subject) -> Iterator[Cells]:
-    for layer in subject.record.layers:
-        mass, minimum, infeasible = (noted(subject.record, layer, name) for name in QUOTA_NOTES)
-        if mass is None or minimum is None or infeasible is None:
-            continue
-        shares = {"mass": mass.by_event, "minimum": minimum.by_event}
-        shares["rounding"] = 1.0 - shares["mass"] - shares["minimum"]
-        shares["infeasible"] = infeasible.by_event
-        for variant, values in shares.items():
-            yield Cells(layer, values, "head", variant, events=mass.rows)
-
-
-def _suffix_mass(subject: Subject) -> Iterator[Cells]:
-    for layer in subject.record.layers:
-        mass = noted(subject.record, layer, "suffix_mass")
-        if mass is not None:
-            yield Cells(layer, mass.by_event, "head", events=mass.rows)
 
 
 def _position(subject: Subject) -> Iterator[Cells]:
@@ -221,28 +175,6 @@ PLACES: Mapping[str, Metric] = {
     "dense_drops": Metric(
         "share of the text in windows of 64 positions of which at least 95% are evicted",
         "sets", "share", None, "as burst_length", _dense),
-    "segment_count": Metric(
-        "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
-        "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES),
-    "segment_length": Metric(
-        "entries of such a segment: mean over events, and over all segments",
-        "sets", "entries", None, "AMS, Table 14", _segment_length, main=f"{AMS},mean",
-        notes=SEGMENT_NOTES),
-    "boundary_shift": Metric(
-        "positions from a segment's start to the nearest one of the event before",
-        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"), main=AMS,
-        notes=SEGMENT_NOTES),
-    "boundary_f1": Metric(
-        "agreement of consecutive events in where segments start, within 8 positions",
-        "sets", "share", None, "as boundary_shift", _boundaries("f1"), main=AMS,
-        notes=SEGMENT_NOTES),
-    "quota_share": Metric(
-        "share of the budget that segments get by their mass, as a minimum, by rounding",
-        "sets", "share", None, "kvsim, of AMS", _quota_share, main="mass",
-        notes=frozenset(QUOTA_NOTES)),
-    "suffix_mass": Metric(
-        "share of the mass, by which segments are cut, that lies on the window's own entries",
-        "sets", "share", None, "kvsim, of AMS", _suffix_mass, notes=frozenset({"suffix_mass"})),
     "retained_position": Metric(
         "mean relative position of what the last event keeps, next to 1/2 for uniform sets",
         "sets", "relative", None, "G-KV, Fig. 7", _position),

@@ -1,7 +1,7 @@
 """ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer.
 
-The numbers are metrics (`prompt.metrics`), which read them from a `Diagnosis` too. These tables
-have what a Table has no column for: tokens, verdicts, and layers where the whole prompt propagates.
+The numbers are metrics, which read them from a `Diagnosis` too. These tables have what a Table has
+no column for: tokens, verdicts, and layers where the whole prompt propagates.
 """
 
 from __future__ import annotations

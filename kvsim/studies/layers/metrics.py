@@ -13,6 +13,7 @@ from kvsim.analysis.prompt.ranking import Curve
 from kvsim.analysis.prompt.tables import Diagnosis
 from kvsim.analysis.subject import Analysis
 from kvsim.policies.asl import Selecting
+from kvsim.studies.layers.ranks import ranks
 
 #: ASL's thresholds, Table 9.
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
@@ -27,7 +28,7 @@ def _by_layer(
     """
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
-        for k, diagnosis in analysis.diagnoses.items():
+        for k, diagnosis in analysis.of(ranks).diagnoses.items():
             numbers = None if diagnosis.curve.fits else values(diagnosis)
             if numbers is None:
                 continue
@@ -39,16 +40,16 @@ def _by_layer(
 
 
 def _entropy(analysis: Analysis) -> Iterator[Cells]:
-    if analysis.ranking is not None:
-        for layer, nats in enumerate(analysis.ranking.entropy()):
+    if (ranking := analysis.of(ranks).ranking) is not None:
+        for layer, nats in enumerate(ranking.entropy()):
             yield Cells(layer, nats.reshape(1))
 
 
 def _selection(analysis: Analysis) -> Iterator[Cells]:
-    rule, ranking = analysis.rule, analysis.ranking
+    rule, ranking = analysis.of(ranks).rule, analysis.of(ranks).ranking
     if ranking is None:
         return
-    for k, diagnosis in analysis.diagnoses.items():
+    for k, diagnosis in analysis.of(ranks).diagnoses.items():
         curve = diagnosis.curve
         for tau in dict.fromkeys((*TAUS, rule.tau)):
             yield _number(curve.selected(tau), f"k={k},tau={tau:g}")
@@ -75,7 +76,7 @@ def _gold(number: Callable[[Diagnosis], int | None]) -> Callable[[Analysis], Ite
     """A layer, or a number of layers, at each k; nothing where no gold tokens are given."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
-        for k, diagnosis in analysis.diagnoses.items():
+        for k, diagnosis in analysis.of(ranks).diagnoses.items():
             if diagnosis.gold is not None:
                 yield _number(number(diagnosis), f"k={k}")
 
@@ -91,38 +92,43 @@ METRICS: Mapping[str, Metric] = {
     "rank_variance": Metric(
         "variance over neighbouring layers of a token's rank, mean over the tokens that rank high",
         "trace", "squared ranks", None, "ASL, section 4.1",
-        _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False),
+        _by_layer(lambda diagnosis: diagnosis.curve.variance), main="k=25%", default=False,
+        after="concat_error_absolute"),
     "rank_relative": Metric(
         "rank variance over that of the first layer that ASL tests",
         "trace", "ratio", None, "ASL, Fig. 6",
-        _by_layer(lambda diagnosis: diagnosis.curve.relative), main="k=25%", default=False),
+        _by_layer(lambda diagnosis: diagnosis.curve.relative), main="k=25%", default=False,
+        after="rank_variance"),
     "rank_union": Metric(
         "tokens among the first k of one of the layers compared, over k, next to chance",
         "trace", "ratio", None, "ASL, section 4.1",
         _by_layer(lambda diagnosis: diagnosis.union, lambda diagnosis: diagnosis.union_chance),
-        main="k=25%", default=False),
+        main="k=25%", default=False, after="rank_relative"),
     "rank_overlap": Metric(
         "Jaccard index of a layer's first k tokens and those of the layer before, next to chance",
         "trace", "share", None, "kvsim, after ASL",
         _by_layer(lambda diagnosis: diagnosis.jaccard, lambda diagnosis: diagnosis.jaccard_chance),
-        main="k=25%", default=False),
+        main="k=25%", default=False, after="rank_union"),
     "layer_entropy": Metric(
         "entropy of a layer's scores as a distribution over the prompt's tokens",
-        "trace", "nats", None, "after ASL, Fig. 3", _entropy, default=False),
+        "trace", "nats", None, "after ASL, Fig. 3", _entropy, default=False, after="rank_overlap"),
     "selection_layer": Metric(
         "layer after which ASL selects; null where it never does",
         "trace", "layer", None, "ASL, Fig. 9 and 10", _selection,
-        main="k=25%,tau=0.3", default=False),
+        main="k=25%,tau=0.3", default=False, after="layer_entropy"),
     "gold_recall": Metric(
         "share of given gold tokens among a layer's first k tokens or in ASL's window",
         "trace", "share", None, "kvsim, after ASL",
-        _by_layer(lambda diagnosis: diagnosis.recall), main="k=25%", default=False),
+        _by_layer(lambda diagnosis: diagnosis.recall), main="k=25%", default=False,
+        after="selection_layer"),
     "gold_layer": Metric(
         "first layer whose first k tokens and ASL's window hold all gold tokens",
         "trace", "layer", None, "kvsim, after ASL",
-        _gold(lambda diagnosis: diagnosis.first_full_recall), main="k=25%", default=False),
+        _gold(lambda diagnosis: diagnosis.first_full_recall), main="k=25%", default=False,
+        after="gold_recall"),
     "gold_regret": Metric(
         "layers from the first one that holds all gold tokens to the one after which ASL selects",
         "trace", "layers", None, "kvsim, after ASL",
-        _gold(lambda diagnosis: diagnosis.layer_regret), main="k=25%", default=False),
+        _gold(lambda diagnosis: diagnosis.layer_regret), main="k=25%", default=False,
+        after="gold_layer"),
 }  # fmt: skip

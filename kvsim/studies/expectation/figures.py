@@ -1,0 +1,198 @@
+"""Figures of expected and observed attention. All numbers are `exact`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+import polars as pl
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from kvsim.analysis.arrays import Floats, mean_known
+from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
+from kvsim.analysis.axes import checked_index
+from kvsim.analysis.folder import Tabular, as_table
+from kvsim.errors import PolicyError
+from kvsim.plots.style import (
+    COLOURS,
+    Panels,
+    caption,
+    cell_means,
+    colour_bar,
+    finish,
+    mean_line,
+    series,
+    trace_label,
+)
+
+#: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
+FLOOR: Final = 1e-12
+
+_STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
+_ORDER_NAMES = {"past": "past (Expected Attention)", "random": "chance"}
+_MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
+#: What the figure of steps can show: the metric, what its variants end in, the label.
+_MEASURES = {
+    "spearman": ("expectation_steps", "", "rank correlation with observed"),
+    "log_pearson": ("expectation_logs", "", "correlation of logarithms with observed"),
+    "recall_10": ("expectation_recall", ",top=0.1", "share found of the top 10 % of keys"),
+    "recall_25": ("expectation_recall", ",top=0.25", "share found of the top 25 % of keys"),
+    "recall_50": ("expectation_recall", ",top=0.5", "share found of the top 50 % of keys"),
+}
+
+
+def expected_observed(
+    expectation: Expectation, *, layers: Sequence[int] | None = None, qhead: int | None = None
+) -> Figure:
+    """Expected against observed attention on each key of a query head, by layer and step.
+
+    arXiv 2510.00636, Fig. 10. Rows are layers, columns are steps. Dotted is where the two agree:
+    expected attention sums to 1 over the keys, observed attention to the share that they get.
+
+    layers: all by default. qhead: by default the head of each layer with the median Spearman
+    correlation of the last step, the lower one of two.
+    """
+    count, heads, keys = expectation.observed.shape
+    every, owner = range(count), expectation.trace
+    shown = [
+        checked_index("layer", at, count, owner) for at in (every if layers is None else layers)
+    ]
+    if qhead is not None:
+        qhead = checked_index("query head", qhead, heads, owner)
+    grid = Panels(len(shown) * len(STEPS), columns=len(STEPS), size=(2.1, 2.0), share="row")
+    at = np.arange(expectation.sink, expectation.cut)
+    scale = Normalize(expectation.sink, expectation.cut - 1)
+    lowest = 1.0
+    for place, axis in enumerate(grid.axes):
+        row, step = divmod(place, len(STEPS))
+        layer = shown[row]
+        head = _middle(expectation.spearman[-1, layer]) if qhead is None else qhead
+        observed = np.exp(expectation.observed[layer, head])
+        expected = np.exp(expectation.expected[:, layer, head])
+        look: dict[str, Any] = {"s": 7, "lw": 0, "cmap": "viridis", "norm": scale, "zorder": 3}
+        axis.scatter(observed.clip(FLOOR), expected[step].clip(FLOOR), c=at, **look)
+        ends = np.array([FLOOR, 1.0])
+        axis.plot(ends, ends / observed.sum(), ":", color="black", lw=0.8)
+        axis.set(xscale="log", yscale="log", xlim=_around(observed), ylim=_around(expected))
+        axis.tick_params(which="minor", labelsize=5)  # labelled where there is less than a decade
+        lowest = min(lowest, observed.min(), expected.min())
+        rank = expectation.spearman[step, layer, head]
+        logs = expectation.log_pearson[step, layer, head]
+        name = f"{STEPS[step].replace('_', ' ')}\n" if row == 0 else ""
+        axis.set_title(f"{name}Spearman {rank:.2f}, log-Pearson {logs:.2f}", fontsize=7)
+        if step == 0:
+            text = f"layer {layer}, head {head}"
+            axis.text(0.03, 0.97, text, transform=axis.transAxes, fontsize=7, va="top")
+    grid.label("observed attention (share)", "expected (share of the keys)")
+    layout = {"pad": 0.01, "aspect": 40, "shrink": 0.9}
+    image = ScalarMappable(scale, "viridis")
+    colour_bar(grid.figure, image, grid.axes, "position of the key", **layout)
+    edge = f"; at the edge: {FLOOR:g} or less" if lowest <= FLOOR else ""
+    what = f"{expectation.trace}: {keys} keys before position {expectation.cut}, mean over "
+    what += f"{expectation.rows} later rows\ndotted: equal shares{edge}"
+    caption(grid.figure, what, ["exact"])
+    return grid.figure
+
+
+def agreement_steps(
+    table: Tabular, *, measure: str = "spearman", layers: Sequence[int] | None = None
+) -> Figure:
+    """Agreement of expected and observed attention after each step, a panel per layer.
+
+    A point and a thin line per trace and query head, black their mean.
+
+    measure: spearman (needs the metric `expectation_steps`), log_pearson (`expectation_logs`), or
+    recall_10, recall_25, recall_50 (`expectation_recall`). layers: all by default.
+    """
+    table = as_table(table)
+    if measure not in _MEASURES:
+        raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
+    metric, ending, label = _MEASURES[measure]
+    variants = [f"{step}{ending}" for step in STEPS]
+    table = table.filter(pl.col("variant").is_in(variants), metric=metric)
+    panels, shown = _by_layer(table, layers)
+    at = np.arange(len(STEPS))
+    for axis, layer in zip(panels.axes, shown, strict=True):
+        values = cell_means(
+            table.filter(layer=layer), ["trace", "qhead"], "variant", variants, "value"
+        )
+        # next to each other, so that equal values are visible
+        places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
+        axis.plot(places, values.T, "o-", color=COLOURS[0], lw=0.4, ms=3, mew=0, alpha=0.6)
+        look: dict[str, Any] = {"color": "black", "ms": 4.5, "lw": 1.4, "mfc": "white"}
+        axis.plot(at, mean_known(values.T), "D-", label="mean", **look)
+        axis.set_title(f"layer {layer}", fontsize=8)
+        axis.set_xticks(at, _STEP_NAMES)
+        axis.set_xlim(-0.4, len(STEPS) - 0.6)
+        if measure in ("spearman", "log_pearson"):
+            axis.axhline(0, color="black", lw=0.7, ls=":")
+    panels.label("step (the last: Expected Attention)", label)
+    what = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
+    what += "\nblue: query heads; black: their mean"
+    caption(panels.figure, what, table["fidelity"])
+    return panels.figure
+
+
+def attention_loss(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
+    """Share of observed attention lost against the share of keys removed, a line per order.
+
+    A panel of the mean over layers and one per layer; means over query heads, then over traces with
+    the 95 % interval. No order is below the oracle; chance is the diagonal.
+
+    table: with the metric `attention_loss`. layers: all by default.
+    """
+    table = as_table(table)
+    table = table.filter(metric="attention_loss").with_columns(
+        order=pl.col("variant").str.extract(r"^(\w+),"),
+        removed=pl.col("variant").str.extract(r"removed=(.+)$").cast(pl.Float64),
+    )
+    panels, shown = _by_layer(table, layers, more=1)
+    part = table.filter(pl.col("layer").is_in(shown))
+    removed = sorted(part["removed"].unique())
+    styles: dict[str, Mapping[str, Any]] = {
+        **series((*STEPS, "key_norm")),
+        "random": {"color": "#777777", "linestyle": ":", "marker": ""},
+        "oracle": {"color": "black", "linestyle": "-", "marker": ""},  # a bound, as chance
+    }
+    views = {"mean over layers": part}
+    views |= {f"layer {layer}": part.filter(layer=layer) for layer in shown}
+    for axis, (name, view) in zip(panels.axes, views.items(), strict=True):
+        for place, order in enumerate(ORDERS):
+            values = cell_means(view.filter(order=order), ["trace"], "removed", removed, "value")
+            look: dict[str, Any] = {"ms": 3, "lw": 1.2, **styles[order]}
+            look["markevery"] = (place % 3, 3)  # at other shares than those of the line before
+            look["label"] = _ORDER_NAMES.get(order, order.replace("_", " "))
+            mean_line(axis, np.array(removed), list(values), **look)
+        axis.set_title(name, fontsize=8)
+        axis.set(xlim=(0, 1), ylim=(0, 1.02))
+    panels.label("share of the keys removed", "share of attention lost")
+    what = f"{trace_label(part['trace'])}: observed attention lost with keys removed in the order "
+    text = f"{what}of a score\nmean over query heads"
+    finish(panels.figure, panels.axes[0], text, part["fidelity"], columns=4)
+    return panels.figure
+
+
+def _by_layer(
+    table: pl.DataFrame, layers: Sequence[int] | None, *, more: int = 0
+) -> tuple[Panels, list[int]]:
+    """Build a panel for each layer and `more` others; return them and the layers."""
+    present = sorted(table["layer"].unique())
+    shown = present if layers is None else list(layers)
+    if not shown or not set(shown) <= set(present):
+        raise PolicyError(f"layers {shown} were requested; the table has {present}")
+    return Panels(len(shown) + more), shown
+
+
+def _around(values: Floats) -> tuple[float, float]:
+    """Limits with room for the values, from the floor to 1."""
+    return 0.5 * max(float(values.min()), FLOOR), min(2.0, 2 * max(float(values.max()), FLOOR))
+
+
+def _middle(values: Floats) -> int:
+    """Return the index of the median, the lower one of two; NaN counts as highest."""
+    count = int((~np.isnan(values)).sum())
+    return int(values.argsort(kind="stable")[max(0, count - 1) // 2])

@@ -1,0 +1,106 @@
+"""Metrics of what Expected Attention expects of queries and attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+
+from kvsim.analysis.arrays import Floats, mean_known
+from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
+from kvsim.analysis.attention.fit import normal_ks
+from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.kept.retention import SINK
+from kvsim.analysis.subject import Analysis
+from kvsim.studies.expectation.queries import queries
+
+#: (variant, values [layer, qhead], what chance gives) of an Expectation.
+Values = Callable[[Expectation], Iterable[tuple[str, Floats, float | None]]]
+
+
+def _expected(values: Values) -> Callable[[Analysis], Iterator[Cells]]:
+    def cells(analysis: Analysis) -> Iterator[Cells]:
+        if (expectation := analysis.of(queries).expectation) is not None:
+            for variant, by_layer, chance in values(expectation):
+                for layer, by_head in enumerate(by_layer):
+                    random = None if chance is None else np.full(by_head.shape, chance)
+                    yield Cells(layer, by_head, "qhead", variant, random)
+
+    return cells
+
+
+def _steps(values: Floats) -> Iterator[tuple[str, Floats, None]]:
+    """Values [step, layer, qhead] of each step."""
+    return ((step, by_layer, None) for step, by_layer in zip(STEPS, values, strict=True))
+
+
+def _recall(expectation: Expectation) -> Iterator[tuple[str, Floats, float]]:
+    for share in TOP:
+        chance = math.ceil(share * expectation.keys - 1e-9) / expectation.keys
+        for step, by_layer in zip(STEPS, expectation.recall(share), strict=True):
+            yield f"{step},top={share:g}", by_layer, chance
+
+
+def _loss(expectation: Expectation) -> Iterator[tuple[str, Floats, None]]:
+    loss = expectation.loss(REMOVED)  # [order, layer, qhead, removed]
+    for order, by_layer in zip(ORDERS, loss, strict=True):
+        for place, removed in enumerate(REMOVED):
+            yield f"{order},removed={removed:g}", by_layer[..., place], None
+
+
+def _projection_gap(analysis: Analysis) -> Iterator[Cells]:
+    for skip, projections in analysis.of(queries).projections.items():
+        off = np.abs(np.median(projections.gap - projections.normal_gap, axis=(1, 2)))
+        for layer, value in enumerate(off):
+            yield Cells(layer, value.reshape(1), variant=f"skip={skip}")
+
+
+def _distance(analysis: Analysis) -> Iterator[Cells]:
+    normality = analysis.of(queries).normality
+    if normality is None:
+        return
+    distance = normality.effects["ks"]
+    chance = np.full(distance.shape[1], normal_ks(normality.samples))
+    for layer, by_head in enumerate(distance):
+        yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
+
+
+METRICS: Mapping[str, Metric] = {
+    "expectation": Metric(
+        "rank correlation over the prompt's keys of expected attention with what the response "
+        "attends to",
+        "trace", "correlation", None, "Expected Attention, Fig. 10",
+        _expected(lambda expectation: [("", expectation.spearman[-1], None)]), default=False,
+        after="attention_return"),
+    "expectation_steps": Metric(
+        "rank correlation over the prompt's keys with what the response attends to, after each "
+        "assumption on the way from observed to expected attention",
+        "trace", "correlation", None, "kvsim, after Expected Attention",
+        _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False,
+        after="expectation"),
+    "expectation_logs": Metric(
+        "correlation of the logarithms of expected and observed attention, after each assumption",
+        "trace", "correlation", None, "as expectation_steps",
+        _expected(lambda expectation: _steps(expectation.log_pearson)), main=STEPS[-1],
+        default=False, after="expectation_steps"),
+    "expectation_recall": Metric(
+        "share of the keys with the most observed attention that are first by expected attention "
+        "too, next to chance",
+        "trace", "share", None, "as expectation_steps", _expected(_recall),
+        main=f"{STEPS[-1]},top=0.1", default=False, after="expectation_logs"),
+    "attention_loss": Metric(
+        "share of observed attention lost with keys removed in the order of a score",
+        "trace", "share", None, "as expectation_steps", _expected(_loss),
+        main=f"{STEPS[-1]},removed=0.5", default=False, after="expectation_recall"),
+    "projection_gap": Metric(
+        "distance of a key's log mean exponential over queries from that of normal ones, median "
+        "over heads and keys",
+        "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
+        main=f"skip={SINK}", default=False, after="attention_loss"),
+    "normal_distance": Metric(
+        "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
+        "next to that of normal samples",
+        "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False,
+        after="projection_gap"),
+}  # fmt: skip

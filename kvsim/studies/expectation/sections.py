@@ -1,0 +1,98 @@
+"""What a report says of expected and observed attention, and of how queries are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import polars as pl
+from markupsafe import Markup
+
+from kvsim import plots
+from kvsim.analysis.attention.expectation import STEPS
+from kvsim.analysis.subject import Analysis
+from kvsim.report.html import image, lines, section
+from kvsim.report.section import Section
+from kvsim.report.study import Study
+from kvsim.report.traces import Column, by_layer, places
+from kvsim.studies.expectation.queries import queries
+
+#: Layers at most in a figure with a panel and in one with a row each.
+_PANELS, _ROWS = 7, 4
+
+
+def _expectation(study: Study) -> str:
+    if "expectation_steps" not in set(study.table["metric"]):
+        return ""
+    note = (
+        "Attention that the response pays to the prompt's keys behind the first four, compared "
+        "with what Expected Attention expects of it: Spearman correlation over the keys, mean over "
+        "query heads. From left to right one assumption more: the mean of ratios becomes a ratio "
+        "of means, queries are normal, they are rotated by the mean rotation ahead, and they are "
+        "those of the prompt. Fidelity: exact."
+    )
+    head = [(step.replace("_", " "), "expectation_steps", step, False) for step in STEPS]
+    first = study.first.of(queries).expectation
+    shown, fewer = (places(study.first.trace.n_layers, most) for most in (_PANELS, _ROWS))
+    loss = partial(plots.attention_loss, study.table, layers=shown)
+    pictures = [
+        image("Agreement by step", partial(plots.agreement_steps, study.table, layers=shown)),
+        image("Attention lost with keys removed", loss),
+    ]
+    if first is not None:
+        alt = f"Expected against observed attention, {first.trace}"
+        pictures.append(image(alt, lambda: plots.expected_observed(first, layers=fewer), "png"))
+    title = "Expected and observed attention"
+    return section(title, note, lines([by_layer(study, head), *pictures]))
+
+
+def _queries(study: Study) -> str:
+    names = ("normal_distance", "projection_gap")
+    if study.table.filter(pl.col("metric").is_in(names)).is_empty():
+        return ""
+    note = Markup(
+        "Expected Attention takes queries before RoPE to be normal. "
+        "<i>Distance</i> is the Kolmogorov-Smirnov distance of a dimension from the normal that "
+        "fits it, next to that of as many independent normal samples; the <i>gap</i> is what the "
+        "method needs: by how many nats log mean exp(logit) of a key is off, less what normal "
+        "samples lack, without the queries of the first four tokens and with them. Fidelity: exact."
+    )
+    head: list[Column] = [
+        ("distance", "normal_distance", "", True),
+        ("gap", "projection_gap", "skip=4", False),
+        ("gap, all queries", "projection_gap", "skip=0", False),
+    ]
+    reading, trace = study.first.of(queries), study.first.trace
+    middle = trace.n_layers // 2
+    pictures = [
+        image(f"Queries next to normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
+        image(f"Quantiles, {trace.name}", lambda: plots.state_quantiles(trace, middle), "png"),
+    ]
+    if reading.normality is not None:
+        normality = reading.normality
+        alt = f"Distance from normal by head, {trace.name}"
+        pictures.append(image(alt, lambda: plots.normal_distance(normality)))
+    if 4 in reading.projections:
+        alt = f"Gap of the mean exponential, {trace.name}"
+        pictures.append(image(alt, lambda: plots.projection_gap(reading.projections[4])))
+    body = lines([by_layer(study, head), *pictures])
+    return section("How queries are distributed", note, body)
+
+
+def _left_out(analysis: Analysis, titles: Mapping[str, str]) -> dict[str, str]:
+    left_out = analysis.of(queries).left_out
+    return {title: left_out[name] for name, title in titles.items() if name in left_out}
+
+
+_attention = partial(_left_out, titles={"expectation": "expected and observed attention"})
+_normal = partial(
+    _left_out,
+    titles={
+        "normality": "how far queries are from normal",
+        "projections": "the gap of log mean exponentials",
+    },
+)
+SECTIONS = {
+    "expectation": Section(_expectation, after="traces", left_out=_attention),
+    "queries": Section(_queries, after="reconstruction", left_out=_normal),
+}

@@ -1,0 +1,38 @@
+"""The figures of the study, as `kvsim layers` and `kvsim.plots` have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+from kvsim.plots.registry import Figure
+
+_layers = partial(Figure, "kvsim.plots.layers", command="layers")
+
+FIGURES: Final[Mapping[str, Figure]] = {
+    "variance_curves": _layers(
+        "Relative rank variance by layer, with the threshold and the selection layer.",
+        ("diagnoses",), source="ASL, Fig. 6"),
+    "gold_recall": _layers(
+        "Share of the gold tokens among those that each layer would select.",
+        ("diagnoses",)),
+    "selection_histogram": _layers(
+        "Number of traces that select at each layer.",
+        ("distribution",), source="ASL, Figs. 9-10"),
+    "layer_overlap": _layers(
+        "Jaccard index of each layer's top tokens with the layer before, and entropy.",
+        ("diagnoses",)),
+    "layer_attention": _layers(
+        "Attention of the last rows of the prompt in every layer.",
+        ("trace",), source="ASL, Fig. 3"),
+    "selection_grid": _layers(
+        "Selection layer over first tested layer and look-back.",
+        ("grid",), source="ASL, Fig. 8"),
+    "rank_pattern": _layers(
+        "Ranks in every layer of the tokens that the last layers rank first.",
+        ("diagnosis",), source="ASL, Fig. 4"),
+    "rank_bumps": _layers(
+        "Ranks of the 30 best tokens of the last layer through all layers.",
+        ("diagnosis",), source="ASL, Fig. 4"),
+}  # fmt: skip

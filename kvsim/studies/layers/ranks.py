@@ -1,0 +1,91 @@
+"""How the layers of a trace rank the tokens of its prompt, and ASL's test of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvsim.analysis.prompt.ranking import Ranking, ranking
+from kvsim.analysis.prompt.tables import Diagnosis, diagnose
+from kvsim.analysis.subject import Analysis
+from kvsim.core.trace import Trace
+from kvsim.engine.source import windows
+from kvsim.errors import PolicyError
+from kvsim.policies.asl import ASL, Selecting
+
+#: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
+SHARES = ("10%", "25%", "50%")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a prompt's tokens by layer, and ASL's test of them.
+
+    ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
+    before it. rule: ASL's parameters, its defaults if None. gold: positions of the prompt that the
+    answer needs, None if unknown.
+
+    Raises PolicyError for a k that is neither number nor share, and for a rule that the model has
+    no layer for.
+    """
+
+    trace: Trace
+    device: str = "cpu"
+    ks: Sequence[int | str] = SHARES
+    rule: Selecting = field(default_factory=ASL)
+    gold: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for k in self.ks:
+            _tokens(k, 1)
+        self.rule.check(self.trace.n_layers)
+
+    @property
+    def left_out(self) -> str:
+        """Why there is no ranking: what the trace lacks, or has; empty where there is one."""
+        trace, rows, prompt = self.trace, self.rule.window, self.trace.prompt_len
+        reasons = {
+            "only some layers of the model": not trace.whole,
+            f"a sliding window in {windows(trace)}": bool(trace.windowed),
+            f"a prompt of {prompt} tokens, no more than ASL's {rows} rows": prompt <= rows,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
+
+    @cached_property
+    def ranking(self) -> Ranking | None:
+        """Ranks of the prompt in each layer; None too where layers are missing from the trace."""
+        return None if self.left_out else ranking(self.trace, self.rule, device=self.device)
+
+    @cached_property
+    def diagnoses(self) -> Mapping[str, Diagnosis]:
+        """ASL's test at each k, by k as it was given."""
+        if (ranking := self.ranking) is None:
+            return {}
+        budgets = {k: _tokens(k, ranking.ranked) + self.rule.window for k in self.ks}
+        return {
+            str(k): diagnose(self.trace, ranking, budget, gold=self.gold, share=budget_label(k))
+            for k, budget in budgets.items()
+        }
+
+
+def ranks(analysis: Analysis) -> Ranks:
+    """Return the ranks of an analysed trace, by ASL's defaults."""
+    return Ranks(analysis.trace, analysis.device)
+
+
+def budget_label(k: int | str) -> str:
+    """The budget that leaves k tokens next to ASL's window, in words."""
+    return f"{k} + window"
+
+
+def _tokens(k: int | str, ranked: int) -> int:
+    """Tokens that propagate next to the window: a number, or a share of those that are ranked."""
+    match = re.fullmatch(r"(?P<share>\d+(\.\d+)?)%|(?P<tokens>\d+)", str(k).strip())
+    share, tokens = (None, None) if match is None else match.group("share", "tokens")
+    if tokens and int(tokens) > 0:
+        return int(tokens)
+    if share and 0 < float(share) <= 100:
+        return max(1, int(ranked * float(share) / 100 + 1e-9))
+    raise PolicyError(f"k is {k!r}; expected tokens (128) or a share of those ranked (25%)")

@@ -1,0 +1,98 @@
+"""Metrics of segments: those that AMS cuts, and runs of what stays as a proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from kvsim.analysis.definition import Cells, Metric
+from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, noted, proxy_segments
+from kvsim.analysis.subject import Layers, Subject
+
+#: Notes of events about how the budget is allocated to segments.
+QUOTA_NOTES = ("quota_by_mass", "quota_minimum", "infeasible")
+#: Notes about the segments.
+SEGMENT_NOTES = frozenset({"segment_length"})
+
+
+def segments(subject: Subject) -> list[tuple[Layers, str, Segments]]:
+    """Return (layers, kind, segments): those that the policy cut, and runs of what stays.
+
+    The two kinds differ in meaning and are never compared.
+    """
+    cut = {layer: ams_segments(subject.record, layer) for layer in subject.record.layers}
+    runs = ((layers, proxy_segments(evicted_at)) for layers, evicted_at in subject.layer_groups)
+    return [
+        *(([layer], AMS, each) for layer, each in cut.items() if each is not None),
+        *((layers, PROXY, each) for layers, each in runs),
+    ]
+
+
+def _segment_count(subject: Subject) -> Iterator[Cells]:
+    for layers, kind, found in subject.of(segments):
+        count = found.count.astype(np.float64)
+        yield Cells(layers, count, "head", kind, found.count_chance, found.rows)
+
+
+def _segment_length(subject: Subject) -> Iterator[Cells]:
+    for layers, kind, found in subject.of(segments):
+        mean = f"{kind},mean"
+        yield Cells(layers, found.length, "head", mean, found.length_chance, found.rows)
+        yield Cells(layers, found.pooled_length, "head", f"{kind},pooled")
+
+
+def _boundaries(name: Literal["shift", "f1"]) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        for layers, kind, found in subject.of(segments):
+            yield Cells(layers, getattr(found, name), "head", kind, events=found.rows[:-1])
+
+    return cells
+
+
+def _quota_share(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        mass, minimum, infeasible = (noted(subject.record, layer, name) for name in QUOTA_NOTES)
+        if mass is None or minimum is None or infeasible is None:
+            continue
+        shares = {"mass": mass.by_event, "minimum": minimum.by_event}
+        shares["rounding"] = 1.0 - shares["mass"] - shares["minimum"]
+        shares["infeasible"] = infeasible.by_event
+        for variant, values in shares.items():
+            yield Cells(layer, values, "head", variant, events=mass.rows)
+
+
+def _suffix_mass(subject: Subject) -> Iterator[Cells]:
+    for layer in subject.record.layers:
+        mass = noted(subject.record, layer, "suffix_mass")
+        if mass is not None:
+            yield Cells(layer, mass.by_event, "head", events=mass.rows)
+
+
+METRICS: Mapping[str, Metric] = {
+    "segment_count": Metric(
+        "segments into which a policy cuts the cache at an event; runs of what stays as a proxy",
+        "sets", "segments", None, "AMS, Table 14", _segment_count, main=AMS, notes=SEGMENT_NOTES,
+        after="dense_drops"),
+    "segment_length": Metric(
+        "entries of such a segment: mean over events, and over all segments",
+        "sets", "entries", None, "AMS, Table 14", _segment_length, main=f"{AMS},mean",
+        notes=SEGMENT_NOTES, after="segment_count"),
+    "boundary_shift": Metric(
+        "positions from a segment's start to the nearest one of the event before",
+        "sets", "entries", None, "named by AMS, defined here", _boundaries("shift"), main=AMS,
+        notes=SEGMENT_NOTES, after="segment_length"),
+    "boundary_f1": Metric(
+        "agreement of consecutive events in where segments start, within 8 positions",
+        "sets", "share", None, "as boundary_shift", _boundaries("f1"), main=AMS,
+        notes=SEGMENT_NOTES, after="boundary_shift"),
+    "quota_share": Metric(
+        "share of the budget that segments get by their mass, as a minimum, by rounding",
+        "sets", "share", None, "kvsim, of AMS", _quota_share, main="mass",
+        notes=frozenset(QUOTA_NOTES), after="boundary_f1"),
+    "suffix_mass": Metric(
+        "share of the mass, by which segments are cut, that lies on the window's own entries",
+        "sets", "share", None, "kvsim, of AMS", _suffix_mass, notes=frozenset({"suffix_mass"}),
+        after="quota_share"),
+}  # fmt: skip
