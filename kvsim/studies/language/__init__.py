@@ -1,0 +1,1 @@
+"""The language of the shipped models: prompts with their answers, and the demo."""

@@ -1,0 +1,1 @@
+"""Tuning: the parameters of a policy, searched offline and judged on prompts held out."""
