@@ -154,7 +154,7 @@ def part() -> str:
 
 
 def points(model: str) -> pl.DataFrame:
-    """What a curve is fitted on (`kvsim.analysis.prediction.points`), of the stored values."""
+    """Return the points that a curve is fitted on, of the stored values."""
     of = values().filter(pl.col("policy") != "random", model=model)
     error, kl = (
         of.filter(metric=metric, fidelity=way).select(

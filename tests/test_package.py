@@ -37,7 +37,8 @@ LARGE = ("matplotlib", "polars", "scipy", "torch", "transformers", "zarr")
 def submodules():
     """The names of all modules of the package that can be imported here."""
     names = [m.name for m in pkgutil.walk_packages(kvsim.__path__, "kvsim.")]
-    return [name for name in names if name != "kvsim.interop.kvpress" or find_spec("kvpress")]
+    optional = "kvsim.interop.kvpress"
+    return [name for name in names if name != optional or find_spec("kvpress")]
 
 
 def loaded_after(code):

@@ -144,7 +144,7 @@ class Calibration:
 
 
 def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
-    """Return the samples of a fit, from the Tables of both loops (`kvsim.analysis.validity`).
+    """Return the points that a curve is fitted on, of the Tables of both loops.
 
     A row per prompt, policy and budget: `trace`, `policy`, `requested`, `error` (the metric), `kl`,
     `lost` (1 where an answer that is right with the full cache is wrong, null without such one).

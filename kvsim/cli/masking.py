@@ -35,8 +35,8 @@ def masks(
 ) -> None:
     """Write which entries each row sees, as training under eviction needs it.
 
-    One number for each layer, head and position; kvsim.interop.masks makes dense masks of it, and
-    block masks for flex_attention.
+    One number for each layer, head and position; kvsim.interop.masks makes dense masks of
+    it, and block masks for flex_attention.
     """
     check_output(out, overwrite=overwrite)
     from kvsim.analysis.folder import RECORDS, read_run

@@ -1,4 +1,4 @@
-"""Answers to prompts in the language of `kvsim.tiny.ledger`: their check, and what they rest on."""
+"""Answers to prompts in the language of the ledger: their check, and what they rest on."""
 
 from __future__ import annotations
 

@@ -273,8 +273,8 @@ class Retrieval(NamedTuple):
 class Solution(NamedTuple):
     """The right response and the retrievals of its words.
 
-    In prompts of `kvsim.tiny.tasks`, a word without a retrieval follows from the verb and the 12
-    words before it (two lines with an entry of the agenda).
+    In prompts of `kvsim.tiny.tasks`, a word without a retrieval follows from the verb
+    and the 12 words before it (two lines with an entry of the agenda).
     """
 
     response: str
