@@ -7,7 +7,7 @@ import pytest
 
 import kvsim
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots.events import mass_curve
+from kvsim.studies.segments.figures import mass_curve
 from traces import changed, random_trace
 
 
