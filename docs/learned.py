@@ -31,8 +31,7 @@ from kvsim.analysis.summaries import main_variants, per_prompt
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.learning import learn
-from kvsim.learning.learn import CAUSAL
+from kvsim.learning.learn import CAUSAL, learn
 from kvsim.policies import describe, names, parameters
 from kvsim.recorder import load_model
 from kvsim.store.opening import as_traces

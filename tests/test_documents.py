@@ -18,7 +18,7 @@ import kvsim
 import traces
 from kvsim.analysis.prediction import _SHIPPED, calibration_of, read_calibrations
 from kvsim.analysis.results import model_name
-from kvsim.cost import estimate
+from kvsim.cost.accounting import estimate
 from kvsim.cost.model import Model
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.interop.masks import read_masks

@@ -14,7 +14,8 @@ from kvsim.cli.values import OptionError
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
-    from kvsim.cost import Cost, Model
+    from kvsim.cost.accounting import Cost
+    from kvsim.cost.model import Model
 
 _RATIOS = (
     "KV and peak: the cache after an event and before the next one. Prefill and token: time to the "
@@ -82,7 +83,9 @@ def cost(
     contexts = [int(text) for text in context or ()]
 
     from kvsim.core.arguments import resolve_budget
-    from kvsim.cost import Model, estimate, no_selection
+    from kvsim.cost.accounting import estimate
+    from kvsim.cost.cases import no_selection
+    from kvsim.cost.model import Model
     from kvsim.store import open_trace
 
     opened = None if trace is None else open_trace(trace)
@@ -123,7 +126,7 @@ def cost(
 
 
 def _print(model: Model, costs: Sequence[Cost]) -> None:
-    from kvsim.cost import GIB
+    from kvsim.cost.model import GIB
 
     full = {cost.context: cost.kv_full_bytes for cost in costs}
     unit, name = (GIB, "GiB") if max(full.values()) > GIB / 8 else (1 << 20, "MiB")

@@ -12,7 +12,7 @@ from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
-    from kvsim.learning import Learning
+    from kvsim.learning.learn import Learning
 
 
 def learn(
@@ -86,8 +86,8 @@ def learn(
     It learns which entries the optimum of retained attention keeps (docs/optimum.md), from what a
     policy can see of them, and replays as `--policy learned:FILE` with traces of any model.
     """
-    from kvsim.learning import learn as learned
     from kvsim.learning.learn import AGAINST, CAUSAL
+    from kvsim.learning.learn import learn as learned
 
     groups = features or [*CAUSAL, *(["future"] * (ahead > 0))]
     with show.bar("steps") as report:

@@ -7,23 +7,3 @@
 are dropped after a given one, and `accounting` puts them together. All of it is closed form and
 nothing runs a model; docs/cost.md has the limits of the numbers.
 """
-
-from __future__ import annotations
-
-from kvsim.core.flops import Event, Flops
-from kvsim.cost.accounting import Cost, decode_ratio, estimate
-from kvsim.cost.cases import event_flops, no_selection
-from kvsim.cost.model import GIB, Model, ModelError
-
-__all__ = [
-    "GIB",
-    "Cost",
-    "Event",
-    "Flops",
-    "Model",
-    "ModelError",
-    "decode_ratio",
-    "estimate",
-    "event_flops",
-    "no_selection",
-]

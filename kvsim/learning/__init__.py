@@ -4,8 +4,3 @@
 both on some prompts and compares the outcome with other policies on the rest. `heads` measures
 which heads lose most if they hold sinks and recent entries alone.
 """
-
-from kvsim.learning.heads import head_plan
-from kvsim.learning.learn import Learning, learn
-
-__all__ = ["Learning", "head_plan", "learn"]

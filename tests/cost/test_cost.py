@@ -10,6 +10,7 @@ import torch
 from cost_models import BUDGET, EVERY, LLAMA_8B, PROMPT, QWEN_7B, SMALL, TOKENS, K, counted
 
 import kvsim
+from kvsim.core.flops import Event, Flops
 from kvsim.core.policy import (
     Even,
     Everything,
@@ -22,7 +23,8 @@ from kvsim.core.policy import (
     Wrapper,
 )
 from kvsim.core.propagation import Propagation
-from kvsim.cost import Event, Flops, estimate, event_flops
+from kvsim.cost.accounting import estimate
+from kvsim.cost.cases import event_flops
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, describe, has_parameter, names
 

@@ -7,7 +7,8 @@ import pytest
 from cost_models import BIG, LLAMA_8B, QWEN_7B, K
 
 import kvsim
-from kvsim.cost import GIB, Model, estimate
+from kvsim.cost.accounting import estimate
+from kvsim.cost.model import GIB, Model
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE, describe, names
 from kvsim.testing.strategies import make_case

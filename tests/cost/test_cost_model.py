@@ -10,7 +10,8 @@ import torch
 from cost_models import BIG, LLAMA, LLAMA_8B, QWEN, QWEN_7B, counted
 
 import kvsim
-from kvsim.cost import Model, ModelError, estimate
+from kvsim.cost.accounting import estimate
+from kvsim.cost.model import Model, ModelError
 from kvsim.tiny import PATH as TINY
 
 

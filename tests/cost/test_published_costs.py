@@ -12,7 +12,8 @@ import pytest
 from cost_models import BIG, LLAMA_8B, QWEN_7B, K
 
 import kvsim
-from kvsim.cost import GIB, decode_ratio, estimate
+from kvsim.cost.accounting import decode_ratio, estimate
+from kvsim.cost.model import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ import kvsim
 from kvsim.cli import app
 from kvsim.core.policy import Policy, Schedule, Scorer, Scores
 from kvsim.errors import BudgetError, NeedsError, OutputError, PolicyError
-from kvsim.learning import learn
+from kvsim.learning.learn import learn
 from kvsim.learning.lessons import Lesson, Pairs, Teacher, worth
 from kvsim.learning.training import Projecting, fit
 from kvsim.policies.features import SIZES
@@ -297,7 +297,7 @@ def test_a_file_that_is_there_is_kept(paths, tmp_path):
 def test_the_command_learns_and_says_what_it_is_worth(monkeypatch, paths, tmp_path):
     """Text opens with the verdict on prompts held out; JSON has the same numbers."""
     # how well all of its steps learn is tested above
-    monkeypatch.setattr("kvsim.learning.learn", functools.partial(learn, steps=200))
+    monkeypatch.setattr("kvsim.learning.learn.learn", functools.partial(learn, steps=200))
     out = tmp_path / "s.safetensors"
     command = ["learn", str(paths), "--budget", "8", "--out", str(out), "--interval", "4"]
     command += ["--rounds", "1", "--against", "random,tova", "--metric", "output_error"]

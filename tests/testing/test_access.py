@@ -16,7 +16,8 @@ from kvsim.core import storing
 from kvsim.core.reading import Reader, Reads, visible
 from kvsim.core.record import record_document
 from kvsim.core.storing import Clock, Codec, Spec
-from kvsim.cost import Model, estimate
+from kvsim.cost.accounting import estimate
+from kvsim.cost.model import Model
 from kvsim.engine import reading
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
