@@ -1,4 +1,4 @@
-"""Expected against observed attention: loops with matrices, the policy itself, closed forms."""
+"""Expected against observed attention: loops with matrices, and its tables."""
 
 import itertools
 import math

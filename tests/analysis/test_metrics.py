@@ -1,4 +1,4 @@
-"""Metrics against closed forms and naive loops; tables and fidelity."""
+"""Metrics against naive loops and exact chance; tables and fidelity."""
 
 import itertools
 import json

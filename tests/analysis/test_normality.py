@@ -1,4 +1,4 @@
-"""How queries and projections are distributed: effect sizes by hand, closed forms, naive loops."""
+"""How queries and projections are distributed: effect sizes and gaps against loops."""
 
 import itertools
 import math

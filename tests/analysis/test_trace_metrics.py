@@ -1,4 +1,4 @@
-"""What a trace says before any policy evicts: loops from the definitions, replay, closed forms."""
+"""What a trace says before any policy evicts: the arrays behind it, replay, chance."""
 
 from __future__ import annotations
 

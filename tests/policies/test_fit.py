@@ -14,10 +14,15 @@ from kvsim.policies.catalogue import CATALOGUE
 from kvsim.schema import merged
 from kvsim.sweeps.driver import replay_all
 from kvsim.testing.strategies import make_case
-from tests.sweeps.test_sweeps import make_trace
+from traces import random_trace
 
 #: In the paper's Table 15, for 512 entries; recent is the release's.
 AMS = {"window": 128, "recent": 32, "min_segment": 16, "max_segment": 256, "segment_length": 128}
+
+
+def make_trace():
+    """A random trace of 80 tokens."""
+    return random_trace(n=80, prompt_len=30, size=1.0)
 
 
 def scaled(value, budget, least=1):
