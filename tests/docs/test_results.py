@@ -235,6 +235,7 @@ def test_the_file_of_values_has_those_of_every_prompt(page):
             assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", PLANS)
 def test_the_committed_page_follows_from_its_values(model, tmp_path):
     """Every number of a page is made of the file beside it, by one command."""

@@ -33,6 +33,7 @@ def test_recording_again_gives_the_sample(smollm2):
         torch.testing.assert_close(stored, recorded, rtol=2**-11, atol=1e-3)
 
 
+@pytest.mark.deep
 def test_judging_again_gives_the_stored_values():
     """The Table that the demo shows is what its script writes; KL to the rounding of a machine."""
     stored = pl.read_parquet(sample_judged())
