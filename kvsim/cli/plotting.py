@@ -186,7 +186,7 @@ def _figure(name: str) -> Figure:
     if name in FIGURES:
         figure = FIGURES[name]
         if figure.command != "plot":
-            raise OptionError(f"{name} is drawn by `kvsim {figure.command}`; see its help")
+            raise OptionError(f"{name} is drawn by `kvsim {figure.command}`")
         return figure
     names = plotted()
     closest = suggest(name, names)

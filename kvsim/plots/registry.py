@@ -40,7 +40,7 @@ class Figure:
         source: the paper and figure that it follows, or "kvsim".
         metrics: those that its Table needs, of which traces have recorded what they read.
         requires: what a trace or a policy must have, for users.
-        command: the command that draws it.
+        command: the command that draws it, "plot" or another with what it takes.
         prepare: computes the only argument from the traces, and the metrics, where it is not the
             input itself.
     """
