@@ -39,9 +39,9 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.plots.style import COLOURS
 from kvsim.recorder import load_model
+from kvsim.studies.language.ledger import check
+from kvsim.studies.language.tasks import TASKS, Sample, prompts
 from kvsim.tiny import PATH
-from kvsim.tiny.ledger import check
-from kvsim.tiny.tasks import TASKS, Sample, prompts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/distillation.md", ROOT / "docs/distillation-results.jsonl"

@@ -41,8 +41,8 @@ from apps.tiny.evaluate import Results, digest
 from kvsim import Policy, Record, Trace, policy
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
+from kvsim.studies.language.tasks import TASKS, Sample, prompts
 from kvsim.tiny import PATH
-from kvsim.tiny.tasks import TASKS, Sample, prompts
 
 FULL, ORACLE = "full", "oracle"
 

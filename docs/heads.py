@@ -21,8 +21,8 @@ from apps.tiny.heads import head_maps, head_masses, removed_heads, training_curv
 from apps.tiny.probes import attention_maps
 from apps.tiny.results import Results, digest
 from kvsim.plots import save
+from kvsim.studies.language.tasks import prompts
 from kvsim.tiny import PATH
-from kvsim.tiny.tasks import prompts
 
 PICTURES = {
     "structure": ("tiny-retrieval.png", head_masses),

@@ -31,11 +31,11 @@ from kvsim.analysis.summaries import main_variants, per_prompt
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.learning.learn import CAUSAL, learn
 from kvsim.policies import describe, names, parameters
 from kvsim.recorder import load_model
 from kvsim.store.opening import as_traces
-from kvsim.sweeps.tuning import tune
+from kvsim.studies.learning.learn import CAUSAL, learn
+from kvsim.studies.tuning.search import tune
 from optimum_page import BUDGETS, FULL, KINDS, NAMED, PROJECTIONS, SEEDED, write
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,8 +33,8 @@ from kvsim.plots.haystack import needle as haystack
 from kvsim.recorder import Prompt, load_model
 from kvsim.recorder.models import load_tokenizer
 from kvsim.recorder.prompts import token_count
+from kvsim.studies.language.tasks import Sample, make
 from kvsim.text.tasks import sample
-from kvsim.tiny.tasks import Sample, make
 from results_page.plan import SMALL, Plan, Sizes
 from results_page.policies import scaled
 from results_page.traces import DEPTHS, weights

@@ -1,7 +1,7 @@
 # ruff: noqa: INP001 - lies in docs/, which is no package
 """Formulas as papers print them, so that their numbers can be followed.
 
-What kvsim counts itself is in `kvsim.cost`. Where a printed number does not
+What kvsim counts itself is in `kvsim.studies.cost`. Where a printed number does not
 follow from its formula, or the formula leaves out what matters, docs/cost.md says so.
 
 * ASL: Taniguchi et al., "Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference",
@@ -14,7 +14,7 @@ follow from its formula, or the formula leaves out what matters, docs/cost.md sa
 
 from __future__ import annotations
 
-from kvsim.cost.model import Model
+from kvsim.studies.cost.model import Model
 
 # ------------------------------------------------------------------------------ ASL, appendix B
 

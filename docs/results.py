@@ -8,9 +8,9 @@
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
 The values of every prompt are in a file beside the page, `docs/results.parquet`; every number of
-the pages follows from it, every verdict by `kvsim.claims`, as in `kvsim report`. What was measured
-of a prompt is kept in `--traces` too, a piece for each policy, and used again, so that a policy
-added later is all that is measured. The work is done in docs/results_page.
+the pages follows from it, every verdict by `kvsim.studies.claims`, as in `kvsim report`. What was
+measured of a prompt is kept in `--traces` too, a piece for each policy, and used again, so that a
+policy added later is all that is measured. The work is done in docs/results_page.
 """
 
 from __future__ import annotations

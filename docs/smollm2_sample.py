@@ -14,9 +14,9 @@ from pathlib import Path
 import polars as pl
 
 import kvsim
-from kvsim.cli.demo import BUDGETS, INTERVAL, POLICIES
 from kvsim.recorder import load_model
 from kvsim.samples import sample_judged
+from kvsim.studies.language.demo import BUDGETS, INTERVAL, POLICIES
 from kvsim.sweeps import replay_all
 
 TRACES = Path(__file__).parents[1] / "traces"

@@ -25,7 +25,10 @@ import polars as pl
 from numpy.typing import NDArray
 
 import kvsim
-from kvsim.analysis.prediction import (
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.summaries import per_prompt
+from kvsim.recorder import capture_many, load_model
+from kvsim.studies.prediction.prediction import (
     FLOOR,
     FOLDS,
     Calibration,
@@ -33,17 +36,14 @@ from kvsim.analysis.prediction import (
     read_calibrations,
     write_calibrations,
 )
-from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import per_prompt
-from kvsim.analysis.validity import OFFLINE, correlation
-from kvsim.recorder import capture_many, load_model
+from kvsim.studies.prediction.validity import OFFLINE, correlation
 from kvsim.sweeps import replay_all
 from results_page.plan import SMALL, Plan, Sizes
 from results_page.policies import scaled
 from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("validity-results.parquet")
-CALIBRATIONS = Path(kvsim.__file__).with_name("analysis") / "calibrations.json"
+CALIBRATIONS = Path(kvsim.__file__).with_name("studies") / "prediction" / "calibrations.json"
 #: Policies that somebody might deploy, and `random`, which no correlation counts.
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "keydiff", "expected_attention", "gkv", "ams"),

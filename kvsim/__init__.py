@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from kvsim.errors import KvsimError
     from kvsim.policies import policy
     from kvsim.recorder import capture
-    from kvsim.referee.ruling import conform
     from kvsim.runner import recompute
     from kvsim.runner.judging import judge
     from kvsim.samples import sample_trace
     from kvsim.store import open_trace, save_trace
     from kvsim.store.labelled import to_xarray
+    from kvsim.studies.referee.ruling import conform
     from kvsim.sweeps.closed_loop import live
     from kvsim.sweeps.driver import sweep
 
@@ -81,7 +81,7 @@ _HOME = {
     "averages": "analysis.summaries",
     "capture": "recorder",
     "compare": "analysis.comparison",
-    "conform": "referee.ruling",
+    "conform": "studies.referee.ruling",
     "judge": "runner.judging",
     "live": "sweeps.closed_loop",
     "measure": "analysis.table",

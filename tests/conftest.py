@@ -289,12 +289,12 @@ def no_layout():
 @pytest.fixture
 def small_demo(monkeypatch, tmp_path_factory):
     """Make demos of this process small: short texts and no figures."""
-    from kvsim.cli import demo
-    from kvsim.tiny.tasks import prompts
+    from kvsim.studies.language import demo
+    from kvsim.studies.language.tasks import prompts
     from traces import random_trace
 
     few = prompts(1, task="walk", facts=8, lines=24, kinds=3)
-    monkeypatch.setattr("kvsim.tiny.tasks.prompts", lambda *_, **__: few)
+    monkeypatch.setattr("kvsim.studies.language.tasks.prompts", lambda *_, **__: few)
     monkeypatch.setattr(demo._Demo, "_draw", lambda *_: None)
     real = random_trace(
         layers=3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from kvsim.cost.model import Model
+from kvsim.studies.cost.model import Model
 
 K = 1024
 

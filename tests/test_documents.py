@@ -16,16 +16,16 @@ from safetensors.torch import save
 
 import kvsim
 import traces
-from kvsim.analysis.prediction import _SHIPPED, calibration_of, read_calibrations
 from kvsim.analysis.results import model_name
-from kvsim.cost.accounting import estimate
-from kvsim.cost.model import Model
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.interop.masks import read_masks
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Learned, Network
 from kvsim.policies.model import model_of
 from kvsim.runner.recorded import RecordedCheck, check_model
+from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.model import Model
+from kvsim.studies.interop.masks import read_masks
+from kvsim.studies.prediction.prediction import _SHIPPED, calibration_of, read_calibrations
 from kvsim.testing import strategies
 
 #: What takes the place of each value, at any depth.

@@ -20,12 +20,12 @@ import pytest
 
 import kvsim
 from kvsim.analysis.kept.contents import retention_lift
-from kvsim.analysis.prediction import write_calibrations
 from kvsim.cli import main
-from kvsim.cost.accounting import estimate
-from kvsim.cost.model import Model
 from kvsim.errors import EXTRAS
 from kvsim.samples import SAMPLES
+from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.model import Model
+from kvsim.studies.prediction.prediction import write_calibrations
 from kvsim.sweeps import replay_all
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ LARGE = ("matplotlib", "polars", "scipy", "torch", "transformers", "zarr")
 def submodules():
     """The names of all modules of the package that can be imported here."""
     names = [m.name for m in pkgutil.walk_packages(kvsim.__path__, "kvsim.")]
-    optional = "kvsim.interop.kvpress"
+    optional = "kvsim.studies.interop.kvpress"
     return [name for name in names if name != optional or find_spec("kvpress")]
 
 

@@ -101,7 +101,7 @@ def load() -> None:
 
     for module in pkgutil.walk_packages(kvsim.__path__, "kvsim."):
         if not module.name.startswith(
-            ("kvsim.__main__", "kvsim._dashboard", "kvsim.interop.kvpress")
+            ("kvsim.__main__", "kvsim._dashboard", "kvsim.studies.interop.kvpress")
         ):
             importlib.import_module(module.name)
     for name in LATER:

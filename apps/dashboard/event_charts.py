@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from plotly.colors import hex_to_rgb
 from plotly.subplots import make_subplots
 
-from kvsim.analysis.kept.segmentation import Segmented, thinned
 from kvsim.plots.style import COLOURS, KEPT, MISSED
+from kvsim.studies.segments.segmentation import Segmented, thinned
 
 from . import cache, elements
 from .tiles import READ_STATES, SIDE, STATES, Tile

@@ -11,11 +11,11 @@ import streamlit as st
 
 from kvsim.analysis.attention.sparsity import sparsity_table
 from kvsim.analysis.attention.windows import overlap_table
-from kvsim.analysis.prompt.ranking import Ranking, RankPattern, rank_pattern
-from kvsim.analysis.prompt.ranking import ranking as rank
-from kvsim.analysis.prompt.tables import Diagnosis, diagnose
 from kvsim.plots.style import COLOURS
 from kvsim.policies.asl import ASL
+from kvsim.studies.layers.ranking import Ranking, RankPattern, rank_pattern
+from kvsim.studies.layers.ranking import ranking as rank
+from kvsim.studies.layers.tables import Diagnosis, diagnose
 
 from . import cache, elements, line_charts
 

@@ -8,14 +8,14 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Ints
-from kvsim.analysis.kept.segmentation import Segmented
 from kvsim.analysis.kept.states import TOKEN_STATES, TokenStates
-from kvsim.analysis.prompt.ranking import RankPattern
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import ROUNDING
 from kvsim.plots.style import requested_order
 from kvsim.schema import plural, rounded
+from kvsim.studies.layers.ranking import RankPattern
+from kvsim.studies.segments.segmentation import Segmented
 
 from .elements import excerpt
 from .tiles import Tile

@@ -21,7 +21,7 @@ from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE,
 from apps.tiny.model import SHAPES
 from apps.tiny.probes import FIGURES, FIRST, LAST
 from apps.tiny.results import Row, best, heads
-from kvsim.tiny.tasks import LEVELS, TASKS, prompts
+from kvsim.studies.language.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 
 MISSING = "Not measured for these weights."

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsim.tiny.ledger import Retrieval
-from kvsim.tiny.tasks import MAX_KINDS, PERIOD, Sample, make
+from kvsim.studies.language.ledger import Retrieval
+from kvsim.studies.language.tasks import MAX_KINDS, PERIOD, Sample, make
 from kvsim.tiny.vocabulary import BOS, EOS, ID
 
 IGNORE = -100  # label of a position without a target, as in torch's cross-entropy

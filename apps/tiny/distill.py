@@ -36,11 +36,11 @@ from transformers import AutoModelForCausalLM
 import kvsim
 from apps.tiny.tokenizer import save_tokenizer
 from kvsim.core.policy import Policy
-from kvsim.interop.distillation import divergence, evicted
-from kvsim.interop.masks import Masks
 from kvsim.runner.decoding import RunningModel
+from kvsim.studies.interop.distillation import divergence, evicted
+from kvsim.studies.interop.masks import Masks
+from kvsim.studies.language.tasks import TASKS, Sample, make
 from kvsim.tiny import PATH
-from kvsim.tiny.tasks import TASKS, Sample, make
 from kvsim.tiny.vocabulary import BOS, EOS, ID
 
 if TYPE_CHECKING:

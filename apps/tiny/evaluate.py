@@ -29,9 +29,9 @@ from apps.tiny.card import write
 from apps.tiny.probes import ablation, structure
 from apps.tiny.results import Results, Row, digest
 from kvsim.recorder import load_model
+from kvsim.studies.language.ledger import check
+from kvsim.studies.language.tasks import LEVELS, TASKS, Sample, prompts
 from kvsim.tiny import PATH
-from kvsim.tiny.ledger import check
-from kvsim.tiny.tasks import LEVELS, TASKS, Sample, prompts
 from kvsim.tiny.vocabulary import SPECIAL
 
 if TYPE_CHECKING:

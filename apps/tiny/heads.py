@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from apps.tiny.results import Row, best, heads
 from kvsim.plots.style import COLOURS
-from kvsim.tiny.ledger import Purpose
-from kvsim.tiny.tasks import TASKS
+from kvsim.studies.language.ledger import Purpose
+from kvsim.studies.language.tasks import TASKS
 
 Floats = NDArray[np.float64]
 

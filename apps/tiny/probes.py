@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from apps.tiny.curriculum import collate
-from kvsim.tiny.tasks import Sample
+from kvsim.studies.language.tasks import Sample
 from kvsim.tiny.vocabulary import DIGITS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from apps.tiny.probes import FIGURES, NEEDS
-from kvsim.tiny.tasks import TASKS
+from kvsim.studies.language.tasks import TASKS
 
 Row = Mapping[str, Any]
 

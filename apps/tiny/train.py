@@ -45,7 +45,7 @@ from apps.tiny.model import (
     head_rows,
 )
 from apps.tiny.tokenizer import save_tokenizer
-from kvsim.tiny.tasks import TASKS, prompts
+from kvsim.studies.language.tasks import TASKS, prompts
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM

@@ -7,5 +7,5 @@ tables, timing      everything that is measured: of one prompt, and in seconds
 ranking, groups     the rows, what ranks them, and the table by what the prompts are about
 text, claims        the pages
 
-Claims and verdicts are those of `kvsim.claims`.
+Claims and verdicts are those of `kvsim.studies.claims`.
 """

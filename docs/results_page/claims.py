@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvsim.analysis.significance import ALPHA, FEWEST
-from kvsim.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
-from kvsim.claims.claim import MATTERS, OF_TEN
+from kvsim.studies.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
+from kvsim.studies.claims.claim import MATTERS, OF_TEN
 from results_page.statistics import Results
 
 #: The page of the results of a model.

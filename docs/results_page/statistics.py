@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from kvsim.analysis.results import Result
 from kvsim.analysis.summaries import over_layers
 from kvsim.analysis.table import COLUMNS
-from kvsim.claims import Evidence, Seconds
-from kvsim.claims.evidence import of
 from kvsim.schema import FIDELITY
+from kvsim.studies.claims import Evidence, Seconds
+from kvsim.studies.claims.evidence import of
 from results_page.plan import Plan
 
 Floats = NDArray[np.float64]

@@ -10,7 +10,7 @@ import torch
 
 import kvsim
 from kvsim import Trace, policy
-from kvsim.claims import Seconds
+from kvsim.studies.claims import Seconds
 
 
 def cost(lengths: Sequence[int], repeats: int = 9) -> Seconds:

@@ -15,8 +15,9 @@ from kvsim.recorder.prompts import token_count
 from kvsim.recorder.provenance import describe_model
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
+from kvsim.studies.language import tasks
 from kvsim.text.tasks import DEPTHLESS, sample
-from kvsim.tiny import PATH, tasks
+from kvsim.tiny import PATH
 from kvsim.tiny.vocabulary import DOMAINS
 from results_page.plan import Plan
 

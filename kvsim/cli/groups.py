@@ -218,7 +218,7 @@ class Folder:
             check_output(self.out, resume=self.resume)
 
     def replacing(self) -> AbstractContextManager[None]:
-        """Let a run be written in the place of the one in the folder, if that was asked for."""
+        """Let a run be written in the place of the one in the folder, if that was requested."""
         from kvsim.sweeps.parts import replaced
 
         return replaced(self.out) if self.out is not None and self.overwrite else nullcontext()

@@ -38,7 +38,7 @@ class Flops:
 
 
 class Shape(Protocol):
-    """The sizes of a model that formulas need; `kvsim.cost.model.Model` is one."""
+    """The sizes of a model that formulas need; `kvsim.studies.cost.model.Model` is one."""
 
     @property
     def n_qheads(self) -> int:

@@ -10,11 +10,9 @@ import pytest
 import kvsim
 from kvsim import plots
 from kvsim.analysis import axes
-from kvsim.analysis.attention.normality import states
 from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.attention.windows import attention_gaps, head_table, last_needed, window_overlap
 from kvsim.analysis.kept.contents import retention_lift
-from kvsim.analysis.kept.segmentation import cut_table, segmented
 from kvsim.analysis.kept.states import (
     head_course,
     kept_positions,
@@ -23,6 +21,8 @@ from kvsim.analysis.kept.states import (
     token_states,
 )
 from kvsim.errors import PolicyError
+from kvsim.studies.expectation.normality import states
+from kvsim.studies.segments.segmentation import cut_table, segmented
 from traces import random_trace
 
 #: What draws or computes of a layer of a trace and a record, by name.

@@ -78,8 +78,8 @@ def simulated(rng, prompts, shifts, budgets=(64,)):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """A sweep over eight short prompts of tiny, with events after the prompt and every 16 rows."""
+    from kvsim.studies.language.tasks import prompts
     from kvsim.sweeps import replay_all
-    from kvsim.tiny.tasks import prompts
 
     folder = tmp_path_factory.mktemp("traces")
     made = prompts(8, task="walk", level=1)
@@ -453,8 +453,8 @@ def test_a_prompt_without_a_value_is_left_out(missing):
 
 def test_rows_of_earlier_events_change_nothing(real, tmp_path):
     """Of wipe-out the last event counts, whether a run lists all events or not."""
+    from kvsim.studies.language.tasks import prompts
     from kvsim.sweeps import replay_all
-    from kvsim.tiny.tasks import prompts
 
     (one,) = prompts(1, task="walk", level=1)
     trace = kvsim.capture("tiny", None, one.prompt, max_new_tokens=40, out=tmp_path / "a.zarr")

@@ -16,10 +16,10 @@ from kvsim.analysis.summaries import averages, between_levels, compare, per_prom
 from kvsim.errors import NeedsError
 from kvsim.recorder import load_model
 from kvsim.schema import NEVER
+from kvsim.studies.language import tasks
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.run import summarise
 from kvsim.testing import strategies
-from kvsim.tiny import tasks
 from reference import metrics as loop_metrics
 from tests.reference.masked import masked_logits
 from traces import changed

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.attention.expectation import STEPS, expected_and_observed, key_projections
-from kvsim.analysis.attention.fit import normal_ks
-from kvsim.analysis.attention.normality import state_normality
-from kvsim.analysis.prompt.ranking import ranking
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.subject import Analysis
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
+from kvsim.studies.expectation.expectation import STEPS, expected_and_observed, key_projections
+from kvsim.studies.expectation.fit import normal_ks
+from kvsim.studies.expectation.normality import state_normality
 from kvsim.studies.layers.metrics import TAUS
+from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks, ranks
 from kvsim.testing.strategies import cases
 from traces import changed, settling_trace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kvsim
 from kvsim.errors import DumpError
-from kvsim.referee.dump import Dump, read_dump
+from kvsim.studies.referee.dump import Dump, read_dump
 
 #: Bytes at the end of a file in which half of the mutations are.
 _INDEX = 1500

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsim.cli import main
-from kvsim.tiny.tasks import prompts
+from kvsim.studies.language.tasks import prompts
 
 BLOCK = 4096
 

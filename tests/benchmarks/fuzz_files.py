@@ -29,7 +29,7 @@ from campaign import campaign, limit_memory, options, watched
 from kvsim.errors import CaptureError, DumpError
 from kvsim.recorder import gguf
 from kvsim.recorder.gguf import GgufFile, dequantised
-from kvsim.referee.dump import COLUMNS, read_dump
+from kvsim.studies.referee.dump import COLUMNS, read_dump
 from tests.small_gguf import write
 
 #: Numbers that stand where a count, a size or a place does.

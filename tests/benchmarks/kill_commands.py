@@ -36,8 +36,8 @@ import kvsim
 from kvsim.errors import KvsimError, OutputError
 from kvsim.report import read_run
 from kvsim.store import discard, find_drafts, open_trace, recover, verify
+from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps import tasks
-from kvsim.tiny.tasks import prompts
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 #: Code of a child: it imports a module, says so, and runs a command.
@@ -53,7 +53,7 @@ IMPORTED = {
     "replay": "kvsim.sweeps.driver",
     "report": "kvsim.report",
     "plot": "kvsim.plots",
-    "prompts": "kvsim.tiny.tasks",
+    "prompts": "kvsim.studies.language.tasks",
 }
 
 ARRAYS = ("q", "k", "v", "attn_out", "lse")

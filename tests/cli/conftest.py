@@ -9,8 +9,8 @@ from command_line import OWN
 
 import kvsim
 import small_model
+from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps import replay_all
-from kvsim.tiny.tasks import prompts
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 

@@ -19,7 +19,7 @@ from command_line import one_line
 from kvsim.cli import main
 from kvsim.cli.values import OptionError, parse_memory, parse_set
 from kvsim.errors import KvsimError
-from kvsim.tiny.tasks import prompts
+from kvsim.studies.language.tasks import prompts
 
 
 def test_bugs_show_their_traceback(monkeypatch, trace):

@@ -9,7 +9,7 @@ import pytest
 
 import kvsim
 from kvsim.recorder import load_model
-from kvsim.tiny.tasks import prompts
+from kvsim.studies.language.tasks import prompts
 
 SETTINGS = ("--set", "tau=1.01", "--set", "window=8", "--set", "rows=60", "--set", "least=5")
 

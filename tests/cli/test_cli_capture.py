@@ -13,7 +13,7 @@ from command_line import one_line
 
 import kvsim
 from damage import edit_header, flip
-from kvsim.tiny.tasks import prompts
+from kvsim.studies.language.tasks import prompts
 from mutations import reseal_folder
 
 

@@ -11,9 +11,9 @@ import pytest
 from command_line import one_line
 
 import kvsim
-from kvsim.cli import demo as demo_module
 from kvsim.cli import main
 from kvsim.store.records import read_records
+from kvsim.studies.language import demo as demo_module
 
 
 @pytest.fixture(scope="module")

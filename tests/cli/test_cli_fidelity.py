@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.cli.validating import _print_correlations
+from kvsim.studies.language.tasks import prompts
+from kvsim.studies.prediction.command import _print_correlations
 from kvsim.sweeps import closed_loop
-from kvsim.tiny.tasks import prompts
 
 COMMAND = ("fidelity", "sample", "--model=tiny", "--policy=tova,knorm", "--budget=32,96")
 

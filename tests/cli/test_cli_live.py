@@ -12,8 +12,8 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.record import Record, Response
+from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps import Run
-from kvsim.tiny.tasks import prompts
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import kvsim
 from kvsim import plots
 from kvsim.core.attention import Formula
 from kvsim.plots.registry import FIGURES, plotted
-from kvsim.tiny.tasks import prompts
+from kvsim.studies.language.tasks import prompts
 from traces import random_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")

@@ -10,9 +10,9 @@ from command_line import one_line
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvsim.cli import prompting
-from kvsim.tiny import ledger
-from kvsim.tiny.tasks import TASKS
+from kvsim.studies.language import command as prompting
+from kvsim.studies.language import ledger
+from kvsim.studies.language.tasks import TASKS
 from kvsim.tiny.vocabulary import DOMAINS
 
 

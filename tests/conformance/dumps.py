@@ -2,7 +2,7 @@
 
 kvpress itself writes those of `PRESSES`, 0.5.5, with its recorder. The G-KV release has no licence,
 so that dumps with its two defects are built from replays. `python tests/conformance/dumps.py`
-writes all of them again; tests/referee/test_dumps.py judges them.
+writes all of them again; tests/studies/referee/test_dumps.py judges them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def pressed_dump(model, tokens, press):
     """Record what a press in decoding keeps, row by row after the prompt."""
     import kvpress
 
-    from kvsim.interop.recording import recording
+    from kvsim.studies.referee.recording import recording
 
     buffer = 8 if isinstance(press, kvpress.ExpectedAttentionPress) else 256
     pressed = kvpress.DecodingPress(press, INTERVAL, TARGET, buffer)
@@ -103,8 +103,8 @@ def main():
 
     import kvsim
     from kvsim.core.policy import Schedule
-    from kvsim.interop.recording import recording
-    from kvsim.referee.dump import Dump
+    from kvsim.studies.referee.dump import Dump
+    from kvsim.studies.referee.recording import recording
 
     tokens = random_tokens(LENGTH, 1)
     FOLDER.mkdir(exist_ok=True)

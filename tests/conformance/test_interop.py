@@ -50,7 +50,7 @@ SCORERS = {
 @pytest.fixture
 def interop(kvpress):
     """The module, which imports kvpress."""
-    from kvsim.interop import kvpress as module
+    from kvsim.studies.interop import kvpress as module
 
     return module
 
@@ -254,6 +254,6 @@ def test_sinks_that_kvpress_loses_stay_with_the_same_score(kvpress, interop, mod
 def test_without_kvpress_one_line_says_how_to_install_it(kvpress, monkeypatch):
     """The import of the module fails with the command that helps."""
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    monkeypatch.delitem(sys.modules, "kvsim.interop.kvpress", raising=False)
+    monkeypatch.delitem(sys.modules, "kvsim.studies.interop.kvpress", raising=False)
     with pytest.raises(ImportError, match=r"kvpress is not installed; `pip install 'kvsim\[kvpr"):
-        import kvsim.interop.kvpress  # noqa: F401 - fails
+        import kvsim.studies.interop.kvpress  # noqa: F401 - fails

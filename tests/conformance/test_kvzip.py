@@ -11,7 +11,7 @@ import kvsim
 from kvsim.core.probe import Chunk, Probe
 from kvsim.recorder import load_model
 from kvsim.recorder.repetition import read_probe
-from kvsim.tiny.tasks import prompts
+from kvsim.studies.language.tasks import prompts
 from traces import changed
 
 pytestmark = pytest.mark.peers

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 import kvsim
 from kvsim.errors import CaptureError
-from kvsim.interop.recording import recording
-from kvsim.referee.dump import read_dump
 from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.studies.referee.dump import read_dump
+from kvsim.studies.referee.recording import recording
 
 PROMPT, INTERVAL, TARGET, LENGTH = 40, 24, 32, 112
 

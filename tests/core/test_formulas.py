@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 import kvsim
 from apps.dashboard.tiles import attention_tile
 from kvsim import store
-from kvsim.analysis.attention.expectation import expected_and_observed, key_projections
 from kvsim.analysis.attention.windows import window_overlap
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.reconstruction import reconstruction_table
-from kvsim.analysis.prompt.ranking import ranking
 from kvsim.core import attention
 from kvsim.core.attention import Formula, Rope, attend, causal_attention, merge, with_sinks
 from kvsim.core.policy import Policy, Scorer
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import NEVER
+from kvsim.studies.expectation.expectation import expected_and_observed, key_projections
+from kvsim.studies.layers.ranking import ranking
 from traces import changed
 
 N, DIM, QHEADS, HEADS = 40, 8, 4, 2

@@ -11,9 +11,9 @@ import pytest
 import kvsim
 from kvsim.analysis.attention.sparsity import sparsity_table
 from kvsim.analysis.attention.windows import overlap_table
-from kvsim.analysis.prompt.ranking import ranking
-from kvsim.analysis.prompt.tables import diagnose, layer_table
 from kvsim.policies.asl import ASL
+from kvsim.studies.layers.ranking import ranking
+from kvsim.studies.layers.tables import diagnose, layer_table
 from traces import settling_trace
 
 TEXTS = ["a", "b\n", " c"]

@@ -10,9 +10,9 @@ import pytest
 
 from apps.dashboard import readings
 from apps.dashboard.tiles import Tile
-from kvsim.analysis.kept.segmentation import Segmented
 from kvsim.analysis.kept.states import TokenStates
-from kvsim.analysis.prompt.ranking import RankPattern
+from kvsim.studies.layers.ranking import RankPattern
+from kvsim.studies.segments.segmentation import Segmented
 
 
 def means(*rows, **columns):

@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.kept.segmentation import segmented
-from kvsim.analysis.kept.segments import ams_segments
 from kvsim.core.attention import Formula
 from kvsim.samples import sample_trace
+from kvsim.studies.segments.segmentation import segmented
+from kvsim.studies.segments.segments import ams_segments
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from apps.tiny.tokenizer import save_tokenizer
 from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
+from kvsim.studies.language.tasks import prompts
 from kvsim.tiny import PATH
-from kvsim.tiny.tasks import prompts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heads
 from apps.tiny import train
 from apps.tiny.results import Results, digest
-from kvsim.tiny.tasks import TASKS
+from kvsim.studies.language.tasks import TASKS
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path):

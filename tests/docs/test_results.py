@@ -11,8 +11,8 @@ import pytest
 import results
 from kvsim import policy
 from kvsim.analysis.summaries import per_prompt
-from kvsim.claims import CLAIMS, OPEN
 from kvsim.policies import CATALOGUE, names
+from kvsim.studies.claims import CLAIMS, OPEN
 from results_page import tables as measuring
 from results_page.claims import claims_page
 from results_page.plan import FULL, PLANS, SMALLEST

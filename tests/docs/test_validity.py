@@ -11,8 +11,8 @@ import validity
 from scipy.stats import spearmanr
 
 from kvsim.analysis.evidence import WORTH
-from kvsim.analysis.prediction import FLOOR, fit, read_calibrations
-from kvsim.analysis.validity import correlation
+from kvsim.studies.prediction.prediction import FLOOR, fit, read_calibrations
+from kvsim.studies.prediction.validity import correlation
 
 
 @pytest.mark.parametrize("model", validity.STUDIES)

@@ -10,9 +10,6 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.kept.segmentation import segmented
-from kvsim.analysis.prompt.ranking import ranking
-from kvsim.analysis.prompt.tables import diagnose
 from kvsim.analysis.summaries import uneven
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
@@ -22,7 +19,10 @@ from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged, numbered, plural
 from kvsim.studies.expectation.queries import Queries
+from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks
+from kvsim.studies.layers.tables import diagnose
+from kvsim.studies.segments.segmentation import segmented
 from kvsim.sweeps.driver import replay_all
 from traces import changed, random_trace
 

@@ -8,11 +8,11 @@ import torch
 import kvsim
 from kvsim import plots
 from kvsim.analysis.output.error import output_error
-from kvsim.analysis.prompt.ranking import ranking
-from kvsim.analysis.prompt.tables import diagnose, distribution, selection_table
-from kvsim.plots import layers as module
 from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
+from kvsim.studies.layers import figures as module
+from kvsim.studies.layers.ranking import ranking
+from kvsim.studies.layers.tables import diagnose, distribution, selection_table
 from traces import random_trace
 
 

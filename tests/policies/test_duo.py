@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.cli.replaying import unbounded
 from kvsim.core.policy import Schedule
-from kvsim.cost.accounting import estimate
-from kvsim.cost.model import Model
 from kvsim.errors import BudgetError, PolicyError
-from kvsim.learning.heads import head_plan
 from kvsim.policies.duo import HeadPlan
+from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.model import Model
+from kvsim.studies.learning.heads import head_plan
 from kvsim.testing import Rule, Scored
 from kvsim.testing.invariants import INVARIANTS
 from kvsim.testing.invariants.trial import Trial

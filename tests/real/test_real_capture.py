@@ -7,10 +7,10 @@ import torch
 
 import kvsim
 import reference
-from kvsim.analysis.prediction import calibration_of
 from kvsim.recorder.cache import cache_of
 from kvsim.schema import NEVER
 from kvsim.store import verify
+from kvsim.studies.prediction.prediction import calibration_of
 
 pytestmark = pytest.mark.real
 

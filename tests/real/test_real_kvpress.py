@@ -78,7 +78,7 @@ def test_tokens_after_a_compressed_prompt_are_those_of_kvpress(smollm2, running,
 @pytest.mark.parametrize("name", ["ams+tova", "adakv+snapkv"])
 def test_the_pipeline_of_kvpress_runs_a_policy(smollm2, running, kvpress, name):
     """The answer and the kept sets are those of the live run of context, question and answer."""
-    from kvsim.interop.kvpress import press
+    from kvsim.studies.interop.kvpress import press
 
     model, tokenizer = smollm2
     policy, schedule = kvsim.policy(name), {"interval": 16, "prefill": True}

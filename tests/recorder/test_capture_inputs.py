@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvsim
 from damage import edit_header
 from families import FAMILIES, ids
-from kvsim.analysis.prompt.ranking import ranking
 from kvsim.cli import recording
 from kvsim.cli.values import OptionError, parse_layers
 from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
@@ -30,6 +29,7 @@ from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
+from kvsim.studies.layers.ranking import ranking
 from mutations import reseal_folder
 from small_model import TEMPLATE, words_tokenizer
 

@@ -14,7 +14,7 @@ import kvsim.tiny
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.store import describe, verify
-from kvsim.tiny import tasks
+from kvsim.studies.language import tasks
 from small_model import words_tokenizer
 
 # --- the shipped model ---

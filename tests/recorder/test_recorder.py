@@ -15,7 +15,7 @@ from kvsim.progress import progress_bar
 from kvsim.recorder import blocks, capture, session
 from kvsim.recorder.cache import cache_of
 from kvsim.store import verify
-from kvsim.tiny import tasks
+from kvsim.studies.language import tasks
 
 
 def own_outputs(model, tokens):

@@ -23,7 +23,7 @@ from kvsim.recorder.layers import Residual
 from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.store.publication import require_chunks
-from kvsim.tiny import tasks
+from kvsim.studies.language import tasks
 from mutations import reseal_folder
 
 NAMES = ("llama", "qwen2", "qwen3")

@@ -14,7 +14,7 @@ from kvsim.cli import main
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture, load_model
 from kvsim.recorder.hooks import attention_modules, intercepting
-from kvsim.tiny import tasks
+from kvsim.studies.language import tasks
 from mutations import reseal_folder
 
 PROMPT, ROWS = 270, 16

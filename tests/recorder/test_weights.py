@@ -9,11 +9,11 @@ import pytest
 import torch
 from recorder_models import small
 
-from kvsim.analysis.prediction import calibration_of
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture, capture_many, load_model, provenance
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import config_differences, describe_model, weights_digest
+from kvsim.studies.prediction.prediction import calibration_of
 
 
 def by_definition(model):

@@ -12,7 +12,6 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.attention.expectation import STEPS, expected_and_observed
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
@@ -22,6 +21,7 @@ from kvsim.report import page, read_run, write_report
 from kvsim.report.html import cell, details, lines, metric_name, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
 from kvsim.report.traces import SECTIONS
+from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 from kvsim.sweeps.driver import replay_all
 from traces import changed, settling_trace
 

@@ -278,7 +278,7 @@ def test_a_second_pass_equals_the_model_on_the_chosen_tokens(recorded, name):
 def test_the_shipped_model_is_recomputed_like_a_live_prefill(tmp_path):
     """The same on `tiny`, whose few layers leave one behind a forced selection."""
     model, tokenizer = load_model("tiny")
-    from kvsim.tiny import tasks
+    from kvsim.studies.language import tasks
 
     sample = tasks.prompts(1, 3, task="walk", facts=24, lines=8)[0]
     out = tmp_path / "walk.zarr"

@@ -29,7 +29,7 @@ from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.samples import sample_trace
 from kvsim.store import describe, open_trace, remote, verify
 from kvsim.store.packing import pack, unpack
-from kvsim.tiny import tasks
+from kvsim.studies.language import tasks
 from traces import random_trace
 from web import Quiet, served
 

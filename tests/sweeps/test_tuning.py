@@ -17,10 +17,10 @@ import kvsim
 from kvsim.core.parameters import Above, AtLeast, Below, Between, Odd, Parameter
 from kvsim.errors import BudgetError, KvsimError, PolicyError
 from kvsim.policies import declared, names
+from kvsim.studies.language.tasks import prompts
+from kvsim.studies.tuning.search import _Objective, tune
+from kvsim.studies.tuning.space import dimension
 from kvsim.sweeps.held_out import split
-from kvsim.sweeps.space import dimension
-from kvsim.sweeps.tuning import _Objective, tune
-from kvsim.tiny.tasks import prompts
 
 TERMS = {"interval": 8, "prefill": True}
 

@@ -16,12 +16,12 @@ from kvsim.core import storing
 from kvsim.core.reading import Reader, Reads, visible
 from kvsim.core.record import record_document
 from kvsim.core.storing import Clock, Codec, Spec
-from kvsim.cost.accounting import estimate
-from kvsim.cost.model import Model
 from kvsim.engine import reading
 from kvsim.errors import OutputError, PolicyError
 from kvsim.policies.per_token import Integers
 from kvsim.store.records import read_records, write_records
+from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.model import Model
 from kvsim.sweeps import cells
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.parts import decode_records, encode_records

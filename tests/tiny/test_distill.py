@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from apps.tiny import distill
 from kvsim.recorder import load_model
-from kvsim.tiny.ledger import check
+from kvsim.studies.language.ledger import check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

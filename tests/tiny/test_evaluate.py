@@ -28,9 +28,9 @@ from apps.tiny.probes import (
 )
 from apps.tiny.results import Results, best, digest, heads
 from kvsim.recorder.models import load_tokenizer
+from kvsim.studies.language.ledger import check
+from kvsim.studies.language.tasks import TASKS, prompts
 from kvsim.tiny import PATH
-from kvsim.tiny.ledger import check
-from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import VERBS
 
 DOCS = Path(__file__).parents[2] / "docs"

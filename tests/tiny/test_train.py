@@ -14,7 +14,7 @@ from apps.tiny import distill, evaluate, train
 from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_batch, draw_mix
 from apps.tiny.model import SHAPES, build
 from kvsim.recorder.models import load_tokenizer
-from kvsim.tiny.tasks import TASKS, prompts
+from kvsim.studies.language.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from apps.tiny.evaluate import respond
 from kvsim.recorder.models import load_tokenizer
+from kvsim.studies.language.ledger import check
+from kvsim.studies.language.tasks import TASKS, prompts
 from kvsim.tiny import MODELS, PATH
-from kvsim.tiny.ledger import check
-from kvsim.tiny.tasks import TASKS, prompts
 from kvsim.tiny.vocabulary import ID, VOCAB
 
 

@@ -7,11 +7,11 @@ import streamlit as st
 
 from kvsim import Trace
 from kvsim.analysis.attention.windows import default_window
-from kvsim.analysis.prompt.ranking import Curve, Ranking
-from kvsim.analysis.prompt.tables import Diagnosis, layer_table
 from kvsim.errors import KvsimError
 from kvsim.plots.style import COLOURS
 from kvsim.schema import plural
+from kvsim.studies.layers.ranking import Curve, Ranking
+from kvsim.studies.layers.tables import Diagnosis, layer_table
 
 from .. import cache, controls, downloads, elements, line_charts, rankings, readings
 

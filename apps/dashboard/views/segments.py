@@ -15,12 +15,12 @@ import polars as pl
 import streamlit as st
 
 from kvsim import Record, Trace
-from kvsim.analysis.kept.segmentation import Segmented, cut_table, segmented
-from kvsim.analysis.kept.segments import NEAR
 from kvsim.analysis.kept.states import head_course, kept_positions, spaced
 from kvsim.analysis.table import fidelity
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plots import mass_curve, save
+from kvsim.studies.segments.segmentation import Segmented, cut_table, segmented
+from kvsim.studies.segments.segments import NEAR
 from kvsim.sweeps import shared_prefill
 
 from .. import cache, controls, elements, event_charts, readings

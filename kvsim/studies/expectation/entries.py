@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def _expectation(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-    from kvsim.analysis.attention.expectation import expected_and_observed
+    from kvsim.studies.expectation.expectation import expected_and_observed
 
     return expected_and_observed(traces[0])
 
 
 def _normality(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-    from kvsim.analysis.attention.normality import state_normality
+    from kvsim.studies.expectation.normality import state_normality
 
     return state_normality(traces[0])
 
 
 def _projections(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-    from kvsim.analysis.attention.expectation import key_projections
+    from kvsim.studies.expectation.expectation import key_projections
 
     return key_projections(traces[0])
 
@@ -55,7 +55,7 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
 
 
 _expected = partial(Figure, "kvsim.studies.expectation.figures")
-_queries = partial(Figure, "kvsim.plots.normality")
+_queries = partial(Figure, "kvsim.studies.expectation.normality_figures")
 
 FIGURES: Final[Mapping[str, Figure]] = {
     "expected_observed": _expected(

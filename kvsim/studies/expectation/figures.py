@@ -13,7 +13,6 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from kvsim.analysis.arrays import Floats, mean_known
-from kvsim.analysis.attention.expectation import ORDERS, STEPS, Expectation
 from kvsim.analysis.axes import checked_index
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.errors import PolicyError
@@ -28,6 +27,7 @@ from kvsim.plots.style import (
     series,
     trace_label,
 )
+from kvsim.studies.expectation.expectation import ORDERS, STEPS, Expectation
 
 #: Attention below this is drawn as this value: logits of some heads are hundreds below the others.
 FLOOR: Final = 1e-12

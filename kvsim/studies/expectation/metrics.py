@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from kvsim.analysis.arrays import Floats, mean_known
-from kvsim.analysis.attention.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
-from kvsim.analysis.attention.fit import normal_ks
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
+from kvsim.studies.expectation.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
+from kvsim.studies.expectation.fit import normal_ks
 from kvsim.studies.expectation.queries import queries
 
 #: (variant, values [layer, qhead], what chance gives) of an Expectation.

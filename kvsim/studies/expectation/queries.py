@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvsim.analysis.attention.expectation import (
+from kvsim.analysis.kept.retention import SINK
+from kvsim.analysis.subject import Analysis
+from kvsim.core.trace import Trace
+from kvsim.engine.source import windows
+from kvsim.studies.expectation.expectation import (
     Expectation,
     Projections,
     expected_and_observed,
     key_projections,
 )
-from kvsim.analysis.attention.fit import LEAST_SAMPLES
-from kvsim.analysis.attention.normality import Normality, state_normality
-from kvsim.analysis.kept.retention import SINK
-from kvsim.analysis.subject import Analysis
-from kvsim.core.trace import Trace
-from kvsim.engine.source import windows
+from kvsim.studies.expectation.fit import LEAST_SAMPLES
+from kvsim.studies.expectation.normality import Normality, state_normality
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import polars as pl
 from markupsafe import Markup
 
 from kvsim import plots
-from kvsim.analysis.attention.expectation import STEPS
 from kvsim.analysis.subject import Analysis
 from kvsim.report.html import image, lines, section
 from kvsim.report.section import Section
 from kvsim.report.study import Study
 from kvsim.report.traces import Column, by_layer, places
+from kvsim.studies.expectation.expectation import STEPS
 from kvsim.studies.expectation.queries import queries
 
 #: Layers at most in a figure with a panel and in one with a row each.

@@ -8,7 +8,9 @@ from typing import Final
 
 from kvsim.plots.registry import Figure
 
-_layers = partial(Figure, "kvsim.plots.layers", command="layers TRACE --budget N --figures DIR")
+_layers = partial(
+    Figure, "kvsim.studies.layers.figures", command="layers TRACE --budget N --figures DIR"
+)
 
 FIGURES: Final[Mapping[str, Figure]] = {
     "variance_curves": _layers(

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvsim.analysis.prompt.ranking import Ranking, ranking
-from kvsim.analysis.prompt.tables import Diagnosis, diagnose
 from kvsim.analysis.subject import Analysis
 from kvsim.core.trace import Trace
 from kvsim.engine.source import windows
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL, Selecting
+from kvsim.studies.layers.ranking import Ranking, ranking
+from kvsim.studies.layers.tables import Diagnosis, diagnose
 
 #: Shares of the tokens before ASL's window that propagate, where nothing else is asked for.
 SHARES = ("10%", "25%", "50%")

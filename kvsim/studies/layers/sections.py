@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from kvsim import plots
-from kvsim.analysis.prompt.tables import Diagnosis, distribution, selection_table
 from kvsim.analysis.subject import Analysis
 from kvsim.report.html import details, image, interval, lines, section, table_of, tag
 from kvsim.report.section import Section
 from kvsim.report.study import Study
 from kvsim.report.traces import Column, by_layer, trace_averages
 from kvsim.studies.layers.ranks import SHARES, budget_label, ranks
+from kvsim.studies.layers.tables import Diagnosis, distribution, selection_table
 
 
 def _diagnoses(analysis: Analysis) -> Sequence[Diagnosis]:

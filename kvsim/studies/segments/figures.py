@@ -12,13 +12,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.kept.segmentation import Segmented, segmented
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.plots.style import COLOURS, caption, legend_of, name_axes, plain
 from kvsim.store.opening import TraceLike, as_trace
+from kvsim.studies.segments.segmentation import Segmented, segmented
 
 _LINE, _QUOTA, _ROOM, _KEPT, _CUT = COLOURS[0], COLOURS[4], "#e9e5dc", "black", "#777777"
 

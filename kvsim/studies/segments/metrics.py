@@ -8,8 +8,15 @@ from typing import Literal
 import numpy as np
 
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.segments import AMS, PROXY, Segments, ams_segments, noted, proxy_segments
 from kvsim.analysis.subject import Layers, Subject
+from kvsim.studies.segments.segments import (
+    AMS,
+    PROXY,
+    Segments,
+    ams_segments,
+    noted,
+    proxy_segments,
+)
 
 #: Notes of events about how the budget is allocated to segments.
 QUOTA_NOTES = ("quota_by_mass", "quota_minimum", "infeasible")

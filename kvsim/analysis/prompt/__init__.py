@@ -1,1 +1,0 @@
-"""Ranks of the tokens of a prompt in the layers of a model."""

@@ -1,0 +1,177 @@
+"""`kvsim cost`: memory, time and FLOPs of policies on a model, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsim.cli import values
+from kvsim.cli.show import echo_json, echo_notes, echo_rows
+from kvsim.cli.values import OptionError
+from kvsim.schema import plural, schedule
+
+if TYPE_CHECKING:
+    from kvsim.studies.cost.accounting import Cost
+    from kvsim.studies.cost.model import Model
+
+_RATIOS = (
+    "KV and peak: the cache after an event and before the next one. Prefill and token: time to the "
+    "first token and per output token, relative to the full cache; prefill by FLOPs, and by ASL's "
+    "n^2 d + n d^2; token by bytes read (weights and cache), and by entries. Scoring: FLOPs of the "
+    "policy, relative to those of the prefill and to those of each generated token."
+)
+
+_FIDELITY = (
+    "Fidelity of sizes and FLOPs: exact, they follow from the configuration and what is noted "
+    "below. Prefill and token are a model of time, and no measurement."
+)
+
+
+def cost(
+    policy: values.PolicyNames,
+    budget: Annotated[
+        list[str], values.several("N|P%[,...]", "Entries per KV head, or a share of the context.")
+    ],
+    model_config: Annotated[
+        Path | None, values.path_option("PATH", "A model's config.json, or a folder with one.")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            help="A recorded trace, such as 'sample': gives the model and the context where they "
+            "are not given, and measures the selection layer of policies that have one.",
+        ),
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        values.several("N[,...]", "Tokens, prompt included; default: the trace's."),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
+        ),
+    ] = None,
+    settings: values.Settings = None,
+    selection_layer: Annotated[
+        float | None,
+        typer.Option(
+            help="Layer behind which rows are dropped, for policies such as asl; may be a mean, "
+            "such as 23.9."
+        ),
+    ] = None,
+    dtype_bytes: Annotated[
+        float | None,
+        typer.Option(help="Bytes per number of weights and cache; default: the configuration's."),
+    ] = None,
+    as_json: values.Json = False,
+) -> None:
+    """Say what policies cost on a model: memory, time, FLOPs.
+
+    And what was assumed. Closed form, from the model's configuration; nothing is run, except to
+    measure the selection layer on a trace.
+    """
+    if dtype_bytes is not None and not 1 <= dtype_bytes <= 8:
+        raise OptionError(f"--dtype-bytes is {dtype_bytes:g}; expected 1 to 8 bytes per number")
+    for text in context or ():
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise OptionError(f"--context is {text!r}; expected a number of tokens")
+    contexts = [int(text) for text in context or ()]
+
+    from kvsim.core.arguments import resolve_budget
+    from kvsim.store import open_trace
+    from kvsim.studies.cost.accounting import estimate
+    from kvsim.studies.cost.cases import no_selection
+    from kvsim.studies.cost.model import Model
+
+    opened = None if trace is None else open_trace(trace)
+    if model_config is not None:
+        model = Model.from_config(model_config, number_bytes=dtype_bytes)
+    elif opened is not None:
+        model = Model.from_trace(opened, number_bytes=dtype_bytes)
+    else:
+        raise OptionError("no model is given; expected --model-config PATH or --trace TRACE")
+    if opened is not None:
+        contexts = contexts or [opened.n_pos]
+    if not contexts:
+        raise OptionError("no context is given; expected --context N, or a --trace that has one")
+    policies = values.build_policies(policy, settings)
+    # the prompt is that of the trace where it is the trace's context
+    traced = {} if opened is None or prompt is not None else {opened.n_pos: opened.prompt_len}
+    cases = [
+        (each, resolve_budget(size, n), n, traced.get(n, prompt))
+        for n in contexts
+        for each in policies
+        for size in (budget if "held" in each.bounds else budget[:1])
+    ]
+    if selection_layer is not None:
+        why = [no_selection(each, size, rows or n) for each, size, n, rows in cases]
+        if all(why):
+            raise OptionError(
+                f"--selection-layer {selection_layer:g} is for policies that drop rows of longer "
+                f"prompts behind a layer, such as asl or fastkv; {', '.join(dict.fromkeys(why))}"
+            )
+    costs = [
+        estimate(model, each, size, n, prompt=rows, selection_layer=selection_layer, trace=opened)
+        for each, size, n, rows in cases
+    ]
+    if as_json:
+        echo_json({"model": model.as_dict(), "costs": [cost.as_dict() for cost in costs]})
+    else:
+        _print(model, costs)
+
+
+def _print(model: Model, costs: Sequence[Cost]) -> None:
+    from kvsim.studies.cost.model import GIB
+
+    full = {cost.context: cost.kv_full_bytes for cost in costs}
+    unit, name = (GIB, "GiB") if max(full.values()) > GIB / 8 else (1 << 20, "MiB")
+    typer.echo(
+        f"{model.name}: {plural(model.n_layers, 'layer')}, "
+        f"{plural(model.n_qheads, 'query head')}, {plural(model.n_heads, 'KV head')} of dimension "
+        f"{model.dim}, {model.parameters:,} parameters, "
+        f"{model.weight_bytes / unit:.2f} {name} at {model.number_bytes:g} bytes per number"
+    )
+    for context, size in full.items():
+        typer.echo(f"Full cache at {context} tokens: {size / unit:.4g} {name}")
+    typer.echo()
+    rows = [
+        {
+            "policy": cost.policy,
+            "evicts after": schedule(cost.interval, prefill=cost.prefill),
+            "budget": str(cost.budget) if cost.bounded else "-",
+            "context": str(cost.context),
+            f"KV\n{name}": f"{cost.kv_bytes / unit:.4g}",
+            f"peak\n{name}": f"{cost.kv_peak_bytes / unit:.4g}",
+            "of\nfull": f"{cost.kv_ratio:.1%}",
+            "prefill\nFLOPs": f"{cost.prefill_ratio:.3f}",
+            "prefill\npaper": f"{cost.prefill_ratio_paper:.3f}",
+            "token\nbytes": f"{cost.decode_ratio:.3f}",
+            "token\npaper": f"{cost.decode_ratio_paper:.3f}",
+            "scoring\nprefill": _share(cost.scoring_prompt_share),
+            "scoring\ntoken": _share(cost.scoring_token_share),
+        }
+        for cost in costs
+    ]
+    echo_rows(rows, right=2)
+    typer.echo(f"\n{_RATIOS}\n{_FIDELITY}")
+    selecting = [cost for cost in costs if cost.selection is not None]
+    if selecting:
+        layers = dict.fromkeys(_selects(cost, selecting) for cost in selecting)
+        typer.echo(f"Selection layer, of 0..{model.n_layers - 1}. {'; '.join(layers)}.")
+    echo_notes(remark for cost in costs for remark in cost.assumptions)
+
+
+def _selects(cost: Cost, among: Sequence[Cost]) -> str:
+    at = "none" if cost.selection_layer is None else f"{cost.selection_layer:.4g}"
+    selected = {(c.selection_layer, c.selection) for c in among if c.policy == cost.policy}
+    where = f", {cost.budget} of {cost.context}" if len(selected) > 1 else ""
+    return f"{cost.policy}{where}: {at} ({cost.selection})"
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2%}"

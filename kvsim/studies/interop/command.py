@@ -1,0 +1,83 @@
+"""`kvsim masks`: the records of a run as attention masks, for training under eviction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from kvsim.cli import show, values
+from kvsim.cli.values import OptionError
+from kvsim.errors import PolicyError, suggest
+from kvsim.files import check_output
+
+
+def masks(
+    run: Annotated[
+        Path, values.path_argument("RUN", "Folder that `kvsim replay` or `live` wrote to --out.")
+    ],
+    out: Annotated[Path, values.path_option("FILE", "A new .safetensors file.")],
+    policy: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,NAME...]", "The policies whose masks are written; default: all of the run."
+        ),
+    ] = None,
+    defect: Annotated[
+        list[str] | None,
+        values.several(
+            "lag|last-layer[,...]",
+            "Reproduce a defect of the G-KV release: each event takes effect an event late; "
+            "all layers have the mask of the last.",
+        ),
+    ] = None,
+    overwrite: values.Overwrite = False,
+    as_json: values.Json = False,
+) -> None:
+    """Write which entries each row sees, as training under eviction needs it.
+
+    One number for each layer, head and position; kvsim.studies.interop.masks makes dense masks of
+    it, and block masks for flex_attention.
+    """
+    check_output(out, overwrite=overwrite)
+    from kvsim.analysis.folder import RECORDS, read_run
+    from kvsim.store.records import read_records
+    from kvsim.studies.interop.masks import Masks, write_masks
+
+    read_run(run)
+    records = read_records(run / RECORDS)
+    names = list(dict.fromkeys(record.policy for record in records))
+    for name in policy or ():
+        if name not in names:
+            closest = suggest(name, names)
+            raise OptionError(
+                f"--policy {name!r} is not in {run}{closest}; it has {', '.join(names)}"
+            )
+    chosen = [record for record in records if record.policy in (policy or names)]
+    every, refused = [], dict[str, PolicyError]()
+    for record in chosen:
+        try:
+            every.append(Masks.of(record, defect or ()))
+        except PolicyError as error:
+            refused.setdefault(record.policy, error)
+    if refused:
+        first, rest = next(iter(refused.values())), {x.labels["policy"]: x for x in every}
+        advice = f"; leave it out with --policy {','.join(rest)}" if rest else ""
+        raise OptionError(f"{first}{advice}") from first
+    write_masks(out, every, overwrite=overwrite)
+    if as_json:
+        show.echo_json({"file": str(out), "masks": [each.labels for each in every]})
+        return
+    rows = [
+        [
+            str(each.labels["trace"]),
+            str(each.labels["policy"]),
+            str(each.labels["budget"]),
+            *(f"{size:,}" for size in (len(each.layers), each.last_row.shape[1], each.n_pos)),
+            f"{each.last_row.nbytes / 2**20:.2f} MiB",
+            f"{each.n_pos**2 * each.last_row[..., 0].numel() / 2**20:.2f} MiB",
+        ]
+        for each in every
+    ]
+    headers = ("trace", "policy", "budget", "layers", "heads", "tokens", "size", "dense")
+    show.echo_table(headers, rows, right=2)
+    show.echo_error(f"Written to {out}.")

@@ -1,0 +1,350 @@
+"""kvpress: a policy of kvsim as a press, and the score of a press as a scorer of kvsim.
+
+    from kvsim.studies.interop.kvpress import press
+
+    pipeline(context, question=question, press=press(kvsim.policy("ams+tova"), 512, interval=64))
+
+Written for kvpress 0.5.5 (https://github.com/NVIDIA/kvpress); `pip install 'kvsim[kvpress]'`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
+from types import SimpleNamespace
+from typing import Annotated, Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kvsim.core.parameters import AtLeast
+from kvsim.core.policy import Policy, Schedule, Scorer
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+from kvsim.core.view import View
+from kvsim.engine.checks import whole
+from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.recorder.cache import cache_of
+from kvsim.recorder.positions import steady_length
+from kvsim.runner.cache import LiveLayer
+from kvsim.runner.checks import check_live
+from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.schema import NEVER
+
+try:
+    from kvpress import (
+        ObservedAttentionPress,
+        PrefillDecodingPress,
+        ScorerPress,
+        SnapKVPress,
+        TOVAPress,
+    )
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"kvsim.studies.interop.kvpress needs kvpress, and {error.name} is not installed; "
+        "`pip install 'kvsim[kvpress]'`"
+    ) from error
+
+__all__ = ["PolicyPress", "PressScorer", "press", "scorer"]
+
+
+# ------------------------------------------------------------------------------- policy as a press
+
+
+def press(
+    policy: Policy,
+    budget: int,
+    *,
+    interval: int | None = None,
+    prefill: bool | None = None,
+    new_tokens: int = 1024,
+) -> PolicyPress:
+    """Return a policy in the form of a press, for kvpress's pipeline or a `with` block of your own.
+
+    budget: entries per KV head. interval, prefill: the schedule, the policy's own by default: rows
+    between events in decoding, and whether one fires at the end of the first forward. new_tokens:
+    the most tokens after that forward, those of a question included.
+
+    Raises:
+        PolicyError: a policy that a running model cannot follow, rotates keys to their slots, or
+            drops rows of the prompt on the way down.
+        BudgetError: a budget that is no whole number.
+    """
+    schedule = policy.schedule.override(interval, prefill, None)
+    return PolicyPress(policy, budget, schedule, new_tokens)
+
+
+class PolicyPress(PrefillDecodingPress):  # type: ignore[misc]  # kvpress has no types
+    """A policy of kvsim as a press.
+
+    The first forward on an empty cache is the prompt; later ones are decoding, a question included.
+    A forward of several tokens is one step: events that fall within it fire after its last row.
+    The layers of the cache are replaced by kvsim's, so that heads can hold different numbers of
+    entries; they serve only inside `with press(model)`. One sequence at a time, of which the last
+    one is held until the next begins.
+
+    A PrefillDecodingPress, because kvpress's pipeline has only those compress both the context and
+    the answer; as with each of them, it takes a single question.
+    """
+
+    def __init__(self, policy: Policy, budget: int, schedule: Schedule, new_tokens: int) -> None:
+        super().__init__()
+        check_live(policy)
+        repeats = "probe_q" in policy.scorer.needs
+        if policy.positions == "slot" or policy.propagation or policy.codec or repeats:
+            raise PolicyError(
+                f"{policy.name}: rotates or rounds keys, drops rows of the prompt, or reads the "
+                "context again, for which a press has no place; expected another policy; run this "
+                "one with kvsim live"
+            )
+        self.policy, self.budget, self.schedule = policy, whole(budget), schedule
+        self.new_tokens = new_tokens
+        self._running: RunningModel | None = None
+        self._decoding: Decoding | None = None
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Iterator[None]:
+        """Compress the cache of the model's forwards as long as the block lasts.
+
+        Raises CaptureError for a model that cannot be recorded, more than one sequence, padding, or
+        a cache that is no DynamicCache or was filled without the press.
+        """
+        if self._running is None or self._running.model is not model:
+            self._running = RunningModel(model)
+            # the model runs for it, while forwards are not yet the press's
+            self._running.sketch(self.policy, 1, 1, None, "probe")
+        base, running = model.base_model, self._running
+        forward, before = base.forward, vars(base).get("forward")  # another library's, or none
+        signature = inspect.signature(forward)
+
+        @functools.wraps(forward)
+        def pressed(*args: Any, **options: Any) -> Any:
+            with self._evicting(running, signature.bind(*args, **options).arguments):
+                return forward(*args, **options)
+
+        vars(base)["forward"] = pressed
+        try:
+            yield
+        finally:
+            del base.forward
+            if before is not None:
+                vars(base)["forward"] = before
+
+    @contextmanager
+    def _evicting(self, running: RunningModel, given: Mapping[str, Any]) -> Iterator[None]:
+        """Let the policy evict after a forward with the arguments `given`."""
+        ids, cache = given.get("input_ids"), cache_of(given)
+        if not isinstance(ids, Tensor) or len(ids) != 1:
+            shape = list(ids.shape) if isinstance(ids, Tensor) else None
+            raise CaptureError(f"input_ids are {shape}; expected [1, n]: one sequence at a time")
+        if not isinstance(cache, DynamicCache):
+            raise CaptureError(
+                f"the cache is {type(cache).__name__}; expected a DynamicCache, whose layers "
+                "the policy can replace"
+            )
+        decoding = self._decoding
+        if decoding is None or cache.layers is not decoding.cache.layers:
+            if cache.get_seq_length():
+                raise CaptureError(
+                    f"the cache holds {cache.get_seq_length()} rows that the press has not seen; "
+                    "expected an empty one; run the prompt inside `with press(model)` too"
+                )
+            decoding = self._decoding = self._begun(running, ids.shape[1])
+            cache.layers = decoding.cache.layers
+        _check_rows(given, len(decoding.tokens), ids.shape[1], decoding.sketch.n_pos)
+        with decoding, decoding.receiving(ids[0].tolist()):
+            yield
+
+    def _begun(self, running: RunningModel, prompt_len: int) -> Decoding:
+        """Return a new sequence with a prompt of that length."""
+        most = prompt_len + self.new_tokens
+        decoding = Decoding(
+            running,
+            self.policy,
+            self.budget,
+            prompt_len=prompt_len,
+            n_pos=max(prompt_len, min(most, steady_length(running.model) or most)),
+            interval=self.schedule.interval,
+            prefill=self.schedule.prefill,
+            name="kvpress",
+        )
+        for layer in decoding.cache.layers:
+            if isinstance(layer, LiveLayer):  # kvpress's pipeline cuts the answer off at the end
+                layer.keys = layer.values = torch.empty(1, 1, 0, 1)
+        return decoding
+
+    def record(self) -> Record:
+        """Return when each entry of the last sequence left, as a replay would say it."""
+        if self._decoding is None:
+            raise CaptureError("no model has run under the press; expected a forward before")
+        return self._decoding.record()
+
+
+def _check_rows(given: Mapping[str, Any], start: int, n: int, most: int) -> None:
+    """Raise CaptureError unless n rows without padding continue the sequence at row `start`."""
+    if start + n > most:
+        raise CaptureError(
+            f"the sequence grows to {start + n} tokens; expected at most {most}; give the press a "
+            "larger new_tokens, up to the model's context"
+        )
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
+        raise CaptureError("attention_mask hides tokens; expected a sequence without padding")
+    first = start if positions is None else int(positions.flatten()[0])
+    if first != start:
+        raise CaptureError(
+            f"the next token is given position {first}; expected {start}; a press evicts for good, "
+            "so the cache cannot go back: give one question and run the context again for the next"
+        )
+
+
+# -------------------------------------------------------------------------------- press as a scorer
+
+
+def scorer(press: ScorerPress, *, rows: int | None = None) -> PressScorer:
+    """Return the score of a press in the form of a scorer, for a `kvsim.Policy`.
+
+    rows: most recent rows of which the press gets the attention over the live entries. By default
+    one for TOVAPress, the window for SnapKVPress, for ObservedAttentionPress all rows of the prompt
+    and one in decoding, as kvpress gives it, and none for a press of your own. Entries are in
+    position order, and a score may read nothing else but keys, values and the layer's number.
+
+    Raises PolicyError for a press that compresses by more than its score. The first event raises
+    NeedsError for one that reads hidden states or the attention module, which no trace holds.
+    """
+    if not isinstance(press, ScorerPress) or type(press).compress is not ScorerPress.compress:
+        raise PolicyError(
+            f"{type(press).__name__} does not compress by its score alone; expected a ScorerPress "
+            "with the compress of that class; compose the rest from kvsim's allocators"
+        )
+    return PressScorer(repr(press), _rows(press) if rows is None else rows, press)
+
+
+def _rows(press: ScorerPress) -> int | None:
+    if isinstance(press, SnapKVPress):
+        return int(press.window_size)
+    if isinstance(press, ObservedAttentionPress):
+        return None
+    return int(isinstance(press, TOVAPress))
+
+
+@dataclass(frozen=True)
+class PressScorer(Scorer):
+    """The score of a press; `press` is its text, `last` the rows of attention that it gets.
+
+    None for those of one forward: all rows at the end of the prompt, one in decoding.
+    """
+
+    press: str
+    last: Annotated[int, AtLeast(0)] | None
+    instance: InitVar[ScorerPress]
+
+    def __post_init__(self, instance: ScorerPress) -> None:
+        """Keep a press of one's own: each event sets its ratio."""
+        super().__post_init__()
+        object.__setattr__(self, "_press", copy.copy(instance))
+
+    @property
+    def rows(self) -> int:
+        """Most rows of attention that the press gets."""
+        return NEVER if self.last is None else max(1, self.last)
+
+    @property
+    def query_rows(self) -> tuple[int, int]:
+        """First and last rows whose queries the press reads at an event in decoding."""
+        return 0, max(1, self.last or 0)
+
+    @property
+    def signed(self) -> bool:
+        """True: a press does not say whether its scores may be negative."""
+        return True
+
+    def check(self, trace: Trace, schedule: Schedule) -> None:
+        """Raise PolicyError for some layers of a model: a press may tell layers by their number."""
+        if not trace.whole:
+            raise PolicyError(
+                f"{self.press}: {trace.name} has layers {list(trace.layer_ids)} alone; expected "
+                "all, because a press may tell layers by their number"
+            )
+
+    def score(self, view: View) -> Tensor:
+        """The press's score of each layer; [L, H, n]."""
+        if not bool(view.live.all()):
+            raise PolicyError(
+                f"{self.press}: heads hold different numbers of entries at row {view.row}; "
+                "expected as many in all, which a press takes for granted"
+            )
+        last = self.last
+        if last is None:
+            last = view.row + 1 if view.is_prompt else 1
+        attention = view.attn(last).flatten(1, 2) if last else None  # [L, qhead, w, n]
+        budgets = view.budget.expand(len(view.layers), 1).flatten().tolist()
+        scores = [
+            self._of_layer(view, at, budgets[at], None if attention is None else attention[at])
+            for at in range(len(view.layers))
+        ]
+        return torch.cat(scores)
+
+    def _of_layer(self, view: View, at: int, budget: int, attention: Tensor | None) -> Tensor:
+        """The press's score of one layer of the block; [1, H, n]."""
+        keys, values = view.keys[at : at + 1], view.values[at : at + 1]
+        heads, n, dim = keys.shape[1:]
+        press: Any = self._press  # type: ignore[attr-defined]
+        # half an entry more: a ratio in floating point would round to one entry fewer
+        press.compression_ratio = max(0.0, 1 - (budget + 0.5) / n)
+        qheads = heads * view.queries(1).shape[2]
+        config = SimpleNamespace(num_attention_heads=qheads, num_key_value_heads=heads)
+        number = int(view.layers[at])
+        module = _Module(layer_idx=number, head_dim=dim, config=config, _press=self.press)
+        hidden = _HiddenStates(shape=(1, view.row + 1), _press=self.press)
+        weights = None if attention is None else attention[None]
+        try:
+            options = _Options(self.press)
+            out: Tensor = press.score(module, hidden, keys, values, weights, options)
+        except (AssertionError, AttributeError) as error:  # what it expects, or lacks of a model
+            raise PolicyError(f"{self.press}: at row {view.row}: {error}") from error
+        return out
+
+
+def _lacks(press: str, what: str) -> NoReturn:
+    raise NeedsError(
+        f"{press} reads {what}, which no trace holds; expected a press of keys, values and "
+        "attention alone; take kvsim's policy of that name"
+    )
+
+
+class _Module(SimpleNamespace):
+    """Stands for an attention module, of which the sizes are known."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _lacks(self._press, f"the attention module's {name}")
+
+
+class _HiddenStates(SimpleNamespace):
+    """Stands for hidden states [1, rows, D], of which the number of rows is known."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _lacks(self._press, "hidden states")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        _lacks(self._press, "hidden states")
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> NoReturn:
+        _lacks("the press", "hidden states")
+
+
+class _Options(dict[str, Any]):
+    """Stands for the arguments of the attention module, of which none is known."""
+
+    def __init__(self, press: str) -> None:
+        super().__init__()
+        self._press = press
+
+    def __missing__(self, key: str) -> NoReturn:
+        _lacks(self._press, key)

@@ -1,0 +1,242 @@
+"""A Record as the attention mask that training under eviction needs, for each layer and KV head.
+
+Row r sees position p iff p <= r <= evicted_at[p]: the same pairs as with the entries evicted, for
+keys that stay at their positions (G-KV, section on training). One number for each position says
+all of it, where a dense mask has a row of bits.
+
+    from kvsim.studies.interop.masks import Masks, masking
+
+    masks = Masks.of(record)
+    with masking(model, masks):  # each layer of a model of transformers has its own mask
+        loss = model(ids, labels=ids).loss
+    flex_attention(q, k, v, block_mask=masks.blocks(layer), enable_gqa=True)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvsim.core.record import Record
+from kvsim.errors import OutputError, PolicyError, error_line, local_path
+from kvsim.files import write_file
+from kvsim.schema import NEVER
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+    from transformers import PreTrainedModel
+
+#: Defects of the G-KV release: masks show what an event evicted up to the next event, because sets
+#: are stored before it; and all layers take the mask of the last.
+DEFECTS = ("lag", "last-layer")
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """Which entries each row sees, for the layers and heads of a record.
+
+    last_row: int32 [layer, head, pos], the last row that sees a position; the int32 maximum where
+    all later rows do. layers: their numbers in the model. labels: where the record comes from.
+    """
+
+    last_row: Tensor
+    layers: tuple[int, ...]
+    labels: dict[str, Any]
+
+    @classmethod
+    def of(cls, record: Record, defects: Collection[str] = ()) -> Masks:
+        """Return the masks of a record; with the named defects, those of the G-KV release.
+
+        Raises PolicyError for an unknown defect, and for a record of which a mask cannot say all:
+        keys rotated to their slots or rounded, rows of the prompt dropped between layers, rows that
+        read a part of what is resident.
+        """
+        unknown = [name for name in defects if name not in DEFECTS]
+        if unknown:
+            raise PolicyError(f"defect is {unknown[0]!r}; expected {' or '.join(DEFECTS)}")
+        apart = (record.selection, record.reads, record.codec)
+        if record.positions != "absolute" or any(each is not None for each in apart):
+            raise PolicyError(
+                f"{record.policy}: its keys are rotated to their slots or rounded, rows of the "
+                "prompt are dropped between layers, or rows read a part of what is resident; "
+                "expected a policy that leaves these as they are, as a mask does"
+            )
+        last_row = record.evicted_at
+        if "lag" in defects:
+            last_row = _lagging(last_row, record.events)
+        if "last-layer" in defects:
+            last_row = np.broadcast_to(last_row[-1:], last_row.shape)
+        names = ("trace", "digest", "policy", "budget", "interval", "prefill", "prompt_len")
+        labels = {name: getattr(record, name) for name in names}
+        labels |= {"params": dict(record.params), "defects": sorted(defects)}
+        return cls(torch.from_numpy(last_row.copy()), record.layer_ids, labels)
+
+    @property
+    def n_pos(self) -> int:
+        """Tokens of the sequence."""
+        return self.last_row.shape[-1]
+
+    def to(self, device: str | torch.device) -> Masks:
+        """Return the masks on a device."""
+        return replace(self, last_row=self.last_row.to(device))
+
+    def dense(self, layer: int, rows: slice = slice(None)) -> Tensor:
+        """Return what rows of a layer see, bool [head, row, pos]; layer: index in `layers`."""
+        last = self.last_row[layer]
+        pos = torch.arange(self.n_pos, device=last.device)
+        row = pos[rows, None]
+        return (pos <= row) & (row <= last.unsqueeze(1))
+
+    def mask_mod(
+        self, layer: int, group: int = 1
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Return the function that `create_block_mask` takes; group: query heads per KV head."""
+        last = self.last_row[layer]
+
+        def visible(_batch: Tensor, head: Tensor, row: Tensor, pos: Tensor) -> Tensor:
+            return (pos <= row) & (row <= last[head // group, pos])
+
+        return visible
+
+    def blocks(self, layer: int, group: int = 1, size: int = 128) -> BlockMask:
+        """Return the block mask of a layer for flex_attention: [1, head * group, n, n].
+
+        group: query heads per KV head. size: rows and positions of a block. What
+        `create_block_mask` returns for `mask_mod`, without an array of all pairs: blocks that no
+        row sees are skipped, and those that all rows see whole need no mask.
+        """
+        from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415  takes a while
+
+        n, last = self.n_pos, self.last_row[layer]
+        device = last.device
+        count = -(-n // size)
+        pos = torch.arange(count * size, device=device)
+        # beyond the end nothing is visible
+        ends = torch.nn.functional.pad(last, (0, count * size - n), value=-1).long()
+        first = pos[::size]
+        any_seen, every = (torch.empty(len(last), count, count, dtype=torch.bool) for _ in range(2))
+        for at, row in enumerate(first.tolist()):
+            stop = min(row + size, n) - 1
+            seen = (pos <= stop) & (ends >= pos.clamp(min=row))
+            any_seen[:, at] = seen.unflatten(-1, (count, size)).any(-1).cpu()
+            whole = (pos <= row) & (ends >= stop)
+            every[:, at] = whole.unflatten(-1, (count, size)).all(-1).cpu()
+            every[:, at] &= row + size <= n
+        parts = (x.repeat_interleave(group, 0)[None].to(device) for x in (any_seen & ~every, every))
+        (counts, indices), (full_counts, full_indices) = (_listed(part) for part in parts)
+        return BlockMask.from_kv_blocks(
+            counts,
+            indices,
+            full_counts,
+            full_indices,
+            BLOCK_SIZE=size,
+            mask_mod=self.mask_mod(layer, group),
+            seq_lengths=(n, n),
+        )
+
+
+def _lagging(last_row: Any, events: Sequence[int]) -> Any:
+    """The last rows where each event takes effect after the next one."""
+    out = last_row.copy()
+    for event, following in pairwise([*events, NEVER]):
+        out[last_row == event] = following
+    return out
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of each row of blocks are marked, and which: those first; int32."""
+    indices = blocks.byte().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int(), indices.int()
+
+
+@contextmanager
+def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
+    """Let each layer of a model of transformers attend by its masks, with gradients if enabled.
+
+    One sequence of the record's tokens at a time, in one forward without a cache. Layers that the
+    masks do not have, and sliding windows, keep the model's own. Raises CaptureError for a model
+    that cannot be recorded and for a batch of sequences, PolicyError for another length and for
+    masks of layers that the model does not have.
+    """
+    from kvsim.recorder import hooks  # noqa: PLC0415  transformers
+
+    added = hooks.kernel_name(model) == "eager"
+    index = {layer: at for at, layer in enumerate(masks.layers)}
+    missing = sorted({*index} - {*hooks.attention_modules(model)})
+    if missing:
+        raise PolicyError(
+            f"the masks of {masks.labels.get('trace')} are of layers {list(masks.layers)}, and "
+            f"{type(model).__name__} has no layer {missing[0]}; expected masks of a record of this "
+            "model"
+        )
+    masks = masks.to(model.device)
+
+    def mask(layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:
+        if layer not in index:
+            return given
+        if query.shape[2] != masks.n_pos:
+            raise PolicyError(
+                f"{query.shape[2]} tokens run under masks of {masks.n_pos}; expected the tokens of "
+                f"{masks.labels.get('trace')}, all in one forward without a cache"
+            )
+        visible = masks.dense(index[layer])
+        visible = visible.repeat_interleave(query.shape[1] // len(visible), 0)[None]
+        if given is not None:
+            visible = visible & (given if given.dtype == torch.bool else given == 0)
+        return hooks.kernel_mask(visible, query, added=added)
+
+    with hooks.intercepting(model, lambda _: None, masking=mask):
+        yield
+
+
+def write_masks(path: str | Path, masks: Sequence[Masks], *, overwrite: bool = False) -> Path:
+    """Write masks to a `.safetensors` file: a tensor `last_row.I` each, `labels` in its metadata.
+
+    Raises OutputError for another ending, or a path that cannot be written.
+    """
+    from safetensors.torch import save  # noqa: PLC0415  of an extra
+
+    target = local_path(path, OutputError)
+    if target.suffix != ".safetensors":
+        raise OutputError(f"the path is {target}; expected one that ends in .safetensors")
+    tensors = {f"last_row.{i}": each.last_row.contiguous() for i, each in enumerate(masks)}
+    # one text: safetensors writes several in an order that varies
+    labels = json.dumps([{**each.labels, "layers": each.layers} for each in masks], default=str)
+    write_file(target, save(tensors, {"labels": labels}), overwrite=overwrite)
+    return target
+
+
+def read_masks(path: str | Path) -> list[Masks]:
+    """Read what `write_masks` wrote. Raises OutputError for another or a damaged file."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  of an extra
+
+    target = local_path(path, OutputError)
+    try:
+        with safe_open(target, "pt") as file:
+            labels = json.loads((file.metadata() or {})["labels"])
+            out = [_masks(file.get_tensor(f"last_row.{i}"), x) for i, x in enumerate(labels)]
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise OutputError(
+            f"{target} has no masks ({error_line(error)}); expected what `kvsim masks` wrote"
+        ) from error
+    return out
+
+
+def _masks(last_row: Tensor, labels: dict[str, Any]) -> Masks:
+    """The masks of a tensor and its labels; ValueError for one of another kind."""
+    layers = tuple(labels.pop("layers"))
+    whole = all(type(layer) is int and 0 <= layer <= NEVER for layer in layers)
+    if last_row.dtype != torch.int32 or last_row.dim() != 3 or len(layers) != len(last_row):
+        raise ValueError(f"a mask is {last_row.dtype} {list(last_row.shape)}")
+    if not whole:
+        raise ValueError("its layers are no numbers of layers")
+    return Masks(last_row, layers, labels)

@@ -1,0 +1,324 @@
+"""`kvsim demo`: a comparison of policies on traces of two models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli.show import (
+    bar,
+    cells,
+    echo_json,
+    echo_results,
+    echo_text,
+    echo_verdict,
+    fidelity_shares,
+    verdict,
+)
+from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
+from kvsim.errors import OutputError, TraceError
+from kvsim.files import check_writable, published, refused
+from kvsim.samples import sample_judged, sample_trace
+
+if TYPE_CHECKING:
+    from kvsim.core.trace import Trace
+    from kvsim.sweeps import Run
+
+#: `full` is the reference; `random` is chance.
+POLICIES = ("full", "random", "streaming_llm", "h2o", "tova", "snapkv")
+BUDGETS = (64, 128)
+#: Rows between events, the same for every policy, so that policies differ only in what they keep.
+INTERVAL = 32
+#: The layer of the trace and the KV head of the retention maps, of `tiny` and of SmolLM2.
+TINY_HEAD, SMOLLM2_HEAD = (1, 0), (0, 2)
+#: Prefix of the files of the second comparison.
+SMOLLM2 = "smollm2-"
+
+MARKER = "demo.json"
+_OUTPUTS = ("run", "retention.png", "error.png")
+_FILES = frozenset({MARKER, "trace.zarr", *_OUTPUTS, *(SMOLLM2 + name for name in _OUTPUTS)})
+
+
+def run(
+    out: Annotated[
+        Path,
+        path_option(
+            "DIR", "The folder for trace, run and figures; an earlier demo there is replaced."
+        ),
+    ] = Path("results/demo"),
+    as_json: Json = False,
+) -> None:
+    """Compare six policies on traces of two models.
+
+    Records the shipped model while it reasons, replays the policies at two budgets, prints a table,
+    and writes trace, run and figures. Then does the same comparison on the shipped trace of a real
+    language model, SmolLM2.
+    """
+    _check_target(out)
+    check_writable(out.parent)
+    try:
+        with published(out, overwrite=True) as draft:
+            draft.mkdir()
+            document = _Demo(draft, quiet=as_json).run()
+            (draft / MARKER).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+            _check_target(out)
+    except KeyboardInterrupt:
+        state = "is unchanged" if out.exists() else "was not written"
+        raise Stop(f"interrupted, {out} {state}", 130) from None
+    except TraceError as error:  # a full disk: the message is about a trace that is gone by now
+        if isinstance(error.__cause__, OSError):
+            raise refused(out, error.__cause__) from error
+        raise
+    if as_json:
+        echo_json({"out": str(out), **document})
+    else:
+        typer.echo(f"Written to {out}: {', '.join(sorted(_FILES))}.")
+
+
+def _check_target(out: Path) -> None:
+    """Raise OutputError if `out` exists and is not just an earlier demo."""
+    if not out.exists() and not out.is_symlink():
+        return
+    problem = "exists and is not of `kvsim demo`"
+    if not out.is_symlink() and (out / MARKER).is_file():
+        foreign = sorted({path.name for path in out.iterdir()} - _FILES)
+        problem = f"has {', '.join(foreign)}, which is not of a demo" if foreign else ""
+    if problem:
+        advice = "give another --out or move that away, nothing was changed"
+        raise OutputError(f"{out} {problem}; {advice}")
+
+
+@dataclass
+class _Demo:
+    """One demo in a folder; `seconds` has the time of each step."""
+
+    folder: Path
+    quiet: bool
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def run(self) -> dict[str, Any]:
+        """Do all steps, print on the way, and return what `--json` prints."""
+        with self._step("load"):
+            from kvsim.recorder import load_model
+            from kvsim.store import open_trace
+
+            quiet_transformers()
+            model, tokenizer = load_model("tiny")
+        trace, facts = self._record(model, tokenizer)
+        self._verify()
+        tiny = self._compare(trace, "", TINY_HEAD, self._read_tiny)
+        trace = open_trace(sample_trace("smollm2"))
+        self._introduce(trace)
+        smollm2 = self._compare(trace, SMOLLM2, SMOLLM2_HEAD, _read_smollm2)
+        steps = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        self._echo(f"\nSeconds: {steps}; {sum(self.seconds.values()):.1f} in all.")
+        return {
+            "trace": facts,
+            **tiny,
+            "smollm2": smollm2,
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+        }
+
+    def _compare(
+        self,
+        trace: Trace,
+        prefix: str,
+        head: tuple[int, int],
+        read: Callable[[Sequence[Mapping[str, Any]], str], str],
+    ) -> dict[str, Any]:
+        """Replay, draw, save and print, and return what `--json` prints of it.
+
+        prefix: of the names of the files. head: layer and KV head of the retention map. read:
+        returns sentences about the cells of the table, given the metric that ranks them.
+        """
+        from kvsim.analysis.evidence import ranking
+        from kvsim.analysis.table import available
+        from kvsim.cli.replaying import fidelity_line, means
+        from kvsim.sweeps.run import SUMMARY, summarise
+
+        first, shown = not prefix, available(SUMMARY, [trace])
+        run, seconds = self._replay(trace, judge=first)
+        with self._step("figures"):
+            self._draw(trace, run, prefix, head)
+            run.save(self.folder / f"{prefix}run")
+        summary = summarise(run.table)
+        rows = cells(summary)
+        for row in rows:
+            row["replay_seconds"] = seconds[row["policy"], row["budget"]]
+        best = verdict(run.table, shown)
+        if not self.quiet:
+            number = f"{len(POLICIES)} policies at {len(BUDGETS)} budgets"
+            echo_text(f"Replayed {number}, at one interval.\n")
+            echo_verdict(best)
+            echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
+            echo_text(f"\n{means(run.table, shown)}" if first else "")
+            by = next(name for name in ranking(run.table, shown) if name in rows[0])
+            echo_text(f"{fidelity_line(run.table)}\n{read(rows, by)}")
+        return {
+            **run.describe(),
+            **best,
+            "cells": rows,
+            "fidelity": fidelity_shares(run.table),
+        }
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
+
+    def _echo(self, text: str = "") -> None:
+        if not self.quiet:
+            echo_text(text)
+
+    def _record(self, model: Any, tokenizer: Any) -> tuple[Trace, dict[str, Any]]:
+        from kvsim.recorder import capture
+        from kvsim.studies.language.tasks import prompts
+
+        sample = prompts(1, task="walk")[0]
+        with self._step("capture"):
+            out = self.folder / "trace.zarr"
+            trace = capture(
+                model, tokenizer, sample.prompt, out=out, name="demo", o_proj=False, progress=True
+            )
+        answer, right = trace.meta["answer_check"]["answer"], trace.meta["answer_check"]["right"]
+        self._echo(
+            f"tiny ({sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters) read a "
+            f"prompt of {trace.prompt_len} tokens and wrote {trace.n_pos - trace.prompt_len}; "
+            f"its answer {answer} is {'right' if right else f'wrong, expected {sample.answer}'}."
+        )
+        return trace, {
+            "name": trace.name,
+            "digest": trace.digest,
+            "tokens": trace.n_pos,
+            "prompt_len": trace.prompt_len,
+            "answer": answer,
+            "answer_right": right,
+        }
+
+    def _verify(self) -> None:
+        from kvsim.store import verify
+
+        with self._step("verify"):
+            report = verify(self.folder / "trace.zarr", deep=True)
+        if not report.ok:
+            raise TraceError(f"the trace just recorded is damaged: {report.problems[0]}")
+        self._echo(
+            "Attention recomputed from the recorded queries, keys and values differs from the "
+            f"model's own by at most {max(report.output_error):.0e} (relative)."
+        )
+
+    def _replay(self, trace: Trace, *, judge: bool) -> tuple[Run, dict[tuple[str, int], float]]:
+        """Return the sweep, and the seconds of each policy and budget.
+
+        judge: by the model `tiny`; what SmolLM2 says of the other trace is stored.
+        """
+        import polars as pl
+
+        from kvsim.analysis.table import in_order
+        from kvsim.policies import policy
+        from kvsim.sweeps.driver import replay_all
+
+        policies, starts = [policy(name) for name in POLICIES], list[float]()
+        with bar("cells") as report:
+
+            def note(done: int, total: int, label: str) -> None:
+                if label.startswith(f"{trace.name}: "):  # a replay begins, or the measurement
+                    starts.append(time.perf_counter())
+                report(done, total, label)
+
+            run = replay_all(
+                [trace], policies, BUDGETS, interval=INTERVAL, judge=judge, progress=note
+            )
+        end = time.perf_counter()
+        if run.interrupted:
+            raise KeyboardInterrupt
+        if run.failures:
+            raise TraceError(f"a replay failed: {run.failures[0].error}")
+        if not judge:
+            run = replace(run, table=in_order([run.table, pl.read_parquet(sample_judged())]))
+        self.seconds["replay"] += starts[-1] - starts[0]
+        self.seconds["measure"] += end - starts[-1]
+        durations = (after - before for before, after in itertools.pairwise(starts))
+        return run, dict(zip(itertools.product(POLICIES, BUDGETS), durations, strict=True))
+
+    def _draw(self, trace: Trace, run: Run, prefix: str, head: tuple[int, int]) -> None:
+        from kvsim.plots import error_over_rows, retention_map
+        from kvsim.plots.style import picture
+
+        records = [record for record in run.records if record.policy != "full"]
+        figures = {
+            "retention.png": retention_map(trace, records, layer=head[0], head=head[1]),
+            "error.png": error_over_rows(trace, records),
+        }
+        for name, figure in figures.items():
+            (self.folder / f"{prefix}{name}").write_bytes(picture(figure, "png"))
+
+    def _introduce(self, trace: Trace) -> None:
+        layers = ", ".join(map(str, trace.layer_ids))
+        self._echo(
+            f"\nNow a real model, from a trace that ships with kvsim (`{trace.name}`): layers "
+            f"{layers} of SmolLM2-135M-Instruct as it reads {trace.n_pos} tokens of Python's "
+            "documentation. A sentence with a code is hidden in the prompt, and nothing but the "
+            "end of the text asks for it, after the policies have evicted. KL and what stands with "
+            "it were judged by the whole model, in which all 30 layers evict."
+        )
+
+    def _times(
+        self, seconds: Mapping[tuple[str, int], float], row: Mapping[str, Any], *, recorded: bool
+    ) -> dict[str, str]:
+        """Return the columns of times; a trace that was not recorded now has one less."""
+        replay = seconds[row["policy"], row["budget"]]
+        ratio = f"{self.seconds['capture'] / replay:.0f}x"
+        times = {"replay\nms": f"{1000 * replay:.0f}"}
+        return times | ({"capture\n/ replay": ratio} if recorded else {})
+
+    def _read_tiny(self, rows: Sequence[Mapping[str, Any]], by: str) -> str:
+        small = _ranked(rows, by, min(BUDGETS))
+        best, worst = small[0], small[-1]
+        streaming = next(row for row in small if row["policy"] == "streaming_llm")
+        n_cells = len(POLICIES) * len(BUDGETS)
+        return (
+            f"At budget {min(BUDGETS)}, {best['policy']} is best by {by}, {best[by]:.3g}, and "
+            f"{worst['policy']} worst, {worst[by]:.3g}. streaming_llm, which reads no attention, "
+            f"wipes out {streaming['wipeout']:.0%} of the regions of the sequence, "
+            f"{best['policy']} {best['wipeout']:.0%}.\n"
+            f"Generating and recording the text took {self.seconds['capture']:.1f} s; the last "
+            "column divides this by the time of one replay. Measuring all "
+            f"{n_cells} cells, {len(BUDGETS)} of them in the line of full, took another "
+            f"{self.seconds['measure']:.1f} s. Both times are of this machine's CPU and a tiny "
+            "model; a large model has another ratio."
+        )
+
+
+def _ranked(rows: Sequence[Mapping[str, Any]], by: str, budget: int) -> list[Mapping[str, Any]]:
+    """Return the cells of a budget, but for `full`, the best by a metric first."""
+    from kvsim.analysis.registry import METRICS
+
+    cells = [row for row in rows if row["budget"] == budget and row["policy"] != "full"]
+    return sorted(cells, key=lambda row: float(row[by]), reverse=METRICS[by].better == "higher")
+
+
+def _read_smollm2(rows: Sequence[Mapping[str, Any]], by: str) -> str:
+    best = _ranked(rows, by, min(BUDGETS))[0]
+    parts = []
+    for budget in BUDGETS:
+        recall = {row["policy"]: row["needle_recall"] for row in _ranked(rows, by, budget)}
+        chance = recall.pop("random")
+        most = max(recall, key=recall.__getitem__)
+        parts.append(f"{recall[most]:.0%} at budget {budget} ({most}; random {chance:.0%})")
+    return (
+        f"At budget {min(BUDGETS)}, {best['policy']} is best by {by}, {best[by]:.3g}. But no "
+        "policy knows what will be asked: of the sentence with the code (the needle) rows see at "
+        f"most {' and '.join(parts)}."
+    )

@@ -1,0 +1,426 @@
+"""The ledger: a small language of prompts whose response can be computed.
+
+A prompt states facts, a key and a question; every token of the right response follows from it::
+
+    facts : kuga rapi teal . rapi kuga plum . key : plum 3 , teal 9 ,
+    question : walk #2 kuga . report #2 #0 . think :
+    => kuga rapi 9 #2 9 ; rapi kuga 3 #1 2 ; kuga rapi 9 #0 1 ; done : #2 9 , #0 1 .
+
+A fact ``x y c .`` gives node ``x`` its successor ``y`` and its kind ``c``; sentences of filler may
+stand between facts.
+The key ``c d ,`` gives each kind a digit.
+A line of the response is ``x y d #k a ;``: a node, its successor, the digit of its kind, a counter
+that runs down to ``#0``, and the running sum of the digits modulo 10.
+The line does not name the kind, so a reader needs two retrievals in a row to know ``d``.
+The verb of the question says which lines there are:
+
+``walk``
+    each line continues from the successor of the line before;
+``get``
+    the lines are about the listed nodes, in their order;
+``join``
+    as ``get``, with the facts joined to themselves: ``y`` is the successor's successor, and ``d``
+    the digit of the successor's kind; its line does not name the successor in between;
+``fork``
+    as ``walk``, but an odd sum skips a node, to the successor's successor;
+``check``
+    as ``walk``; where the agenda says ``#k #j ,`` a line ``check #k s #k a ;`` follows line ``#k``,
+    and ``s`` is the earlier sum of line ``#j``;
+``wait``
+    as ``walk``; where the agenda says ``#k c d ,`` a line ``wait c d #k a ;`` follows line ``#k``,
+    and from then on the digit of kind ``c`` is ``d``, whatever the key says.
+
+The report repeats chosen sums.
+
+Texts are words separated by single spaces, without ``<bos>`` and ``<eos>``: the tokenizer adds
+``<bos>``, and the model ends its response with ``<eos>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from kvsim.errors import KvsimError
+from kvsim.tiny.vocabulary import COUNTERS, DIGITS, FILLER, KINDS, NODES, SPECIAL, VERBS
+
+__all__ = ["Check", "LedgerError", "Retrieval", "Solution", "check", "solve"]
+
+#: Purposes of a retrieval; `Retrieval.purpose`.
+Purpose = Literal[
+    "item",  # the next node of the list, or the start
+    "branch",  # the successor of the skipped node
+    "successor",
+    "join",  # the successor's successor
+    "digit",
+    "lines",  # the first counter
+    "recheck",  # an earlier sum
+    "correction",  # kind and digit of an entry of the agenda
+    "report",  # a counter of the report, and its sum
+]
+
+
+class LedgerError(KvsimError, ValueError):
+    """A prompt that is not in the language, asks for what it does not state, or is too large."""
+
+
+# --- reading a prompt ---
+
+
+class Word(NamedTuple):
+    """A word of the prompt and its index there."""
+
+    text: str
+    at: int
+
+
+class Fact(NamedTuple):
+    """``x y c .``; ``at`` is the index of ``x`` in the prompt, ``y`` and ``c`` come after it."""
+
+    at: int
+    successor: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of a prompt.
+
+    facts: by node. key: the digit of each kind. verb: that of the question. first: the counter of
+    the first line. named: the listed nodes of ``get`` and ``join``, else the start. agenda: by
+    counter, the words of its entry. report: the counters of the sums to repeat. length: words of
+    the prompt.
+    """
+
+    facts: dict[str, Fact]
+    key: dict[str, Word]
+    verb: str
+    first: Word
+    named: list[Word]
+    agenda: dict[int, list[Word]]
+    report: list[Word]
+    length: int
+
+    @property
+    def lines(self) -> int:
+        """The number of lines without those of the agenda."""
+        return count(self.first.text) + 1
+
+    def statements(self) -> list[range]:
+        """Return the places of each fact, each entry of the key and each entry of the agenda."""
+        return [
+            *(range(fact.at, fact.at + 3) for fact in self.facts.values()),
+            *(range(digit.at - 1, digit.at + 1) for digit in self.key.values()),
+            *(range(entry[0].at - 1, entry[-1].at + 1) for entry in self.agenda.values()),
+        ]
+
+
+# words that may stand in a place, and how errors call them
+_NODE = frozenset(NODES), "a node name"
+_KIND = frozenset(KINDS), "a kind"
+_DIGIT = frozenset(DIGITS), "a digit"
+_COUNTER = frozenset(COUNTERS), "a counter #0 to #127"
+_VERB = frozenset(VERBS), "one of " + ", ".join(VERBS)
+_FILLER = frozenset(FILLER)
+_LISTS = frozenset({"get", "join"})
+
+
+def count(counter: str) -> int:
+    """Return the number of a counter such as ``#12``."""
+    return int(counter[1:])
+
+
+class _Reader:
+    """A reader of the words of a prompt, whose errors say what was expected."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+        self.at = 0
+
+    def peek(self) -> str:
+        return self.words[self.at] if self.at < len(self.words) else "the end"
+
+    def take(self, expected: tuple[frozenset[str], str]) -> Word:
+        word, (words, name) = self.peek(), expected
+        if word not in words:
+            raise LedgerError(f"word {self.at + 1} of the prompt is {word!r}, expected {name}")
+        self.at += 1
+        return Word(word, self.at - 1)
+
+    def skip(self, *words: str) -> None:
+        for word in words:
+            self.take((frozenset({word}), repr(word)))
+
+
+def _read_facts(reader: _Reader) -> dict[str, Fact]:
+    facts: dict[str, Fact] = {}
+    reader.skip("facts", ":")
+    while reader.peek() != "key":
+        if reader.peek() in _FILLER:
+            while reader.peek() in _FILLER:
+                reader.at += 1
+            reader.skip(".")
+            continue
+        node = reader.take(_NODE)
+        if node.text in facts:
+            raise LedgerError(f"two facts about {node.text!r}, expected one")
+        facts[node.text] = Fact(node.at, reader.take(_NODE).text, reader.take(_KIND).text)
+        reader.skip(".")
+    return facts
+
+
+def _read_key(reader: _Reader) -> dict[str, Word]:
+    key: dict[str, Word] = {}
+    reader.skip("key", ":")
+    while reader.peek() != "question":
+        kind = reader.take(_KIND).text
+        if kind in key:
+            raise LedgerError(f"two digits for {kind!r} in the key, expected one")
+        key[kind] = reader.take(_DIGIT)
+        reader.skip(",")
+    return key
+
+
+def _read_named(reader: _Reader, verb: str, lines: int) -> list[Word]:
+    if verb not in _LISTS:
+        named = [reader.take(_NODE)]
+    else:
+        named = []
+        while reader.peek() != ".":
+            named.append(reader.take(_NODE))
+            reader.skip(",")
+        if len(named) != lines:
+            raise LedgerError(f"{verb} #{lines - 1} lists {len(named)} nodes, expected {lines}")
+    reader.skip(".")
+    return named
+
+
+def _read_agenda(reader: _Reader, verb: str, lines: int) -> dict[int, list[Word]]:
+    agenda: dict[int, list[Word]] = {}
+    if verb not in ("check", "wait"):
+        return agenda
+    entry = [_COUNTER] if verb == "check" else [_KIND, _DIGIT]
+    reader.skip("agenda")
+    while reader.peek() != ".":
+        due = count(reader.take(_COUNTER).text)
+        if due in agenda or not due < lines:
+            raise LedgerError(
+                f"the agenda has #{due} twice or too early, expected each of #{lines - 1} to #0 "
+                "at most once"
+            )
+        agenda[due] = [reader.take(word) for word in entry]
+        if verb == "check" and not due <= count(agenda[due][0].text) < lines:
+            raise LedgerError(
+                f"at #{due} the agenda asks for {agenda[due][0].text}, expected #{lines - 1} to "
+                f"#{due}, the sums of earlier lines"
+            )
+        reader.skip(",")
+    reader.skip(".")
+    return agenda
+
+
+def read(prompt: str) -> Page:
+    """Read ``prompt``, with the index of each word that a response may need; raise LedgerError."""
+    reader = _Reader(prompt.split())
+    facts = _read_facts(reader)
+    key = _read_key(reader)
+    reader.skip("question", ":")
+    verb = reader.take(_VERB).text
+    counter = reader.take(_COUNTER)
+    lines = count(counter.text) + 1
+    named = _read_named(reader, verb, lines)
+    agenda = _read_agenda(reader, verb, lines)
+    reader.skip("report")
+    report = [reader.take(_COUNTER)]
+    while reader.peek() != ".":
+        report.append(reader.take(_COUNTER))
+    earliest = max(count(word.text) for word in report)
+    if earliest >= lines:
+        raise LedgerError(
+            f"the report asks for #{earliest}, expected at most {counter.text}, the first line"
+        )
+    reader.skip(".", "think", ":")
+    if reader.at < len(reader.words):
+        raise LedgerError(
+            f"the prompt continues with {reader.peek()!r}, expected its end at 'think :'"
+        )
+    return Page(facts, key, verb, counter, named, agenda, report, reader.at)
+
+
+# --- the right response ---
+
+
+class Retrieval(NamedTuple):
+    """The words that a word of the response depends on.
+
+    Indices count the words of prompt and response together from 0, without ``<bos>``; with it,
+    position = index + 1.
+
+    Attributes:
+        purpose: the kind of word.
+        at: index of the word before the retrieved word.
+        path: indices of the words to read, in order; the last is the retrieved word, and the line
+            of the response does not have the word before it.
+    """
+
+    purpose: Purpose
+    at: int
+    path: tuple[int, ...]
+
+
+class Solution(NamedTuple):
+    """The right response and the retrievals of its words.
+
+    In prompts of `kvsim.studies.language.tasks`, a word without a retrieval follows from the verb
+    and the 12 words before it (two lines with an entry of the agenda).
+    """
+
+    response: str
+    retrievals: tuple[Retrieval, ...]
+
+
+class _Response:
+    """An incomplete response, and the retrievals of its words."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.words: list[str] = []
+        self.retrievals: list[Retrieval] = []
+        self.key = dict(page.key)
+        self.sums: dict[int, Word] = {}
+
+    def say(self, *words: str) -> Word:
+        """Write words that follow from the words before them; return the last word."""
+        self.words += words
+        return Word(words[-1], self.page.length + len(self.words) - 1)
+
+    def look_up(self, purpose: Purpose, word: str, *path: int) -> Word:
+        """Write a retrieved word."""
+        self.retrievals.append(Retrieval(purpose, self.page.length + len(self.words) - 1, path))
+        return self.say(word)
+
+    def fact(self, node: str, line: int) -> Fact:
+        if node not in self.page.facts:
+            raise LedgerError(f"no fact about {node!r}, which line {line + 1} needs")
+        return self.page.facts[node]
+
+    def digit(self, kind: str, line: int) -> Word:
+        if kind not in self.key:
+            raise LedgerError(f"no digit for {kind!r}, which line {line + 1} needs")
+        return self.key[kind]
+
+
+def _interlude(out: _Response, counter: int, total: int) -> None:
+    """Write the line of the agenda after line ``counter``."""
+    entry = out.page.agenda[counter]
+    if out.page.verb == "check":
+        out.say("check", f"#{counter}")
+        earlier = out.sums[count(entry[0].text)]
+        out.look_up("recheck", earlier.text, entry[0].at, earlier.at)
+    else:
+        kind, digit = entry
+        out.say("wait")
+        out.look_up("correction", kind.text, kind.at)
+        out.key[kind.text] = out.look_up("correction", digit.text, digit.at)
+    out.say(f"#{counter}", str(total), ";")
+
+
+@lru_cache(maxsize=64)
+def solve(prompt: str) -> Solution:
+    """Compute the right response to ``prompt`` from its text alone.
+
+    Raises LedgerError where the prompt is not in the language, or names a node without a fact or a
+    kind without a digit.
+    """
+    page = read(prompt)
+    out = _Response(page)
+    node, after, total = "", "", 0
+    for line in range(page.lines):
+        if line == 0 or page.verb in _LISTS:
+            node = out.look_up("item", *page.named[line]).text
+        elif page.verb == "fork" and total % 2:
+            passed = out.fact(after, line)
+            node = out.look_up("branch", passed.successor, passed.at + 1).text
+        else:
+            node = out.say(after).text
+        fact = out.fact(node, line)
+        if page.verb == "join":
+            between, fact = fact, out.fact(fact.successor, line)
+            out.look_up("join", fact.successor, between.at + 1, fact.at + 1)
+        else:
+            out.look_up("successor", fact.successor, fact.at + 1)
+        after = fact.successor
+        digit = out.digit(fact.kind, line)
+        out.look_up("digit", digit.text, fact.at + 2, digit.at)
+        counter = page.lines - 1 - line
+        total = (total + int(digit.text)) % 10
+        if line == 0:
+            out.look_up("lines", *page.first)
+        else:
+            out.say(f"#{counter}")
+        out.sums[counter] = out.say(str(total))
+        out.say(";")
+        if counter in page.agenda:
+            _interlude(out, counter, total)
+    out.say("done", ":")
+    for index, item in enumerate(page.report):
+        out.look_up("report", *item)
+        earlier = out.sums[count(item.text)]
+        out.look_up("report", earlier.text, earlier.at)
+        out.say("," if index + 1 < len(page.report) else ".")
+    return Solution(" ".join(out.words), tuple(out.retrievals))
+
+
+# --- judging a response ---
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison of a response with the right one.
+
+    Attributes:
+        chain_exact: every word of every line is right.
+        report_exact: everything from ``done`` to the end is right, and nothing follows.
+        answer: the last sum (the word after the last ``#0`` before the report), or None.
+        answer_exact: ``answer`` is the right digit.
+        share: share of the expected words found at their position, 0 to 1.
+        expected: the right response.
+    """
+
+    chain_exact: bool
+    report_exact: bool
+    answer: str | None
+    answer_exact: bool
+    share: float
+    expected: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether the whole response is right."""
+        return self.chain_exact and self.report_exact
+
+
+def last_sum(words: Sequence[str]) -> str | None:
+    """Return the sum of line ``#0`` in the words of a response, None without such a line."""
+    following = words[words.index("#0") + 1 :] if "#0" in words else []
+    return following[0] if following else None
+
+
+def check(prompt: str, response: str) -> Check:
+    """Compare ``response`` with the right response to ``prompt``; special tokens are ignored."""
+    expected = solve(prompt).response.split()
+    words = [word for word in response.split() if word not in SPECIAL[:3]]
+    done = expected.index("done")
+    right = sum(word == other for word, other in zip(words, expected, strict=False))
+    report = words[words.index("done") :] if "done" in words else []
+    answer = last_sum(words)
+    return Check(
+        chain_exact=words[:done] == expected[:done],
+        report_exact=report == expected[done:],
+        answer=answer,
+        answer_exact=answer == last_sum(expected),
+        share=right / len(expected),
+        expected=" ".join(expected),
+    )

@@ -1,0 +1,379 @@
+"""Figures of layers: where ASL selects, and how the layers rank the tokens of a prompt.
+
+All numbers come from `kvsim.analysis` and are `exact`: full attention over recorded queries and
+keys, as if no layer had selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter
+
+from kvsim.core.trace import Trace
+from kvsim.plots.style import (
+    CELLS,
+    COLOURS,
+    NEUTRAL,
+    SELECTED,
+    caption,
+    colour_bar,
+    finish,
+    layer_axis,
+    name_axes,
+    plain,
+    series,
+    short_text,
+    single_panel,
+    trace_label,
+    whole_ticks,
+)
+from kvsim.schema import plural
+from kvsim.store.opening import TraceLike, as_trace
+from kvsim.studies.layers.ranking import Grid, window_attention
+from kvsim.studies.layers.ranking import rank_pattern as pooled_ranks
+from kvsim.studies.layers.tables import Diagnosis
+
+LINE, NEVER = "#33608c", "#e4e1da"
+
+#: Traces whose lines have a colour and a name each; of more traces all lines look alike.
+_NAMED = len(COLOURS)
+#: The marker of a selection layer.
+_CIRCLE: Final[dict[str, Any]] = {"marker": "o", "ms": 9, "mfc": "none", "mew": 1.8, "ls": "none"}
+_PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
+
+#: Columns of a picture; more tokens are pooled.
+_PIXELS = 1024
+#: Attention below this share is drawn as this share.
+_FAINT = 1e-5
+
+
+def variance_curves(diagnoses: Sequence[Diagnosis]) -> Figure:
+    """Relative rank variance by layer, tau, and a marker at the selection layer of each line.
+
+    ASL (arXiv 2601.07667), Fig. 6. A line per trace and budget. Behind the selection layer a line
+    shows how the layers would rank if no layer had selected.
+    """
+    named = len(diagnoses) <= _NAMED
+    figure, axis = single_panel(7.2, 3.7 + 0.17 * len(diagnoses) * named)
+    alike: dict[str, Any] = {"color": NEUTRAL, "marker": ".", "lw": 0.8}
+    for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
+        curve, selected = diagnosis.curve, diagnosis.layer
+        layers = np.arange(curve.first_layer, curve.n_layers)
+        end = f"selects after layer {selected}" if selected is not None else "never selects"
+        label = f"{_label(diagnosis, diagnoses)}: {'fits the budget' if curve.fits else end}"
+        axis.plot(layers, curve.relative[layers], label=label, **(style if named else alike))
+        if selected is not None:
+            ring = style["color"] if named else SELECTED
+            axis.plot(selected, curve.relative[selected], mec=ring, **_CIRCLE)
+    right: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": 8}
+    right |= {"xytext": (-4, 3), "textcoords": "offset points", "color": SELECTED}
+    for tau in sorted({diagnosis.curve.rule.tau for diagnosis in diagnoses}):
+        axis.axhline(tau, color=SELECTED, lw=1, ls="--")
+        axis.annotate(f"tau {tau:g}", (1, tau), **right)
+    axis.set_ylim(bottom=0)
+    name_axes(axis, y="rank variance / that of the first tested layer")
+    return _finished(figure, axis, diagnoses, "do ranks settle? circle: selection layer", named)
+
+
+def selection_grid(trace: str, grid: Grid) -> Figure:
+    """The selection layer over first layer and look-back; grey where no layer is selected.
+
+    ASL (arXiv 2601.07667), Fig. 8. Hatched: the look-back is longer than there are layers, and all
+    layers were used.
+    """
+    rows, columns = grid.layers.shape
+    figure, axis = single_panel(max(3.8, 0.42 * columns + 2.2), max(2.6, 0.3 * rows + 1.6))
+    shown = np.ma.masked_less(grid.layers, 0)
+    colours = mpl.colormaps["viridis"].with_extremes(bad=NEVER)
+    last = max(1, grid.n_layers - 1)
+    axis.imshow(shown, cmap=colours, vmin=0, vmax=last, aspect="auto", origin="lower")
+    for (row, column), layer in np.ndenumerate(grid.layers):
+        name, size = ("never", 6) if layer < 0 else (str(layer), 8)
+        ink = "black" if layer < 0 or layer > 0.6 * last else "white"
+        axis.text(column, row, name, ha="center", va="center", fontsize=size, color=ink)
+        if grid.used[row, column] < grid.look_backs[column]:
+            cell = (column - 0.5, row - 0.5)
+            axis.add_patch(Rectangle(cell, 1, 1, fill=False, hatch="////", ec="#00000030", lw=0))
+    axis.set_xticks(range(columns), [str(back) for back in grid.look_backs])
+    axis.set_yticks(range(rows), [str(first) for first in grid.first_layers])
+    name_axes(axis, "look-back, layers (hatched: as many as there are)", "first tested layer")
+    terms = f"budget {grid.budget} (k = {grid.k}), tau {grid.tau:g}"
+    caption(figure, f"{trace}: selection layer\n{terms}", ["exact"])
+    return figure
+
+
+def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
+    """Number of traces that select at each layer, a panel per task.
+
+    ASL (arXiv 2601.07667), Figs. 9 and 10. distribution: of `kvsim.analysis.distribution`;
+    n_layers: of the deepest trace.
+    """
+    budgets = list(dict.fromkeys(distribution["budget"]))
+    tasks = list(dict.fromkeys(distribution["task"]))
+    figure = Figure(figsize=(7.2, 1.7 * len(tasks) + 0.9), dpi=150)
+    axes = figure.subplots(len(tasks), 1, squeeze=False, sharex=True)[:, 0]
+    width = 0.8 / len(budgets)
+    for axis, task in zip(axes, tasks, strict=True):
+        of_task = distribution.filter(task=task)
+        for place, (budget, style) in enumerate(series(budgets).items()):
+            part, colour = of_task.filter(budget=budget), style["color"]
+            if not part.height:
+                continue
+            places = part["layer"].fill_null(n_layers).to_numpy()  # never: behind the last layer
+            shift = (place - (len(budgets) - 1) / 2) * width
+            mean = part["mean_layer"][0]
+            label = f"budget {budget}: {'never' if mean is None else f'mean {mean:.1f}'}"
+            axis.bar(places + shift, part["traces"].to_numpy(), width, color=colour, label=label)
+            if mean is not None:
+                axis.axvline(mean, color=colour, lw=1, ls="--")
+        title = f"{short_text(task, 60)}, {plural(max(of_task['of']), 'trace')}"
+        axis.set_title(title, fontsize=8, parse_math=False)
+        name_axes(axis, y="traces")
+        whole_ticks(axis.yaxis)
+        axis.legend(fontsize=7, frameon=False)
+        axis.margins(y=0.25)
+        axis.grid(alpha=0.25, axis="y")
+    step = max(1, n_layers // 12)
+    ticks = [*range(0, n_layers - step // 2, step), n_layers]
+    axes[-1].set_xticks(ticks, [*map(str, ticks[:-1]), "never"])
+    axes[-1].set_xlim(-0.7, n_layers + 0.7)
+    name_axes(axes[-1], "selection layer (dashed: mean over traces that select)")
+    caption(figure, "Selection layers of ASL", ["exact"])
+    figure.tight_layout()
+    return figure
+
+
+def gold_recall(diagnoses: Sequence[Diagnosis]) -> Figure:
+    """Share of the gold tokens in each layer's set, with the selection layer of each line.
+
+    A line per trace and budget. A layer's set is what it would propagate if it selected: the first
+    k tokens and the window. Traces without gold tokens are left out.
+    """
+    with_gold = [diagnosis for diagnosis in diagnoses if diagnosis.recall is not None]
+    named = 0 < len(with_gold) <= _NAMED
+    figure, axis = single_panel(7.2, 3.6 + 0.17 * len(with_gold) * named)
+    for diagnosis, style in zip(with_gold, _lines(len(with_gold)), strict=True):
+        recall, layer, full = diagnosis.recall, diagnosis.layer, diagnosis.first_full_recall
+        if recall is None:
+            continue
+        label = f"{_label(diagnosis, with_gold)}: "
+        label += "complete in no layer" if full is None else f"first complete in layer {full}"
+        after = (
+            "never selects" if layer is None else f"selects after {layer} with {recall[layer]:.0%}"
+        )
+        label += f", {after}"
+        if diagnosis.layer_regret is not None:
+            label += f", regret {diagnosis.layer_regret:+d}"
+        axis.plot(np.arange(diagnosis.curve.n_layers), recall, label=label, **style)
+        if layer is not None:
+            axis.plot(layer, recall[layer], mec=style["color"], **_CIRCLE)
+    axis.set_ylim(-0.03, 1.05)
+    name_axes(axis, y="share of gold tokens in top k + window")
+    sizes = sorted({0 if each.gold is None else len(each.gold) for each in with_gold})
+    subject = f"recall of {'/'.join(map(str, sizes))} gold tokens; circle: selection layer"
+    return _finished(figure, axis, with_gold, subject, named)
+
+
+def layer_overlap(diagnoses: Sequence[Diagnosis]) -> Figure:
+    """Above, overlap of each layer's first k tokens with the layer before; below, entropy.
+
+    Of one trace; a line per budget above, since the scores and their entropy have none.
+    """
+    figure = Figure(figsize=(7.2, 5.0), dpi=150)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for diagnosis, style in zip(diagnoses, _lines(len(diagnoses)), strict=True):
+        layers = np.arange(1, diagnosis.curve.n_layers)
+        name = f"budget {diagnosis.requested} (k = {diagnosis.curve.k})"
+        upper.plot(layers, diagnosis.jaccard[1:], label=name, **style)
+        upper.axhline(diagnosis.jaccard_chance, color=style["color"], lw=0.9, ls=":")
+        if diagnosis.layer is not None:
+            for axis in (upper, lower):
+                axis.axvline(diagnosis.layer, color=style["color"], lw=1, ls="--")
+    diagnosis = diagnoses[0]
+    plain(upper, y="Jaccard with the layer before")
+    upper.set_ylim(-0.03, 1.05)
+    upper.legend(fontsize=7.5, frameon=False)
+    uniform, name = math.log(diagnosis.ranking.ranked), f"log {diagnosis.ranking.ranked}"
+    entropy = diagnosis.ranking.entropy()
+    lower.plot(entropy, ".-", ms=4, lw=1.6, color=LINE, label="entropy of the scores")
+    lower.axhline(uniform, color=LINE, lw=0.9, ls=":", label=f"equal scores: {name}")
+    lower.set_ylim(0, 1.08 * uniform)
+    name_axes(lower, y="entropy, nats")
+    lower.legend(fontsize=7.5, frameon=False, loc="lower right")
+    layer_axis(lower, diagnosis.curve.n_layers)
+    subject = f"{diagnosis.trace}: top-k sets of consecutive layers, and how even their scores are"
+    legend = "dotted: by chance, and for equal scores; dashed: selection layer"
+    caption(figure, f"{subject}\n{legend}", ["exact"])
+    figure.tight_layout()
+    return figure
+
+
+def rank_pattern(diagnosis: Diagnosis) -> Figure:
+    """Rank of tokens in every layer, the tokens in the order of the last layer.
+
+    ASL (arXiv 2601.07667), Fig. 4. The tokens are those that are among the first k in one of the
+    last look-back layers.
+    """
+    curve, ranking = diagnosis.curve, diagnosis.ranking
+    back, n_layers = curve.look_back, curve.n_layers
+    pattern = pooled_ranks(ranking, back, curve.k, columns=_PIXELS)
+    count = len(pattern.tokens)
+    pooling = max(1, -(-count // _PIXELS))
+    ranks = pattern.ranks if count else np.full((n_layers, 1), np.nan)
+    figure, axis = single_panel(8, max(2.6, 0.14 * n_layers + 1.9))
+    scale = LogNorm(1, max(2, ranking.ranked))
+    extent = 0.5, ranks.shape[1] * pooling + 0.5, n_layers - 0.5, -0.5
+    image = axis.imshow(ranks, cmap="viridis_r", norm=scale, extent=extent, **CELLS)
+    axis.set_xlim(0.5, max(1, count) + 0.5)
+    if diagnosis.layer is not None:
+        axis.axhline(diagnosis.layer + 0.5, color=SELECTED, lw=1.2)
+    if curve.k < ranking.ranks.shape[1]:
+        axis.axvline(curve.k + 0.5, color="white", lw=1.2, ls=":")
+    whole_ticks(axis.yaxis)
+    name_axes(axis, f"{count} tokens, by rank in the last layer (dotted: k)", "layer")
+    bar = colour_bar(figure, image, axis, f"rank, of {ranking.ranked}", pad=0.015)
+    bar.yaxis.set_major_formatter(_PLAIN)
+    bar.invert_yaxis()
+    tail = f"; each column is the geometric mean of {pooling}" if pooling > 1 else ""
+    line = "" if diagnosis.layer is None else "; red: selected after"
+    last = "the last layer" if back == 1 else f"the last {back} layers"
+    subject = f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}"
+    caption(figure, f"{subject}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
+    return figure
+
+
+def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) -> Figure:
+    """Ranks in every layer of the best tokens of the last layer; gold tokens are red.
+
+    After ASL (arXiv 2601.07667), Fig. 4. The better the last layer ranks a token, the darker its
+    line. A trace gives the texts of the tokens.
+    """
+    curve, ranking = diagnosis.curve, diagnosis.ranking
+    best = ranking.ranks[-1].argsort()[:tokens].numpy()
+    paths = ranking.ranks[:, best].numpy()
+    gold = set() if diagnosis.gold is None else set(diagnosis.gold.tolist())
+    layers = np.arange(curve.n_layers)
+    figure, axis = single_panel(7.6, 5.6)
+    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(best)))
+    texts = None if trace is None else trace.token_text
+    heights = np.linspace(0.985, 0.015, max(2, len(best)))[: len(best)]
+    label: dict[str, Any] = {"fontsize": 6, "va": "center", "parse_math": False}
+    label |= {"textcoords": "axes fraction", "annotation_clip": False}
+    label["arrowprops"] = {"arrowstyle": "-", "lw": 0.4, "color": NEUTRAL, "relpos": (0, 0.5)}
+    for path, position, shade, height in zip(paths.T, best.tolist(), shades, heights, strict=True):
+        is_gold = position in gold
+        width, depth, colour = (1.8, 3, SELECTED) if is_gold else (0.9, 2, shade)
+        form = ".-" if len(layers) < 12 else "-"
+        axis.plot(layers, path, form, color=colour, lw=width, zorder=depth)
+        name = f"{position}" if texts is None else f"{position} {short_text(texts[position], 12)}"
+        ink, end = SELECTED if is_gold else "black", (layers[-1], path[-1])
+        axis.annotate(name, end, xytext=(1.04, height), color=ink, **label)
+    axis.set_yscale("log")
+    axis.set_ylim(max(2, curve.k, int(paths.max(initial=2))) * 1.1, 0.9)
+    axis.yaxis.set_major_formatter(_PLAIN)
+    layer_axis(axis, curve.n_layers)
+    rank = f"rank, of {ranking.ranked}"
+    if curve.k > 0:
+        axis.axhline(curve.k + 0.5, color="black", lw=0.8, ls=":")
+        rank += f" (dotted: k = {curve.k})"
+    name_axes(axis, y=rank)
+    if diagnosis.layer is not None:
+        axis.axvline(diagnosis.layer, color=SELECTED, lw=1, ls="--")
+        name_axes(axis, "layer (dashed: selection layer)")
+    marks = "; red: gold" if gold.intersection(best.tolist()) else ""
+    labels = "position" if texts is None else "position and text"
+    subject = f"{diagnosis.trace}: the {len(best)} tokens that the last layer ranks best"
+    order = f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}"
+    caption(figure, f"{subject}\n{order}", ["exact"])
+    return figure
+
+
+def layer_attention(
+    trace: TraceLike, window: int = 32, *, selected: int | None = None, device: str = "cpu"
+) -> Figure:
+    """Attention of the last rows of the prompt in every layer, mean over query heads.
+
+    ASL (arXiv 2601.07667), Fig. 3.
+    """
+    trace = as_trace(trace)
+    maps = window_attention(trace, window, columns=_PIXELS, device=device)
+    layers = len(maps)
+    columns = min(4, -(-layers // 3))
+    rows = -(-layers // columns)
+    size = max(6.4, 3.0 * columns + 0.9), 0.95 * rows + 1.25
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    colours = mpl.colormaps["magma"].with_extremes(bad="white", under="black")
+    n, height = trace.prompt_len, maps.shape[1]
+    scale = LogNorm(_FAINT, 1)
+    pooling = -(-n // _PIXELS)
+    future = np.arange(maps.shape[-1]) * pooling > np.arange(n - height, n)[:, None]
+    extent = -0.5, maps.shape[-1] * pooling - 0.5, n - 0.5, n - height - 0.5
+    for axis in axes.flat[layers:]:
+        axis.set_axis_off()
+    for layer, (axis, values) in enumerate(zip(axes.flat, maps, strict=False)):
+        shown = np.ma.array(np.maximum(values, _FAINT), mask=future)
+        axis.imshow(shown, cmap=colours, norm=scale, extent=extent, **CELLS)
+        axis.set_xlim(-0.5, n - 0.5)
+        mark, ink = (", selection layer", SELECTED) if layer == selected else ("", "black")
+        axis.set_title(f"layer {layer}{mark}", fontsize=7, pad=2, color=ink)
+        axis.tick_params(labelsize=6)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("row", fontsize=7)
+    for axis in axes.flat[:layers][-columns:]:  # the lowest of each column that shows something
+        axis.set_xlabel("position", fontsize=7)
+        axis.tick_params(labelbottom=True)
+    pooled = f", maximum of {pooling} positions" if pooling > 1 else ""
+    subject = f"{trace.name}: attention of the prompt's last {height} rows"
+    caption(figure, f"{subject}\nmean over {trace.n_qheads} query heads{pooled}", ["exact"])
+    label = "share of a row's attention (black: 1e-5 or less)"
+    colour_bar(figure, ScalarMappable(scale, colours), list(axes.flat), label, pad=0.01, aspect=40)
+    return figure
+
+
+def _finished(
+    figure: Figure, axis: Axes, diagnoses: Sequence[Diagnosis], subject: str, named: bool
+) -> Figure:
+    """Draw the axis of the layers, the caption, and the legend of lines that have names."""
+    layer_axis(axis, max((diagnosis.curve.n_layers for diagnosis in diagnoses), default=1))
+    text = f"{trace_label(each.trace for each in diagnoses)}: {subject}\n{_rule(diagnoses)}"
+    if named:
+        finish(figure, axis, text, ["exact"], columns=1)
+    else:
+        caption(figure, text, ["exact"])
+    return figure
+
+
+def _lines(count: int) -> list[Mapping[str, Any]]:
+    return [{**style, "lw": 1.4, "ms": 3} for style in series(map(str, range(count))).values()]
+
+
+def _rule(diagnoses: Sequence[Diagnosis]) -> str:
+    """The parameters that all of them share."""
+    values: dict[str, set[Any]] = {
+        "budget": {diagnosis.requested for diagnosis in diagnoses},
+        "window": {diagnosis.curve.rule.window for diagnosis in diagnoses},
+        "first tested layer": {diagnosis.curve.first_layer for diagnosis in diagnoses},
+        "look-back": {diagnosis.curve.look_back for diagnosis in diagnoses},
+    }
+    return ", ".join(f"{name} {each.pop()}" for name, each in values.items() if len(each) == 1)
+
+
+def _label(diagnosis: Diagnosis, among: Sequence[Diagnosis]) -> str:
+    """The trace or the budget, whichever distinguishes a line from the others."""
+    traces, budgets = {d.trace for d in among}, {d.requested for d in among}
+    size = f"budget {diagnosis.requested}"
+    if len(traces) == 1:
+        return size
+    return diagnosis.trace if len(budgets) == 1 else f"{diagnosis.trace}, {size}"

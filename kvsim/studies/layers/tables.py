@@ -1,0 +1,238 @@
+"""ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer.
+
+The numbers are metrics, which read them from a `Diagnosis` too. These tables have what a Table has
+no column for: tokens, verdicts, and layers where the whole prompt propagates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from kvsim.analysis.arrays import Floats, Ints, share
+from kvsim.analysis.results import REQUESTED, task_of
+from kvsim.analysis.wide import wide
+from kvsim.core.trace import Trace
+from kvsim.policies.asl import Selecting
+from kvsim.schema import FIDELITY
+from kvsim.studies.layers.gold import check_positions
+from kvsim.studies.layers.ranking import Curve, Ranking
+
+_OF_TRACE = {"trace": pl.String, "task": pl.String, "budget": pl.Int64, "share": pl.String}
+#: Columns of `layer_table`.
+LAYER_COLUMNS: dict[str, Any] = {
+    **_OF_TRACE,
+    **dict.fromkeys(("k", "layer"), pl.Int64),
+    **dict.fromkeys(("variance", "relative_variance"), pl.Float64),
+    "selected": pl.Boolean,
+    "union": pl.Int64,
+    **dict.fromkeys(("entropy", "entropy_uniform"), pl.Float64),
+    **dict.fromkeys(("jaccard", "jaccard_chance", "gold_recall"), pl.Float64),
+    "fidelity": pl.Enum(FIDELITY),
+}
+#: Columns of `selection_table`.
+SELECTION_COLUMNS: dict[str, Any] = {
+    **_OF_TRACE,
+    **dict.fromkeys(("k", "prompt_len", "n_layers", "first_layer", "look_back"), pl.Int64),
+    "tau": pl.Float64,
+    "layer": pl.Int64,
+    "relative_variance": pl.Float64,
+    **dict.fromkeys(("gold_tokens", "first_full_recall", "layer_regret"), pl.Int64),
+    "gold_recall": pl.Float64,
+    "verdict": pl.String,
+    "remark": pl.String,
+    "fidelity": pl.Enum(FIDELITY),
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One trace at one budget.
+
+    task: the group of traces. gold: positions, None if not known. share: the budget as a
+    share of the trace, if it was requested as one.
+    """
+
+    ranking: Ranking
+    curve: Curve
+    task: str = ""
+    gold: Ints | None = None
+    share: str | None = None
+
+    @property
+    def trace(self) -> str:
+        """The trace's name."""
+        return self.ranking.trace
+
+    @property
+    def requested(self) -> str:
+        """The budget as requested."""
+        return self.share or str(self.curve.budget)
+
+    @property
+    def layer(self) -> int | None:
+        """The selection layer."""
+        return self.curve.selected()
+
+    @property
+    def remark(self) -> str:
+        """The rule's remark about this size, which may be empty."""
+        curve = self.curve
+        return curve.rule.remark(curve.n_layers, curve.prompt_len, curve.budget)
+
+    @property
+    def union(self) -> Floats:
+        """Tokens that the variance is a mean over, over k; [L], NaN as the variance."""
+        return np.where(np.isnan(self.curve.variance), np.nan, self.curve.union / self.curve.k)
+
+    @property
+    def union_chance(self) -> float:
+        """The union of so many independent random rankings, over k."""
+        ranked, k = self.ranking.ranked, self.curve.k
+        # a token is in none of the first k of independent random rankings with this probability
+        absent: float = (1 - k / ranked) ** self.curve.look_back
+        return ranked * (1 - absent) / k
+
+    @cached_property
+    def jaccard(self) -> Floats:
+        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
+
+        NaN in the first layer, and where k is 0.
+        """
+        top = (self.ranking.ranks <= self.curve.k).numpy()
+        both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
+        return np.concatenate([[np.nan], share(both, either)])
+
+    @property
+    def jaccard_chance(self) -> float:
+        """The index of two sets of k tokens that share as many as expected, k * k / m."""
+        k = self.curve.k
+        shared = k * k / self.ranking.ranked
+        return shared / (2 * k - shared) if k else float("nan")
+
+    @cached_property
+    def recall(self) -> Floats | None:
+        """Share of the gold tokens among each layer's first k or in the window; [L].
+
+        None where they are not known, NaN where there are none.
+        """
+        if self.gold is None:
+            return None
+        kept = np.ones((self.curve.n_layers, self.curve.prompt_len), dtype=bool)
+        kept[:, : self.ranking.ranked] = (self.ranking.ranks <= self.curve.k).numpy()
+        return share(kept[:, self.gold].sum(-1), np.array(len(self.gold)))
+
+    @property
+    def first_full_recall(self) -> int | None:
+        """The first layer whose set holds every gold token; None where none does."""
+        full = np.array([]) if self.recall is None else np.flatnonzero(self.recall == 1.0)
+        return int(full[0]) if len(full) else None
+
+    @property
+    def layer_regret(self) -> int | None:
+        """Selection layer minus first layer with full recall: layers too late, or too early."""
+        if self.layer is None or self.first_full_recall is None:
+            return None
+        return self.layer - self.first_full_recall
+
+    def of_trace(self) -> dict[str, Any]:
+        """The columns that all rows share."""
+        budget = {"budget": self.curve.budget, "share": self.share, "k": self.curve.k}
+        return {"trace": self.trace, "task": self.task, "fidelity": "exact"} | budget
+
+
+def diagnose(
+    trace: Trace,
+    ranking: Ranking,
+    budget: int,
+    *,
+    gold: Iterable[int] | None = None,
+    share: str | None = None,
+    rule: Selecting | None = None,
+) -> Diagnosis:
+    """One trace at one budget, from its ranking; no array of the trace is read again.
+
+    gold: positions in the prompt, GoldError for others. rule: with another tau, first layer or
+    look-back than the ranking's; see `Ranking.curve`.
+    """
+    positions = None if gold is None else check_positions(trace, gold)
+    return Diagnosis(ranking, ranking.curve(budget, rule), task_of(trace), positions, share)
+
+
+def layer_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+    """One row per trace, budget and layer; `LAYER_COLUMNS`.
+
+    variance in squared ranks; relative_variance to that of the first layer that is tested; union:
+    tokens that both are a mean over; entropy in nats, next to that of equal scores; jaccard with
+    the layer before, next to chance; gold_recall: share of the gold tokens in the layer's set.
+    """
+    parts = []
+    for diagnosis in diagnoses:
+        curve = diagnosis.curve
+        layers = np.arange(curve.n_layers)
+        of_layers = {
+            "layer": layers,
+            "variance": curve.variance,
+            "relative_variance": curve.relative,
+            "selected": layers == (-1 if diagnosis.layer is None else diagnosis.layer),
+            "union": np.where(np.isnan(curve.variance), np.nan, curve.union),
+            "entropy": diagnosis.ranking.entropy(),
+            "entropy_uniform": float(np.log(diagnosis.ranking.ranked)),
+            "jaccard": diagnosis.jaccard,
+            "jaccard_chance": np.where(layers > 0, diagnosis.jaccard_chance, np.nan),
+            "gold_recall": diagnosis.recall,
+        }
+        parts.append(diagnosis.of_trace() | of_layers)
+    return wide(parts, LAYER_COLUMNS)
+
+
+def selection_table(diagnoses: Sequence[Diagnosis]) -> pl.DataFrame:
+    """One row per trace and budget; `SELECTION_COLUMNS`.
+
+    layer: the selection layer, null where nothing is dropped (verdict says why).
+    relative_variance and gold_recall are those of this layer. layer_regret: layers between it and
+    the first with full recall, negative where it comes before.
+    """
+    rows = []
+    for diagnosis in diagnoses:
+        curve, layer, recall = diagnosis.curve, diagnosis.layer, diagnosis.recall
+        terms = ("prompt_len", "n_layers", "first_layer", "look_back")
+        row = diagnosis.of_trace() | {name: getattr(curve, name) for name in terms}
+        row |= {
+            "tau": curve.rule.tau,
+            "layer": layer,
+            "relative_variance": None if layer is None else float(curve.relative[layer]),
+            "gold_tokens": None if diagnosis.gold is None else len(diagnosis.gold),
+            "first_full_recall": diagnosis.first_full_recall,
+            "layer_regret": diagnosis.layer_regret,
+            "gold_recall": None if recall is None or layer is None else float(recall[layer]),
+            "verdict": curve.verdict(),
+            "remark": diagnosis.remark,
+        }
+        rows.append(row)
+    return pl.DataFrame(rows, schema=SELECTION_COLUMNS)
+
+
+def distribution(selections: pl.DataFrame) -> pl.DataFrame:
+    """Return how often each layer is selected, of a `selection_table`.
+
+    One row per task, budget as requested, and selection layer, null for never; traces: how
+    many select there; of: all traces of the task; mean_layer: over those that select.
+    """
+    budgets = selections.select(REQUESTED).to_series()
+    in_order = budgets.cast(pl.Enum(budgets.unique(maintain_order=True)))
+    keys = ["task", "budget"]
+    return (
+        selections.with_columns(budget=in_order)
+        .with_columns(of=pl.len().over(keys), mean_layer=pl.col("layer").mean().over(keys))
+        .group_by(*keys, "layer", "of", "mean_layer", "fidelity")
+        .agg(traces=pl.len())
+        .sort(*keys, "layer", nulls_last=True)
+        .with_columns(pl.col("budget").cast(pl.String), pl.col("traces", "of").cast(pl.Int64))
+        .select(*keys, "layer", "traces", "of", "mean_layer", "fidelity")
+    )

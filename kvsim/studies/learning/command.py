@@ -1,0 +1,196 @@
+"""`kvsim learn` and `kvsim heads`: a scorer that imitates the optimum, a plan for `duo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.files import check_output, write_file
+from kvsim.schema import plural
+
+if TYPE_CHECKING:
+    from kvsim.studies.learning.learn import Learning
+
+
+def learn(
+    traces: values.TracePaths,
+    budget: Annotated[
+        list[str],
+        values.several(
+            "N|P%[,...]", "Entries per KV head to learn for, or shares of the trace's length."
+        ),
+    ],
+    out: Annotated[
+        Path,
+        values.path_option(
+            "FILE.safetensors", "The scorer to write; it replays as --policy learned:FILE."
+        ),
+    ],
+    features: Annotated[
+        list[str] | None,
+        values.several(
+            "GROUP[,...]",
+            "What it may see of an entry: position, attention, keys, values; default: all of "
+            "these. projections of keys and values bind it to one model; future, with --ahead, "
+            "looks ahead.",
+        ),
+    ] = None,
+    hidden: Annotated[
+        int, typer.Option(min=0, help="Width of the hidden layer; 0 for a linear score.")
+    ] = 32,
+    ahead: Annotated[int, typer.Option(min=0, help="Rows that the group future looks ahead.")] = 0,
+    interval: Annotated[int, typer.Option(min=1, help="Rows between events.")] = 32,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Replays of each prompt; after the first it keeps what was learned so far."
+        ),
+    ] = 2,
+    held_out: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.99, help="Share of the prompts that it does not learn from, 0 for none."
+        ),
+    ] = 0.3,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Compare on these traces instead, such as those of another model or task; may be "
+            "several, or a folder.",
+        ),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,...]", "What to measure on the prompts held out; default: as `kvsim sweep`."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="The seed of the split, the pairs and the network.")
+    ] = 0,
+    overwrite: values.Overwrite = False,
+    as_json: values.Json = False,
+) -> None:
+    """Learn a scorer from traces, and compare it with policies on prompts held out.
+
+    It learns which entries the optimum of retained attention keeps (docs/optimum.md), from what a
+    policy can see of them, and replays as `--policy learned:FILE` with traces of any model.
+    """
+    from kvsim.studies.learning.learn import AGAINST, CAUSAL
+    from kvsim.studies.learning.learn import learn as learned
+
+    groups = features or [*CAUSAL, *(["future"] * (ahead > 0))]
+    with show.bar("steps") as report:
+        learning = learned(
+            values.open_traces(traces),
+            budget,
+            out,
+            features=groups,
+            hidden=hidden,
+            ahead=ahead,
+            interval=interval,
+            rounds=rounds,
+            held_out=held_out,
+            test=None if test is None else values.open_traces(test),
+            against=against or AGAINST,
+            metrics=metric,
+            seed=seed,
+            overwrite=overwrite,
+            progress=report,
+        )
+    if as_json:
+        show.echo_json(_document(learning))
+    else:
+        _print(learning)
+
+
+def _document(learning: Learning) -> dict[str, Any]:
+    from kvsim.sweeps.run import summarise
+
+    network, run = learning.network, learning.run
+    document: dict[str, Any] = {
+        "policy": learning.name,
+        "sha256": network.digest,
+        "features": network.groups,
+        "ahead": network.ahead,
+        "widths": [len(bias) for _, bias in network.layers],
+        "interval": network.interval,
+        "pairs": learning.pairs,
+        "trained": learning.trained,
+        "held_out": learning.held_out,
+    }
+    if run is not None:
+        document |= show.verdict(run.table, learning.metrics)
+        document["averages"] = show.cells(summarise(run.table, learning.metrics))
+    return document
+
+
+def _print(learning: Learning) -> None:
+    from kvsim.sweeps.run import summarise
+
+    network = learning.network
+    sees = ", ".join(network.groups)
+    show.echo_text(
+        f"{learning.name}: learned from {plural(learning.pairs, 'pair')} of entries on "
+        f"{plural(len(learning.trained), 'prompt')}; it sees {sees}."
+    )
+    if "future" in network.groups:
+        show.echo_text(f"It looks {network.ahead} rows ahead: a bound, and no policy to deploy.")
+    if learning.run is None:
+        show.echo_text(
+            "No prompts were held out, so nothing says what it is worth on others; give 4 traces "
+            "or more, or --test."
+        )
+        return
+    show.echo_text(
+        f"Measured on {plural(len(learning.held_out), 'prompt')} that it has not seen.\n"
+    )
+    show.echo_verdict(show.verdict(learning.run.table, learning.metrics))
+    show.echo_results(summarise(learning.run.table, learning.metrics), ())
+    show.echo_failures(learning.run.failures)
+
+
+def heads(
+    traces: values.TracePaths,
+    out: Annotated[
+        Path, values.path_option("FILE.json", "The plan to write; it replays as --policy duo:FILE.")
+    ],
+    budget: Annotated[
+        int, typer.Option(min=1, help="Entries of a head that streams, sinks included.")
+    ] = 64,
+    sink: Annotated[int, typer.Option(min=0, help="First entries that such a head keeps.")] = 4,
+    overwrite: values.Overwrite = False,
+    as_json: values.Json = False,
+) -> None:
+    """Measure how much each head loses if it holds sinks and recent entries alone.
+
+    The traces are of one model. The plan says of each KV head the error of its attention output,
+    and replays as `--policy duo:FILE`: the heads that lose most hold everything.
+    """
+    from kvsim.studies.learning.heads import head_plan
+
+    check_output(out, overwrite=overwrite)
+    plan = head_plan(values.open_traces(traces), budget, sink=sink)
+    write_file(out, plan.text(), overwrite=overwrite)
+    if as_json:
+        show.echo_json({"policy": f"duo:{out}", "sha256": plan.digest, "scores": plan.scores})
+        return
+    number = plural(len(plan.scores) * len(plan.scores[0]), "KV head")
+    show.echo_text(f"duo:{out}: {number}, the error of each if it streams {budget} entries:")
+    show.echo_rows(
+        [
+            {"layer": str(at), **{f"head {head}": f"{x:.3f}" for head, x in enumerate(row)}}
+            for at, row in enumerate(plan.scores)
+        ],
+        right=1,
+    )

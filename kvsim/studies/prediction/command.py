@@ -1,0 +1,355 @@
+"""`kvsim fidelity` and `kvsim predict`: replays as predictions of the running model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsim.cli import show, values
+from kvsim.cli.groups import Folder
+from kvsim.cli.living import load
+from kvsim.cli.replaying import finish, folder_state
+from kvsim.cli.values import Stop
+from kvsim.schema import plural, schedule
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from kvsim.studies.prediction.prediction import Calibration
+    from kvsim.sweeps.outcome import Run
+
+_CORRELATIONS = """\
+Rank correlation (Spearman) over policies of metrics of the replay with live KL, at one budget: 1
+where the replay orders policies as the model does, 0 without relation. Between policies: of their
+means over prompts; within prompts: mean over prompts; [95 % interval for other prompts and other
+policies like these]. random does not count."""
+_LAYERS = """\
+Errors of both loops by layer. Above 1, errors of earlier layers, which the replay leaves out, add
+up; below 1 they cancel."""
+_KEPT = """\
+Kept sets of both loops: |A and B| / |A or B|, mean over cells, events and heads, after the first
+and after the last event, lowest mean of a head; chance: of random sets of these sizes."""
+_CAVEAT = """\
+The model was fed the recorded responses. A high correlation says that the replay orders policies
+like these on prompts like these; it says nothing about the size of what happens to the model, nor
+about other models or much longer prompts."""
+
+
+_PREDICTED = """\
+Live KL: divergence of the model's predictions from those with the full cache, in nats per token of
+the recorded response after its first, mean over traces. The interval covers at least 90 % of
+prompts and policies that are new to the calibration, if they are like those that it was fitted on;
+factor: its ends are no further from the estimate."""
+_GAIN = """\
+Gain over the mean KL of the budget, on prompts and policies left out of the fit: share by which
+squared errors of log KL are smaller, [95 % interval over prompts and policies]:"""
+_LOST = """\
+Answer lost: share of answers, right with the full cache, that were wrong in live runs with such a
+layer error."""
+
+
+def fidelity(
+    traces: values.TracePaths,
+    model: values.RecordedModel,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
+    settings: values.Settings = None,
+    fit: values.Fit = False,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens of the response that the model writes under each policy, 0: none."
+        ),
+    ] = 0,
+    device: values.ModelDevice = "cpu",
+    trust_remote_code: values.TrustRemoteCode = False,
+    out: Annotated[
+        Path | None,
+        values.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
+    ] = None,
+    resume: values.Resume = False,
+    calibration: Annotated[
+        Path | None,
+        values.path_option(
+            "FILE", "Fit what `kvsim predict` reads on these runs, and write it to a new file."
+        ),
+    ] = None,
+    as_json: values.Json = False,
+) -> None:
+    """Compare replays with the running model.
+
+    Replays policies at budgets over traces, runs the same on their model, and prints how well each
+    metric of the replay predicts what the model does, how errors differ by layer, and how far the
+    kept sets agree.
+    """
+    Folder(out=out, resume=resume).check()
+
+    from kvsim.analysis.table import available, check_arrays
+    from kvsim.files import check_output
+    from kvsim.runner.checks import check_live
+    from kvsim.studies.prediction.prediction import calibrate, write_calibrations
+    from kvsim.studies.prediction.validity import OFFLINE
+    from kvsim.sweeps.closed_loop import live as run_live
+    from kvsim.sweeps.driver import replay_all
+
+    if calibration is not None:
+        check_output(calibration, advice="give a path where nothing is yet")
+    policies = values.build_policies(policy, settings, fit=fit)
+    for each in policies:
+        check_live(each)
+    recorded = values.open_traces(traces)
+    for trace in recorded if calibration is not None else ():
+        check_arrays(trace, ["layer_error"])
+    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
+    terms["own_schedule"] = own_schedule
+    try:
+        decoder, tokenizer = load(model, recorded, device, trust_remote_code)
+        with show.bar("cells run") as report:
+            live = _whole(
+                run_live(
+                    *(decoder, recorded, policies, budget),
+                    tokenizer=tokenizer,
+                    max_new_tokens=max_new_tokens,
+                    out=out,
+                    resume=resume,
+                    progress=report,
+                    **terms,
+                )
+            )
+        with show.bar("cells replayed") as report:
+            options = {"metrics": available(OFFLINE, recorded), "regret": True, **terms}
+            replayed = _whole(replay_all(recorded, policies, budget, progress=report, **options))
+    except KeyboardInterrupt:
+        raise Stop(f"interrupted, {folder_state(out)}", 130) from None
+    if live.records and replayed.records:
+        _report(replayed, live, out, as_json=as_json)
+        if calibration is not None:
+            write_calibrations(calibration, [calibrate(replayed.table, live.table, recorded)])
+    finish(replayed, None)
+    finish(live, out)
+
+
+def _whole(run: Run) -> Run:
+    if run.interrupted:
+        raise KeyboardInterrupt
+    return run
+
+
+def _report(replayed: Run, live: Run, out: Path | None, *, as_json: bool) -> None:
+    from kvsim.studies.prediction.validity import errors_by_layer, kept_agreement, rank_correlations
+
+    correlations = rank_correlations(replayed.table, live.table)
+    layers = errors_by_layer(replayed.table, live.table)
+    kept = _kept(kept_agreement(replayed.records, live.records))
+    if as_json:
+        tables = {"correlations": correlations, "layers": layers, "kept": kept}
+        document: dict[str, Any] = {name: table.to_dicts() for name, table in tables.items()}
+        show.echo_json(live.describe() | document | {"out": None if out is None else str(out)})
+        return
+    _print_correlations(correlations.filter(outcome="response_kl"))
+    show.echo_text(f"\n{_LAYERS}\n")
+    show.echo_table(
+        ["metric", "layer", "replay", "live run", "live / replay"],
+        [
+            [
+                *(row["metric"], str(row["layer"])),
+                *(show.number(row[name], ".3g") for name in ("open", "closed")),
+                show.interval(".2f", row["ratio"], row["low"], row["high"]),
+            ]
+            for row in layers.to_dicts()
+        ],
+        right=1,
+    )
+    show.echo_text(f"\n{_KEPT}\n")
+    names = ["mean", "first", "last", "lowest", "chance"]
+    show.echo_table(
+        ["layer", *names],
+        [
+            [str(row["layer"]), *(show.number(row[name], ".1%") for name in names)]
+            for row in kept.to_dicts()
+        ],
+        right=1,
+    )
+    show.echo_text(f"\n{_CAVEAT}")
+    if out is not None:
+        show.echo_text(f"The live run is in {out}: run.json, records.zarr, results.parquet.")
+
+
+def _print_correlations(table: pl.DataFrame) -> None:
+    """Print the metrics that order policies as live KL does, or that there are too few policies."""
+    from kvsim.analysis.significance import FEWEST
+    from kvsim.studies.prediction.validity import POLICIES
+
+    rows, missing = [], [] if table.height else ["no policy but random evicts anything"]
+    for of in table.partition_by("budget", maintain_order=True):
+        budget, most = of["budget"][0], {name: max(of[name]) for name in ("prompts", "policies")}
+        if most["prompts"] < FEWEST or most["policies"] < POLICIES:
+            missing.append(
+                f"budget {budget}: no rank correlation of {plural(most['prompts'], 'prompt')} and "
+                f"{most['policies']} policies that evict; record at least {FEWEST} prompts, and "
+                f"take at least {POLICIES} policies besides random"
+            )
+        rows += [
+            {"budget": budget, "metric": row["metric"]}
+            | {
+                f"{name} {what}": show.interval(
+                    "+.2f", *(row[f"{name}{end}"] for end in ("", "_low", "_high"))
+                )
+                for name, what in (("between", "policies"), ("within", "prompts"))
+            }
+            | {name: str(row[name]) for name in most}
+            for row in of.to_dicts()
+            if row["between"] is not None
+        ]
+    if rows:
+        show.echo_text(f"{_CORRELATIONS}\n")
+        show.echo_rows(rows, right=2)
+    show.echo_notes(missing)
+
+
+def _kept(table: pl.DataFrame) -> pl.DataFrame:
+    """Agreement by layer: all events, the first and the last of each cell, the lowest head."""
+    import polars as pl
+
+    cell = ["trace", "policy", "params", "budget"]
+    agreement, event = pl.col("agreement"), pl.col("event")
+    heads = table.group_by("layer", "head").agg(agreement.mean()).group_by("layer")
+    lowest = heads.agg(lowest=agreement.min())
+    return (
+        table.group_by("layer", maintain_order=True)
+        .agg(
+            mean=agreement.mean(),
+            first=agreement.filter(event == event.min().over(cell)).mean(),
+            last=agreement.filter(event == event.max().over(cell)).mean(),
+            chance=pl.col("chance").mean(),
+        )
+        .join(lowest, on="layer", maintain_order="left")
+        .sort("layer")
+    )
+
+
+def predict(
+    traces: values.TracePaths,
+    policy: values.PolicyNames,
+    budget: values.Budgets,
+    interval: values.Interval = None,
+    prefill: values.Prefill = None,
+    compress: values.Compress = None,
+    own_schedule: values.OwnSchedule = False,
+    settings: values.Settings = None,
+    fit: values.Fit = False,
+    calibration: Annotated[
+        Path | None,
+        values.path_option(
+            "FILE", "A file of `kvsim fidelity --calibration`; default: the shipped calibrations."
+        ),
+    ] = None,
+    device: values.Device = "cpu",
+    as_json: values.Json = False,
+) -> None:
+    """Predict from replay how far the running model diverges.
+
+    Replays policies at budgets over traces and estimates the KL divergence of a live run from the
+    layer error, with an interval, and the risk that an answer is lost. Needs a calibration of the
+    same model, and estimates nothing outside the layer errors that it was fitted on.
+    """
+    from kvsim.studies.prediction import prediction
+    from kvsim.sweeps.driver import replay_all
+
+    policies = values.build_policies(policy, settings, fit=fit)
+    recorded = values.open_traces(traces)
+    fitted = prediction.calibration_of(recorded, calibration)
+    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
+    terms["own_schedule"] = own_schedule
+    with show.bar("cells") as report:
+        run = replay_all(
+            *(recorded, policies, budget),
+            metrics=["layer_error"],
+            device=device,
+            progress=report,
+            **terms,
+        )
+    rows = prediction.predict(run.table, fitted).to_dicts()
+    remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])
+    if as_json:
+        document = {"calibration": asdict(fitted), "cells": rows, "remarks": remarks}
+        show.echo_json(run.describe() | document)
+    else:
+        _print_predictions(fitted, rows, remarks)
+    finish(run, None)
+    if rows and all(row["outside"] for row in rows):
+        raise Stop("error: no cell is within the calibration, so nothing is predicted", 2)
+
+
+def _print_predictions(fitted: Calibration, rows: list[dict[str, Any]], remarks: list[str]) -> None:
+    show.echo_text(
+        f"Calibration: {fitted.model}, {plural(fitted.prompts, 'prompt')} of {fitted.tokens[0]} to "
+        f"{fitted.tokens[1]} tokens, {len(fitted.policies)} policies, budgets "
+        f"{', '.join(fitted.budgets)}.\n"
+    )
+    lines = []
+    for row in rows:
+        interval = "-" if row["kl"] is None else f"{_kl(row['low'])} to {_kl(row['high'])}"
+        line = {
+            "policy": row["policy"],
+            "budget": row["requested"],
+            "layer error": show.number(row["error"], ".3g"),
+            "live KL": _kl(row["kl"]),
+            "90 % interval": interval,
+            "factor": show.number(row["factor"], ".1f"),
+        }
+        if fitted.curve.risk:
+            risk = (row["risk"], row["risk_low"], row["risk_high"])
+            line["answer lost"] = show.interval(".0%", *risk)
+        lines.append(line)
+    show.echo_rows(lines, right=2)
+    show.echo_text(f"\n{_PREDICTED}")
+    if fitted.curve.risk:
+        show.echo_text(_LOST)
+    if fitted.curve.gains:
+        gains = (f"{show.interval('.0%', *x)} at {budget}" for budget, *x in fitted.curve.gains)
+        show.echo_text(f"{_GAIN}\n{', '.join(gains)}.")
+    show.echo_notes(remarks)
+
+
+def _kl(value: float | None) -> str:
+    from kvsim.studies.prediction.prediction import FLOOR
+
+    if value is None:
+        return "-"
+    return f"{value:.2g}" if value > FLOOR or not value else f"< {FLOOR:g}"
+
+
+def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int]) -> list[str]:
+    """Return how the cells differ from the cells of the calibration."""
+    out = [
+        f"{row['policy']}, budget {row['requested']}: {row['outside']}"
+        for row in rows
+        if row["outside"] is not None
+    ]
+    gains = {budget: (gain, low) for budget, gain, low, _ in fitted.curve.gains}
+    for budget in dict.fromkeys(row["requested"] for row in rows):
+        if budget not in gains:
+            out.append(f"budget {budget}: the gain over its mean was not measured")
+        elif min(gains[budget]) <= 0:
+            out.append(
+                f"budget {budget}: no gain over its mean is shown, so the layer error says no more "
+                "than the budget; take kvsim replay --judge, or kvsim live"
+            )
+    schedules = {(row["interval"], row["prefill"]) for row in rows}
+    if schedules - {(fitted.interval, fitted.prefill)} and fitted.interval is not None:
+        after = schedule(fitted.interval, prefill=bool(fitted.prefill))
+        out.append(f"the calibration is of events after {after}, and these are others")
+    if min(tokens) < fitted.tokens[0] or max(tokens) > fitted.tokens[1]:
+        out.append(
+            f"traces of {' to '.join(map(str, sorted({min(tokens), max(tokens)})))} tokens, other "
+            "lengths than those of the calibration"
+        )
+    return out

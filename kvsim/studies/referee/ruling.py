@@ -1,0 +1,206 @@
+"""`conform`: whether another implementation keeps the sets that a policy defines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsim.core.arguments import resolve_budget
+from kvsim.core.delegates import Displayed
+from kvsim.core.parameters import is_finite
+from kvsim.core.policy import PolicyLike
+from kvsim.engine.checks import whole
+from kvsim.errors import DumpError, PolicyError
+from kvsim.policies import as_policy
+from kvsim.schema import first_of, plural
+from kvsim.store.opening import TraceLike, as_trace
+from kvsim.studies.referee.deviations import Deviation, explains, hypotheses
+from kvsim.studies.referee.dump import Dump, read_dump
+from kvsim.studies.referee.judging import Difference, DumpCase
+
+#: Scores closer than this share of the layer's largest are tied: two libraries round differently.
+TOLERANCE = 1e-5
+
+_HIGHEST = Deviation("ties-high", "ties go to the higher position; by definition to the lower")
+_RETURN = Deviation("evicted-return", "entries that have left are in the cache again")
+_KEEPS = Deviation("no-eviction", "at these events nothing leaves")
+
+
+@dataclass(frozen=True)
+class Ruling(Displayed):
+    """Outcome of the comparison of kept sets with a definition.
+
+    compared: sets, of an event, a layer and a head each. differences: those that differ, ties
+    included, by row, layer and head. deviations: each explains all that differ beyond ties.
+    remarks: questions that the comparison leaves open.
+    """
+
+    dump: str
+    policy: str
+    budget: int
+    events: int
+    compared: int
+    differences: tuple[Difference, ...]
+    deviations: tuple[Deviation, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all sets are equal, ties apart."""
+        return not self.apart
+
+    @property
+    def apart(self) -> tuple[Difference, ...]:
+        """Sets that differ beyond ties."""
+        return tuple(each for each in self.differences if each.kind != "tie")
+
+    @property
+    def ties(self) -> tuple[Difference, ...]:
+        """Sets that differ in entries tied at the cut alone."""
+        return tuple(each for each in self.differences if each.kind == "tie")
+
+    def __repr__(self) -> str:
+        return f"Ruling({self.policy!r}, budget={self.budget}, {self.lines()[0]!r})"
+
+    def lines(self) -> list[str]:
+        """Return the ruling as text, a statement per line."""
+        sets = f"{self.compared} sets ({plural(self.events, 'event')})"
+        against = f"{self.policy} at budget {self.budget}"
+        ties, apart = len(self.ties), self.apart
+        if not apart:
+            outside = f" outside ties: {ties} sets differ in entries tied at the cut" * bool(ties)
+            text = [f"equal{outside}; {sets} compared with {against}"]
+        else:
+            first = apart[0]
+            text = [
+                f"differs: {len(apart)} of {sets} are not those of {against}",
+                f"first after row {first.row}, layer {first.layer}, head {first.head}: "
+                + _words(first),
+            ]
+            if ties:
+                text.append(f"{ties} more differ in entries tied at the cut")
+        text += [f"explained by {each.name}: {each.description}" for each in self.deviations]
+        if apart and not self.deviations:
+            text.append("explained by none of the known deviations")
+        return [*text, *self.remarks]
+
+    def document(self) -> dict[str, Any]:
+        """Return the ruling ready for JSON."""
+        names = ("dump", "policy", "budget", "events", "compared", "equal", "remarks")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "ties": len(self.ties),
+            "deviations": [vars(each) for each in self.deviations],
+            "differences": [vars(each) for each in self.differences],
+        }
+
+
+def conform(
+    dump: Dump | str | Path,
+    policy: PolicyLike,
+    budget: int | str | None = None,
+    *,
+    trace: TraceLike | None = None,
+    interval: int | None = None,
+    prefill: bool | None = None,
+    tolerance: float = TOLERANCE,
+) -> Ruling:
+    """Compare the sets that an implementation kept with the sets that a policy defines.
+
+    Each event is judged on the entries that the implementation holds by then, so that a difference
+    does not cause the next.
+
+    Args:
+        dump: a Dump, or the path of a `.npz` or `.parquet` file (docs/conform.md).
+        policy: the definition.
+        budget: entries per KV head; by default the dump's.
+        trace: q, k and v, if the dump has no arrays of its own.
+        interval: rows between events; by default the dump's, or else the policy's.
+        prefill: whether an event follows the prompt; by default as `interval`.
+        tolerance: scores closer than this share of the layer's largest are tied.
+
+    Raises:
+        DumpError: the dump is damaged, or lacks a budget or arrays.
+        PolicyError: the policy drops rows, keeps sets per query head or reads later rows, or the
+            tolerance is no share; otherwise as `kvsim.replay`.
+    """
+    if not is_finite(tolerance) or tolerance < 0:
+        raise PolicyError(f"tolerance is {tolerance!r}; expected a share, 0 or more")
+    dump = dump if isinstance(dump, Dump) else read_dump(dump)
+    rule = as_policy(policy)
+    source = dump.trace if trace is None else as_trace(trace)
+    if source is None:
+        raise DumpError(
+            f"{dump.name} has no q, k and v; expected them, or the trace that they are in: --trace"
+        )
+    if budget is None and dump.budget is None:
+        raise DumpError(f"{dump.name} has no budget; expected one: --budget N")
+    entries = dump.budget if budget is None else budget
+    total = resolve_budget(entries, source.n_pos) if isinstance(entries, str) else whole(entries)  # type: ignore[arg-type]
+    recorded = dump.schedule or rule.schedule
+    schedule = recorded.override(interval, prefill)
+    case = DumpCase.of(dump, source, rule, total, schedule, tolerance)
+    differences = sorted(case.differences(), key=lambda each: (each.row, each.layer, each.head))
+    rows = sorted({*case.events, *case.kept})
+    return Ruling(
+        dump=dump.name,
+        policy=rule.name,
+        budget=total,
+        events=len(rows),
+        compared=len(rows) * len(dump.layers) * source.n_heads,
+        differences=tuple(differences),
+        deviations=tuple(_deviations(case, differences)),
+        remarks=tuple(_remarks(dump, differences, given=trace is not None)),
+    )
+
+
+def _deviations(case: DumpCase, differences: Sequence[Difference]) -> list[Deviation]:
+    kinds = {each.kind for each in differences}
+    if kinds == {"tie"}:
+        return [_HIGHEST] * all(each.highest for each in differences)
+    if not kinds - {"tie"}:
+        return []
+    deviations = [deviation for deviation, changed in hypotheses(case) if explains(changed)]
+    names = {each.name for each in deviations}
+    # a part of a combination is enough
+    deviations = [x for x in deviations if not names & {*x.name.split(", ")} - {x.name}]
+    if "return" in kinds:
+        deviations.append(_RETURN)
+    elif kinds - {"tie"} == {"no eviction"} and not deviations:
+        deviations.append(_KEEPS)
+    return deviations
+
+
+def _remarks(dump: Dump, differences: Sequence[Difference], *, given: bool) -> list[str]:
+    remarks = []
+    if given and (len(dump.layers) > 1 or dump.layers != (0,)) and len(dump.kept) > 1:
+        remarks.append(
+            "states are those of the trace: exact in the first layer and at the first event; later "
+            "the implementation continues from states that its evictions have changed"
+        )
+    if any(each.returned for each in differences):
+        remarks.append("entries that return are not followed: by definition eviction is final")
+    return remarks
+
+
+def _words(difference: Difference) -> str:
+    parts = []
+    if difference.extra:
+        parts.append(f"keeps {_positions(difference.extra)}")
+    if difference.missing:
+        parts.append(f"evicts {_positions(difference.missing)}")
+    if difference.returned:
+        parts.append(f"has {_positions(difference.returned)} again")
+    if difference.kind == "no event":
+        parts.append("by definition there is no event")
+    elif difference.kind == "no eviction":
+        parts.append("by definition entries leave")
+    elif difference.gap is not None:
+        parts.append(f"score gap {difference.gap:.2g} of the layer's largest, no tie")
+    return "; ".join(parts)
+
+
+def _positions(positions: Sequence[int]) -> str:
+    return first_of([*map(str, positions)], 6)

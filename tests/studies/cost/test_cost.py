@@ -1,0 +1,405 @@
+"""What policies cost: formulas beside what really runs and is held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from cost_models import BUDGET, EVERY, LLAMA_8B, PROMPT, QWEN_7B, SMALL, TOKENS, K, counted
+
+import kvsim
+from kvsim.core.flops import Event, Flops
+from kvsim.core.policy import (
+    Even,
+    Everything,
+    LayerBudgets,
+    Policy,
+    Protection,
+    Schedule,
+    Scorer,
+    Uniform,
+    Wrapper,
+)
+from kvsim.core.propagation import Propagation
+from kvsim.errors import PolicyError
+from kvsim.policies import CATALOGUE, describe, has_parameter, names
+from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.cases import event_flops
+
+
+def made(name, calibration="prefix:16", **params):
+    """A policy by name, made for the small trace: events after the prompt and every 16 rows.
+
+    What drops rows acts after the prompt alone, as it does by itself, and `full` never does.
+    """
+    wrapped = describe(name).kind in ("wrapper", "allocator")
+    full = f"{name}+tova" if wrapped else name
+    wanted = {"window": 8, "protect_prompt": False, "sink": 2, "query_buffer": 16, "least": 4}
+    wanted |= {"calibration": calibration, **({"rows": 20} if name == "fastkv" else {}), **params}
+    fits = {key: value for key, value in wanted.items() if has_parameter(full, key)}
+    policy = kvsim.policy(full, **fits)
+    if name == "full" or policy.propagation is not None:
+        return policy
+    return replace(policy, schedule=Schedule(EVERY, prefill=name != "rpc"))
+
+
+def seen(record, row):
+    """Entries that a row sees, [layer, head]."""
+    pos = np.arange(record.n_pos)
+    return ((pos <= row) & (record.evicted_at >= row)).sum(-1)
+
+
+NOT_EXACT = {"pyramidkv@kvpress", "pyramidkv@reference", "chunkkv@kvpress"}
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n not in NOT_EXACT])
+def test_entries_are_those_of_a_replay(name, trace):
+    """Entries after an event, before the next one, and on average are what a replay really held."""
+    policy = made(name)
+    record = kvsim.replay(trace, policy, BUDGET)
+    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT, trace=trace)
+
+    held = np.stack([seen(record, row).mean(-1) for row in range(PROMPT, TOKENS)])  # [row, layer]
+    at_last = seen(record, TOKENS - 1) - (record.evicted_at == TOKENS - 1).sum(-1)
+    if policy.schedule.interval is None:  # the event is the end of the prompt
+        at_last = (record.evicted_at[..., :PROMPT] >= PROMPT).sum(-1)
+    after = at_last.mean(-1)
+    if policy.across_layers:  # what is known beforehand is the mean of the layers
+        held, after = (np.repeat(x.mean(-1, keepdims=True), 3, -1) for x in (held, after))
+    assert cost.entries == pytest.approx(tuple(after))
+    if name != "rpc":  # whose cache grows from event to event
+        assert cost.peak == pytest.approx(tuple(held.max(0)))
+        end = policy.schedule.interval is None
+        assert cost.mean == pytest.approx(tuple(held[-1] if end else held.mean(0)))
+    if record.selection is not None and record.selection.layer is not None:
+        counts = policy.propagation.counts(BUDGET, PROMPT, 3, record.selection.layer)
+        assert record.selection.counts == tuple(counts)
+        assert cost.selection_layer in (record.selection.layer, None)
+
+
+def test_a_trace_measures_the_selection_layer(trace):
+    """With a trace the selection layer is the one a replay finds, and nothing is assumed."""
+    policy = made("asl", tau=2.0)
+    record = kvsim.replay(trace, policy, BUDGET)
+    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT, trace=trace)
+
+    assert record.selection.layer is not None
+    assert cost.selection_layer == record.selection.layer
+    assert cost.selection == "measured on small"
+    assert cost.rows == tuple(map(float, record.selection.counts))
+    assert not any("assumed" in said for said in cost.assumptions)
+
+
+@pytest.mark.parametrize("kv_before", ["budget", "full"])
+def test_a_trace_that_never_selects_has_no_layer(trace, kv_before):
+    """Where the rule never selects there is no selection layer, and nothing is dropped."""
+    policy = made("asl", tau=0.0, kv_before=kv_before)
+    record = kvsim.replay(trace, policy, BUDGET)
+    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT, trace=trace)
+
+    assert record.selection.layer is None
+    assert cost.selection_layer is None
+    assert cost.selection == "measured on small"
+    assert cost.rows == tuple(map(float, record.selection.counts)) == (48.0, 48.0, 48.0)
+    assert cost.prefill_ratio == 1.0
+    assert cost.entries == ((48.0 if kv_before == "full" else 24.0),) * 3
+    assert cost.rank_bytes == 3 * (PROMPT - 8) * 4  # of all layers
+    assert any("asl: never selects on small" in said for said in cost.assumptions)
+
+
+def test_two_passes_from_the_last_layer_are_said(trace):
+    """Without a layer below tau the two-pass form takes the last one's tokens; a note says so."""
+    last, first = (
+        estimate(SMALL, made("asl_2pass", tau=t), BUDGET, TOKENS, prompt=PROMPT, trace=trace)
+        for t in (0.0, 2.0)
+    )
+
+    assert (last.selection_layer, first.selection_layer) == (2, 1)
+    told = "on small no layer is below tau, so the last one selects"
+    assert [any(told in said for said in c.assumptions) for c in (last, first)] == [True, False]
+
+
+def test_a_selection_of_another_length_is_said(trace):
+    """A layer that was measured on another prompt length than the one that is counted is noted."""
+    policy = made("asl", tau=2.0)
+    same, other = (
+        estimate(SMALL, policy, BUDGET, TOKENS, prompt=n, trace=trace) for n in (PROMPT, 90)
+    )
+    told = "the selection is that of a prompt of 48 tokens, and counted is one of 90"
+
+    assert [any(told in said for said in c.assumptions) for c in (same, other)] == [False, True]
+
+
+def test_accounting_is_exact():
+    """Every cost says its fidelity; an assumed selection layer stands beside it."""
+    cost = estimate(LLAMA_8B, kvsim.policy("asl"), 2048, 128 * K).as_dict()
+
+    assert (cost["fidelity"], cost["selection"]) == ("exact", "assumed")
+    assert any("is assumed" in said for said in cost["assumptions"])
+
+
+def test_what_a_propagation_says_is_noted():
+    """FastKV's 2048 rows are all of a shorter prompt, so that nothing is dropped."""
+    cost = estimate(LLAMA_8B, kvsim.policy("fastkv"), 512, 1024)
+
+    assert cost.prefill_ratio == 1.0
+    assert any(
+        "2048 rows of a prompt of 1024 tokens propagate" in said for said in cost.assumptions
+    )
+
+
+def test_layers_that_the_model_lacks_are_refused():
+    """A parameter that names a layer is checked against the model, also where nothing binds."""
+    policies = (kvsim.policy("asl", first_layer=40), kvsim.policy("fastkv", layer=40))
+
+    for policy in policies:
+        for budget in (2048, 8 * K):
+            with pytest.raises(PolicyError, match=r"layer is 40, the model has layers 0\.\.31"):
+                estimate(LLAMA_8B, policy, budget, 8 * K, selection_layer=3)
+
+
+def test_a_selection_layer_without_effect_is_noted():
+    """Policies without such a layer, and prompts within the budget, do not use it and say so."""
+    plain = estimate(LLAMA_8B, kvsim.policy("pyramidinfer"), 512, 8 * K, selection_layer=3)
+    fits = estimate(LLAMA_8B, kvsim.policy("asl"), 512, 8 * K, prompt=512, selection_layer=3)
+
+    for cost, why in ((plain, "has no such layer"), (fits, "keeps a prompt of 512 tokens whole")):
+        (said,) = (said for said in cost.assumptions if "without effect" in said)
+        assert why in said
+        assert (cost.selection_layer, cost.selection) == (None, None)
+
+
+def test_a_trace_that_cannot_measure_is_said(trace):
+    """Where the trace's prompt is within the budget, the layer is assumed; another depth fails."""
+    cost = estimate(SMALL, made("asl"), 64, 4096, trace=trace)
+
+    assert cost.selection == "assumed"
+    assert any("prompt of 48 tokens is within the budget" in said for said in cost.assumptions)
+    with pytest.raises(PolicyError, match="trace small has 3 layers and config has 32"):
+        estimate(LLAMA_8B, kvsim.policy("asl"), 512, 4096, trace=trace)
+
+
+# -------------------------------------------------------------- FLOPs, beside those that are done
+
+
+#: kvsim's search for redundancy stops at the first match
+REDUNDANT = {n for n in names() if n.startswith(("gkv", "rkv"))}
+#: heads that hold different numbers of entries are padded to the longest
+PADDED = {"cake", "adakv", "adakv@kvpress"}
+#: events in the small trace after that of the prompt
+EVENTS = (TOKENS - PROMPT) // EVERY
+
+
+def products(policy, trace):
+    """Those of the formulas: of the prompt's event and of the events of the small trace."""
+    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT, trace=trace)
+    return cost.scoring_prompt.products + EVENTS * cost.scoring_event.products
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n not in {*NOT_EXACT, "rpc", "oracle"}])
+def test_products_are_those_of_the_scorer(name, trace, monkeypatch):
+    """The products in the formulas are those that a replay of the real pieces computes."""
+    monkeypatch.setattr(
+        "kvsim.core.view.LOGIT_BYTES", 1
+    )  # rows one by one, so each over what it sees
+    # nothing that an earlier replay of the trace computed
+    monkeypatch.setattr("kvsim.core.view.View.across", lambda _view, _key, compute: compute())
+    policy = made(name, calibration=trace)
+    # layers that hold different numbers are padded, too
+    parts = [[0], [1], [2]] if name == "pyramidkv" else [None]
+    for part in parts:  # what is learned once is learned here
+        kvsim.replay(trace, policy, BUDGET, layers=part)
+    done = sum(
+        counted(lambda part=part: kvsim.replay(trace, policy, BUDGET, layers=part))
+        for part in parts
+    )
+    expected = products(policy, trace)
+
+    if name in PADDED:
+        assert expected < done < 1.1 * expected
+    elif name in REDUNDANT:
+        whole = made(name, variant="original") if name == "rkv@ams" else policy
+        two_vectors = 3 * (1 + EVENTS) * 2 * 2 * 2 * PROMPT * 8
+        assert 0 < done <= products(whole, trace) + two_vectors
+    else:
+        assert done == expected
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n.startswith("gkv")])
+def test_products_without_redundancy(name, trace):
+    """Without the search for redundancy the products of G-KV are exact."""
+    policy = made(name, redundancy=False)
+
+    assert counted(lambda: kvsim.replay(trace, policy, BUDGET)) == products(policy, trace) > 0
+
+
+def test_products_of_choosing_rows(trace):
+    """Where ASL selects at a layer, the products up to it are counted and no others."""
+    policy = made("asl", tau=2.0)
+
+    assert kvsim.replay(trace, policy, BUDGET).selection.layer == 1
+    assert counted(lambda: kvsim.replay(trace, policy, BUDGET)) == products(policy, trace)
+
+
+def test_products_of_the_oracle(trace):
+    """The oracle's products are those of the rows to come, fewer from event to event."""
+    policy = made("oracle")
+    done = counted(lambda: kvsim.replay(trace, policy, BUDGET))
+    events = [Event(SMALL, 48, 48, 48, BUDGET, prompt=True, later=48)]
+    events += [Event(SMALL, 40, row, 16, BUDGET, later=TOKENS - row) for row in (64, 80, 96)]
+
+    assert done == 3 * sum(event_flops(policy, event).products for event in events)
+
+
+def test_every_policy_has_a_formula():
+    """Every name of the catalogue, by itself and around another, has FLOPs of its scoring."""
+    for name in names():
+        cost = estimate(SMALL, made(name), BUDGET, TOKENS, prompt=PROMPT)
+
+        assert cost.scoring_prompt is not None
+        assert cost.scoring_event.total >= 0
+        assert not any("unknown" in said for said in cost.assumptions)
+        free = name.partition("@")[0] in ("full", "streaming_llm", "lacache")
+        assert (cost.scoring_prompt.total + cost.scoring_event.total > 0) is not free
+
+
+@dataclass(frozen=True)
+class Mine(Scorer):
+    """A user's own scorer."""
+
+    def score(self, view):
+        """Positions."""
+        return view.pos.float()
+
+
+@dataclass(frozen=True)
+class Counted(Mine):
+    """A user's own scorer that gives its FLOPs."""
+
+    def flops(self, event):
+        """One product per number of the keys."""
+        _, g, d, n = event.sizes
+        return Flops(2 * g * n * d, 3)
+
+
+@dataclass(frozen=True)
+class MySnapKV(type(kvsim.policy("snapkv").scorer)):
+    """A subclass of a known one with another score, whose FLOPs nobody knows."""
+
+    def score(self, view):
+        """Positions."""
+        return view.pos.float()
+
+
+@pytest.mark.parametrize("scorer", [Mine(), MySnapKV()])
+def test_a_scorer_of_ones_own_is_unknown(scorer):
+    """FLOPs of a piece that gives none are None, and reported as unknown; the rest is known."""
+    policy = Policy("mine", scorer, schedule=Schedule(128))
+    cost = estimate(LLAMA_8B, policy, 512, 4096)
+
+    assert cost.scoring_prompt is cost.scoring_event is cost.scoring_token_share is None
+    assert cost.kv_ratio == 512 / 4096
+    assert any(f"no formula for {type(scorer).__name__}" in said for said in cost.assumptions)
+    with pytest.raises(PolicyError, match=f"FLOPs of {type(scorer).__name__} are unknown; expec"):
+        event_flops(policy, Event(LLAMA_8B, 640, 4096, 128, 512))
+
+
+def test_a_probe_costs_a_prefill_whose_rows_see_the_prompt_and_their_chunk():
+    """Counted row by row, in chunks of 2,048."""
+    prompt = 10_000
+    seen = sum(prompt + 1 + row % 2048 for row in range(prompt))
+    layer = 2 * prompt * LLAMA_8B.layer_matrices + LLAMA_8B.attention_flops(seen)
+
+    cost = estimate(LLAMA_8B, kvsim.policy("kvzip"), 512, prompt)
+    (remark,) = (text for text in cost.assumptions if "repeats the prompt" in text)
+    assert f"these {32 * layer:.3g} FLOPs" in remark
+
+
+def test_a_scorer_of_ones_own_can_give_its_flops():
+    """Then it has a cost, alone and around or inside other pieces, and no note says otherwise."""
+    policy = Policy("mine", Counted(), schedule=Schedule(128))
+    cost = estimate(LLAMA_8B, policy, 512, 4096)
+    around = replace(policy, scorer=kvsim.policy("global+tova").scorer.__class__(Counted()))
+    event = Event(LLAMA_8B, 640, 4096, 128, 512)
+
+    assert cost.scoring_prompt == Flops(32 * 2 * 8 * 4096 * 128, 32 * 3)
+    assert cost.scoring_event == Flops(32 * 2 * 8 * 640 * 128, 32 * 3)
+    assert not any("unknown" in remark for remark in cost.assumptions)
+    assert event_flops(around, event).products == event_flops(policy, event).products
+
+
+@dataclass(frozen=True)
+class Half(Propagation):
+    """A user's own propagation: half of the rows behind the first layer."""
+
+    def after(self, view, memory):
+        """Not replayed here."""
+        raise NotImplementedError
+
+    def counts(self, budget, prompt_len, n_layers, layer=None):
+        """Half of them behind layer 0."""
+        return [prompt_len, *[prompt_len // 2] * (n_layers - 1)]
+
+    def flops(self, event):
+        """One FLOP for each row."""
+        return Flops(0, event.entries)
+
+
+def test_a_propagation_of_ones_own_can_give_its_flops():
+    """They count after every layer but the last, over the rows that each layer computes."""
+    policy = replace(kvsim.policy("snapkv", window=8), propagation=Half())
+    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT)
+    events = [
+        event_flops(policy, Event(SMALL, n, n, n, BUDGET, prompt=True)) for n in cost.rows if n > 24
+    ]
+
+    assert cost.rows == (48, 24, 24)
+    assert cost.scoring_prompt.pointwise == sum(e.pointwise for e in events) + 48 + 24
+    assert (cost.selection_layer, cost.rank_bytes) == (None, 0)
+
+
+def pieces_of_the_catalogue():
+    """Every piece that a name of the catalogue stands for, presets included."""
+    entries = [CATALOGUE[n.partition("@")[0]].preset(n.partition("@")[2]) for n in names()]
+    kinds = [kind for e in entries for kind in (e.piece, e.layer_budgets) if kind is not None]
+    return list(dict.fromkeys([*kinds, Uniform, Everything, Even]))
+
+
+@pytest.mark.parametrize("kind", pieces_of_the_catalogue(), ids=lambda kind: kind.__name__)
+def test_every_piece_of_the_catalogue_gives_its_flops(kind):
+    """Of the prompt's event and of later ones, by a formula that belongs to its own rule."""
+    given = {"scorer": Counted()} if issubclass(kind, Wrapper) else {}
+    given |= {"calibration": "prefix:4"} if "calibration" in kind.__dataclass_fields__ else {}
+    for prompt in (True, False):
+        flops = kind(**given).flops(Event(SMALL, 640, 4096, 128, 512, prompt=prompt, later=9))
+
+        assert isinstance(flops, Flops)
+        assert min(flops.products, flops.pointwise) >= 0
+
+
+def test_an_event_of_gkv():
+    """A G-KV event on R1-Distill-Qwen-7B takes 2 H w l d + 2 G l^2 d per layer, l = b + s."""
+    cost = estimate(QWEN_7B, kvsim.policy("gkv"), 512, 32 * K, prompt=256)
+    event = 28 * (2 * 28 * 16 * 640 * 128 + 2 * 4 * 640**2 * 128)
+
+    assert cost.scoring_event.products == event
+    assert round(event / (128 * cost.decode_flops), 3) == 0.008  # next to 128 tokens
+
+
+def test_unknown_layer_budgets_count_as_full():
+    """Budgets of a user's own that nothing bounds are counted as the whole context."""
+
+    @dataclass(frozen=True)
+    class Loose(LayerBudgets):
+        @property
+        def bounded(self):
+            return False
+
+        def budgets(self, view, budget):
+            return torch.full_like(view.layers, budget)
+
+    policy = Policy("loose", Mine(), Uniform(), Schedule(8), Protection(), Loose())
+
+    assert estimate(LLAMA_8B, policy, 16, 64).kv_ratio == 1.0

@@ -1,0 +1,155 @@
+"""Estimates of whole configurations."""
+
+from __future__ import annotations
+
+import papers
+import pytest
+from cost_models import BIG, LLAMA_8B, QWEN_7B, K
+
+import kvsim
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.policies import CATALOGUE, describe, names
+from kvsim.studies.cost.accounting import estimate
+from kvsim.studies.cost.model import GIB, Model
+from kvsim.testing.strategies import make_case
+
+
+def test_estimates_reproduce_appendix_b():
+    """`estimate` gives the prefill and memory of ASL's appendix B, with its mean layers assumed."""
+    llama, qwen = (
+        [estimate(m, kvsim.policy(name), 2048, 128 * K) for name in ("asl", "fastkv")]
+        for m in (LLAMA_8B, QWEN_7B)
+    )
+
+    assert [round(c.prefill_ratio_paper, 2) for c in (*llama, *qwen)] == [0.78, 0.5, 0.81, 0.54]
+    assert [c.selection_layer for c in (*llama, *qwen)] == [23.9, 15, 21.6, 14]
+    assert [c.decode_ratio_paper for c in (*llama, *qwen)] == [2048 / (128 * K)] * 4
+    assert [round(c.kv_full_bytes / 1e9, 1) for c in (llama[0], qwen[0])] == [17.2, 7.5]
+    assert any("23.9 of 32 is assumed" in said for said in llama[0].assumptions)
+
+
+def test_estimate_reproduces_appendix_g():
+    """`estimate` gives the peak of G-KV's appendix G, (b + s) / 16384, and its score cache."""
+    for budget, percent in ((512, 96.1), (1024, 93.0), (2048, 86.7)):
+        cost = estimate(QWEN_7B, kvsim.policy("gkv"), budget, 16 * K, prompt=256)
+
+        assert round(100 * (1 - cost.kv_peak_ratio), 1) == percent
+        assert cost.score_bytes == 28 * 4 * (budget + 128) * 4
+
+
+def test_full_cache_before_the_selection():
+    """With full caches up to the selection ASL holds 0.78 of the cache on Llama, not 0.016."""
+    cost = estimate(LLAMA_8B, kvsim.policy("asl", kv_before="full"), 2048, 128 * K)
+    shares = sorted(set(cost.entries))
+
+    assert cost.kv_ratio == pytest.approx(24.9 / 32 + 7.1 / 32 * 2048 / (128 * K))
+    assert shares[0] == 2048
+    assert shares[-1] == 128 * K
+    assert cost.entries[24] == pytest.approx(0.9 * 128 * K + 0.1 * 2048)  # between 23 and 24
+
+
+@pytest.mark.parametrize(("model", "share"), [(LLAMA_8B, 0.766), (QWEN_7B, 0.789)])
+def test_pyramidinfer_cache(model, share):
+    """PyramidInfer's layers compute 0.766 and 0.789 of a prompt of 8192 tokens on average."""
+    cost = estimate(model, kvsim.policy("pyramidinfer"), 1, 8 * K)
+
+    assert cost.kv_ratio == pytest.approx(share, abs=5e-4)
+    assert cost.prefill_ratio < 1
+    assert not cost.bounded
+
+
+def test_two_passes_cost_more_than_one():
+    """A second pass adds exactly all layers over the kept rows, less those of the first way."""
+    once, twice = (
+        estimate(LLAMA_8B, kvsim.policy(name), 2048, 64 * K, selection_layer=20)
+        for name in ("asl", "asl_2pass")
+    )
+    again = LLAMA_8B.layer_flops(2048) / LLAMA_8B.layer_flops(64 * K)
+
+    assert twice.prefill_ratio - once.prefill_ratio == pytest.approx(21 / 32 * again)
+    assert twice.rows[0] == 64 * K + 2048
+    assert twice.rows[-1] == 2048
+
+
+def test_assumed_depth_of_other_models():
+    """Of a model with other layers the same depth is assumed, and the report says so."""
+    cost = estimate(BIG, kvsim.policy("asl"), 2048, 128 * K)
+
+    depth = (24.9 / 32 + 22.6 / 28) / 2
+    assert cost.selection_layer == pytest.approx(depth * 80 - 1)
+    assert round(depth, 3) == 0.793  # between 0.778 and 0.807
+    assert any("is assumed" in said for said in cost.assumptions)
+
+
+def test_selection_layers_are_given_or_refused():
+    """A selection layer that is given is used, and one that the model lacks is an error."""
+    given = estimate(LLAMA_8B, kvsim.policy("fastkv"), 512, 8 * K, selection_layer=3)
+
+    assert (given.selection_layer, given.selection) == (3, "given")
+    assert given.prefill_ratio < 0.5
+    with pytest.raises(PolicyError, match=r"selection layer is 32; expected 0\.\.31"):
+        estimate(LLAMA_8B, kvsim.policy("asl"), 512, 8 * K, selection_layer=32)
+
+
+@pytest.mark.parametrize("name", [n for n in names() if describe(n).kind == "scorer"])
+def test_a_budget_that_never_binds_costs_nothing(name):
+    """At a budget of the whole context all ratios are 1 and nothing is scored."""
+    policy = kvsim.policy(name, **CATALOGUE[name.partition("@")[0]].required)
+    cost = estimate(LLAMA_8B, policy, 4096, 4096)
+    model = LLAMA_8B.per_query_head() if policy.per_query_head else LLAMA_8B
+
+    assert cost.prefill_ratio == cost.prefill_ratio_paper == pytest.approx(1.0)
+    assert cost.decode_ratio_paper == 1.0
+    assert cost.kv_bytes == cost.kv_peak_bytes == model.kv_bytes(4096)
+    assert cost.scoring_prompt.total == cost.scoring_event.total == 0.0
+
+
+def test_values_of_a_context_are_refused():
+    """A prompt longer than the context and budgets without a rule are errors that say what fits."""
+    with pytest.raises(PolicyError, match="prompt is 9 tokens of a context of 8; expected 1 to 8"):
+        estimate(LLAMA_8B, kvsim.policy("tova"), 4, 8, prompt=9)
+    with pytest.raises(BudgetError, match="smallest budget that works is 32"):
+        estimate(LLAMA_8B, kvsim.policy("snapkv"), 8, 4096)
+    with pytest.raises(BudgetError, match="budget is 0"):
+        estimate(LLAMA_8B, kvsim.policy("tova"), 0, 8)
+    keeps_the_prompt = kvsim.policy("triattention", calibration="prefix:4")
+    with pytest.raises(BudgetError, match="say if it is shorter"):
+        estimate(LLAMA_8B, keeps_the_prompt, 512, 4096)
+    assert estimate(LLAMA_8B, keeps_the_prompt, 512, 4096, prompt=256).kv_ratio == 512 / 4096
+
+
+def test_masks():
+    """A dense mask takes n / 4 times what eviction times do."""
+    cost = estimate(QWEN_7B, kvsim.policy("gkv"), 512, 4 * K)
+
+    assert cost.mask_bytes == papers.mask_bytes(28, 4, 4 * K) == 28 * GIB // 16
+    assert cost.mask_bytes / cost.evicted_at_bytes == 4 * K / 4
+
+
+def test_layers_have_budgets_of_their_own():
+    """PyramidKV's planned budgets are counted layer by layer and add up to the even ones."""
+    cost = estimate(LLAMA_8B, kvsim.policy("pyramidkv"), 512, 8 * K)
+
+    assert cost.entries[0] > cost.entries[-1]
+    assert sum(cost.entries) == 32 * 512
+
+
+def test_fastkv_drops_rows_of_a_prompt_that_just_fills_the_budget():
+    """As its replay does: rows of each layer are those of the record."""
+    case = make_case("normal", layers=4, heads=1, n=40, dim=8, prompt_len=40)
+    policy = kvsim.policy("fastkv", rows=20, window=4)
+    found = kvsim.replay(case.trace(), policy, 40).selection
+    model = Model.from_config(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "vocab_size": 9,
+        }
+    )
+    counted = estimate(model, policy, 40, 40)
+
+    assert counted.rows == found.counts == (40, 40, 20, 20)
+    assert counted.selection_layer == found.layer == 1

@@ -1,0 +1,207 @@
+"""Expected against observed attention: loops with matrices, and its tables."""
+
+import itertools
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.attention.agreement import lost, pearson, places, recall, spearman
+from kvsim.analysis.subject import Analysis
+from kvsim.errors import PolicyError
+from kvsim.studies.expectation.expectation import (
+    ORDERS,
+    STEPS,
+    expected_and_observed,
+    key_table,
+)
+from kvsim.studies.expectation.queries import Queries, queries
+from kvsim.testing.strategies import cases
+
+STILL = kvsim.Rope((0.0, 0.0))
+
+
+def rotation(inv_freq, p, dim):
+    """The matrix that turns a vector at position p; pair i is (i, i + dim / 2)."""
+    out = np.eye(dim)
+    for i, f in enumerate(inv_freq):
+        j = i + dim // 2
+        out[[i, i, j, j], [i, j, i, j]] = (
+            np.cos(f * p),
+            -np.sin(f * p),
+            np.sin(f * p),
+            np.cos(f * p),
+        )
+    return out
+
+
+def softmax(x):
+    """Weights of a list of logits."""
+    weights = [math.exp(one - max(x)) for one in x]
+    return [one / sum(weights) for one in weights]
+
+
+def loop(case, cut, sink):
+    """Observed [L, Q, m] and expected [4, L, Q, m], number by number."""
+    layers, heads, group, n, dim = case.shape
+    at = range(sink, cut)
+    turns = [rotation(case.rope.inv_freq, p, dim) for p in range(n)]
+    mean_turn = sum(turns[cut:]) / (n - cut)
+    observed = np.zeros((layers, heads * group, len(at)))
+    expected = np.zeros((4, *observed.shape))
+    for layer, qhead in itertools.product(range(layers), range(heads * group)):
+        q, k = case.q[layer, qhead], case.k[layer, qhead // group]
+        for row in range(cut, n):
+            weights = softmax([case.scale * q[row] @ k[pos] for pos in range(row + 1)])
+            observed[layer, qhead] += [weights[pos] / (n - cut) for pos in at]
+        before = [turns[p].T @ q[p] for p in range(n)]
+        for step, key in itertools.product(range(4), range(len(at))):
+            x = k[sink + key]
+            if step == 0:
+                logits = [case.scale * q[row] @ x for row in range(cut, n)]
+                top = max(logits)
+                value = top + math.log(sum(math.exp(z - top) for z in logits) / len(logits))
+            else:
+                rows = range(sink, cut) if step == 3 else range(cut, n)
+                samples = np.stack([(q if step == 1 else before)[row] for row in rows])
+                turn = np.eye(dim) if step == 1 else mean_turn
+                mu = turn @ samples.mean(0)
+                spread = turn @ np.atleast_2d(np.cov(samples.T, ddof=0)) @ turn.T
+                value = case.scale * mu @ x + case.scale**2 / 2 * x @ spread @ x
+            expected[step, layer, qhead, key] = value
+    shares = np.apply_along_axis(softmax, -1, expected)
+    return observed, shares
+
+
+# ------------------------------------------------------------------------------- expected, observed
+
+
+@given(case=cases(min_n=6, max_n=20, max_layers=2, max_heads=2), data=st.data())
+def test_every_step_equals_the_definition(case, data):
+    """Observed attention and the four steps, per query head, for any cut and any sinks."""
+    cut = data.draw(st.integers(2, case.n - 1))
+    sink = data.draw(st.integers(0, min(4, cut - 2)))
+
+    found = expected_and_observed(case.trace(), cut, sink=sink)
+    observed, expected = loop(case, cut, sink)
+
+    np.testing.assert_allclose(np.exp(found.observed), observed, rtol=1e-7, atol=1e-280)
+    np.testing.assert_allclose(np.exp(found.expected), expected, rtol=1e-7, atol=1e-280)
+    lengths = np.linalg.norm(case.k[:, :, sink:cut], axis=-1)
+    np.testing.assert_allclose(found.key_norm, lengths.repeat(case.shape[2], 1))
+    assert (found.keys, found.rows, found.group) == (cut - sink, case.n - cut, case.shape[2])
+
+
+def test_the_default_cut_is_the_share_of_the_paper():
+    """1,000 of 5,000 tokens: a fifth."""
+    assert expected_and_observed(kvsim.open_trace(kvsim.sample_trace())).cut == 472 // 5
+
+
+@pytest.mark.parametrize(("cut", "sink"), [(5, 4), (0, 0), (472, 4), (8, -1)])
+def test_a_cut_without_samples_or_rows_is_refused(cut, sink):
+    """Two rows behind the sinks before it, one row after it."""
+    with pytest.raises(PolicyError, match=f"cut is {cut} of 472 rows; expected two rows"):
+        expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), cut, sink=sink)
+
+
+# ---------------------------------------------------------------------------------------- agreement
+
+
+@given(pairs=st.lists(st.tuples(*[st.integers(-3, 3).map(float)] * 2), min_size=2), data=st.data())
+def test_agreement_equals_loops(pairs, data):
+    """Ranks with ties, correlations, recall and the mass that goes, entry by entry."""
+    a, b = np.array(pairs).T
+    n = len(a)
+
+    ranks = [[1 + sum(c < x) + (sum(c == x) - 1) / 2 for x in c] for c in (a, b)]
+    if len(set(a)) > 1 and len(set(b)) > 1:
+        assert pearson(a, b) == pytest.approx(np.corrcoef(a, b)[0, 1], abs=1e-9)
+        assert spearman(a, b) == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-9)
+    else:
+        assert np.isnan(pearson(a, b))
+        assert np.isnan(spearman(a, b))
+
+    k = data.draw(st.integers(1, n))
+    tops = [set(sorted(range(n), key=lambda i, x=x: (-x[i], i))[:k]) for x in (a, b)]
+    assert set(np.flatnonzero(places(a) < k)) == tops[0]
+    assert recall(a, b, k) == len(tops[0] & tops[1]) / k
+
+    mass = np.arange(1.0, n + 1)
+    order = sorted(range(n), key=lambda i: (a[i], -i))
+    expected = [sum(mass[i] for i in order[:gone]) / mass.sum() for gone in range(n + 1)]
+    np.testing.assert_allclose(lost(a, mass, np.arange(n + 1)), expected)
+
+
+def test_nothing_loses_less_than_the_oracle_and_chance_loses_what_it_removes():
+    """On the sample, at every share; all curves go from 0 to 1 and never down."""
+    found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 104)
+    loss = found.loss()
+
+    assert loss.shape == (len(ORDERS), 3, 8, 21)
+    assert (loss >= loss[-1] - 1e-12).all()
+    assert (np.diff(loss) >= 0).all()
+    assert (loss[..., 0] == 0).all()
+    np.testing.assert_allclose(loss[..., -1], 1.0)
+    np.testing.assert_allclose(loss[ORDERS.index("random"), 0, 0], np.linspace(0, 1, 21))
+    # small keys stay: the order of `knorm`
+    half = found.key_norm < np.median(found.key_norm, -1, keepdims=True)
+    mass = np.exp(found.observed)
+    np.testing.assert_allclose(
+        loss[ORDERS.index("key_norm"), ..., 10],
+        1 - (mass * half).sum(-1) / mass.sum(-1),
+        rtol=1e-5,
+    )
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+def test_tables_hold_what_the_arrays_do():
+    """Each row is found again under its step, layer and query head."""
+    found = expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), 60)
+    names = ["expectation_steps", "expectation_logs", "expectation_recall", "attention_loss"]
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    analysis = Analysis(sample, given={queries: Queries(sample, cut=60)})
+    table, keys = kvsim.measure(analysis, metrics=names), key_table([found])
+
+    counts = dict(table.group_by("metric").len().iter_rows())
+    assert counts == dict(zip(names, (96, 96, 3 * 96, len(ORDERS) * 21 * 24), strict=True))
+    assert keys.height == 3 * 8 * 56
+    step = STEPS.index("mean_rotation")
+    for metric, variant, expected, chance in (
+        ("expectation_steps", "mean_rotation", found.spearman, None),
+        ("expectation_logs", "mean_rotation", found.log_pearson, None),
+        ("expectation_recall", "mean_rotation,top=0.25", found.recall(0.25), 14 / 56),
+    ):
+        row = table.row(
+            by_predicate=at(metric=metric, variant=variant, layer=2, qhead=5), named=True
+        )
+        assert (row["value"], row["chance"]) == (expected[step, 2, 5], chance)
+        assert (row["trace"], row["policy"], row["fidelity"]) == ("sample", None, "exact")
+    row = table.row(by_predicate=at(variant="oracle,removed=0.3", layer=1, qhead=0), named=True)
+    assert row["value"] == found.loss((0.3,))[-1, 1, 0, 0]
+    row = keys.row(by_predicate=at(layer=0, qhead=7, pos=10), named=True)
+    assert {"trace": "sample", "cut": 60, "rows": 412, "keys": 56, "head": 3}.items() <= row.items()
+    assert row["observed"] == pytest.approx(np.exp(found.observed[0, 7, 6]))
+    assert row["past"] == pytest.approx(np.exp(found.expected[3, 0, 7, 6]))
+    assert key_table([]).height == 0
+
+
+def at(**values):
+    """The rows where columns have these values."""
+    return pl.all_horizontal(pl.col(name) == value for name, value in values.items())
+
+
+def test_keys_that_are_all_alike_have_no_correlation():
+    """Null in the table, and no warning."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((1, 1, 20, 4)), np.zeros((1, 1, 20, 4))
+    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=10, rope=STILL)
+
+    table = kvsim.measure(trace, metrics=["expectation_steps"])
+
+    assert table["value"].null_count() == table.height > 0

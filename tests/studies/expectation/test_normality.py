@@ -1,0 +1,274 @@
+"""How queries and projections are distributed: effect sizes and gaps against loops."""
+
+import itertools
+import math
+import statistics
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.errors import NeedsError, PolicyError
+from kvsim.studies.expectation.expectation import key_projections, normal_gap, projection_table
+from kvsim.studies.expectation.fit import EFFECTS, fit_normal, kernel_density
+from kvsim.studies.expectation.normality import (
+    histogram,
+    normality_table,
+    quantiles,
+    state_normality,
+    states,
+)
+from kvsim.testing.strategies import cases
+
+NORMAL = statistics.NormalDist()
+
+
+def naive(x):
+    """The effect sizes of some numbers, one at a time, and the area by fine steps."""
+    n, mean = len(x), sum(x) / len(x)
+    size = math.sqrt(sum((one - mean) ** 2 for one in x) / n)
+    z = sorted((one - mean) / size for one in x)
+    skew, kurtosis = (sum(one**power for one in z) / n for power in (3, 4))
+    kurtosis -= 3
+    ks = max(max((i + 1) / n - NORMAL.cdf(one), NORMAL.cdf(one) - i / n) for i, one in enumerate(z))
+    ranks = [(i - 0.3175) / (n + 0.365) for i in range(1, n + 1)]
+    ranks[0], ranks[-1] = 1 - 0.5 ** (1 / n), 0.5 ** (1 / n)
+    qq = np.corrcoef(z, [NORMAL.inv_cdf(rank) for rank in ranks])[0, 1]
+    # |F - P| over x, by a sum of small rectangles
+    x = np.linspace(-12, 12, 240_001)
+    steps = np.searchsorted(z, x, side="right") / n
+    area = np.abs(steps - torch.special.ndtr(torch.from_numpy(x)).numpy()).sum() * (x[1] - x[0])
+    corrected = skew * math.sqrt(n * (n - 1)) / (n - 2)
+    excess = (n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * kurtosis + 6)
+    coefficient = (corrected**2 + 1) / (excess + 3 * (n - 1) ** 2 / ((n - 2) * (n - 3)))
+    return {
+        "mean": mean,
+        "deviation": size,
+        "skew": skew,
+        "kurtosis": kurtosis,
+        "ks": ks,
+        "qq": qq,
+        "wasserstein": area,
+        "bimodality": coefficient,
+    }
+
+
+def naive_modes(x):
+    """Maxima of a sum of bells at Silverman's bandwidth, on other points than the fit's."""
+    low, high = np.percentile(x, [25, 75])
+    h = 0.9 * min(np.std(x), (high - low) / 1.34 or np.inf) * len(x) ** -0.2
+    at = np.linspace(min(x) - 3 * h, max(x) + 3 * h, 3001)
+    density = [sum(math.exp(-(((p - one) / h) ** 2) / 2) for one in x) for p in at]
+    return sum(
+        density[i - 1] < density[i] >= density[i + 1] and density[i] >= 0.05 * max(density)
+        for i in range(1, len(at) - 1)
+    )
+
+
+# ---------------------------------------------------------------------------------------- the fit
+
+numbers = st.lists(st.integers(-40, 40), min_size=4, max_size=30).filter(lambda x: len(set(x)) > 1)
+
+
+@given(drawn=st.lists(numbers, min_size=1, max_size=3), scale=st.sampled_from((1e-3, 1.0, 1e4)))
+def test_effect_sizes_equal_their_definitions(drawn, scale):
+    """For any numbers, ties included, and several rows of them at once."""
+    n = min(map(len, drawn))
+    rows = [x[:n] for x in drawn if len(set(x[:n])) > 1] or [[0, 1, 2, 3]]
+    found = fit_normal(torch.tensor(rows, dtype=torch.float64) * scale)
+
+    for i, x in enumerate(rows):
+        for name, value in naive([one * scale for one in x]).items():
+            assert float(getattr(found, name)[i]) == pytest.approx(value, rel=1e-6, abs=1e-4), name
+
+
+@pytest.mark.parametrize("kind", ["one", "skewed", "two", "three", "outlier"])
+def test_modes_are_the_maxima_of_a_plain_sum_of_bells(kind):
+    """One, two and three bumps, a skewed one, and one outlier, which is none."""
+    rng = np.random.default_rng(3)
+    bump = rng.standard_normal(40)
+    x = {
+        "one": bump,
+        "skewed": rng.exponential(size=80),
+        "two": np.concatenate([bump - 4, bump + 4]),
+        "three": np.concatenate([bump + shift for shift in (-9, 0, 9)]),
+        "outlier": np.append(rng.standard_normal(79), 30.0),
+    }[kind]
+
+    assert int(fit_normal(torch.from_numpy(x)).modes) == naive_modes(x)
+
+
+def test_the_density_is_a_sum_of_bells_on_points_around_all_samples():
+    """Three bandwidths further on both sides, up to a factor."""
+    x = np.sort(np.random.default_rng(5).exponential(size=60))
+    z = (x - x.mean()) / x.std()
+    low, high = np.percentile(z, [25, 75])
+    h = 0.9 * min(1.0, (high - low) / 1.34) * 60**-0.2
+
+    found = kernel_density(torch.from_numpy(z)).numpy()
+
+    at = np.linspace(z[0] - 3 * h, z[-1] + 3 * h, len(found))
+    expected = np.exp(-(((at[:, None] - z) / h) ** 2) / 2).sum(1)
+    np.testing.assert_allclose(found / found.max(), expected / expected.max(), atol=0.01)
+
+
+def test_numbers_that_do_not_vary_have_no_shape():
+    """NaN, and null in the table; mean and deviation stay."""
+    found = fit_normal(torch.full((2, 9), 0.1))
+
+    assert found.mean.tolist() == pytest.approx([0.1, 0.1])
+    assert found.deviation.tolist() == [0.0, 0.0]
+    for name in set(EFFECTS) - {"mean", "deviation"}:
+        assert getattr(found, name).isnan().all(), name
+
+
+# ------------------------------------------------------------------------------------ of a trace
+
+
+def test_queries_before_rope_are_found_again():
+    """Every layer, head and dimension in its place, with and without the first rows."""
+    rng = np.random.default_rng(0)
+    rope = kvsim.Rope((1.0, 0.2), attention_scaling=1.3)
+    before = torch.from_numpy(rng.standard_normal((2, 4, 25, 4)) + np.arange(4))
+    before[:, :, :4] += 20.0
+    k, states_in = rng.standard_normal((2, 2, 25, 4)), rng.standard_normal((2, 25, 7))
+    q = rope.rotate(before, torch.arange(25))
+    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=9, rope=rope, residual=states_in)
+    given = {"query": before, "rotated_query": q, "residual": torch.from_numpy(states_in)[:, None]}
+
+    found = [
+        state_normality(trace, of, skip=skip, stop=stop)
+        for of, skip, stop in itertools.product(given, (0, 4), (None, 20))
+    ]
+    table = normality_table(found)
+
+    assert (table["fidelity"] == "exact").all()
+    for one, (of, skip, stop) in zip(
+        found, itertools.product(given, (0, 4), (25, 20)), strict=True
+    ):
+        layers, heads, _, dims = given[of].shape
+        assert (one.of, one.skip, one.samples) == (of, skip, stop - skip)
+        assert one.effects["ks"].shape == (layers, heads, dims)
+        expected = naive(given[of][1, heads - 1, skip:stop, 2].tolist())
+        qhead = pl.col("qhead").is_null() if of == "residual" else pl.col("qhead") == 3
+        row = table.row(
+            by_predicate=(pl.col("of") == of)
+            & (pl.col("skip") == skip)
+            & (pl.col("samples") == stop - skip)
+            & (pl.col("layer") == 1)
+            & (pl.col("dim") == 2)
+            & qhead,
+            named=True,
+        )
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-6, abs=1e-4), (of, name)
+            assert one.effects[name][1, -1, 2] == row[name]
+        assert row["head"] == (None if of == "residual" else 1)
+    assert found[0].effects["kurtosis"].mean() > found[2].effects["kurtosis"].mean() + 1
+
+
+def test_a_residual_stream_that_was_not_recorded_is_refused():
+    """With what to do about it."""
+    with pytest.raises(NeedsError, match="--residual"):
+        state_normality(kvsim.open_trace(kvsim.sample_trace()), "residual")
+
+
+@pytest.mark.parametrize(("skip", "stop"), [(469, None), (-1, None), (4, 473)])
+def test_rows_that_are_too_few_or_not_there_are_refused(skip, stop):
+    """Effect sizes need four."""
+    with pytest.raises(PolicyError, match=f"rows {skip} to .* expected at least 4 rows"):
+        state_normality(kvsim.open_trace(kvsim.sample_trace()), skip=skip, stop=stop)
+
+
+def test_a_histogram_counts_what_lies_between_two_percentiles():
+    """Against numpy, row by row; a row that does not vary has no density."""
+    drawn = states(kvsim.open_trace(kvsim.sample_trace()), 1)
+    assert drawn.shape == (8, 32, 468)
+    found = histogram(drawn, bins=12, between=(1, 99))
+
+    for qhead, dim in ((0, 0), (5, 17)):
+        x = drawn[qhead, dim].numpy()
+        counts, edges = np.histogram(x, 12, tuple(np.percentile(x, (1, 99))))
+        np.testing.assert_allclose(found.edges[qhead, dim], edges)
+        np.testing.assert_allclose(
+            found.density[qhead, dim], counts / len(x) / np.diff(edges), rtol=1e-9
+        )
+    assert np.isnan(histogram(torch.ones(1, 5)).density).all()
+
+
+def test_quantiles_of_normal_samples_lie_on_the_diagonal():
+    """Ends included, in order of rank, and in standard deviations."""
+    x, y = quantiles(3 * torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)) + 7, 101)
+
+    assert x.shape == (101,)
+    assert y.shape == (2, 101)
+    assert x[0] == pytest.approx(NORMAL.inv_cdf(1 - 0.5 ** (1 / 5000)))
+    np.testing.assert_allclose(y[:, 10:-10], np.broadcast_to(x[10:-10], (2, 81)), atol=0.1)
+    assert quantiles(torch.randn(9))[1].shape == (9,)
+
+
+# ----------------------------------------------------------------------------------- projections
+
+
+@given(
+    case=cases(min_n=3, max_n=14, max_layers=2, max_heads=2),
+    rotated=st.booleans(),
+    data=st.data(),
+)
+def test_the_gap_of_every_key_equals_the_definition(case, rotated, data):
+    """Mean, variance and log mean exponential of s q.k, query by query."""
+    skip = data.draw(st.integers(0, min(3, case.n - 2)))
+    stop = data.draw(st.sampled_from((None, data.draw(st.integers(skip + 2, case.n)))))
+    trace, future = case.trace(), 5
+    end = case.n if stop is None else stop
+    layers, heads, group, _, dim = case.shape
+
+    found = key_projections(trace, skip=skip, stop=stop, rotated=rotated, n_future=future)
+
+    assert found.gap.shape == (layers, heads * group, end - skip)
+    eye = torch.eye(dim, dtype=torch.float64)
+    turns = [trace.rope.rotate(eye, torch.tensor(p)).mT.numpy() for p in range(end + future)]
+    mean_turn = sum(turns[end:]) / future
+    for layer, qhead in itertools.product(range(layers), range(heads * group)):
+        q = case.q[layer, qhead]
+        for key in range(end - skip):
+            k = case.k[layer, qhead // group, skip + key]
+            x = [
+                case.scale * (q[row] if rotated else mean_turn @ turns[row].T @ q[row]) @ k
+                for row in range(skip, end)
+            ]
+            top, m = max(x), sum(x) / len(x)
+            variance = sum((one - m) ** 2 for one in x) / len(x)
+            exact = top + math.log(sum(math.exp(one - top) for one in x) / len(x))
+            at = layer, qhead, key
+            assert found.mean[at] == pytest.approx(m, rel=1e-9, abs=1e-9)
+            assert found.variance[at] == pytest.approx(variance, rel=1e-9, abs=1e-9)
+            assert found.gap[at] == pytest.approx(exact - m - variance / 2, rel=1e-9, abs=1e-8)
+
+
+def test_the_gap_of_normal_quantiles_between_the_computed_ones():
+    """At any variance, as computed there."""
+    variance = np.array([[0.0, 0.3, 4.0, 25.0]])
+    quantile = np.array([NORMAL.inv_cdf((i + 0.5) / 50) for i in range(50)])
+    expected = [np.log(np.exp(np.sqrt(v) * quantile).mean()) - v / 2 for v in variance[0]]
+
+    np.testing.assert_allclose(normal_gap(variance, 50)[0], expected, atol=1e-3)
+
+
+def test_the_table_of_projections_names_each_key():
+    """By position, layer, query head and KV head."""
+    found = key_projections(kvsim.open_trace(kvsim.sample_trace()), stop=40)
+    table = projection_table([found])
+
+    assert table.height == 3 * 8 * 36
+    row = table.row(
+        by_predicate=(pl.col("layer") == 2) & (pl.col("qhead") == 7) & (pl.col("pos") == 5),
+        named=True,
+    )
+    assert row["head"] == 3
+    assert (row["gap"], row["variance"]) == (found.gap[2, 7, 1], found.variance[2, 7, 1])
+    assert (row["skip"], row["samples"], row["fidelity"]) == (4, 36, "exact")

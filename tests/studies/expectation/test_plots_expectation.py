@@ -1,0 +1,314 @@
+"""Figures of Expected Attention: their data beside the definitions, their labels and units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.analysis.output.reconstruction import reconstruction_table
+from kvsim.analysis.subject import Analysis
+from kvsim.errors import PolicyError
+from kvsim.plots import (
+    agreement_steps,
+    attention_loss,
+    expected_observed,
+    reconstruction_error,
+)
+from kvsim.studies.expectation.expectation import (
+    ORDERS,
+    REMOVED,
+    STEPS,
+    expected_and_observed,
+    key_projections,
+)
+from kvsim.studies.expectation.figures import FLOOR
+from kvsim.studies.expectation.normality import state_normality
+from kvsim.studies.expectation.queries import Queries, queries
+from traces import random_trace
+
+
+def made(seed, name, size=1.0):
+    """A small random trace of two layers, two KV heads of two query heads."""
+    return random_trace(seed=seed, name=name, size=size, n=60)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Two prompts, cut at row 24."""
+    return [expected_and_observed(made(seed, name), 24) for seed, name in enumerate("ab")]
+
+
+def measured(*names):
+    """A Table of some metrics of the two prompts."""
+    traces = [made(seed, name) for seed, name in enumerate("ab")]
+    analyses = [Analysis(trace, given={queries: Queries(trace, cut=24)}) for trace in traces]
+    return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
+
+
+def lines(axis):
+    """Data of the lines with a name."""
+    return {
+        line.get_label(): (line.get_xdata(), line.get_ydata())
+        for line in axis.lines
+        if not line.get_label().startswith("_")
+    }
+
+
+def ranks(values):
+    """Rank of each of some different numbers."""
+    return [sorted(values).index(one) for one in values]
+
+
+# ------------------------------------------------------------------------------------- the scatter
+
+
+def test_a_panel_has_the_attention_of_each_key(found):
+    """Rows are layers and columns steps; both correlations, observed from a loop over rows."""
+    trace = made(0, "a")
+    figure = expected_observed(found[0], qhead=3)
+    panels, bar = figure.axes[:-1], figure.axes[-1]
+    observed = np.zeros((2, 20))
+    for layer in range(2):
+        for row in range(24, 60):
+            logits = trace.k[layer, 1, : row + 1] @ trace.q[layer, 3, row] * trace.scale
+            observed[layer] += torch.softmax(logits.double(), 0)[4:24].numpy() / 36
+
+    assert len(panels) == 8
+    for place, panel in enumerate(panels):
+        layer, step = divmod(place, 4)
+        (points,) = panel.collections
+        x, y = points.get_offsets().data.T
+        assert x == pytest.approx(observed[layer], rel=1e-5)
+        assert y == pytest.approx(np.exp(found[0].expected[step, layer, 3]))
+        assert list(points.get_array()) == list(range(4, 24))
+        rank = np.corrcoef(ranks(list(x)), ranks(list(y)))[0, 1]
+        logs = np.corrcoef(np.log(x), np.log(y))[0, 1]
+        *name, said = panel.get_title().split("\n")
+        assert said == f"Spearman {rank:.2f}, log-Pearson {logs:.2f}"
+        assert name == ([STEPS[step].replace("_", " ")] if layer == 0 else [])
+        assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
+        across, up = panel.lines[0].get_data()
+        assert up / across == pytest.approx(1 / observed[layer].sum(), rel=1e-5)
+    assert [text.get_text() for text in panels[4].texts] == ["layer 1, head 3"]
+    assert panels[0].get_ylabel() == "expected (share of the keys)"
+    assert panels[4].get_xlabel() == "observed attention (share)"
+    assert bar.get_ylabel() == "position of the key"
+    assert figure.get_suptitle() == (
+        "a: 20 keys before position 24, mean over 36 later rows\n"
+        "dotted: equal shares (fidelity: exact)"
+    )
+
+
+def test_the_head_in_the_middle_is_shown(found):
+    """Of four heads the second by the Spearman correlation of the last step, in each layer."""
+    panels = expected_observed(found[0], layers=[1]).axes[:-1]
+    middle = sorted(range(4), key=lambda head: found[0].spearman[-1, 1, head])[1]
+
+    assert len(panels) == 4
+    assert panels[0].texts[0].get_text() == f"layer 1, head {middle}"
+
+
+def test_what_is_below_the_floor_lies_on_the_edge():
+    """The caption says so, and the correlations are of the values themselves."""
+    one = expected_and_observed(made(0, "a", size=40.0), 24)
+    figure = expected_observed(one, layers=[0], qhead=0)
+    x, y = figure.axes[0].collections[0].get_offsets().data.T
+
+    assert np.exp(one.expected[0, 0, 0]).min() < FLOOR == y.min()
+    assert x == pytest.approx(np.exp(one.observed[0, 0]).clip(FLOOR))
+    assert figure.axes[0].get_title().endswith(f"log-Pearson {one.log_pearson[0, 0, 0]:.2f}")
+    assert "at the edge: 1e-12 or less" in figure.get_suptitle()
+
+
+def test_a_head_that_is_not_there_is_an_error(found):
+    """It says which there are."""
+    with pytest.raises(PolicyError, match="query head is 4; a has query heads 0 to 3"):
+        expected_observed(found[0], qhead=4)
+    with pytest.raises(PolicyError, match="layer is 2; a has layers 0 to 1"):
+        expected_observed(found[0], layers=[0, 2])
+
+
+# ------------------------------------------------------------------------------------- the steps
+
+
+def test_agreement_is_that_of_each_head(found):
+    """A line per trace and query head through the steps, and their mean."""
+    table = measured("expectation_steps", "expectation_recall")
+    figure = agreement_steps(table)
+    one, two = figure.axes
+    heads = [line for line in two.lines if line.get_color() == "#0072b2"]
+    expected = [one.spearman[:, 1, head] for one in found for head in range(4)]
+
+    assert np.array([line.get_ydata() for line in heads]) == pytest.approx(np.array(expected))
+    places = np.array([line.get_xdata() for line in heads])
+    assert np.abs(places - np.arange(4)).max() < 0.2
+    assert len(np.unique(places)) == places.size
+    assert lines(two)["mean"][1] == pytest.approx(np.mean(expected, 0))
+    assert [tick.get_text().replace("\n", " ") for tick in two.get_xticklabels()] == [
+        step.replace("_", " ") for step in STEPS
+    ]
+    assert (one.get_title(), two.get_title()) == ("layer 0", "layer 1")
+    assert one.get_ylabel() == "rank correlation with observed"
+    assert figure.get_suptitle().startswith("2 traces: ")
+    assert figure.get_suptitle().endswith("(fidelity: exact)")
+
+
+def test_any_measure_of_agreement(found):
+    """A metric of the table, or an error that says which there are; heads without one are left."""
+    table = measured("expectation_recall")
+    unknown = table.with_columns(value=pl.when(pl.col("qhead") > 0).then("value"))
+    (axis,) = agreement_steps(unknown, measure="recall_25", layers=[0]).axes
+    expected = np.mean([one.recall(0.25)[:, 0, 1:].mean(-1) for one in found], 0)
+
+    assert lines(axis)["mean"][1] == pytest.approx(expected)
+    assert axis.get_ylabel() == "share found of the top 25 % of keys"
+    with pytest.raises(PolicyError, match="'recall'; expected one of spearman, log_pearson"):
+        agreement_steps(table, measure="recall")
+    table = measured("expectation_steps")
+    with pytest.raises(PolicyError, match=r"layers \[2\] were requested; the table has \[0, 1\]"):
+        agreement_steps(table, layers=[2])
+
+
+# -------------------------------------------------------------------------------------- the loss
+
+
+def test_loss_is_what_the_removed_keys_had(found):
+    """Of every order, mean over heads and traces: the keys removed one by one."""
+    shares = REMOVED
+    figure = attention_loss(measured("attention_loss"))
+    whole, *by_layer = figure.axes
+    curves = {}
+    for order in ORDERS:
+        curve = np.zeros((2, 2, 4, len(shares)))  # trace, layer, head, share
+        for at in np.ndindex(2, 2, 4):
+            one, mass = found[at[0]], np.exp(found[at[0]].observed[at[1:]])
+            if order == "random":
+                curve[at] = shares
+                continue
+            score = {"key_norm": -one.key_norm[at[1:]], "oracle": mass}.get(order)
+            if score is None:
+                score = one.expected[STEPS.index(order)][at[1:]]
+            gone = sorted(range(20), key=lambda key: score[key])
+            curve[at] = [
+                math.fsum(mass[key] for key in gone[: round(20 * share)]) / mass.sum()
+                for share in shares
+            ]
+        curves[order] = curve
+    named = {"past": "past (Expected Attention)", "random": "chance"}
+
+    for order, curve in curves.items():
+        label = named.get(order, order.replace("_", " "))
+        assert lines(whole)[label][0] == pytest.approx(shares)
+        assert lines(whole)[label][1] == pytest.approx(curve.mean((0, 1, 2)))
+        for layer, axis in enumerate(by_layer):
+            assert lines(axis)[label][1] == pytest.approx(curve[:, layer].mean((0, 1)))
+    assert [axis.get_title() for axis in figure.axes] == ["mean over layers", "layer 0", "layer 1"]
+    assert whole.get_ylabel() == "share of attention lost"
+    assert by_layer[1].get_xlabel() == "share of the keys removed"
+    assert len(figure.legends[0].get_texts()) == 7
+    assert len(whole.collections) == 7
+    assert not any(band.get_paths() for band in whole.collections)  # two prompts, no interval
+
+
+# -------------------------------------------------------------------------------------- the error
+
+
+@pytest.fixture(scope="module")
+def errors():
+    """Two traces, three policies of two names, three shares."""
+    policies = [
+        kvsim.policy("knorm"),
+        kvsim.policy("expected_attention"),
+        kvsim.policy("expected_attention", n_future=8),
+    ]
+    traces = [made(seed, name) for seed, name in enumerate("ab")]
+    return pl.concat([reconstruction_table(one, policies, (0.0, 0.3, 0.6)) for one in traces])
+
+
+@pytest.mark.parametrize(
+    ("relative", "column", "unit"),
+    [
+        (True, "relative_head_error", "relative to the full output"),
+        (False, "head_error", "units of the trace"),
+    ],
+)
+def test_errors_are_means_over_layers_and_by_layer(errors, relative, column, unit):
+    """A line and a map per policy, with what tells policies of one name apart."""
+    figure = reconstruction_error(errors, relative=relative)
+    axis, *maps, bar = figure.axes
+    names = ["knorm", "expected_attention", "expected_attention (n_future=8)"]
+    params = errors["params"].unique(maintain_order=True)
+    drawn = lines(axis)
+
+    assert list(drawn) == names
+    for name, one, panel in zip(names, params, maps, strict=True):
+        rows = [row for row in errors.iter_rows(named=True) if row["params"] == one]
+        cells = np.zeros((2, 3))
+        for row in rows:
+            cells[row["layer"], [0.0, 0.3, 0.6].index(row["ratio"])] += row[column] / 2
+        assert drawn[name][0] == pytest.approx([0, 0.3, 0.6])
+        assert drawn[name][1] == pytest.approx(cells.mean(0))
+        image = panel.images[0].get_array()
+        assert image.data[:, 1:] == pytest.approx(cells[:, 1:])
+        assert image.mask[:, 0].all()
+        assert panel.get_title() == name
+        assert [tick.get_text() for tick in panel.get_xticklabels()] == ["0", "0.3", "0.6"]
+    assert axis.get_xlabel() == "share of the entries evicted"
+    assert axis.get_ylabel() == f"error of the layer's output ({unit})"
+    assert bar.get_ylabel() == f"error ({unit})"
+    assert figure.get_suptitle() == (
+        "2 traces: output of all heads where a policy evicts once, then 12 rows "
+        "(fidelity: exact, open)"
+    )
+
+
+def test_no_error_is_nothing_to_show(errors):
+    """It says so."""
+    with pytest.raises(PolicyError, match="no policy moved any output"):
+        reconstruction_error(errors.filter(pl.col("ratio") == 0))
+
+
+# --------------------------------------------------------------------------------------- the page
+
+
+def test_what_the_page_says_of_the_sample():
+    """The sentences of docs/expectation.md that speak of the shipped sample hold."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    found = expected_and_observed(trace)
+    agreement, loss = found.spearman, found.loss((0.5,)).mean((1, 2, 3))
+    lost = dict(zip(ORDERS, loss, strict=True))
+    by_step = agreement.mean((1, 2))
+    names = ("expected_attention", "streaming_llm", "knorm", "random")
+    policies = [kvsim.policy(name) for name in names]
+    kept = [replace(one, protect=replace(one.protect, sink=4)) for one in policies]
+    errors, with_sink = (
+        reconstruction_table(trace, some, (0.5,))
+        .group_by("policy")
+        .agg(pl.col("relative_head_error").mean())
+        for some in (policies, kept)
+    )
+    error, safe = (dict(table.iter_rows()) for table in (errors, with_sink))
+    normality, projections = state_normality(trace), key_projections(trace)
+    distance = normality.effects["ks"].mean((1, 2))
+    near = (np.abs(projections.gap - projections.normal_gap) <= 1).mean((1, 2))
+
+    assert ((by_step > 0.4) & (by_step < 0.6)).all()
+    assert agreement.std(-1).mean() > by_step.std()
+    assert 1 - by_step[0] > np.abs(np.diff(by_step)).max()
+    assert lost["oracle"] < lost["past"] / 2 < lost["random"] / 4
+    assert lost["key_norm"] > lost["random"]
+    assert np.exp(found.observed).sum(-1).mean() < 0.1
+    assert min(error["random"], error["knorm"]) > 10 * max(
+        error["expected_attention"], error["streaming_llm"]
+    )
+    assert max(safe["random"], safe["knorm"]) < 3 * error["expected_attention"]
+    assert distance.argmax() == 0
+    assert distance[1:] / 0.029 == pytest.approx([2, 2], rel=0.2)
+    assert near[0] > 0.85
+    assert near[1] < 0.5

@@ -1,0 +1,474 @@
+"""The ledger language: what is solved, looked up, and judged."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsim.errors import KvsimError
+from kvsim.studies.language.ledger import LedgerError, Retrieval, check, read, solve
+from kvsim.studies.language.tasks import MAX_KINDS, PERIOD, TASKS, Sample, make, prompts
+from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB, unknown_words
+
+FACTS = "facts : kuga rapi teal . wind sings . rapi dodi plum . dodi kuga rust . "
+KEY = "key : plum 3 , teal 9 , rust 5 , "
+# Worked out by hand: kuga is teal (9), rapi is plum (3), dodi is rust (5).
+EXAMPLES = {
+    "walk #3 kuga . report #2 #0 .": (
+        "kuga rapi 9 #3 9 ; rapi dodi 3 #2 2 ; dodi kuga 5 #1 7 ; kuga rapi 9 #0 6 ; "
+        "done : #2 2 , #0 6 ."
+    ),
+    "get #1 dodi , kuga , . report #0 .": "dodi kuga 5 #1 5 ; kuga rapi 9 #0 4 ; done : #0 4 .",
+    "join #1 dodi , kuga , . report #0 #1 .": (
+        "dodi rapi 9 #1 9 ; kuga dodi 3 #0 2 ; done : #0 2 , #1 9 ."
+    ),
+    # 9 is odd: rapi is passed over; 4 is even: on to kuga; 3 is odd again
+    "fork #3 kuga . report #0 .": (
+        "kuga rapi 9 #3 9 ; dodi kuga 5 #2 4 ; kuga rapi 9 #1 3 ; dodi kuga 5 #0 8 ; done : #0 8 ."
+    ),
+    "check #2 kuga . agenda #1 #2 , . report #0 .": (
+        "kuga rapi 9 #2 9 ; rapi dodi 3 #1 2 ; check #1 9 #1 2 ; dodi kuga 5 #0 7 ; done : #0 7 ."
+    ),
+    # from the second line on teal is 4
+    "wait #3 kuga . agenda #2 teal 4 , . report #0 .": (
+        "kuga rapi 9 #3 9 ; rapi dodi 3 #2 2 ; wait teal 4 #2 2 ; dodi kuga 5 #1 7 ; "
+        "kuga rapi 4 #0 1 ; done : #0 1 ."
+    ),
+}
+PROMPT = f"{FACTS}{KEY}question : walk #3 kuga . report #2 #0 . think :"
+RESPONSE = EXAMPLES["walk #3 kuga . report #2 #0 ."]
+
+
+def seeded(seed: int) -> random.Random:
+    """A source of samples."""
+    return random.Random(seed)  # noqa: S311 - samples of an exercise are no secrets
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """Any sample that can be made."""
+    return make(
+        seeded(draw(st.integers(0, 2**32))),
+        task=draw(st.sampled_from(TASKS)),
+        facts=draw(st.integers(2, 160)),
+        lines=draw(st.integers(1, 128)),
+        domain=draw(st.sampled_from(list(DOMAINS))),
+        filler=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        kinds=draw(st.integers(1, MAX_KINDS)),
+        report=draw(st.none() | st.integers(1, 6)),
+        cycle=draw(st.none() | st.integers(1, 160)),
+    )
+
+
+# --- an interpreter of its own ---
+
+
+def expected(prompt: str) -> str:
+    """The right response, from the definitions of the language: each line says what it is.
+
+    For prompts that are in the language; wrong ones raise whatever they raise.
+    """
+    page, _, rest = prompt.partition(" key :")
+    key_text, _, question = rest.partition("question :")
+    statements = [sentence.split() for sentence in f"{page} ".split(":", 1)[1].split(" . ")]
+    facts = {words[0]: words[1:] for words in statements if words and words[0] in NODES}
+    key = dict(entry.split() for entry in key_text.split(",") if entry.strip())
+    verb, first, *asked = question.split(" report ")[0].replace(" agenda ", " ").split()
+    agenda_text = question.partition(" agenda ")[2].partition(" .")[0]
+    agenda = {words[0]: words[1:] for words in map(str.split, agenda_text.split(" ,")) if words}
+    last = int(first[1:])
+    named = [word for word in asked if word in NODES]
+
+    def counter(line: int) -> str:
+        return f"#{last - line}"
+
+    @cache
+    def node(line: int) -> str:
+        if line == 0 or verb in ("get", "join"):
+            return named[line]
+        odd = verb == "fork" and total(line - 1) in (1, 3, 5, 7, 9)
+        return facts[after(line - 1)][0] if odd else after(line - 1)
+
+    @cache
+    def after(line: int) -> str:
+        once = facts[node(line)][0]
+        return facts[once][0] if verb == "join" else once
+
+    @cache
+    def digit(line: int) -> int:
+        kind = facts[facts[node(line)][0] if verb == "join" else node(line)][1]
+        news = [agenda.get(counter(earlier)) for earlier in range(line)] if verb == "wait" else []
+        heard = [entry[1] for entry in news if entry and entry[0] == kind]
+        return int(heard[-1] if heard else key[kind])
+
+    @cache
+    def total(line: int) -> int:
+        return (digit(line) + (total(line - 1) if line else 0)) % 10
+
+    def extra(line: int) -> str:
+        if counter(line) not in agenda:
+            return ""
+        said = agenda[counter(line)]
+        if verb == "check":
+            what = f"{counter(line)} {total(last - int(said[0][1:]))}"
+        else:
+            what = " ".join(said)
+        return f"{verb} {what} {counter(line)} {total(line)} ; "
+
+    for line in range(last + 1):  # the shallow ones first, so that none recurses far
+        total(line)
+    chain = "".join(
+        f"{node(i)} {after(i)} {digit(i)} {counter(i)} {total(i)} ; {extra(i)}"
+        for i in range(last + 1)
+    )
+    wanted = question.split(" report ")[1].split(" .")[0].split()
+    report = " , ".join(f"{word} {total(last - int(word[1:]))}" for word in wanted)
+    return f"{chain}done : {report} ."
+
+
+@pytest.mark.parametrize("asked", EXAMPLES)
+def test_examples_worked_out_by_hand(asked: str) -> None:
+    """The responses of all verbs are those found with pencil and paper."""
+    prompt = f"{FACTS}{KEY}question : {asked} think :"
+
+    assert solve(prompt).response == EXAMPLES[asked]
+    assert expected(prompt) == EXAMPLES[asked]
+
+
+@given(samples())
+def test_solve_agrees_with_the_definitions(sample: Sample) -> None:
+    """The response to any page that can be made is the one that the definitions give."""
+    assert sample.response == solve(sample.prompt).response == expected(sample.prompt)
+
+
+@pytest.mark.parametrize("level", range(1, 6))
+def test_solve_agrees_at_every_level(level: int) -> None:
+    """All tasks in all domains, at the sizes that are used."""
+    for sample in prompts(28, seed=level, level=level):
+        assert sample.response == expected(sample.prompt)
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> str:
+    """A prompt in which some words were replaced, dropped, doubled or moved."""
+    task, seed = draw(st.sampled_from(TASKS)), draw(st.integers(0, 99))
+    sample = make(seeded(seed), task=task, facts=6, lines=9, kinds=4, filler=0.2)
+    words = sample.prompt.split()
+    like_there = st.sampled_from(words)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(0, len(words) - 1)))
+        kind = draw(st.sampled_from(["replace", "drop", "double", "move", "insert", "cut", "cut"]))
+        if kind == "replace":
+            words[at : at + 1] = [draw(like_there | st.sampled_from(VOCAB) | st.text(max_size=4))]
+        elif kind == "insert":
+            words.insert(at, draw(like_there | st.sampled_from(VOCAB)))
+        elif kind == "drop":
+            del words[at : at + 1]
+        elif kind == "double":
+            words[at:at] = words[at : at + draw(st.integers(1, 4))]
+        elif kind == "move":
+            words.insert(draw(st.integers(0, len(words))), words.pop(at) if words else "")
+        else:
+            del words[at : at + draw(st.integers(1, 4))]
+    return " ".join(words)
+
+
+@given(mutations())
+def test_a_damaged_prompt_is_refused_or_solved_right(prompt: str) -> None:
+    """Whatever happens to a prompt, it is outside the language or its answer is right."""
+    try:
+        found = solve(prompt)
+    except LedgerError:
+        return
+
+    assert found.response == expected(" ".join(prompt.split()))
+
+
+# --- retrievals ---
+
+
+def line_of(words: list[str], at: int) -> list[str]:
+    """The words of the line that goes on after index ``at``, as far as it is written."""
+    start = max(i for i in range(at + 1) if words[i] in (";", ":"))
+    return words[start + 1 : at + 1]
+
+
+@given(samples())
+def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
+    """In the order of the response, each at most once per word, from what was read by then."""
+    words = f"{sample.prompt} {sample.response}".split()
+    due = [found.at + 1 for found in sample.retrievals]
+
+    assert due == sorted(set(due))
+    assert due[0] == sample.prompt_words
+    for found in sample.retrievals:
+        assert words[found.path[-1]] == words[found.at + 1]
+        assert all(0 <= at <= found.at for at in found.path)
+        assert len(found.path) in (1, 2)
+
+
+@given(samples())
+def test_the_line_does_not_hold_what_is_read_in_between(sample: Sample) -> None:
+    """The first of two words to read is not in the line, so both retrievals are needed."""
+    words = f"{sample.prompt} {sample.response}".split()
+
+    for purpose, at, path in sample.retrievals:
+        if len(path) == 2:
+            between = words[path[0]]
+            # of a node that is its own successor the line says everything
+            itself = purpose == "join" and words[path[0] - 1] == between
+            assert between not in line_of(words, at) or itself, purpose
+
+
+PURPOSES = {
+    "walk": {"item", "successor", "digit", "lines", "report"},
+    "get": {"item", "successor", "digit", "lines", "report"},
+    "join": {"item", "join", "digit", "lines", "report"},
+    "check": {"item", "successor", "digit", "lines", "report", "recheck"},
+    "wait": {"item", "successor", "digit", "lines", "report", "correction"},
+    "fork": {"item", "successor", "digit", "lines", "report", "branch"},
+    "needle": {"item", "successor", "digit", "lines", "report"},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_retrievals_of_each_task(task: str) -> None:
+    """What is looked up, how many words are read for it, and where they stand."""
+    for sample in prompts(6, seed=2, task=task, level=2):
+        page, words = read(sample.prompt), f"{sample.prompt} {sample.response}".split()
+        asked = sample.prompt.split().index("question")
+        by_purpose: dict[str, list[Retrieval]] = {}
+        for found in sample.retrievals:
+            by_purpose.setdefault(found.purpose, []).append(found)
+        facts = {fact.at + 1 for fact in page.facts.values()}
+
+        assert set(by_purpose) == PURPOSES[task]
+        hops = {purpose: {len(one.path) for one in found} for purpose, found in by_purpose.items()}
+        double = {"digit", "join", "recheck"}
+        assert hops == {purpose: {2 if purpose in double else 1} for purpose in by_purpose}
+        listed = sample.lines if task in ("get", "join", "needle") else 1
+        assert len(by_purpose["item"]) == listed
+        assert len(by_purpose["digit"]) == sample.lines
+        assert len(by_purpose["lines"]) == 1
+        for one in by_purpose["digit"]:
+            assert one.path[0] - 1 in facts
+            news = words[one.path[1] - 2] == "wait"
+            assert one.path[1] > sample.prompt_words if news else one.path[1] < asked
+        for purpose in {"successor", "join", "branch"} & set(by_purpose):
+            assert all(set(one.path) <= facts for one in by_purpose[purpose])
+        for purpose in {"item", "lines", "correction"} & set(by_purpose):
+            assert all(asked < one.path[0] < sample.prompt_words for one in by_purpose[purpose])
+        for one in by_purpose.get("recheck", []):
+            assert asked < one.path[0] < sample.prompt_words <= one.path[1]
+            assert words[one.path[1] - 1] == words[one.path[0]]
+        counters, sums = by_purpose["report"][::2], by_purpose["report"][1::2]
+        assert all(asked < one.path[0] < sample.prompt_words for one in counters)
+        for counter, one in zip(counters, sums, strict=True):
+            assert words[one.path[0] - 1] == words[counter.path[0]]
+            assert one.path[0] >= sample.prompt_words
+
+
+def follows(verb: str, recent: list[str]) -> str:
+    """The word that follows from the verb and the 12 words before it.
+
+    Once more what lines look like, for the words that are not looked up: a page as `make` writes
+    it has an entry on the agenda every `PERIOD` lines.
+    """
+    start = max((i + 1 for i, word in enumerate(recent) if word in (";", ":")), default=0)
+    before, line = recent[:start], recent[start:]
+    match line:
+        case []:
+            entry = before[-6] == verb
+            counter, node = int(before[-3][1:]), before[-11 if entry else -5]
+            due = not entry and verb in PERIOD and counter and counter % PERIOD[verb] == 0
+            word = verb if due else node if counter else "done"
+        case ["done"]:
+            word = ":"
+        case [*_, counter, _] if "," in line or line[0].startswith("#"):
+            word = "." if counter == "#0" else ","
+        case ["check"] | ["wait", _, _]:
+            word = before[-3]
+        case ["check", counter, _]:
+            word = counter
+        case ["check" | "wait", _, _, _]:
+            word = before[-2]
+        case [_, _, _]:
+            word = f"#{int(before[-3][1:]) - 1}"
+        case [_, _, digit, _]:
+            word = str((int(digit) + (0 if before[-1] == ":" else int(before[-2]))) % 10)
+        case _:
+            word = ";"
+    return word
+
+
+@given(samples())
+def test_all_other_words_follow_from_the_12_before_them(sample: Sample) -> None:
+    """Where nothing is looked up, the verb and the last 12 words say what is next."""
+    words = f"{sample.prompt} {sample.response}".split()
+    verb = words[words.index("question") + 2]
+    looked_up = {found.at + 1 for found in sample.retrievals}
+    first = sample.prompt_words
+
+    assert first in looked_up
+    for at in set(range(first, len(words))) - looked_up:
+        assert follows(verb, words[at - 12 : at]) == words[at], " ".join(words[at - 12 : at])
+
+
+def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:
+    """Facts, entries of the key and of the agenda, each as the words that it has."""
+    prompt = f"{FACTS}{KEY}question : wait #3 kuga . agenda #2 teal 4 , #1 rust 0 , . report #0 ."
+    prompt += " think :"
+    words = prompt.split()
+
+    found = [" ".join(words[at] for at in part) for part in read(prompt).statements()]
+
+    assert found == [
+        *("kuga rapi teal", "rapi dodi plum", "dodi kuga rust"),
+        *("plum 3", "teal 9", "rust 5"),
+        *("#2 teal 4", "#1 rust 0"),
+    ]
+
+
+# --- judging a response ---
+
+
+@given(samples())
+def test_check_accepts_the_right_response(sample: Sample) -> None:
+    """The right response is exact in every part, with or without special tokens."""
+    found = check(sample.prompt, f"{sample.response} <eos> <pad> <pad>")
+
+    assert found.exact
+    assert found.answer_exact
+    assert found.answer == sample.answer
+    assert found.share == 1.0
+
+
+@given(samples(), st.data())
+def test_check_catches_one_wrong_word(sample: Sample, data: st.DataObject) -> None:
+    """One changed word, a digit among them, spoils the chain or the report it stands in."""
+    words = sample.response.split()
+    at = data.draw(st.integers(0, len(words) - 1))
+    wrong = data.draw(st.sampled_from(["0", "1", "kuga", "#127"]).filter(lambda w: w != words[at]))
+    chain = at < sample.chain_words
+    words[at] = wrong
+
+    found = check(sample.prompt, " ".join(words))
+
+    assert not found.exact
+    assert not (found.chain_exact if chain else found.report_exact)
+    assert found.share == 1 - 1 / len(words)
+
+
+def test_check_catches_a_wrong_last_sum() -> None:
+    """A wrong digit after #0 is a wrong answer, and a right one elsewhere does not help."""
+    found = check(PROMPT, RESPONSE.replace("#0 6 ;", "#0 2 ;"))
+
+    assert (found.answer, found.answer_exact) == ("2", False)
+    assert found.report_exact
+    assert not found.chain_exact
+
+
+@pytest.mark.parametrize("response", ["", "kuga rapi 9 #2 9 ;", "#0", "done"])
+def test_check_accepts_any_text_as_a_response(response: str) -> None:
+    """A response that stops early or makes no sense is wrong, not an error."""
+    found = check(PROMPT, response)
+
+    assert not found.exact
+    assert found.answer is None
+    assert found.expected == RESPONSE
+
+
+def test_check_counts_what_follows_the_report_as_wrong() -> None:
+    """A model that does not stop has no exact report."""
+    assert not check(PROMPT, f"{RESPONSE} kuga").report_exact
+
+
+# --- prompts that are not in the language ---
+
+WALK = "walk #3 kuga ."
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("facts :", "<bos> facts :", "word 1 of the prompt is '<bos>', expected 'facts'"),
+        ("kuga rapi teal .", "kuga rapi .", "word 5 .* is '.', expected a kind"),
+        ("kuga rapi teal .", "kuga rapi green .", "is 'green', expected a kind"),
+        ("wind sings .", "wind kuga .", "is 'kuga', expected '.'"),
+        ("wind sings .", "Paris sings .", "is 'Paris', expected a node name"),
+        ("rapi dodi plum .", "kuga dodi plum .", "two facts about 'kuga'"),
+        ("rapi dodi plum .", "", "no fact about 'rapi', which line 2 needs"),
+        ("plum 3 ,", "", "no digit for 'plum', which line 2 needs"),
+        ("plum 3 ,", "teal 3 ,", "two digits for 'teal'"),
+        ("plum 3 ,", "plum 10 ,", "is '10', expected a digit"),
+        (WALK, "walk #128 kuga .", "is '#128', expected a counter"),
+        (WALK, "walk #3 .", "is '.', expected a node name"),
+        (WALK, "run #3 kuga .", "expected one of walk, get, join, check, wait, fork"),
+        (WALK, "get #2 kuga , rapi , .", "get #2 lists 2 nodes, expected 3"),
+        (WALK, "join #0 kuga , rapi , .", "join #0 lists 2 nodes, expected 1"),
+        (WALK, "get #0 kuga .", "expected ','"),
+        (WALK, "join #3 pefo , pefo , pefo , pefo , .", "no fact about 'pefo', which line 1"),
+        (WALK, "check #3 kuga .", "is 'report', expected 'agenda'"),
+        (WALK, f"{WALK} agenda #1 #2 , .", "is 'agenda', expected 'report'"),
+        (WALK, "check #3 kuga . agenda #1 #2 , #1 #3 , .", "the agenda has #1 twice"),
+        (WALK, "check #3 kuga . agenda #4 #4 , .", "#4 twice or too early, expected each of #3 to"),
+        (WALK, "check #3 kuga . agenda #1 #4 , .", "at #1 .* #4, expected #3 to #1"),
+        (WALK, "check #3 kuga . agenda #1 #0 , .", "at #1 .* #0, expected #3 to #1"),
+        (WALK, "wait #3 kuga . agenda #1 #2 , .", "is '#2', expected a kind"),
+        (WALK, "wait #3 kuga . agenda #1 teal , .", "is ',', expected a digit"),
+        ("report #2 #0", "report #4 #0", "asks for #4, expected at most #3, the first line"),
+        ("report #2 #0", "report", "expected a counter"),
+        ("think :", "", "is 'the end', expected 'think'"),
+        ("think :", "think : kuga", "continues with 'kuga'"),
+        (PROMPT, "", "is 'the end', expected 'facts'"),
+    ],
+)
+def test_solve_says_what_is_wrong_with_a_prompt(old: str, new: str, message: str) -> None:
+    """A prompt outside the language is refused with what was found and what was expected."""
+    assert old in PROMPT
+
+    with pytest.raises(LedgerError, match=message) as caught:
+        solve(PROMPT.replace(old, new))
+
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, KvsimError)
+    assert "\n" not in str(caught.value)
+
+
+# --- words ---
+
+
+def test_token_ids_never_change() -> None:
+    """The order of the vocabulary is what the shipped weights were trained with."""
+    digest = hashlib.sha256(" ".join(VOCAB).encode()).hexdigest()
+
+    assert digest[:16] == "4a531ba5fda6b7cd"
+    assert ID["<unk>"] == 3
+
+
+def test_every_word_has_one_meaning() -> None:
+    """No word stands for two things: nodes, kinds of any domain, filler, marks and verbs."""
+    assert len(set(VOCAB)) == len(VOCAB)
+
+
+def test_unknown_words_are_listed_once_in_order() -> None:
+    """Words that the tokenizer would lose are named."""
+    assert unknown_words("facts : Paris kuga #200 Paris 12 .") == ["Paris", "#200", "12"]
+
+
+def test_importing_the_language_loads_nothing_heavy() -> None:
+    """Writing prompts and judging responses needs neither torch nor transformers."""
+    code = (
+        "import sys, kvsim.tiny, kvsim.studies.language.tasks; "
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"

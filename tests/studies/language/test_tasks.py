@@ -1,0 +1,256 @@
+"""Prompts of the ledger language: tasks, domains, levels."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsim.studies.language.ledger import LedgerError, read
+from kvsim.studies.language.tasks import LEVELS, MAX_KINDS, PERIOD, TASKS, TOKENS, make, prompts
+from kvsim.tiny.vocabulary import COMMON, DOMAINS, FILLER, KINDS, unknown_words
+
+
+def seeded(seed: int) -> random.Random:
+    """A source of samples."""
+    return random.Random(seed)  # noqa: S311 - samples of an exercise are no secrets
+
+
+def counters(words: list[str]) -> list[int]:
+    """The numbers of the counters among words."""
+    return [int(word[1:]) for word in words if word.startswith("#")]
+
+
+# --- one sample ---
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(TASKS),
+    st.sampled_from(list(DOMAINS)),
+    st.integers(2, 160),
+    st.integers(1, 128),
+    st.integers(1, MAX_KINDS),
+)
+def test_a_page_has_the_sizes_that_were_asked_for(
+    seed: int, task: str, domain: str, facts: int, lines: int, kinds: int
+) -> None:
+    """Facts, lines and kinds are counted on the page; what a task must change is within a line."""
+    sample = make(
+        seeded(seed), task=task, domain=domain, facts=facts, lines=lines, kinds=kinds, report=3
+    )
+    page, text = read(sample.prompt), f"{sample.prompt} {sample.response}"
+    chain = sample.response.split()[: sample.chain_words]
+
+    assert len(page.facts) == sample.facts == facts
+    assert page.lines == sample.lines
+    assert chain.count(";") == sample.lines + len(page.agenda)
+    assert len(page.report) == min(3, len(set(counters(chain)) - set(page.agenda)))
+    if task in ("get", "join", "needle"):
+        assert sample.lines == min(lines, facts)
+        assert len({word.text for word in page.named}) == sample.lines
+    else:
+        assert abs(sample.lines - lines) <= (task == "check")
+    needed = (lines - 1) // PERIOD["wait"] if task == "wait" else 0
+    assert len(page.key) == max(kinds, needed)
+    assert sample.tokens == len(text.split()) + 2
+    assert unknown_words(text) == []
+    assert " ".join(text.split()) == text
+
+
+@given(st.integers(0, 2**32), st.sampled_from(TASKS), st.integers(2, 160), st.integers(1, 128))
+def test_the_agenda_has_an_entry_every_few_lines(
+    seed: int, task: str, facts: int, lines: int
+) -> None:
+    """Never after the last line; what it says is news, and the sums that it checks are plain."""
+    sample = make(seeded(seed), task=task, facts=facts, lines=lines)
+    page = read(sample.prompt)
+    last = sample.lines - 1
+    period = PERIOD.get(task, sample.lines)
+
+    assert list(page.agenda) == [k for k in range(last, 0, -1) if k % period == 0]
+    reported = counters([word.text for word in page.report])
+    assert len(set(reported)) == len(reported)
+    assert reported[-1] == 0
+    if task == "check":
+        checked = [int(entry[0].text[1:]) for entry in page.agenda.values()]
+        assert last not in page.agenda
+        assert all(k < j for k, j in zip(page.agenda, checked, strict=True))
+        assert not {*checked, *reported} & set(page.agenda)
+    if task == "wait":
+        kinds = [kind.text for kind, _ in page.agenda.values()]
+        assert len(set(kinds)) == len(kinds)
+        assert all(page.key[kind.text].text != digit.text for kind, digit in page.agenda.values())
+
+
+@pytest.mark.parametrize("cycle", [1, 3, 20])
+def test_a_walk_comes_back_after_a_cycle(cycle: int) -> None:
+    """A walk is in a cycle of as many nodes as were asked for."""
+    sample = make(seeded(0), task="walk", facts=20, lines=50, cycle=cycle)
+    nodes = [line.split()[0] for line in sample.response.split(" ; ")[:50]]
+
+    assert len(set(nodes)) == cycle
+    assert nodes == [nodes[i % cycle] for i in range(50)]
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_a_domain_sets_kinds_and_filler(domain: str) -> None:
+    """A page has no kind and no noun of another domain, and uses many of its own."""
+    sample = make(seeded(0), task="walk", domain=domain, facts=40, lines=8, kinds=20, filler=3)
+    words = set(sample.prompt.split())
+
+    assert words & set(KINDS) == set(DOMAINS[domain].kinds)
+    assert words & set(FILLER) <= {*COMMON, *DOMAINS[domain].nouns}
+    assert len(words & set(DOMAINS[domain].nouns)) > 8
+
+
+def test_filler_is_as_dense_as_asked_for() -> None:
+    """Sentences of filler before each fact, on average."""
+    sample = make(seeded(0), task="walk", facts=160, lines=8, filler=2.5)
+    sentences = sample.prompt.partition(" key :")[0].count(" .")
+
+    assert sentences / 160 - 1 == pytest.approx(2.5, abs=0.15)
+
+
+def test_reach_is_the_mean_distance_back() -> None:
+    """From the word before a due one back to the farthest word that it is looked up from."""
+    sample = make(seeded(3), task="join", facts=9, lines=4)
+    words = f"{sample.prompt} {sample.response}".split()
+
+    by_hand = [found.at - min(found.path) for found in sample.retrievals]
+    assert sample.reach == pytest.approx(mean(by_hand))
+    assert 0 < sample.reach < len(words)
+
+
+def test_a_row_says_all_that_a_prompt_file_needs() -> None:
+    """The row of a sample has its text, its answer, and what tables are grouped by."""
+    (sample,) = prompts(1, task="wait", level=2, domain="ore")
+    row = sample.row("x")
+
+    assert row == {
+        "id": "x",
+        "prompt": sample.prompt,
+        "answer": sample.response.split()[-2],
+        "task": "wait",
+        "domain": "ore",
+        "level": 2,
+        "facts": 28,
+        "lines": 36,
+        "tokens": sample.tokens,
+        "reach": round(sample.reach, 1),
+        "reference": sample.response,
+    }
+
+
+# --- levels ---
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("level", range(1, 6))
+def test_tokens_of_a_level_are_in_its_range(task: str, level: int) -> None:
+    """Whatever the task, the domain and the seed, a level has its range of lengths."""
+    low, high = TOKENS[level - 1]
+
+    for sample in prompts(24, seed=level, task=task, level=level):
+        assert low <= sample.tokens <= high
+        assert sample.level == level
+
+
+# --- many prompts ---
+
+
+def test_prompts_are_the_same_for_the_same_seed() -> None:
+    """A seed and a size stand for one list of samples, of which more are asked for at will."""
+    first = prompts(5, seed=1)
+
+    assert first == prompts(5, seed=1)
+    assert first[:3] == prompts(3, seed=1)
+    assert first != prompts(5, seed=2)
+    assert len({sample.prompt for sample in prompts(50, task="walk", level=1)}) == 50
+
+
+def test_prompts_never_change() -> None:
+    """Published numbers name levels and seeds; these are the prompts that they are about."""
+    texts = [sample.prompt for level in range(1, 6) for sample in prompts(28, level=level)]
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+    assert digest[:16] == "78822771047edddf"
+
+
+def test_tasks_and_domains_alternate() -> None:
+    """Without a task and a domain, each stands beside each other in turn."""
+    pairs = [(sample.task, sample.domain) for sample in prompts(28, level=1)]
+
+    assert [task for task, _ in pairs[:7]] == list(TASKS)
+    assert set(pairs) == set(itertools.product(TASKS, DOMAINS))
+    assert {sample.task for sample in prompts(3, task="fork")} == {"fork"}
+    assert {sample.domain for sample in prompts(3, domain="beast")} == {"beast"}
+
+
+def test_sizes_that_are_not_given_have_defaults() -> None:
+    """One size can be given alone, with any task; without a level a sample has none."""
+    for task in TASKS:
+        (given_facts,) = prompts(1, task=task, facts=20)
+        assert given_facts.facts == 20
+        assert given_facts.level is None
+    assert 400 < mean(sample.tokens for sample in prompts(28)) < 700
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"facts": 161}, "facts is 161, expected 2 to 160"),
+        ({"facts": 1}, "facts is 1, expected 2 to 160"),
+        ({"lines": 129}, "lines is 129, expected 1 to 128"),
+        ({"lines": 0}, "lines is 0, expected 1 to 128"),
+        ({"kinds": 21}, "kinds is 21, expected 1 to 20"),
+        ({"kinds": 0}, "kinds is 0, expected 1 to 20"),
+        ({"filler": 65.0}, "filler is 65.0, expected 0 to 64"),
+        ({"filler": float("nan")}, "filler is nan, expected 0 to 64"),
+        ({"report": 0}, "report is 0, expected 1 to 128"),
+        ({"cycle": 0}, "cycle is 0, expected 1 to 160"),
+        (
+            {"task": "run"},
+            "task is 'run', expected one of walk, get, join, check, wait, fork, need",
+        ),
+        ({"domain": "sea"}, "domain is 'sea', expected one of paint, ore, fruit, beast"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(wrong: dict[str, object], message: str) -> None:
+    """A size that the vocabulary has no words for is an error that gives the range."""
+    with pytest.raises(LedgerError, match=f"^{message}"):
+        make(seeded(0), **{"task": "walk", "facts": 8, "lines": 8, **wrong})
+    with pytest.raises(LedgerError, match=f"^{message}"):
+        prompts(1, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"level": 0}, "level is 0, expected 1 to 5"),
+        ({"level": 6}, "level is 6, expected 1 to 5"),
+        (
+            {"level": 2, "facts": 28},
+            "level 2 sets all sizes itself, but facts is given too; expected a level or sizes",
+        ),
+        ({"level": 2, "lines": 9, "report": 3}, "level 2 .*, but lines, report are given too"),
+    ],
+)
+def test_a_level_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
+    """There are five levels, and a level has its own sizes."""
+    with pytest.raises(LedgerError, match=f"^{message}"):
+        prompts(1, **wrong)
+
+
+def test_every_task_has_five_levels() -> None:
+    """Sizes are there for each task, and longer ones for higher levels."""
+    assert tuple(LEVELS) == TASKS
+    assert {len(sizes) for sizes in LEVELS.values()} == {5}

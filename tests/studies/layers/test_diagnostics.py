@@ -1,0 +1,642 @@
+"""Diagnostics of layers against loops that share no code with them, and against replay."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+import kvsim
+from kvsim.analysis.results import task_of
+from kvsim.cli import main
+from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
+from kvsim.policies.asl import ASL, TwoPass, ranks
+from kvsim.studies.language.answers import answer_facts
+from kvsim.studies.layers.gold import check_positions, find_text
+from kvsim.studies.layers.ranking import NEVER_SELECTS, Ranking, ranking, window_attention
+from kvsim.studies.layers.tables import (
+    Diagnosis,
+    diagnose,
+    distribution,
+    layer_table,
+    selection_table,
+)
+from kvsim.testing.strategies import cases
+from reference import propagation
+from traces import settling_trace
+
+pytestmark = pytest.mark.usefixtures("no_layout")
+
+
+def made(scores, window=4, **parameters):
+    """A ranking of given scores [L, m]."""
+    scores = torch.as_tensor(scores, dtype=torch.float32)
+    return Ranking(
+        "made", scores.shape[1] + window, ASL(window=window, **parameters), scores, ranks(scores)
+    )
+
+
+# ------------------------------------------------------------------------ loops, as one writes them
+
+
+def naive_variance(ranked, layer, back, k):
+    """(V, tokens) over the layers layer - back + 1 to layer; None where there are fewer."""
+    if layer - back + 1 < 0:
+        return None, 0
+    rows = ranked[layer - back + 1 : layer + 1]
+    spread = []
+    for of_token in zip(*rows, strict=True):
+        if min(of_token) <= k:
+            mean = sum(of_token) / back
+            spread.append(sum((r - mean) ** 2 for r in of_token) / back)
+    return (sum(spread) / len(spread) if spread else 0.0), len(spread)
+
+
+def naive_selected(ranked, first, look_back, k, tau):
+    """The first layer, up to the last but one, whose V is below tau times that of the first."""
+    back = min(look_back, first + 1)
+    base, _ = naive_variance(ranked, first, back, k)
+    for layer in range(first, len(ranked) - 1):
+        variance, _ = naive_variance(ranked, layer, back, k)
+        if (variance / base if base else 0.0) < tau:
+            return layer
+    return None
+
+
+SCORES = st.integers(1, 7).flatmap(
+    lambda layers: st.integers(2, 12).flatmap(
+        lambda m: st.lists(
+            st.lists(st.integers(0, 6), min_size=m, max_size=m), min_size=layers, max_size=layers
+        )
+    )
+)
+
+
+@given(SCORES, st.data())
+def test_curve_and_grid_equal_loops(scores, data):
+    """Variance, union, relative variance and selection layer, at any first layer and look-back."""
+    layers, m = len(scores), len(scores[0])
+    first = data.draw(st.integers(0, layers - 1))
+    back = data.draw(st.integers(1, 9))
+    k = data.draw(st.integers(1, m - 1))
+    tau = data.draw(st.sampled_from((0.0, 0.3, 0.7, 0.9, 1.0, 1.5)))
+    ranked = [propagation.ranks(row) for row in scores]
+    one = made(scores, tau=tau, first_layer=first, look_back=back)
+
+    curve = one.curve(k + 4)
+
+    used = min(back, first + 1)
+    assert (curve.first_layer, curve.look_back, curve.k) == (first, used, k)
+    for layer in range(layers):
+        variance, tokens = naive_variance(ranked, layer, used, k)
+        assert curve.union[layer] == tokens
+        if variance is None:
+            assert np.isnan(curve.variance[layer])
+        else:
+            assert curve.variance[layer] == pytest.approx(variance, rel=1e-12)
+    assert np.isnan(curve.relative[:first]).all()
+    base = naive_variance(ranked, first, used, k)[0]
+    for layer in range(first, layers):
+        expected = naive_variance(ranked, layer, used, k)[0] / base if base else 0.0
+        assert curve.relative[layer] == pytest.approx(expected, rel=1e-12)
+    # the first layer's own 1 is exact
+    if not np.isclose(curve.relative[first + 1 :], tau, rtol=1e-9, atol=0).any():
+        assert curve.selected() == naive_selected(ranked, first, back, k, tau)
+    firsts, backs = tuple(range(layers)), (1, 2, 4, 9)
+    grid = one.grid(k + 4, firsts, backs)
+    for (i, a), (j, b) in itertools.product(enumerate(firsts), enumerate(backs)):
+        assert grid.used[i, j] == min(b, a + 1)
+        values = one.curve(k + 4, ASL(window=4, first_layer=a, look_back=b)).relative[a:]
+        if np.isclose(values[1:], tau, rtol=1e-9, atol=0).any():
+            continue
+        expected = naive_selected(ranked, a, b, k, tau)
+        assert grid.layers[i, j] == (NEVER_SELECTS if expected is None else expected)
+
+
+@given(SCORES, st.data())
+def test_overlap_entropy_and_recall_equal_loops(scores, data):
+    """Sets of the first k, entropy in nats, and the share of gold tokens."""
+    layers, m = len(scores), len(scores[0])
+    k = data.draw(st.integers(1, m))
+    gold = data.draw(st.sets(st.integers(0, m + 3), min_size=1))
+    one = made(scores)
+    tops = [
+        {i for i, rank in enumerate(row) if rank <= k}
+        for row in [propagation.ranks(row) for row in scores]
+    ]
+
+    diagnosis = Diagnosis(one, one.curve(k + 4), gold=np.array(sorted(gold)))
+    jaccard, entropy, recall = diagnosis.jaccard, diagnosis.ranking.entropy(), diagnosis.recall
+
+    assert np.isnan(jaccard[0])
+    for layer in range(layers):
+        if layer:
+            a, b = tops[layer - 1], tops[layer]
+            assert jaccard[layer] == pytest.approx(len(a & b) / len(a | b))
+        total = sum(scores[layer])
+        if total:
+            parts = [x / total for x in scores[layer] if x]
+            assert entropy[layer] == pytest.approx(-sum(p * math.log(p) for p in parts), abs=1e-9)
+        else:
+            assert np.isnan(entropy[layer])
+        kept = tops[layer] | set(range(m, m + 4))
+        assert recall[layer] == pytest.approx(len(kept & gold) / len(gold))
+
+
+def test_the_threshold_is_strict():
+    """Below tau, not at it: the first tested layer has 1."""
+    curve = ranking(settling_trace(24, speed=0.1), ASL(window=8)).curve(40)
+
+    assert curve.relative[8] == 1.0
+    assert curve.selected(tau=1.0) != 8
+    assert curve.selected(tau=np.nextafter(1.0, 2)) == 8
+
+
+def test_jaccard_by_chance_is_what_random_sets_give():
+    """The value beside the index, against many pairs of random sets."""
+    rng = np.random.default_rng(0)
+    ranking = made(rng.random((400, 60)))
+    diagnosis = Diagnosis(ranking, ranking.curve(24))
+
+    assert np.nanmean(diagnosis.jaccard) == pytest.approx(diagnosis.jaccard_chance, abs=0.01)
+
+
+@given(cases(min_n=6, max_n=24), st.data())
+def test_scores_equal_loops_over_the_attention(case, data):
+    """The pooled scores of every layer, from queries and keys."""
+    if case.prompt_len < 2:
+        return
+    window = data.draw(st.integers(1, case.prompt_len - 1))
+    pool = data.draw(st.sampled_from(("avg", "max", None)))
+    kernel = data.draw(st.sampled_from((1, 3, 7)))
+
+    found = ranking(case.trace(), ASL(window=window, pool=pool, pool_kernel=kernel))
+
+    expected = [
+        propagation.total(
+            propagation.votes(q, k, case.prompt_len, case.scale, window, pool, kernel)
+        )
+        for q, k in zip(case.q, case.k, strict=True)
+    ]
+    np.testing.assert_allclose(found.scores.numpy(), expected, rtol=1e-9, atol=1e-12)
+    assert (found.ranks.numpy() == [propagation.ranks(row) for row in found.scores.tolist()]).all()
+
+
+# ---------------------------------------------------------------------------------- against replay
+
+
+@pytest.mark.parametrize(
+    ("name", "piece", "layers"),
+    [
+        *(("asl", ASL, layers) for layers in (1, 2, 3, 6, 12, 21, 24, 32)),
+        *(("asl_2pass", TwoPass, layers) for layers in (1, 3, 12, 32)),
+    ],
+)
+def test_the_curve_selects_where_replay_does(layers, name, piece):
+    """The selection layer, and the variances up to it, bit for bit, at any parameters."""
+    selected = set()
+    for seed, speed in enumerate((0.2, 1.0, 1.6)):
+        trace = settling_trace(layers, seed=seed, speed=speed)
+        for window, pool in ((8, "avg"), (32, "max")):
+            one = ranking(trace, piece(window=window, pool=pool))
+            for budget, tau, more in itertools.product(
+                (40, 90, 116, 130), (0.3, 1.0, 1.5), ({}, {"first_layer": 0, "look_back": 3})
+            ):
+                rule = piece(window=window, pool=pool, tau=tau, **more)
+                curve = one.curve(budget, rule)
+                given = {"window": window, "pool": pool, "tau": tau, **more}
+                record = kvsim.replay(trace, kvsim.policy(name, **given), budget=budget)
+                known = record.selection.notes.get("variance", [])
+                tested = [at for at, value in enumerate(known) if value is not None]
+                assert curve.selected() == record.selection.layer
+                assert [curve.variance[at] for at in tested] == [known[at] for at in tested]
+                relative = record.selection.notes.get("relative_variance", [])
+                assert [curve.relative[at] for at in tested] == [relative[at] for at in tested]
+                selected.add(curve.selected())
+    assert layers < 3 or len(selected) > 2  # not all the same: the test can tell them apart
+
+
+def test_the_trace_is_read_once():
+    """Curves, grids and tables come from the ranking alone."""
+    trace = settling_trace(12)
+    one = ranking(trace)
+
+    class Gone:
+        shapes = trace.source.shapes
+        positions = trace.source.positions
+
+        def read(self, *_):
+            raise AssertionError("an array was read again")
+
+    trace.source = Gone()
+    with pytest.raises(AssertionError, match="read again"):
+        ranking(trace)
+    found = [diagnose(trace, one, budget, gold=[3]) for budget in (40, 80)]
+
+    assert layer_table(found).height == 24
+    assert one.grid(64).layers.shape == (10, 11)
+    assert one.curve(64).selected(tau=2.0) == 4
+
+
+def test_a_grid_compares_layers_once_per_look_back(monkeypatch):
+    """Curves that differ in the first layer alone share what their look-back compares."""
+    one = ranking(settling_trace(12))
+    counted = []
+    members = type(one).members
+    monkeypatch.setattr(
+        type(one), "members", lambda *place: counted.append(place[1:]) or members(*place)
+    )
+
+    one.grid(64, look_backs=(2, 3))
+
+    assert len(counted) == len(set(counted)) == 11 + 10
+
+
+def test_window_attention_is_that_of_the_trace():
+    """Mean over query heads of full attention; columns are pooled by their maximum."""
+    trace = settling_trace(2, n=50)
+    rows = range(46 - 8, 46)
+    expected = np.stack(
+        [trace.attention(layer, rows, range(46)).mean(0).numpy() for layer in range(2)]
+    )
+
+    whole = window_attention(trace, 8)
+    pooled = window_attention(trace, 8, columns=10)
+
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+    assert pooled.shape == (2, 8, 10)
+    np.testing.assert_allclose(pooled[..., 0], expected[..., :5].max(-1), atol=1e-6)
+    np.testing.assert_allclose(pooled[..., 9], expected[..., 45:].max(-1), atol=1e-6)
+
+
+# ------------------------------------------------------------------------------ the rule in words
+
+
+def test_a_small_model_is_told_how_its_rule_differs():
+    """The look-back that there are layers for, as replay remarks."""
+    trace = kvsim.open_trace(kvsim.sample_trace())
+    one = diagnose(trace, ranking(trace), 64)
+    record = kvsim.replay(trace, kvsim.policy("asl"), budget=64)
+
+    assert (one.curve.first_layer, one.curve.look_back) == (1, 2)
+    assert one.remark.startswith("ranks are compared over 2 layers instead of 8")
+    assert one.remark in record.remark
+
+
+@pytest.mark.parametrize(
+    ("layers", "budget", "parameters", "expected"),
+    [
+        (24, 64, {}, "selects after layer {layer} of 24: relative variance 0."),
+        (24, 64, {"tau": 0.0}, "never selects: the relative variance of layers 8 to 22 is 0.0"),
+        (24, 116, {}, "nothing to select: the prompt of 116 tokens fits the budget"),
+        (3, 64, {}, "never selects: layer 1 alone is tested, and there the relative variance is 1"),
+        (
+            3,
+            64,
+            {"first_layer": 2},
+            "never selects: layer 2, the first that is tested, is the last",
+        ),
+        (3, 64, {"first_layer": 0}, "selects after layer 0 of 3: ranks of one layer do not vary"),
+    ],
+)
+def test_verdicts(layers, budget, parameters, expected):
+    """Where ASL selects, or why it does not, in a sentence."""
+    curve = ranking(settling_trace(layers)).curve(budget, ASL(**parameters))
+
+    assert curve.verdict().startswith(expected.format(layer=curve.selected()))
+
+
+def test_the_second_pass_takes_the_last_layer():
+    """`asl_2pass` selects in any case, and the verdict says why there."""
+    curve = ranking(settling_trace(6, speed=0.1), TwoPass(tau=0.1)).curve(64)
+
+    assert curve.selected() == 5
+    assert curve.verdict() == "no layer is below tau = 0.1; the last layer selects, 5"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "expected"),
+    [
+        (lambda t: ranking(t, ASL(window=116)), PolicyError, "no token is left to rank"),
+        (lambda t: ranking(t, ASL(first_layer=6)), PolicyError, "model has layers 0..5"),
+        (lambda t: ranking(t).curve(32), BudgetError, "selects no token beside the window of 32"),
+        (lambda t: ranking(t).curve(64, ASL(window=8)), PolicyError, "a ranking for each"),
+        (lambda t: ranking(t).curve(64, ASL(first_layer=6)), PolicyError, "layer is 6"),
+        (lambda t: ranking(t).grid(64, [7], [2]), PolicyError, "layer is 7"),
+        # ranks are compared from layer to layer: one that is missing would change them
+        (
+            lambda _: ranking(settling_trace(3, layer_ids=[0, 2, 4])),
+            *(PolicyError, r"layers \[0, 2, 4\]; expected 0, 1, 2"),
+        ),
+        # recorded without a tokenizer
+        (lambda t: find_text(t, "x"), TraceError, "no token texts"),
+    ],
+)
+def test_refusals(call, error, expected):
+    """What has no answer says what was expected."""
+    with pytest.raises(error, match=expected):
+        call(settling_trace(6))
+
+
+# -------------------------------------------------------------------------------------------- gold
+
+
+def texts(pieces, prompt_len=None):
+    """A trace with given token texts."""
+    n = len(pieces)
+    return settling_trace(1, n, prompt_len=prompt_len or n, token_text=pieces)
+
+
+def test_text_is_found_between_words():
+    """All tokens of all occurrences, also where they begin within a token; not within a word."""
+    trace = texts(["The", " gold", "en", " key", " is", " gold", ". A", " gold", " key"])
+
+    assert find_text(trace, "gold key").tolist() == [7, 8]
+    assert find_text(trace, "gold").tolist() == [5, 7]
+    assert find_text(trace, "golden").tolist() == [1, 2]
+    assert find_text(trace, "A gold").tolist() == [6, 7]
+    with pytest.raises(GoldError, match="'old' does not occur"):
+        find_text(trace, "old")
+
+
+def test_text_of_tokens_without_blanks():
+    """There tokens are words: a text is found from the start of one to the end of one."""
+    trace = texts(["gold", "old", ".", "old", ".", "old", "key"], prompt_len=6)
+
+    assert find_text(trace, "old").tolist() == [1, 3, 5]
+    assert find_text(trace, "old . old").tolist() == [1, 2, 3, 4, 5]
+    for absent in ("ld", "key", "", "  "):
+        with pytest.raises(GoldError, match="does not occur in the prompt"):
+            find_text(trace, absent)
+
+
+def test_positions_are_those_of_the_prompt():
+    """Sorted, each once; none outside."""
+    trace = settling_trace(1, 60, prompt_len=50)
+
+    assert check_positions(trace, [7, 3, 7]).tolist() == [3, 7]
+    for outside in (-1, 50):
+        with pytest.raises(GoldError, match=f"{outside} is not in the prompt; expected 0 to 49"):
+            check_positions(trace, [3, outside])
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+@pytest.fixture(scope="module")
+def several():
+    """Four traces of two tasks, with gold tokens, at two budgets."""
+    found = []
+    for i, speed in enumerate((1.1, 1.2, 2.0, 0.1)):
+        trace = settling_trace(24, seed=i, speed=speed, name=f"{'walk' if i % 2 else 'get'}-{i}")
+        one = ranking(trace)
+        found += [
+            diagnose(trace, one, budget, gold=[i, 110], share=share)
+            for budget, share in ((60, "50%"), (100, None))
+        ]
+    return found
+
+
+def test_the_layer_table_has_every_layer(several):
+    """A row per trace, budget and layer; one selection at most; every number exact."""
+    table = layer_table(several)
+
+    assert table.height == 4 * 2 * 24
+    assert table["fidelity"].unique().to_list() == ["exact"]
+    for one in several:
+        key = (pl.col("trace") == one.trace) & (pl.col("budget") == one.curve.budget)
+        rows = table.filter(key)
+        assert rows["layer"].to_list() == list(range(24))
+        selected = rows.filter("selected")["layer"].to_list()
+        assert selected == ([] if one.layer is None else [one.layer])
+        np.testing.assert_array_equal(rows["jaccard"][1:].to_numpy(), one.jaccard[1:])
+        np.testing.assert_array_equal(rows["gold_recall"].to_numpy(), one.recall)
+        assert rows["relative_variance"].null_count() == one.curve.first_layer
+        assert rows["variance"].null_count() == one.curve.look_back - 1
+        assert rows["union"].null_count() == one.curve.look_back - 1
+
+
+def test_the_selection_table_compares_with_gold(several):
+    """First layer with full recall, layers between it and the selection layer, recall there."""
+    table = selection_table(several)
+
+    assert table["fidelity"].unique().to_list() == ["exact"]
+    some = 0
+    for one, row in zip(several, table.to_dicts(), strict=True):
+        full = next((at for at, share in enumerate(one.recall) if share == 1), None)
+        assert row["first_full_recall"] == full
+        assert row["layer"] == one.layer
+        if one.layer is not None:
+            assert row["gold_recall"] == one.recall[one.layer]
+            assert row["layer_regret"] == (None if full is None else one.layer - full)
+            some += full is not None
+    assert some
+
+
+def test_the_distribution_counts_traces(several):
+    """Per task and budget; the mean is over those that select, and never is a row of its own."""
+    table = distribution(selection_table(several))
+
+    assert table["budget"].unique(maintain_order=True).to_list() == ["50%", "100"]
+    for task, budget in itertools.product(("get", "walk"), ("50%", "100")):
+        rows = table.filter((pl.col("task") == task) & (pl.col("budget") == budget))
+        layers = [one.layer for one in several if one.task == task and one.requested == budget]
+        known = [at for at in layers if at is not None]
+        counts = {row["layer"]: row["traces"] for row in rows.to_dicts()}
+        assert counts == {at: layers.count(at) for at in layers}
+        assert set(rows["of"]) == {2}
+        assert set(rows["mean_layer"]) == {sum(known) / len(known) if known else None}
+    assert None in table["layer"].to_list()
+
+
+@pytest.mark.parametrize(
+    ("name", "meta", "task"),
+    [
+        ("walk-f32-l48-s0-3", None, "walk"),
+        ("niah_128", None, "niah"),
+        ("p12", None, "p"),
+        ("12", None, "12"),
+        ("x-1", {"labels": {"task": "qa"}}, "qa"),
+        ("x-1", {"labels": {"task": ["qa"]}}, "x"),
+        ("x-1", {"labels": "qa"}, "x"),
+    ],
+)
+def test_tasks(name, meta, task):
+    """From the trace's labels, else the first part of its name."""
+    assert task_of(settling_trace(1, name=name, meta=meta)) == task
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `kvsim layers`; gives (status, standard output, standard error)."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(["layers", *(str(argument) for argument in arguments)])
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Paths of three traces of 24 layers."""
+    folder = tmp_path_factory.mktemp("traces")
+    speeds = (1.4, 1.8, 0.1)
+    return [
+        settling_trace(24, seed=i, speed=speed, name=f"task-{i}").save(folder / f"{i}.zarr")
+        for i, speed in enumerate(speeds)
+    ]
+
+
+def test_one_trace_has_a_table_of_its_layers(run):
+    """A line per layer, with the rule in words and the fidelity."""
+    status, out, err = run("sample", "--budget", "64,50%", "--gold", "answer")
+
+    assert (status, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[0] for line in lines if line and line[0] in "012"] == ["0", "1", "2"] * 2
+    sample = kvsim.open_trace(kvsim.sample_trace())
+    half, ranked = sample.n_pos // 2, sample.prompt_len - 32
+    assert sample.prompt_len <= half
+    assert f"Budget {half} (50%), k = {ranked}: nothing to select" in out
+    assert "Budget 64, k = 32: never selects" in out
+    prompt = sample.token_text[: sample.prompt_len]
+    assert f"{len(answer_facts(prompt, sample.name))} gold tokens" in out
+    assert "compared over 2 layers instead of 8" in out
+    assert "all exact" in out
+
+
+def test_one_trace_of_many_layers(run, stored):
+    """The line of the selection layer says so, and the gold tokens are compared with it."""
+    status, out, err = run(stored[0], "--budget", "64", "--gold", "100-105", "--tau", "0.3")
+
+    trace = kvsim.open_trace(stored[0])
+    one = diagnose(trace, ranking(trace), 64)
+    assert (status, err) == (0, "")
+    (line,) = (line.split() for line in out.splitlines() if line.endswith("selects"))
+    assert line[0] == str(one.layer)
+    assert f"selects after layer {one.layer} of 24" in out
+    assert "instead of" not in out
+    assert "hold all of them" in out
+
+
+def test_several_traces_have_a_line_each(run, stored):
+    """With the selection layer, and how often each is selected."""
+    status, out, err = run(*stored, "--budget", "64,100%", "--gold", "3")
+
+    assert (status, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith("task-")]
+    assert [row[0] for row in rows] == [f"task-{i}" for i in range(3) for _ in range(2)]
+    assert [row[4] for row in rows if row[1] == "64"][2] == "never" or "never" in rows[4]
+    assert {row[4] for row in rows if "(100%)" in row} == {"fits"}
+    assert "Selection layers by task" in out
+    assert "never: 1" in out
+
+
+def test_json_is_one_document(run, stored):
+    """Tables and grids as lists of rows, with the parameters and the fidelity of each row."""
+    status, out, err = run(*stored[:2], "--budget", "64,80", "--look-back", "4", "--json")
+
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert document["parameters"]["look_back"] == 4
+    assert len(document["layers"]) == 2 * 2 * 24
+    assert {row["fidelity"] for row in document["layers"]} == {"exact"}
+    assert {row["fidelity"] for row in document["selections"]} == {"exact"}
+    assert [row["layer"] for row in document["selections"]] == [
+        ranking(kvsim.open_trace(path)).curve(budget, ASL(look_back=4)).selected()
+        for path in stored[:2]
+        for budget in (64, 80)
+    ]
+    grid = document["grids"][0]
+    first = grid["first_layers"].index(8), grid["look_backs"].index(4)
+    assert grid["selection_layers"][first[0]][first[1]] == document["selections"][0]["layer"]
+    assert sum(row["traces"] for row in document["distribution"]) == 4
+
+
+def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch):
+    """Details of one trace, a comparison of several; a folder that exists is refused."""
+    # tests/plots look at what they show
+    monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
+    one, many = tmp_path / "a" / "one", tmp_path / "many"
+
+    status, out, _ = run(stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json")
+    assert status == 0
+    names = sorted(path.name for path in one.iterdir())
+    assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
+    assert names == sorted(
+        ["variance.png", "gold.png", "overlap.png", "attention.png"]
+        + [f"{kind}-{b}.png" for kind in ("grid", "ranks", "bumps") for b in ("64", "50pct")]
+    )
+    status, out, _ = run(*stored, "--budget", "64", "--figures", many)
+    assert status == 0
+    assert "variance.png, selection.png" in out
+    assert sorted(path.name for path in many.iterdir()) == ["selection.png", "variance.png"]
+
+    status, out, _ = run("sample", "--budget", "64", "--figures", tmp_path / "shallow")
+    assert status == 0
+    assert "ranks-64.png" in out
+    assert "grid" not in out  # one layer is tested: nothing to choose
+    status, out, _ = run(stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
+    assert status == 0
+    assert "grid" not in out
+
+    status, out, err = run("sample", "--budget", "64", "--figures", many)
+    assert (status, out) == (2, "")
+    assert err == f"error: {many} exists; give another --figures, nothing was changed\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--budget", "16"], "budget 16 selects no token beside the window of 32"),
+        (["--budget", "x"], "budget is 'x'"),
+        (["--budget", "64", "--window", "9999"], "no token is left to rank"),
+        (["--budget", "64", "--window", "0"], "error: --window is 0; expected an integer"),
+        (["--budget", "64", "--pool", "sum"], "'sum' is not one of 'avg', 'max', 'none'"),
+        (
+            ["--budget", "64", "--pool-kernel", "4"],
+            "error: --pool-kernel is 4; expected an odd integer",
+        ),
+        (["--budget", "64", "--tau", "-1"], "error: --tau is -1.0; expected a number"),
+        (["--budget", "64", "--tau", "inf"], "--tau is inf"),
+        (
+            ["--budget", "64", "--first-layer", "3"],
+            "error: --first-layer is 3, the model has layers 0..2",
+        ),
+        (["--budget", "64", "--first-layer", "-1"], "error: --first-layer is -1; expected an"),
+        (["--budget", "64", "--look-back", "0"], "error: --look-back is 0; expected an int"),
+        (["--budget", "64", "--gold", "9-3"], "--gold is '9-3'; expected positions such as"),
+        (["--budget", "64", "--gold", "9999"], "position 9999 is not in the prompt"),
+        (["--budget", "64", "--gold-text", "gold lime"], "'gold lime' does not occur"),
+        (["--budget", "64", "--gold", "3", "--gold-text", "a"], "both given"),
+        (["sample", "--budget", "64"], "both called 'sample'; expected one name"),
+        (["nowhere.zarr", "--budget", "64"], "nowhere.zarr"),
+        (["--budget", "64", "--device", "tpu"], "--device is 'tpu'"),
+        ([], "--budget"),
+    ],
+)
+def test_the_command_refuses(run, arguments, expected, tmp_path, monkeypatch):
+    """One line on standard error, status 2, and no folder is left."""
+    monkeypatch.chdir(tmp_path)
+
+    status, out, err = run("sample", *arguments, "--figures", "f")
+
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.startswith("error: " if arguments else "")
+    assert expected in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,79 @@
+"""Tables of layers at a reader's knobs, against loops over their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvsim.analysis.attention.sparsity import attention_sparsity, sparsity_table
+from kvsim.analysis.attention.windows import overlap_table, window_overlap
+from kvsim.policies.asl import ASL
+from kvsim.studies.layers.ranking import rank_pattern, ranking
+from traces import random_trace
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 50), st.integers(3, 14), st.integers(0, 3))
+def test_overlap_is_that_of_the_windows(seed, window, layer):
+    """Means over heads of `window_overlap`, whose own witness is a loop over keys."""
+    trace = random_trace(layers=4, prompt_len=70, seed=seed)
+    table = overlap_table(trace, layer, window=window, shares=(0.1, 0.5)).to_dict(as_series=False)
+    found = window_overlap(trace, layer, window=window, shares=(0.1, 0.5))
+    for name, values in zip(("oldest", "second", "third"), found.before, strict=True):
+        assert table[name] == pytest.approx(values.tolist())
+    for name, values in (
+        ("union", found.union),
+        ("chance", found.chance),
+        ("chance_union", found.chance_union),
+    ):
+        assert table[name] == pytest.approx(list(values))
+
+
+def test_sparsity_is_that_of_the_windows():
+    """Means over heads of `attention_sparsity` in a window of 16 rows."""
+    trace = random_trace(prompt_len=70)
+    table = sparsity_table(trace)
+
+    assert table.height == 4
+    for row in table.to_dicts():
+        found = attention_sparsity(trace, row["layer"], shares=(row["p"],), window=16)
+        assert row["sequence"] == pytest.approx(found.sequence[0].mean())
+        assert row["behind_sink"] == pytest.approx(found.behind_sink[0].mean())
+
+
+def test_a_trace_too_short_for_a_window_has_no_sparsity():
+    """Null, not a number of nothing."""
+    assert sparsity_table(random_trace(layers=4, n=12))["sequence"].null_count() == 8
+
+
+@settings(max_examples=20)
+@given(st.data())
+def test_a_pattern_shows_the_ranks_of_what_could_go_on(data):
+    """Tokens of a loop, in either order; geometric means of neighbours in a narrow picture."""
+    trace = random_trace(layers=4, prompt_len=70, seed=data.draw(st.integers(0, 5)))
+    known = ranking(trace, ASL(window=8))
+    look_back, k = data.draw(st.integers(1, 4)), data.draw(st.integers(0, known.ranked))
+    columns, by = data.draw(st.integers(1, 80)), data.draw(st.sampled_from(["rank", "position"]))
+    found = rank_pattern(known, look_back, k, by=by, columns=columns)
+    of = known.ranks.numpy()
+    wanted = [
+        token
+        for token in range(known.ranked)
+        if any(of[layer, token] <= k for layer in range(4 - look_back, 4))
+    ]
+    if by == "rank":
+        wanted.sort(key=lambda token: of[-1, token])
+
+    assert found.tokens.tolist() == wanted
+    assert found.ranks.shape == (4, len(found.edges) - 1)
+    assert len(found.edges) - 1 <= columns
+    for column in range(len(found.edges) - 1):
+        own = wanted[found.edges[column] : found.edges[column + 1]]
+        for layer in range(4):
+            mean = math.prod(float(of[layer, token]) for token in own) ** (1 / len(own))
+            assert found.ranks[layer, column] == pytest.approx(mean)
+    assert sum(np.diff(found.edges)) == len(wanted)

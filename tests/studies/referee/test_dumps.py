@@ -1,0 +1,45 @@
+"""The dumps of docs/dumps: each known defect is recognised by its name, by the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conformance.dumps import DUMPS, FOLDER
+
+PAGE = (Path(__file__).parents[3] / "docs" / "conform.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_a_shipped_dump_is_recognised(run, name):
+    """The command says which deviations explain it, and exits by whether sets differ."""
+    policy, parameters, expected = DUMPS[name]
+    settings = [part for pair in parameters.items() for part in ("--set", "{}={}".format(*pair))]
+    command = ["conform", FOLDER / f"{name}.npz", "--policy", policy, *settings]
+    status, out, _ = run(*command, "--json")
+    ruling = json.loads(out)
+    assert [each["name"] for each in ruling["deviations"]] == expected
+    assert status == int(bool(expected))
+    assert ruling["equal"] is not bool(expected)
+
+
+def test_the_workflow_runs_what_the_page_runs():
+    """The steps of the example for continuous integration are commands that tests execute."""
+    steps = re.findall(r"(?m)^      - run: (.+)$", PAGE)
+    (commands,) = (
+        each for each in re.findall(r"```bash exec\n(.*?)```", PAGE, re.DOTALL) if "dump_" in each
+    )
+    assert steps[0] == "pip install ./kvsim[capture]"
+    assert steps[1:] == commands.splitlines()
+
+
+def test_the_page_has_each_dump():
+    """A row of the page names the file, the definition and what the referee says."""
+    assert sorted(path.stem for path in FOLDER.glob("*")) == sorted(DUMPS)
+    for name, (policy, parameters, expected) in DUMPS.items():
+        settings = "".join(f" --set {key}={value}" for key, value in parameters.items())
+        verdict = f"`{expected[0]}`" if expected else "`equal`"
+        row = f"| [{name}](dumps/{name}.npz) | `--policy {policy}{settings}` | {verdict} |"
+        assert row in PAGE

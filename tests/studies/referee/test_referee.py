@@ -1,0 +1,488 @@
+"""The referee: honest dumps are equal, and each known deviation is recognised by its name."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import kvsim
+from kvsim.core.policy import Protection, Schedule
+from kvsim.errors import DumpError, KvsimError, PolicyError
+from kvsim.studies.referee import ruling
+from kvsim.studies.referee.deviations import _CHANGES, Deviation
+from kvsim.studies.referee.dump import COLUMNS, Dump, read_dump
+from traces import changed
+
+PROMPT, N, BUDGET, INTERVAL, WINDOW, SINK = 30, 75, 20, 12, 6, 2
+EVENTS = list(range(PROMPT - 1, N, INTERVAL))
+POLICY = kvsim.policy("snapkv@kvpress", window=WINDOW, pool_kernel=1, protect=Protection(sink=SINK))
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """A random trace of two layers, two KV heads and 75 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, N, 8, generator=generator) for heads in (4, 2, 2))
+    rope = kvsim.Rope.default(8)
+    at = torch.arange(N)
+    q, k = (rope.rotate(x, at) for x in (2 * q, k))
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=PROMPT, rope=rope)
+
+
+def rows_of(trace, window, row, layer, kind):
+    """Queries of the window and the rows up to which they see; [qhead, w, d], [w]."""
+    rows = torch.arange(row + 1 - window, row + 1) - int(kind == "window-early")
+    q = trace.q[layer][:, rows]
+    if kind == "window-rotated" and row > PROMPT - 1:
+        q = trace.rope.rotate(trace.rope.unrotate(q, rows), torch.full_like(rows, row))
+    return q.double().numpy(), rows.numpy()
+
+
+def votes(trace, live, row, layer, head, kind):
+    """The score of each live entry, a plain loop over query heads and rows in float64."""
+    window = 1 if kind == "window-of-one" else WINDOW
+    q, rows = rows_of(trace, window, row, layer, kind)
+    k = trace.k[layer].double().numpy()
+    out = []
+    for qhead in (2 * head, 2 * head + 1):
+        total = np.zeros(len(live))
+        for i, r in enumerate(rows):
+            z = k[qhead // 2, live] @ q[qhead, i] / np.sqrt(8)
+            weights = np.where(np.array(live) <= r, np.exp(z), 0)
+            total += weights / weights.sum() / len(rows)
+        out.append(total)
+    if kind == "max-of-heads":
+        return np.max(out, 0)
+    return out[0] if kind == "first-head" else np.mean(out, 0)
+
+
+def lines_of(trace, kind=""):
+    """What an implementation with one deviation writes: (layer, head, row, pos), entry by entry."""
+    shift = {"row-late": 1, "row-early": -1}.get(kind, 0)
+    more = {"window-on-top": WINDOW, "sinks-on-top": SINK, "one-more": 1, "one-fewer": -1}
+    lines = []
+    for layer in range(2):
+        live, since = {0: [], 1: []}, 0
+        for event in EVENTS:
+            row = event + shift
+            for head in (0, 1):
+                live[head] += range(since, row + 1)
+                before = list(live[head])
+                if not (kind == "no-eviction" and event == EVENTS[2]):
+                    protected = {p for p in before if p < SINK and kind != "lost-sinks"}
+                    if kind != "lost-window":
+                        protected |= {p for p in before if p > row - WINDOW}
+                    scores = votes(trace, before, row, layer, head, kind)
+                    scores = [
+                        0.0 if p > row - WINDOW else s for p, s in zip(before, scores, strict=True)
+                    ]
+                    order = sorted(
+                        range(len(before)),
+                        key=lambda i: (before[i] not in protected, -scores[i], before[i]),
+                    )
+                    kept = order[: BUDGET + more.get(kind, 0)]
+                    live[head] = sorted(before[i] for i in kept)
+                shown = before if kind == "event-late" else live[head]
+                lines += [(layer, head, row, p) for p in shown]
+            since = row + 1
+    return dict(zip(("layer", "head", "row", "pos"), np.array(lines).T, strict=True))
+
+
+def dump_of(trace, kind=""):
+    """The dump of an implementation that counts events as DecodingPress and PrefillPress do."""
+    schedule = Schedule(INTERVAL)
+    more = {"trace": trace, "budget": BUDGET, "schedule": schedule}
+    return Dump.of_table(lines_of(trace, kind), **more)
+
+
+KINDS = (
+    *("event-late", "row-early", "row-late", "lost-sinks", "lost-window", "window-on-top"),
+    *("sinks-on-top", "one-more", "one-fewer", "window-early", "window-rotated"),
+    *("window-of-one", "max-of-heads", "first-head", "no-eviction"),
+)
+
+
+def test_an_honest_dump_is_equal(trace):
+    """Sets that a plain loop keeps are those of the definition, at every event, layer and head."""
+    ruling = kvsim.conform(dump_of(trace), POLICY)
+    assert ruling.equal
+    assert ruling.differences == ruling.deviations == ()
+    assert ruling.compared == len(EVENTS) * 4
+    assert ruling.lines()[0].startswith("equal; 16 sets (4 events)")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_deviation_is_recognised_by_name(trace, kind):
+    """A dump with one seeded deviation differs, and that deviation alone explains it."""
+    ruling = kvsim.conform(dump_of(trace, kind), POLICY)
+    assert not ruling.equal
+    assert [each.name for each in ruling.deviations] == [kind]
+    assert f"explained by {kind}: " in "\n".join(ruling.lines())
+
+
+def test_a_wrong_average_over_all_heads_is_recognised(trace):
+    """So is the mean over all query heads of the layer, where heads are to vote by themselves."""
+    lines = dict(zip(("layer", "head", "row", "pos"), np.array([*_shared(trace)]).T, strict=True))
+    dump = Dump.of_table(lines, **_more(dump_of(trace)))
+    assert [each.name for each in kvsim.conform(dump, POLICY).deviations] == ["mean-of-all-heads"]
+
+
+def _more(dump):
+    return {name: getattr(dump, name) for name in ("trace", "budget", "schedule")}
+
+
+def _shared(trace):
+    """Lines of an implementation with one set per layer, by the mean over all query heads."""
+    for layer in range(2):
+        live, since = [], 0
+        for row in EVENTS:
+            live += range(since, row + 1)
+            q, rows = rows_of(trace, WINDOW, row, layer, "")
+            total = np.zeros(len(live))
+            for qhead in range(4):
+                k = trace.k[layer, qhead // 2, live].double().numpy()
+                for i, r in enumerate(rows):
+                    z = np.where(np.array(live) <= r, np.exp(k @ q[qhead, i] / np.sqrt(8)), 0)
+                    total += z / z.sum()
+            safe = [p < SINK or p > row - WINDOW for p in live]
+            order = sorted(range(len(live)), key=lambda i: (not safe[i], -total[i]))
+            live = sorted(live[i] for i in order[:BUDGET])
+            since = row + 1
+            yield from ((layer, head, row, p) for head in (0, 1) for p in live)
+
+
+def test_the_first_difference_has_its_place_and_gap(trace):
+    """One entry swapped for another at the third event is found there, and nowhere later."""
+    dump = dump_of(trace)
+    row = EVENTS[2]
+    sets = {r: kept.copy() for r, kept in dump.kept.items()}
+    gone = int(np.flatnonzero(sets[row][1, 0, SINK : EVENTS[1]])[0]) + SINK
+    back = int(np.flatnonzero(sets[EVENTS[1]][1, 0] & ~sets[row][1, 0, : EVENTS[1] + 1])[0])
+    sets[row][1, 0, [gone, back]] = False, True
+    later = {r: kept for r, kept in sets.items() if r <= row}
+    ruling = kvsim.conform(Dump(later, dump.layers, **_more(dump)), POLICY)
+    (difference,) = ruling.apart
+    assert (difference.row, difference.layer, difference.head) == (row, 1, 0)
+    assert (difference.extra, difference.missing) == ((back,), (gone,))
+    largest, scores = 0.0, {}
+    for head in (1, 0):
+        live = [*np.flatnonzero(sets[EVENTS[1]][1, head]), *range(EVENTS[1] + 1, row + 1)]
+        scores = dict(zip(live, votes(trace, live, row, 1, head, ""), strict=True))
+        largest = max(largest, *(scores[p] for p in live if p <= row - WINDOW))
+    assert difference.gap == pytest.approx((scores[gone] - scores[back]) / largest, rel=1e-4)
+
+
+def test_ties_are_equal_and_their_rule_is_named():
+    """Entries tied at the cut are free; an implementation that takes the higher ones is told."""
+    k = torch.ones(1, 1, 40, 4)
+    trace = kvsim.Trace.from_arrays(
+        torch.ones(1, 1, 40, 4), k, k, prompt_len=30, rope=kvsim.Rope.default(4)
+    )
+    sets = {29: np.arange(30) >= 20}
+    sets = {row: kept[None, None] for row, kept in sets.items()}
+    ruling = kvsim.conform(Dump(sets, (0,), trace=trace), "knorm", 10)
+    assert ruling.equal
+    assert [each.name for each in ruling.deviations] == ["ties-high"]
+    assert ruling.lines()[0].startswith("equal outside ties: 1 sets")
+    sets[29][0, 0, [4, 29]] = True, False
+    mixed = kvsim.conform(Dump(sets, (0,), trace=trace), "knorm", 10)
+    assert mixed.equal
+    assert mixed.deviations == ()
+
+
+def test_evicted_entries_that_return_are_named(trace):
+    """An implementation that masks, and finds masked entries again, is told so."""
+    dump = dump_of(trace)
+    sets = {row: kept.copy() for row, kept in dump.kept.items()}
+    back = int(np.flatnonzero(~sets[EVENTS[1]][0, 0])[0])
+    sets[EVENTS[2]][0, 0, back] = True
+    ruling = kvsim.conform(Dump(sets, dump.layers, **_more(dump)), POLICY)
+    assert "evicted-return" in [each.name for each in ruling.deviations]
+    assert ruling.apart[0].returned == (back,)
+    assert "eviction is final" in ruling.remarks[-1]
+
+
+def test_another_preset_is_named(trace):
+    """A dump of a preset is recognised where the definition asked for is another."""
+    record = kvsim.replay(trace, "tova@kvpress", BUDGET, interval=INTERVAL, prefill=True)
+    ruling = kvsim.conform(Dump.of_record(record, trace), "tova", BUDGET)
+    assert "tova@kvpress" in [each.name for each in ruling.deviations]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tova",
+        "h2o",
+        "lagkv",
+        "gkv",
+        "ams+tova",
+        "adakv+snapkv",
+        "pyramidkv",
+        "cake@gkv",
+        "knorm+kivi",
+    ],
+)
+def test_replays_conform(trace, name):
+    """Ragged heads, columns, shared budgets: each event on the dump's sets is that of a replay."""
+    built = kvsim.policy(name)
+    sizes = {"window": 4, "lag": 4, "min_segment": 2, "max_segment": 8}
+    sizes |= {"group": 4} if built.codec is not None else {}
+    names = built.params.keys()
+    built = kvsim.policy(name, **{x: y for x, y in sizes.items() if x in names})
+    record = kvsim.replay(trace, built, BUDGET, interval=INTERVAL, prefill=True)
+    assert kvsim.conform(Dump.of_record(record, trace), built).differences == ()
+    assert not kvsim.conform(Dump.of_record(record, trace), "random", BUDGET).equal
+
+
+def test_every_deviation_is_documented():
+    """The page of the command has a row for each deviation."""
+    page = (Path(__file__).parents[3] / "docs" / "conform.md").read_text("utf-8")
+    more = [each.name for each in vars(ruling).values() if isinstance(each, Deviation)]
+    assert [name for name in (*_CHANGES, *more) if f"`{name}`" not in page] == []
+
+
+def test_files_hold_what_was_dumped(trace, tmp_path):
+    """A dump returns from .npz as it was, and from .parquet without its arrays."""
+    dump = dump_of(trace)
+    for ending in ("npz", "parquet"):
+        back = read_dump(dump.save(tmp_path / f"d.{ending}"))
+        assert back.layers == dump.layers
+        assert all((back.kept[row] == kept).all() for row, kept in dump.kept.items())
+    back = read_dump(tmp_path / "d.npz")
+    assert (back.budget, back.schedule) == (BUDGET, dump.schedule)
+    assert (back.trace.k == trace.k).all()
+    assert back.trace.rope == trace.rope
+    assert read_dump(tmp_path / "d.parquet").trace is None
+
+
+def test_a_dump_of_another_writer_of_parquet_is_read(trace, tmp_path):
+    """pandas and pyarrow compress with snappy by default."""
+    table = dump_of(trace).table()
+    table.write_parquet(tmp_path / "d.parquet", compression="snappy")
+
+    assert read_dump(tmp_path / "d.parquet").table().equals(table)
+
+
+def test_each_flipped_bit_of_a_parquet_dump_is_refused(trace, tmp_path, capfd):
+    """By its checksum, before a decoder panics; a file without one is read as it is."""
+    dump = dump_of(trace)
+    path, changed = dump.save(tmp_path / "d.parquet"), tmp_path / "changed.parquet"
+    data = path.read_bytes()
+    read = []
+    for at in range(len(data)):
+        changed.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        try:
+            kept = read_dump(changed).kept
+        except DumpError:
+            continue
+        read.append(data[at])
+        assert all((kept[row] == sets).all() for row, sets in dump.kept.items())
+    assert bytes(read) == b"kvsim sha256 "
+    assert capfd.readouterr().err == ""
+    assert pl.read_parquet(path).equals(dump.table())
+    dump.table().write_parquet(changed)
+    assert read_dump(changed).kept.keys() == dump.kept.keys()
+
+
+def test_layers_have_their_numbers_in_the_model(trace, tmp_path):
+    """Sets of layers 1 and 2 are judged on a trace of these, whichever place they have in it."""
+    some = changed(trace, layer_ids=[1, 2])
+    record = kvsim.replay(some, POLICY, BUDGET, interval=INTERVAL, prefill=True)
+    dump = Dump.of_record(record)
+    assert dump.layers == (1, 2)
+    assert kvsim.conform(dump, POLICY, trace=some).equal
+    single = Dump.of_record(
+        kvsim.replay(some, POLICY, BUDGET, interval=INTERVAL, prefill=True, layers=[0])
+    )
+    assert single.layers == (1,)
+    assert kvsim.conform(single, POLICY, trace=some).equal
+    other = kvsim.conform(single, "knorm", trace=some)
+    assert {each.layer for each in other.differences} == {1}
+    with pytest.raises(DumpError, match=r"layers \[1, 2\].* expected layers of \[0, 1\]"):
+        kvsim.conform(dump, POLICY, trace=trace)
+    back = read_dump(Dump.of_record(record, some).save(tmp_path / "d.npz"))
+    assert back.trace.layer_ids == (1, 2)
+    assert kvsim.conform(back, POLICY).equal
+
+
+BAD = {
+    "no column": (lambda x: x.pop("pos"), "expected 'pos'"),
+    "lengths": (lambda x: x.update(pos=x["pos"][:-1]), "equally many"),
+    "empty": (lambda x: x.update({c: x[c][:0] for c in list(x)}), "at least one"),
+    "fractions": (lambda x: x.update(pos=x["pos"] + 0.5), "pos is float64"),
+    "negative": (lambda x: x.update(pos=x["pos"] - 1), "from 0 to below"),
+    "future": (lambda x: x.update(pos=x["pos"] + 70), "expected positions up to the row"),
+    "twice": (lambda x: x.update({c: np.r_[x[c], x[c][:1]] for c in list(x)}), "listed twice"),
+    "head": (lambda x: x.update({c: x[c][25:] for c in list(x)}), "expected all 2 heads"),
+    "far row": (lambda x: x["row"].__setitem__(-1, 10**13), "from 0 to below"),
+    "large row": (lambda x: x["row"].__setitem__(-1, 2**31 - 2), "bytes; expected at most"),
+    "far head": (lambda x: x["head"].__setitem__(-1, 10**12), "from 0 to below"),
+    "large head": (lambda x: x["head"].__setitem__(-1, 2**31 - 2), "expected all heads"),
+    "budget": (lambda x: x.update(budget=1.7), "budget is 1.7; expected a whole number"),
+    "interval": (lambda x: x.update(interval=2.9), "interval is 2.9; expected a whole number"),
+    "layers": (lambda x: x.update(layer=x["layer"] + 7), "expected layers of [0, 1]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_damaged_dump_is_one_line(trace, tmp_path, run, name):
+    """Whatever is damaged: one line on standard error, and exit status 2."""
+    spoil, message = BAD[name]
+    lines = lines_of(trace)
+    spoil(lines)
+    arrays = {n: getattr(trace, n).numpy() for n in "qkv"}
+    arrays |= {"prompt_len": PROMPT, "inv_freq": np.array(trace.rope.inv_freq), "budget": BUDGET}
+    np.savez(tmp_path / "d.npz", **arrays | lines)
+    status, out, err = run("conform", tmp_path / "d.npz", "--policy", "snapkv")
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_files_that_are_no_dumps_are_refused(trace, tmp_path):
+    """A missing, truncated or foreign file, and one that lacks arrays or a budget, say so."""
+    path = dump_of(trace).save(tmp_path / "d.npz")
+    (tmp_path / "half.npz").write_bytes(path.read_bytes()[:500])
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    (tmp_path / "x.npz").write_bytes(b"")
+    for name in ("half.npz", "x.parquet", "x.npz", "none.npz"):
+        with pytest.raises(DumpError):
+            read_dump(tmp_path / name)
+    table = Dump.of_table(lines_of(trace))
+    with pytest.raises(DumpError, match="has no q, k and v"):
+        kvsim.conform(table, POLICY, BUDGET)
+    with pytest.raises(DumpError, match="has no budget"):
+        kvsim.conform(table, POLICY, trace=trace)
+    with pytest.raises(PolicyError, match="a set for each KV head"):
+        kvsim.conform(dump_of(trace), "oracle")
+    with pytest.raises(KvsimError):
+        dump_of(trace).save(tmp_path / "d.csv")
+
+
+def _zeros(path):
+    """A thousand bytes of columns for each byte of the file."""
+    np.savez_compressed(path, **dict.fromkeys(COLUMNS, np.zeros(1 << 21, np.int64)))
+
+
+def _header(path):
+    """Columns whose headers have 2^50 values."""
+    head = io.BytesIO()
+    spoken = {"descr": "<i4", "fortran_order": False, "shape": (1 << 50,)}
+    np.lib.format.write_array_header_1_0(head, spoken)
+    with zipfile.ZipFile(path, "w") as archive:
+        for column in COLUMNS:
+            archive.writestr(f"{column}.npy", head.getvalue() + bytes(64))
+
+
+def _lying(path):
+    """Columns of zeros whose places in the zip say that they are short."""
+    _zeros(path)
+    content = bytearray(path.read_bytes())
+    size = ((1 << 24) + 128).to_bytes(4, "little")
+    path.write_bytes(content.replace(size, (100).to_bytes(4, "little")))
+
+
+def _bzip2(path):
+    """Columns compressed by a method that decompresses whole blocks."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        for column in COLUMNS:
+            archive.writestr(f"{column}.npy", bytes(1 << 20))
+
+
+def _far(path):
+    """One entry after a row behind two billion others."""
+    np.savez(path, layer=[0], head=[0], row=[2**31 - 3], pos=[0])
+
+
+def _many(path):
+    """Events after every thousandth row, of one entry each."""
+    row = np.arange(0, 4_000_000, 1000)
+    np.savez(path, layer=0 * row, head=0 * row, row=row, pos=0 * row)
+
+
+def _rows(path):
+    """Equal lines, which Parquet stores once."""
+    pl.DataFrame(dict.fromkeys(COLUMNS, np.zeros(1 << 24, np.int32))).write_parquet(path)
+
+
+def _text(path):
+    """A text of a megabyte in each of many rows, stored once."""
+    text = pl.Series(["a" * 1_000_000] * 50)
+    pl.DataFrame(dict.fromkeys(COLUMNS, text)).write_parquet(path, statistics=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "ending", "message"),
+    [
+        (_zeros, "npz", "bytes of arrays in .* bytes, at most"),
+        (_header, "npz", r"int32 \[1125899906842624\] in 192 bytes"),
+        (_lying, "npz", "cannot be read"),
+        (_bzip2, "npz", "compressed by another method"),
+        (_far, "npz", "bytes; expected at most"),
+        (_many, "npz", "bytes; expected at most"),
+        (_rows, "parquet", "rows in .* bytes, at most"),
+        (_text, "parquet", "cannot be read"),
+    ],
+)
+def test_small_files_take_little_memory(tmp_path, make, ending, message):
+    """Sizes that a file only claims are compared with the file before anything is allocated."""
+    path = tmp_path / f"d.{ending}"
+    make(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DumpError, match=message) as error:
+            read_dump(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+    assert "\n" not in str(error.value)
+
+
+def test_a_dump_that_compresses_well_is_readable(tmp_path):
+    """A dump of long runs of equal values is written so that it is read again."""
+    row = np.repeat(np.arange(1000, 1400), 700)
+    table = {"layer": 0 * row, "head": 0 * row, "row": row, "pos": np.tile(np.arange(700), 400)}
+    dump = Dump.of_table(table)
+    for ending in ("npz", "parquet"):
+        back = read_dump(dump.save(tmp_path / f"d.{ending}"))
+        assert all((back.kept[row] == kept).all() for row, kept in dump.kept.items())
+
+
+@pytest.mark.parametrize("tolerance", [float("nan"), -0.1, float("inf"), "much"])
+def test_a_tolerance_is_a_share(trace, tolerance):
+    """A tolerance that is no number of 0 or more is refused."""
+    with pytest.raises(PolicyError, match="expected a share, 0 or more"):
+        kvsim.conform(dump_of(trace), POLICY, BUDGET, tolerance=tolerance)
+
+
+def test_the_command_says_it_and_exits_by_it(trace, tmp_path, run):
+    """Exit status 0 for equal sets, 1 for others; --json has the ruling and every difference."""
+    rule = ["--policy", "snapkv@kvpress", "--set", f"window={WINDOW}", "--set", "pool_kernel=1"]
+    plain = kvsim.policy("snapkv@kvpress", window=WINDOW, pool_kernel=1)
+    record = kvsim.replay(trace, plain, BUDGET, interval=INTERVAL, prefill=True)
+    path = Dump.of_record(record, trace).save(tmp_path / "d.npz")
+    status, out, err = run("conform", path, *rule)
+    assert (status, err) == (0, "")
+    assert out.startswith("equal; 16 sets")
+    status, out, err = run("conform", path, *rule, "--budget", BUDGET - 1)
+    assert status == 1
+    assert "explained by one-more" in out
+    assert err == "error: 16 of 16 sets differ beyond ties\n"
+    status, out, _ = run("conform", path, *rule, "--budget", "19", "--json")
+    document = json.loads(out)
+    assert (status, document["equal"], len(document["differences"])) == (1, False, 16)
+    trace.save(tmp_path / "t.zarr")
+    table = Dump.of_record(record, trace).save(tmp_path / "d.parquet")
+    more = ["--trace", tmp_path / "t.zarr", "--budget", BUDGET, "--interval", INTERVAL, "--prefill"]
+    status, out, _ = run("conform", table, *rule, *more)
+    assert (status, out.splitlines()[1][:10]) == (0, "states are")

@@ -1,0 +1,165 @@
+"""What the events of AMS decided, by entry and by segment, beside loops over the Plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.errors import PolicyError
+from kvsim.studies.segments.segmentation import cut_table, segmented
+from kvsim.studies.segments.segments import ams_segments
+from traces import random_trace
+
+EPSILON = 1e-12
+
+
+def replayed(seed=0, budget=24, interval=20, **parameters):
+    """A record of `ams` over random numbers, small enough for 120 positions."""
+    trace = random_trace(n=120, prompt_len=60, seed=seed)
+    small = {"min_segment": 4, "max_segment": 16, "window": 8, "sink": 2, "recent": 4}
+    policy = kvsim.policy("ams+tova", **{**small, **parameters})
+    return kvsim.replay(trace, policy, budget=budget, interval=interval, internals=True)
+
+
+def normalised(values):
+    """Each share of the sum, with the release's epsilon."""
+    total = sum(value + EPSILON for value in values)
+    return [(value + EPSILON) / total for value in values]
+
+
+@pytest.mark.parametrize("mode", ["strict", "reference"])
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    decay=st.floats(0, 1),
+    mix=st.floats(0, 1),
+    sink=st.integers(0, 3),
+    recent=st.integers(0, 6),
+)
+def test_credit_follows_from_the_masses_that_were_observed(mode, seed, decay, mix, sink, recent):
+    """Position by position: lambda c + (1 - lambda) m, 0 for new entries; and what is protected."""
+    record = replayed(seed, mode=mode, credit_decay=decay, credit_mix=mix, sink=sink, recent=recent)
+    remembered: dict[int, float] = {}
+    for one in segmented(record, 1, 1):
+        at = dict(zip(one.pos.tolist(), range(len(one.pos)), strict=True))
+        assert one.observed.sum() == pytest.approx(1)
+        credit = {
+            p: decay * remembered.get(p, 0.0) + (1 - decay) * one.observed[i] for p, i in at.items()
+        }
+        np.testing.assert_allclose(one.credit, list(credit.values()), atol=1e-12)
+        share = normalised(list(credit.values()))
+        mass = normalised(
+            [mix * m + (1 - mix) * c for m, c in zip(one.observed, share, strict=True)]
+        )
+        np.testing.assert_allclose(one.mass, mass, atol=1e-12)
+        protected = [p for p in at if p < sink or p > one.row - recent]
+        assert one.pos[one.protected].tolist() == protected
+        remembered = {p: credit[p] for p, i in at.items() if one.kept[i]}
+
+
+@pytest.mark.parametrize("mode", ["strict", "reference"])
+def test_numbers_of_segments_are_those_of_their_entries(mode):
+    """Counts, masses and spans by loops over entries."""
+    record = replayed(mode=mode)
+    found = segmented(record, 1, 0)
+    assert [one.row for one in found] == record.events
+    for one in found:
+        table = one.table().to_dicts()
+        assert len(table) == len(one.quota) == one.segment.max() + 1
+        for number, row in enumerate(table):
+            inside = [i for i, segment in enumerate(one.segment) if segment == number]
+            assert row["event"] == one.row
+            assert row["segment"] == number
+            assert row["first"] == one.pos[inside[0]] == one.starts[number]
+            behind = inside[-1] + 1
+            end = one.pos[behind] if behind < len(one.pos) else one.row + 1
+            assert row["last"] == end - 1
+            assert row["entries"] == len(inside) == one.counts()[number]
+            assert row["quota"] == one.quota[number]
+            assert row["kept"] == sum(bool(one.kept[i]) for i in inside)
+            assert row["protected"] == sum(bool(one.protected[i]) for i in inside)
+            for name in ("observed", "credit", "mass"):
+                total = sum(getattr(one, name)[i] for i in inside)
+                assert row[name] == pytest.approx(total, abs=1e-12)
+        kept = np.flatnonzero(record.retained(one.row)[1, 0])
+        assert one.pos[one.kept].tolist() == kept.tolist()
+        assert one.spread(one.pos).tolist() == one.counts().tolist()
+        assert one.spread(np.arange(120)).sum() == one.row + 1
+        if mode == "strict":
+            assert one.counts(one.kept).tolist() == one.quota.tolist()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    interval=st.integers(4, 30),
+    share=st.sampled_from([0.05, 0.1, 0.3, 2.0]),
+    longest=st.integers(8, 120),
+)
+def test_moves_are_those_of_the_metric(seed, interval, share, longest):
+    """Each boundary beside the nearest one before, by a loop; the mean is `boundary_shift`."""
+    record = replayed(seed, interval=interval, segment_mass=share, max_segment=longest)
+    shift = ams_segments(record, 1).shift[1]
+    found = segmented(record, 1, 1)
+    for before, after, mean in zip(found, found[1:], shift, strict=False):
+        moves = after.moves(before).tolist()
+        new = [p for p in after.starts.tolist()[1:] if p <= before.row]
+        old = before.starts.tolist()[1:]
+        if not old:
+            assert moves == []
+            continue
+        assert [b for _, b in moves] == new
+        for a, b in moves:
+            assert a == min(old, key=lambda one: (abs(one - b), one))
+        if new:
+            assert np.mean([abs(a - b) for a, b in moves]) == pytest.approx(mean)
+        else:
+            assert np.isnan(mean)
+
+
+def test_a_record_without_segments_is_refused():
+    """Another policy, and no internals: the message says what to do."""
+    record = replayed()
+    assert len(segmented(record, 0, 0)) == len(record.events)
+    bare = kvsim.Record(
+        **{name: getattr(record, name) for name in ("evicted_at", "params", "budget", "interval")},
+        policy="tova",
+        prefill=False,
+        prompt_len=60,
+        layers=(0, 1),
+        layer_ids=(0, 1),
+    )
+    with pytest.raises(PolicyError, match="not kept; replay it with internals=True"):
+        segmented(bare, 0, 0)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_the_table_of_cuts_is_that_of_the_segments(head):
+    """A row for each event of the head; boundaries are compared with those of the event before."""
+    record = replayed()
+    events, table = segmented(record, 1, head), cut_table(record, 1, head)
+
+    assert table["event"].to_list() == [one.row for one in events]
+    assert table["segments"].to_list() == [len(one.quota) for one in events]
+    np.testing.assert_allclose(table["length"], [len(one.pos) / len(one.quota) for one in events])
+    np.testing.assert_allclose(table["credit"], [one.credit.sum() for one in events])
+    suffix = [one.mass[one.pos > one.row - 8].sum() for one in events]
+    np.testing.assert_allclose(table["suffix"], suffix)
+    assert table["shift"][0] is None
+    assert table["f1"][0] is None
+    for before, one, shift in zip(events, events[1:], table["shift"][1:], strict=False):
+        gaps = np.abs(np.diff(one.moves(before))).ravel()
+        assert shift == (pytest.approx(gaps.mean()) if len(gaps) else None)
+
+
+def test_a_record_without_segments_has_no_table_of_cuts():
+    """It says why."""
+    record = replace(replayed(), internals=())
+
+    with pytest.raises(PolicyError, match="replay it with internals=True"):
+        cut_table(record, 1, 0)

@@ -1,0 +1,385 @@
+"""Segments, boundaries, quotas: loops over positions and what events decided, closed forms."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.kept.bursts import above, tops
+from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.registry import METRICS
+from kvsim.schema import NEVER
+from kvsim.studies.segments.segments import NEAR, ams_segments, proxy_segments
+from kvsim.sweeps import cells
+from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.run import summarise
+from kvsim.testing.strategies import make_case
+from reference.strategies import evictions
+
+OF_SEGMENTS = ["segment_count", "segment_length", "boundary_shift", "boundary_f1"]
+DECIDED = [*OF_SEGMENTS, "quota_share", "suffix_mass"]
+SMALL = {"min_segment": 3, "max_segment": 8, "window": 5, "sink": 2, "recent": 4}
+
+#: Boundaries that come or go next to all that is special: the first run, the end of the text.
+EDGES = np.array(
+    [
+        [8, 8, NEVER, 11, 11, 11, NEVER, 8, 11, 11, 11, NEVER],
+        [11, 8, 11, 8, NEVER, NEVER, NEVER, 11, NEVER, 11, 11, NEVER],
+    ],
+    np.int32,
+)
+
+
+def small_trace(n=96, prompt_len=30, layers=2, **shape):
+    """A random trace whose events at an interval of 12 evict at a budget of 24."""
+    return make_case("sink", layers=layers, heads=2, n=n, prompt_len=prompt_len, **shape).trace()
+
+
+def segmented(trace, name="ams", budget=24, interval=12, **params):
+    """A record of `ams` with everything that its events decided."""
+    policy = kvsim.policy(name, **{**SMALL, **params})
+    return kvsim.replay(trace, policy, budget, interval=interval, internals=True)
+
+
+# ------------------------------------------------------------------------------ the same, by loops
+
+
+def agreement(earlier, later, row):
+    """(mean shift, F1) of two events' boundaries [position], the first one after `row`; or NaN."""
+    later = [p for p in later if p <= row]
+    if not earlier and not later:
+        return np.nan, np.nan
+    if not earlier or not later:
+        return np.nan, 0.0
+    moves = [min(abs(p - other) for other in earlier) for p in later]
+    back = [min(abs(p - other) for other in later) for p in earlier]
+    precision, recall = (sum(x <= NEAR for x in one) / len(one) for one in (moves, back))
+    both = precision + recall
+    return np.mean(moves), 2 * precision * recall / both if both else 0.0
+
+
+def run_starts(last, row):
+    """Positions at which a run of what is kept after `row` starts."""
+    kept = [p for p in range(row + 1) if last[p] > row]
+    return [p for p in kept if p - 1 not in kept], len(kept)
+
+
+def decided_starts(plans, layer, head):
+    """(first positions of segments, live entries) of a head, from the groups of the entries."""
+    at = plans.layers.index(layer), head
+    groups = plans.notes["segment"] if plans.groups is None else plans.groups
+    first, live = {}, 0
+    for pos, group in zip(plans.pos[at].tolist(), groups[at].tolist(), strict=True):
+        if pos >= 0:
+            first.setdefault(group, pos)
+            live += 1
+    return list(first.values()), live
+
+
+def assert_equal(found, head, events):
+    """A head's numbers are those of `events`: (row, first positions of segments, entries)."""
+    rows = [row for row, *_ in events]
+    count, entries = ([x[i] for x in events] for i in (1, 2))
+    count = [len(starts) for starts in count]
+    assert found.rows.tolist() == rows
+    assert found.count[head].tolist() == count
+    assert found.entries[head].tolist() == entries
+    length = [t / s if s else np.nan for t, s in zip(entries, count, strict=True)]
+    np.testing.assert_allclose(found.length[head], length)
+    pooled = sum(entries) / sum(count) if sum(count) else np.nan
+    np.testing.assert_allclose(found.pooled_length[head], pooled)
+    cuts = [starts[1:] for _, starts, _ in events]
+    pairs = [agreement(*pair) for pair in zip(cuts, cuts[1:], rows, strict=False)]
+    np.testing.assert_allclose(found.shift[head], [shift for shift, _ in pairs])
+    np.testing.assert_allclose(found.f1[head], [f1 for _, f1 in pairs])
+
+
+@settings(deadline=None)
+@given(evictions(most=60))
+@example(EDGES)
+def test_runs_equal_a_loop_over_positions(last):
+    """Number, length and boundaries of the runs that stay, of every head at every event."""
+    found = proxy_segments(last)
+
+    for head in range(len(last)):
+        events = [(row, *run_starts(last[head], row)) for row in event_rows(last).tolist()]
+        assert_equal(found, head, events)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from(["ams", "ams@release"]),
+    st.sampled_from(["strict", "reference"]),
+    st.sampled_from(["mass", "fixed"]),
+    st.sampled_from([0.02, 0.1, 0.3]),
+    st.integers(1, 4),
+)
+def test_segments_equal_a_loop_over_the_groups_of_entries(seed, name, mode, kind, share, least):
+    """Of what events decided: the same from lengths and the record as from groups and positions."""
+    trace = small_trace(n=70, seed=seed)
+    record = segmented(
+        trace,
+        name,
+        budget=20,
+        interval=9,
+        mode=mode,
+        segmentation=kind,
+        segment_mass=share,
+        min_segment=least,
+        segment_length=7,
+        suffix_fill="observed",
+    )
+
+    for layer, head in np.ndindex(2, 2):
+        events = [
+            (plans.row, *decided_starts(plans, layer, head))
+            for plans in sorted(record.internals, key=lambda one: one.row)
+        ]
+        assert len(events) == 4
+        assert_equal(ams_segments(record, layer), head, events)
+
+
+@pytest.mark.parametrize("name", ["fastkv+ams", "asl+ams"])
+def test_boundaries_are_positions_where_rows_were_dropped(name):
+    """A layer that has some rows of the prompt alone counts positions of the text."""
+    trace = small_trace(n=120, prompt_len=60, layers=4)
+    params = {**SMALL, "segment_mass": 0.2, "suffix_fill": "zero"}
+    params |= {"rows": 40, "layer": 1} if name.startswith("fastkv") else {"tau": 1.01}
+    policy = kvsim.policy(name, **params)
+    record = kvsim.replay(trace, policy, 24, interval=12, internals=True)
+    assert record.selection.layer is not None
+
+    for layer, head in itertools.product(range(4), range(2)):
+        acted = [one for one in record.internals if layer in one.layers]
+        events = [(one.row, *decided_starts(one, layer, head)) for one in acted]
+        assert_equal(ams_segments(record, layer), head, events)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.data())
+def test_the_nearest_above_equals_a_walk(values, data):
+    """In both directions, from any place and for any bound, also where there is none."""
+    line = np.array(values)
+    at = np.array(data.draw(st.lists(st.integers(0, len(line) - 1), min_size=1)))
+    bound = np.array(data.draw(st.lists(st.integers(-1, 6), min_size=len(at), max_size=len(at))))
+
+    for step in (1, -1):
+        found = above(tops(line), at, bound, step)
+        for start, least, got in zip(at.tolist(), bound.tolist(), found.tolist(), strict=True):
+            here = start + step
+            while 0 <= here < len(line) and line[here] <= least:
+                here += step
+            assert got == here
+
+
+# ------------------------------------------------------------------------------------ closed forms
+
+
+@pytest.mark.parametrize(("total", "kept"), [(8, 1), (8, 3), (8, 7), (1, 0)])
+def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
+    """Number of runs and their mean length, over every choice of what is kept."""
+    choices = list(itertools.combinations(range(total), kept))
+    last = np.full((len(choices), total), total - 1, np.int32)
+    for one, choice in zip(last, choices, strict=True):
+        one[list(choice)] = NEVER
+
+    found = proxy_segments(last)
+
+    for name in ("count", "length"):
+        chance, values = getattr(found, f"{name}_chance"), getattr(found, name)
+        np.testing.assert_allclose(chance, np.full_like(chance, values.mean()))
+
+
+def test_one_segment_has_no_boundary():
+    """All mass in one segment: as long as the cache; nothing can move, so nothing is said of it."""
+    trace = small_trace()
+    record = segmented(trace, segment_mass=2.0, max_segment=64)
+
+    table = kvsim.measure(trace, record, DECIDED, events=True)
+
+    own = table.filter(pl.col("variant").is_in(["ams", "ams,mean", "ams,pooled"]))
+    values = {
+        key: found["value"].unique().to_list() for key, found in own.group_by("metric", "variant")
+    }
+    assert values["segment_count", "ams"] == [1.0]
+    held = [(plans.pos >= 0).sum(-1).max() for plans in record.internals]
+    assert sorted(values["segment_length", "ams,mean"]) == sorted({float(n) for n in held})
+    assert values["segment_length", "ams,pooled"] == [pytest.approx(np.mean(held))]
+    assert values["boundary_shift", "ams"] == values["boundary_f1", "ams"] == [None]
+
+
+# ------------------------------------------------------------------------------ quotas and masses
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from(["strict", "reference"]),
+    st.sampled_from(["mass", "length", "equal"]),
+    st.integers(0, 9),
+)
+def test_shares_of_the_budget_sum_to_one(seed, mode, weights, least):
+    """By mass, as a minimum and by rounding; each what the notes of the events say."""
+    trace = small_trace(n=70, seed=seed)
+    record = segmented(trace, mode=mode, weights=weights, min_quota=least, budget=20)
+
+    table = kvsim.measure(trace, record, ["quota_share", "suffix_mass"], events=True)
+
+    at = ["layer", "head", "event"]
+    wide = table.filter(metric="quota_share").pivot(on="variant", index=at, values="value")
+    suffix = table.filter(metric="suffix_mass")
+    assert set(suffix["variant"]) == {""}
+    wide = wide.join(suffix.select(*at, suffix="value"), on=at)
+    assert len(wide) == 2 * 2 * len(record.internals)
+    for row in wide.iter_rows(named=True):
+        (plans,) = (one for one in record.internals if one.row == row["event"])
+        here = row["layer"], row["head"]
+        assert row["mass"] + row["minimum"] + row["rounding"] == pytest.approx(1)
+        assert min(row["mass"], row["minimum"], row["rounding"]) > -1e-6
+        assert row["mass"] == pytest.approx(plans.notes["quota_by_mass"][here])
+        assert row["minimum"] == pytest.approx(plans.notes["quota_minimum"][here])
+        assert row["infeasible"] == plans.notes["infeasible"][here]
+        if mode == "strict":
+            assert row["rounding"] == pytest.approx(0, abs=1e-6)
+        recent = plans.pos[here] > plans.row - SMALL["window"]
+        if mode == "strict":
+            assert row["suffix"] == pytest.approx(plans.notes["mass"][here][recent].sum())
+
+
+def test_minima_that_do_not_fit_are_said():
+    """Always where each segment wants all it has and the budget is small, else never."""
+    trace = small_trace()
+    tight = segmented(trace, min_quota=8, budget=12)
+    shares = [
+        kvsim.measure(trace, record, ["quota_share"]).filter(variant="infeasible")["value"]
+        for record in (tight, segmented(trace))
+    ]
+
+    assert [one.to_list() for one in shares] == [[1.0] * 4, [0.0] * 4]
+
+
+# ---------------------------------------------------------------------- the table, and where from
+
+
+def variants(table):
+    """Variants by metric."""
+    return {
+        metric: set(found["variant"]) for (metric,), found in table.group_by("metric") if metric
+    }
+
+
+def test_without_internals_there_is_the_proxy_alone():
+    """No value, and not 0, for what the events decided; the proxies are the same with and without.
+
+    A policy without segments has its proxies, whether its internals are there or not.
+    """
+    trace = small_trace()
+    record = segmented(trace)
+    bare = replace(record, internals=())
+    tova = kvsim.replay(trace, kvsim.policy("tova"), 24, interval=12, internals=True)
+
+    full, less, other = (kvsim.measure(trace, one, DECIDED) for one in (record, bare, tova))
+
+    proxies = {name: {"proxy_run"} for name in OF_SEGMENTS}
+    proxies["segment_length"] = {"proxy_run,mean", "proxy_run,pooled"}
+    assert variants(less) == variants(other) == proxies
+    assert set(variants(full)) == set(DECIDED)
+    assert variants(full)["boundary_f1"] == {"ams", "proxy_run"}
+    kept = full.filter(pl.col("variant").str.starts_with("proxy_run"))
+    assert kept.equals(less)
+
+
+def test_what_cannot_be_measured_is_null():
+    """Without an event there is no segment; with one event nothing has moved."""
+    trace = small_trace()
+    none, once = (
+        kvsim.replay(trace, kvsim.policy("ams", **SMALL), budget, interval=interval, internals=True)
+        for budget, interval in ((96, 12), (24, 60))
+    )
+    assert (len(none.events), len(once.events)) == (0, 1)
+
+    empty, single = (kvsim.measure(trace, one, DECIDED) for one in (none, once))
+
+    assert variants(empty)["segment_count"] == {"proxy_run"}
+    assert empty["value"].unique().to_list() == [None]
+    moved = single.filter(pl.col("metric").str.starts_with("boundary"))
+    assert moved["value"].unique().to_list() == [None]
+    assert variants(moved)["boundary_shift"] == {"ams", "proxy_run"}
+    assert single.filter(metric="segment_count")["value"].null_count() == 0
+
+
+def test_events_are_listed_on_request():
+    """One row for each event of a layer, for pairs of events that of the first; their mean else."""
+    trace = small_trace()
+    record = segmented(trace)
+
+    table = kvsim.measure(trace, record, DECIDED, events=True)
+    short = kvsim.measure(trace, record, DECIDED)
+
+    for name, rows in (("segment_count", record.events), ("boundary_shift", record.events[:-1])):
+        for layer in range(2):
+            found = table.filter(metric=name, variant="ams", layer=layer, head=0)
+            assert found["event"].to_list() == rows
+            own = short.filter(metric=name, variant="ams", layer=layer, head=0)
+            assert own["value"].item() == pytest.approx(found["value"].mean())
+    pooled = table.filter(variant="ams,pooled")
+    assert pooled["event"].null_count() == len(pooled) == 4
+
+
+def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
+    """The numbers are those of a replay with internals, which no record keeps or holds in full."""
+    trace = small_trace()
+    policies = [kvsim.policy("ams", **SMALL), kvsim.policy("tova")]
+    replayed = []
+
+    def replay(*args, **how):
+        record = kvsim.replay(*args, **how)
+        replayed.append((how["internals"], record))
+        return record
+
+    monkeypatch.setattr(cells, "replay", replay)
+    run = replay_all([trace], policies, [24], interval=12, prefill=False, metrics=DECIDED)
+    replay_all([trace], policies[:1], [24], interval=12, metrics=["entries_seen"])
+
+    expected = kvsim.measure(trace, segmented(trace), DECIDED)
+    own = run.table.filter(policy="ams")
+    assert own.drop("value", "chance").equals(expected.drop("value", "chance"))
+    for name in ("value", "chance"):
+        np.testing.assert_allclose(own[name].to_numpy(), expected[name].to_numpy())
+    noted = frozenset().union(*(METRICS[name].notes for name in DECIDED))
+    assert noted == policies[0].allocator.notes
+    assert [asked for asked, _ in replayed] == [noted, frozenset(), frozenset()]
+    assert [len(record.internals) > 0 for _, record in replayed] == [True, False, False]
+    assert all(record.internals == () for record in run.records)
+    for plans in replayed[0][1].internals:
+        assert set(plans.notes) == noted
+        parts = [plans.pos, plans.scores, plans.quotas, *plans.notes.values()]
+        assert sum(one.nbytes for one in parts) < 2 * 2 * 200
+
+
+def test_a_summary_does_not_compare_segments_with_proxies():
+    """A policy that makes no segments has none in the summary, and a row all the same."""
+    run = replay_all(
+        [small_trace()],
+        [kvsim.policy("ams", **SMALL), kvsim.policy("tova")],
+        [24],
+        interval=12,
+        metrics=OF_SEGMENTS,
+    )
+
+    both = summarise(run.table, OF_SEGMENTS)
+    alone = summarise(run.table.filter(policy="tova"), OF_SEGMENTS)
+
+    assert both["policy"].to_list() == ["ams", "tova"]
+    assert both.filter(policy="ams").select(OF_SEGMENTS).null_count().sum_horizontal()[0] == 0
+    for summary in (both.filter(policy="tova"), alone):
+        row = summary.row(0, named=True)
+        assert [row[name] for name in (*OF_SEGMENTS, "exact")] == [None] * 5
+        assert row["budget"] == 24
