@@ -325,7 +325,6 @@ MEANINGLESS = {
     "part of a prompt": lambda: estimate(_model(), kvsim.policy("tova"), 64, 1000, prompt=500.5),
     "part of an entry": lambda: estimate(_model(), kvsim.policy("tova"), 2.5, 1000),
     "no heads": lambda: retention_lift(_trace(), _record(), 0, heads=[]),
-    "replays to a URL": lambda: replay_all([_trace()], "tova", 64, out="s3://bucket/run"),
     "calibrations to a URL": lambda: write_calibrations("s3://bucket/c.json", []),
 }
 

@@ -205,9 +205,8 @@ def _leaders(table: pl.DataFrame, metric: str, size: tuple[int, int]) -> dict[st
     if values.shape != size:
         return {}
     rank, _ = _ranks(rows, values, np.ones(rows.height, bool), higher=False)
-    best = (
-        rows.filter(pl.Series(rank == 1)).group_by("requested", maintain_order=True).agg("policy")
-    )
+    first = rows.filter(pl.Series(rank == 1))
+    best = first.group_by("requested", maintain_order=True).agg("policy")
     return {budget: tuple(names) for budget, names in best.iter_rows()}
 
 
@@ -445,9 +444,6 @@ def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) ->
         after = schedule(interval, prefill=bool(prefill), compress=compress)
         schedules.setdefault(after, {})[name] = None
     if len(schedules) > 1:
-        parts = (f"{', '.join(names)} after {after}" for after, names in schedules.items())
-        remarks.append(
-            f"policies evicted after different rows, and part of a difference may be due to that: "
-            f"{'; '.join(parts)}"
-        )
+        parts = "; ".join(f"{', '.join(names)} after {at}" for at, names in schedules.items())
+        remarks.append(f"policies evicted after different rows, which may show: {parts}")
     return remarks

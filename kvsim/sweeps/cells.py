@@ -138,8 +138,8 @@ def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Comp
             except (Exception, SystemExit) as error:  # noqa: BLE001  a policy is anybody's code
                 failures.append(failure(cell, Lost(_unexpected(error))))
             if len(pending) == together:
-                group, pending = pending, []
                 report(done, len(cells), f"{cell.trace.name}: measuring")
+                group, pending = pending, []
                 measure(group)
     except KeyboardInterrupt:
         interrupted = True

@@ -318,7 +318,7 @@ def test_a_figure_says_what_it_needs(command, message, mixed, tmp_path, run):
 def test_a_record_without_internals_says_so():
     """From Python alone can it be asked for without."""
     record = kvsim.replay(make(), kvsim.policy("ams", window=8), 40, interval=8)
-    with pytest.raises(PolicyError, match="was not kept; replay it with internals=True"):
+    with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
         segmented(record, 1, 0)
 
 

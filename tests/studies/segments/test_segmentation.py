@@ -134,7 +134,7 @@ def test_a_record_without_segments_is_refused():
         layers=(0, 1),
         layer_ids=(0, 1),
     )
-    with pytest.raises(PolicyError, match="not kept; replay it with internals=True"):
+    with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
         segmented(bare, 0, 0)
 
 
