@@ -11,7 +11,6 @@ prompt, at the fp32 matrix rate.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,46 +20,12 @@ from kvsim.policies import CATALOGUE, names
 
 sys.path.append(str(Path(__file__).parents[1]))
 from probes import repeated
+from replay import Size, arrays, fresh
 
 from harness import best, matrix_rate, report
 
-
-@dataclass(frozen=True)
-class Size:
-    """Shapes of one run."""
-
-    layers: int
-    heads: int
-    group: int
-    dim: int
-    tokens: int
-    prompt: int
-    budget: int
-    interval: int | None
-    repeats: int
-    matrix: int = 2048
-
-
 AIM = Size(1, 4, 7, 128, tokens=4096, prompt=512, budget=512, interval=512, repeats=3)
 SMALLEST = Size(1, 2, 2, 32, tokens=320, prompt=128, budget=64, interval=64, matrix=256, repeats=1)
-
-
-def arrays(size: Size) -> dict[str, torch.Tensor]:
-    """Random q, k, v with their full attention."""
-    torch.manual_seed(0)
-    rows = (size.layers, size.heads * size.group, size.tokens, size.dim)
-    entries = (size.layers, size.heads, size.tokens, size.dim)
-    given = {"q": torch.randn(rows), "k": torch.randn(entries), "v": torch.randn(entries)}
-    if size.interval != 1:
-        trace = fresh(size, given)
-        given["attn_out"], given["lse"] = trace.attn_out, trace.lse
-    return given
-
-
-def fresh(size: Size, given: dict[str, torch.Tensor]) -> kvsim.Trace:
-    """A trace that has cached nothing."""
-    rope = kvsim.Rope.default(size.dim)
-    return kvsim.Trace.from_arrays(**given, prompt_len=size.prompt, rope=rope)
 
 
 def run(size: Size) -> tuple[dict[str, float], list[str]]:

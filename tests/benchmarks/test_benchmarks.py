@@ -22,6 +22,10 @@ def load(name):
 
 #: Script: the arguments of its smallest run, and what it has figures of.
 FIGURES = {
+    "replay": (
+        lambda script: (script.SMALLEST, script.SMALLEST_ROWS),
+        {"tova", "snapkv", "bare", "tova row", "h2o row"},
+    ),
     "policies": (
         lambda script: (script.SMALLEST,),
         {"ams", "expected_attention", "gkv", "adakv+tova", ...},
