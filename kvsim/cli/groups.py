@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvsim.cli.values import OptionError
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
+    from kvsim.core.trace import Trace
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -184,10 +185,27 @@ class NewPrompts:
 
 @dataclass(frozen=True)
 class Loading:
-    """How a model is loaded."""
+    """The model that was recorded, and how it is loaded."""
 
+    model: values.RecordedModel
     device: values.ModelDevice = "cpu"
     trust_remote_code: values.TrustRemoteCode = False
+
+    def loaded(self, recorded: Sequence[Trace]) -> Any:
+        """Load the model and its tokenizer in the precision of the recording."""
+        from kvsim.cli.show import echo_error
+        from kvsim.recorder import load_model
+        from kvsim.store.metadata import object_at
+
+        values.quiet_transformers()
+        dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None
+        return load_model(
+            self.model,
+            dtype=dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            note=echo_error,
+        )
 
 
 @dataclass(frozen=True)

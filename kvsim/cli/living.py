@@ -34,7 +34,7 @@ def live(
         list[str] | None,
         typer.Argument(metavar="[TRACE]...", help="Recorded prompts and responses."),
     ] = None,
-    model: values.RecordedModel,
+    loading: Loading,
     new: NewPrompts,
     chosen: Chosen,
     budget: values.Budgets,
@@ -54,7 +54,6 @@ def live(
         ),
     ] = None,
     paged: Paged,
-    loading: Loading,
     folder: Folder,
     show_text: values.ShowText = False,
     as_json: values.Json = False,
@@ -89,7 +88,7 @@ def live(
     new_tokens = usual if writing.max_new_tokens is None else writing.max_new_tokens
     try:
         with ExitStack() as stack, show.bar("cells") as report:
-            decoder, tokenizer = load(model, recorded, loading.device, loading.trust_remote_code)
+            decoder, tokenizer = loading.loaded(recorded)
             if prompts is not None:
                 if record_to is None and out is not None:
                     record_to = out.with_name(f"{out.name}-traces")
@@ -122,22 +121,6 @@ def live(
         )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None
-
-
-def load(model: str, recorded: list[Trace], device: str, trust_remote_code: bool) -> Any:
-    """Load the model in the precision of the recording."""
-    from kvsim.recorder import load_model
-    from kvsim.store.metadata import object_at
-
-    values.quiet_transformers()
-    dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None
-    return load_model(
-        model,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        note=show.echo_error,
-    )
 
 
 def _record(

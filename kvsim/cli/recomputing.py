@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import values
-from kvsim.cli.living import load
+from kvsim.cli.groups import Loading, grouped
 from kvsim.cli.show import (
     bar,
     echo_json,
@@ -31,17 +31,17 @@ _WHAT = (
 )
 
 
+@grouped
 def recompute(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
     ],
     policy: values.PolicyNames,
     budget: values.Budgets,
-    model: values.RecordedModel,
+    loading: Loading,
     settings: values.Settings = None,
-    device: values.ModelDevice = "cpu",
     memory: values.Memory = None,
-    trust_remote_code: values.TrustRemoteCode = False,
+    *,
     as_json: values.Json = False,
 ) -> None:
     """Compute the layers behind a selection again.
@@ -59,7 +59,7 @@ def recompute(
     policies = values.build_policies(policy, settings)
     sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded
-    decoder, _ = load(model, [opened], device, trust_remote_code)
+    decoder, _ = loading.loaded([opened])
     prefills: list[Recomputed] = []
     with bar("prefills") as report:
         for each, size in product(policies, sizes):

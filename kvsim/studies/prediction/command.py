@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show, values
-from kvsim.cli.groups import Folder
-from kvsim.cli.living import load
+from kvsim.cli.groups import Chosen, Folder, Loading, Schedule, grouped
 from kvsim.cli.replaying import finish, folder_state
 from kvsim.cli.values import Stop
 from kvsim.schema import plural, schedule
@@ -51,25 +50,20 @@ Answer lost: share of answers, right with the full cache, that were wrong in liv
 layer error."""
 
 
+@grouped
 def fidelity(
     traces: values.TracePaths,
-    model: values.RecordedModel,
-    policy: values.PolicyNames,
+    chosen: Chosen,
     budget: values.Budgets,
-    interval: values.Interval = None,
-    prefill: values.Prefill = None,
-    compress: values.Compress = None,
-    own_schedule: values.OwnSchedule = False,
-    settings: values.Settings = None,
-    fit: values.Fit = False,
+    schedule: Schedule,
     max_new_tokens: Annotated[
         int,
         typer.Option(
             min=0, help="Tokens of the response that the model writes under each policy, 0: none."
         ),
     ] = 0,
-    device: values.ModelDevice = "cpu",
-    trust_remote_code: values.TrustRemoteCode = False,
+    *,
+    loading: Loading,
     out: Annotated[
         Path | None,
         values.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
@@ -101,16 +95,15 @@ def fidelity(
 
     if calibration is not None:
         check_output(calibration, advice="give a path where nothing is yet")
-    policies = values.build_policies(policy, settings, fit=fit)
+    policies = chosen.built()
     for each in policies:
         check_live(each)
     recorded = values.open_traces(traces)
     for trace in recorded if calibration is not None else ():
         check_arrays(trace, ["layer_error"])
-    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
-    terms["own_schedule"] = own_schedule
+    terms = vars(schedule)
     try:
-        decoder, tokenizer = load(model, recorded, device, trust_remote_code)
+        decoder, tokenizer = loading.loaded(recorded)
         with show.bar("cells run") as report:
             live = _whole(
                 run_live(
@@ -235,16 +228,12 @@ def _kept(table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+@grouped
 def predict(
     traces: values.TracePaths,
-    policy: values.PolicyNames,
+    chosen: Chosen,
     budget: values.Budgets,
-    interval: values.Interval = None,
-    prefill: values.Prefill = None,
-    compress: values.Compress = None,
-    own_schedule: values.OwnSchedule = False,
-    settings: values.Settings = None,
-    fit: values.Fit = False,
+    schedule: Schedule,
     calibration: Annotated[
         Path | None,
         values.path_option(
@@ -252,6 +241,7 @@ def predict(
         ),
     ] = None,
     device: values.Device = "cpu",
+    *,
     as_json: values.Json = False,
 ) -> None:
     """Predict from replay how far the running model diverges.
@@ -263,18 +253,16 @@ def predict(
     from kvsim.studies.prediction import prediction
     from kvsim.sweeps.driver import replay_all
 
-    policies = values.build_policies(policy, settings, fit=fit)
+    policies = chosen.built()
     recorded = values.open_traces(traces)
     fitted = prediction.calibration_of(recorded, calibration)
-    terms: dict[str, Any] = {"interval": interval, "prefill": prefill, "compress": compress}
-    terms["own_schedule"] = own_schedule
     with show.bar("cells") as report:
         run = replay_all(
             *(recorded, policies, budget),
             metrics=["layer_error"],
             device=device,
             progress=report,
-            **terms,
+            **vars(schedule),
         )
     rows = prediction.predict(run.table, fitted).to_dicts()
     remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])
