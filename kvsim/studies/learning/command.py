@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.groups import grouped
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 
@@ -15,6 +17,52 @@ if TYPE_CHECKING:
     from kvsim.studies.learning.learn import Learning
 
 
+@dataclass(frozen=True)
+class Learned:
+    """The scorer that is learned."""
+
+    features: Annotated[
+        list[str] | None,
+        values.several(
+            "GROUP[,...]",
+            "What it may see of an entry: position, attention, keys, values; default: all of "
+            "these. projections of keys and values bind it to one model; future, with --ahead, "
+            "looks ahead.",
+        ),
+    ] = None
+    hidden: Annotated[
+        int, typer.Option(min=0, help="Width of the hidden layer; 0 for a linear score.")
+    ] = 32
+    ahead: Annotated[int, typer.Option(min=0, help="Rows that the group future looks ahead.")] = 0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the scorer is compared with, and where."""
+
+    test: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Compare on these traces instead, such as those of another model or task; may be "
+            "several, or a folder.",
+        ),
+    ] = None
+    against: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
+        ),
+    ] = None
+    metric: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,...]", "What to measure on the prompts held out; default: as `kvsim sweep`."
+        ),
+    ] = None
+
+
+@grouped
 def learn(
     traces: values.TracePaths,
     budget: Annotated[
@@ -29,19 +77,8 @@ def learn(
             "FILE.safetensors", "The scorer to write; it replays as --policy learned:FILE."
         ),
     ],
-    features: Annotated[
-        list[str] | None,
-        values.several(
-            "GROUP[,...]",
-            "What it may see of an entry: position, attention, keys, values; default: all of "
-            "these. projections of keys and values bind it to one model; future, with --ahead, "
-            "looks ahead.",
-        ),
-    ] = None,
-    hidden: Annotated[
-        int, typer.Option(min=0, help="Width of the hidden layer; 0 for a linear score.")
-    ] = 32,
-    ahead: Annotated[int, typer.Option(min=0, help="Rows that the group future looks ahead.")] = 0,
+    *,
+    scorer: Learned,
     interval: Annotated[int, typer.Option(min=1, help="Rows between events.")] = 32,
     rounds: Annotated[
         int,
@@ -55,26 +92,7 @@ def learn(
             min=0, max=0.99, help="Share of the prompts that it does not learn from, 0 for none."
         ),
     ] = 0.3,
-    test: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TRACE",
-            help="Compare on these traces instead, such as those of another model or task; may be "
-            "several, or a folder.",
-        ),
-    ] = None,
-    against: Annotated[
-        list[str] | None,
-        values.several(
-            "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
-        ),
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        values.several(
-            "NAME[,...]", "What to measure on the prompts held out; default: as `kvsim sweep`."
-        ),
-    ] = None,
+    compared: Compared,
     seed: Annotated[
         int, typer.Option(min=0, help="The seed of the split, the pairs and the network.")
     ] = 0,
@@ -89,21 +107,21 @@ def learn(
     from kvsim.studies.learning.learn import AGAINST, CAUSAL
     from kvsim.studies.learning.learn import learn as learned
 
-    groups = features or [*CAUSAL, *(["future"] * (ahead > 0))]
+    groups = scorer.features or [*CAUSAL, *(["future"] * (scorer.ahead > 0))]
     with show.bar("steps") as report:
         learning = learned(
             values.open_traces(traces),
             budget,
             out,
             features=groups,
-            hidden=hidden,
-            ahead=ahead,
+            hidden=scorer.hidden,
+            ahead=scorer.ahead,
             interval=interval,
             rounds=rounds,
             held_out=held_out,
-            test=None if test is None else values.open_traces(test),
-            against=against or AGAINST,
-            metrics=metric,
+            test=None if compared.test is None else values.open_traces(compared.test),
+            against=compared.against or AGAINST,
+            metrics=compared.metric,
             seed=seed,
             overwrite=overwrite,
             progress=report,

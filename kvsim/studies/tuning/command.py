@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.groups import Judging, grouped
 from kvsim.cli.values import OptionError, Stop
 from kvsim.schema import plural
 
@@ -16,6 +18,33 @@ if TYPE_CHECKING:
     from kvsim.studies.tuning.search import Tuning
 
 
+@dataclass(frozen=True)
+class Searching:
+    """The settings that are tried, and the prompts that they are tried on."""
+
+    search: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,NAME...]", "The parameters to search; default: all that have a range or choices."
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="[POLICY.]KEY=VALUE", help="A parameter that is not searched."
+        ),
+    ] = None
+    trials: Annotated[int, typer.Option(min=1, help="Settings to try.")] = 50
+    held_out: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.99, help="Share of the prompts that the search does not see, 0 for none."
+        ),
+    ] = 0.5
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the split and the search.")] = 0
+
+
+@grouped
 def tune(
     traces: values.TracePaths,
     policy: Annotated[
@@ -37,28 +66,9 @@ def tune(
             "output projections.",
         ),
     ] = None,
-    judge: values.Judge = False,
-    model: values.JudgingModel = None,
-    search: Annotated[
-        list[str] | None,
-        values.several(
-            "NAME[,NAME...]", "The parameters to search; default: all that have a range or choices."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="[POLICY.]KEY=VALUE", help="A parameter that is not searched."
-        ),
-    ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Settings to try.")] = 50,
-    held_out: Annotated[
-        float,
-        typer.Option(
-            min=0, max=0.99, help="Share of the prompts that the search does not see, 0 for none."
-        ),
-    ] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the split and the search.")] = 0,
+    *,
+    judging: Judging,
+    searching: Searching,
     interval: values.Interval = None,
     prefill: values.Prefill = None,
     device: values.Device = "cpu",
@@ -83,8 +93,10 @@ def tune(
 
     if out is not None:
         check_output(out, advice="give another --out")
-    names = None if search is None else [key.replace("scorer.", "scorer__") for key in search]
-    (given,) = values.settings_of([policy], settings or ()).values()
+    names = None
+    if searching.search is not None:
+        names = [key.replace("scorer.", "scorer__") for key in searching.search]
+    (given,) = values.settings_of([policy], searching.settings or ()).values()
     fixed = {key: value for key, (value, *_) in given.items()}
     if any(len(each) > 1 for each in given.values()):
         raise OptionError(
@@ -94,12 +106,12 @@ def tune(
     with show.bar("trials") as report:
         tuning = tuned(
             *(opened, policy, budget, metric),
-            judge=model or judge,
+            judge=judging.by,
             search=names,
             fixed=fixed,
-            trials=trials,
-            held_out=held_out,
-            seed=seed,
+            trials=searching.trials,
+            held_out=searching.held_out,
+            seed=searching.seed,
             interval=interval,
             prefill=prefill,
             device=device,
