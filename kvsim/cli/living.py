@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,14 @@ from kvsim.cli.values import OptionError, Stop
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is printed."""
+
+    show_text: values.ShowText = False
+    as_json: values.Json = False
 
 
 @grouped
@@ -55,8 +64,7 @@ def live(
     ] = None,
     paged: Paged,
     folder: Folder,
-    show_text: values.ShowText = False,
-    as_json: values.Json = False,
+    printed: Shown,
 ) -> None:
     """Run policies on the model itself, its cache compressed.
 
@@ -117,7 +125,14 @@ def live(
             )
         shown = metric or LIVE_SUMMARY
         show_run(
-            run, recorded, policies, Protection(), shown, out, as_json=as_json, whole=show_text
+            run,
+            recorded,
+            policies,
+            Protection(),
+            shown,
+            out,
+            as_json=printed.as_json,
+            whole=printed.show_text,
         )
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import values
+from kvsim.cli.groups import grouped
 from kvsim.cli.show import bar, echo_error
 from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import suggest
@@ -41,6 +42,34 @@ def listing() -> str:
     return "\b\nFigures:\n" + "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """Replays that a figure is drawn from."""
+
+    policy: Annotated[
+        list[str] | None,
+        values.several(
+            "NAME[,NAME...]",
+            "Policies, as `kvsim policies` lists them, for figures that show any; of a run "
+            "those to show, by default all.",
+        ),
+    ] = None
+    budget: Annotated[
+        list[str] | None,
+        values.several(
+            "N|P%[,...]",
+            "Entries per KV head that stay after an event, or a share of the trace's length; "
+            "of a run those to show, by default all.",
+        ),
+    ] = None
+    interval: values.Interval = None
+    prefill: values.Prefill = None
+    own_schedule: values.OwnSchedule = False
+    settings: values.Settings = None
+    fit: values.Fit = False
+
+
+@grouped
 def plot(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The figure, of the list below.")],
     sources: Annotated[
@@ -52,27 +81,7 @@ def plot(
         ),
     ],
     out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
-    policy: Annotated[
-        list[str] | None,
-        values.several(
-            "NAME[,NAME...]",
-            "Policies, as `kvsim policies` lists them, for figures that show any; of a run "
-            "those to show, by default all.",
-        ),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        values.several(
-            "N|P%[,...]",
-            "Entries per KV head that stay after an event, or a share of the trace's length; "
-            "of a run those to show, by default all.",
-        ),
-    ] = None,
-    interval: values.Interval = None,
-    prefill: values.Prefill = None,
-    own_schedule: values.OwnSchedule = False,
-    settings: values.Settings = None,
-    fit: values.Fit = False,
+    replayed: Replayed,
     metric: Annotated[
         list[str] | None,
         values.several(
@@ -124,14 +133,20 @@ def plot(
     keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
     # folders that `kvsim replay --out` wrote
     runs = [source for source in sources if (Path(source) / "run.json").is_file()]
-    given: dict[str, Any] = {"policy": policy, "budget": budget, "interval": interval}
-    given |= {"prefill": prefill, "set": settings, "own-schedule": own_schedule or None}
+    given: dict[str, Any] = {
+        "policy": replayed.policy,
+        "budget": replayed.budget,
+        "interval": replayed.interval,
+        "prefill": replayed.prefill,
+        "set": replayed.settings,
+        "own-schedule": replayed.own_schedule or None,
+    }
     _check_given(name, figure, sources, runs, given)
     if runs:
-        data = read(runs, policy, budget)
+        data = read(runs, replayed.policy, replayed.budget)
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
-        policies = values.build_policies(policy or (), settings, fit=fit)
+        policies = values.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
         if figure.single == "record" and len(policies) > 1:
             raise OptionError(
                 f"{name} shows one policy, but --set has several values; give one of each parameter"
@@ -148,17 +163,17 @@ def plot(
             _check_place(trace, layer, head, replays=bool(policies))
         if layer is None and figure.single and policies and traces[0].windowed:
             layer = _unwindowed(traces[0])  # the figure's own default may have a window
-        schedule: dict[str, Any] = {"interval": interval, "prefill": prefill}
+        schedule: dict[str, Any] = {"interval": replayed.interval, "prefill": replayed.prefill}
         if figure.replay is None:
             data = Data(traces)
         elif figure.replay == "once":
             data = _evicted_once(traces, policies, ratios)
         elif figure.replay == "plans":
-            data = _planned(traces[0], policies[0], (budget or [])[0], schedule)
+            data = _planned(traces[0], policies[0], (replayed.budget or [])[0], schedule)
         else:
             measured = available(figure.metrics, traces) if metric is None else (*metric, *COSTS)
-            schedule["own_schedule"] = own_schedule
-            data = _swept(traces, policies, budget or [], schedule, measured)
+            schedule["own_schedule"] = replayed.own_schedule
+            data = _swept(traces, policies, replayed.budget or [], schedule, measured)
 
     from kvsim import plots
     from kvsim.analysis.summaries import uneven

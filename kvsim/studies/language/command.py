@@ -7,12 +7,14 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli.groups import grouped
 from kvsim.cli.values import OptionError, Overwrite, path_option, several
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
@@ -27,6 +29,25 @@ if TYPE_CHECKING:
     from kvsim.text.tasks import Sample as TextSample
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a page and its response, where they are not those of a level."""
+
+    facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None
+    lines: Annotated[
+        int | None, typer.Option(help="Lines of the response; get and join: at most one per fact.")
+    ] = None
+    filler: Annotated[
+        float | None, typer.Option(help="Sentences of filler before a fact, on average.")
+    ] = None
+    kinds: Annotated[int | None, typer.Option(help="Kinds in the key.")] = None
+    report: Annotated[int | None, typer.Option(help="Sums that the report repeats.")] = None
+    cycle: Annotated[
+        int | None, typer.Option(help="Lines after which a walk returns to a fact.")
+    ] = None
+
+
+@grouped
 def prompts(
     model: Annotated[
         str,
@@ -81,18 +102,8 @@ def prompts(
     ] = False,
     n: Annotated[int, typer.Option(min=1, help="The number of prompts.")] = 10,
     seed: Annotated[int, typer.Option(help="The same seed gives the same prompts.")] = 0,
-    facts: Annotated[int | None, typer.Option(help="Facts on the page.")] = None,
-    lines: Annotated[
-        int | None, typer.Option(help="Lines of the response; get and join: at most one per fact.")
-    ] = None,
-    filler: Annotated[
-        float | None, typer.Option(help="Sentences of filler before a fact, on average.")
-    ] = None,
-    kinds: Annotated[int | None, typer.Option(help="Kinds in the key.")] = None,
-    report: Annotated[int | None, typer.Option(help="Sums that the report repeats.")] = None,
-    cycle: Annotated[
-        int | None, typer.Option(help="Lines after which a walk returns to a fact.")
-    ] = None,
+    *,
+    page: Sizes,
     out: Annotated[Path | None, path_option("FILE.jsonl", "Write to a file instead.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -107,8 +118,7 @@ def prompts(
         check_output(out, overwrite=overwrite)
     elif overwrite:
         raise OptionError("--overwrite is about the file of --out; give --out FILE.jsonl too")
-    sizes: dict[str, Any] = {"facts": facts, "lines": lines, "filler": filler}
-    sizes |= {"kinds": kinds, "report": report, "cycle": cycle}
+    sizes = dict(vars(page))
     shipped = model in MODELS
     sources = (
         {"length": length, "depth": depth, "context": context or None}

@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvsim.cli import show, values
+from kvsim.cli.groups import grouped
 from kvsim.cli.show import echo_text, number, one_line
 from kvsim.cli.values import OptionError
 from kvsim.errors import PolicyError
@@ -42,6 +43,28 @@ _RECALL = {"gold\nrecall": ("gold_recall", ".0%")}
 _REGRET = {"first\ncomplete": ("first_full_recall", "d"), "regret,\nlayers": ("layer_regret", "+d")}
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Parameters of ASL's rule."""
+
+    tau: Annotated[
+        float, typer.Option(help="Relative rank variance below which a layer selects.")
+    ] = 0.3
+    window: Annotated[
+        int, typer.Option(help="Last rows of the prompt, whose attention ranks the tokens.")
+    ] = 32
+    pool: Annotated[
+        Literal["avg", "max", "none"], typer.Option(help="Pooling of scores over neighbours.")
+    ] = "avg"
+    pool_kernel: Annotated[int, typer.Option(help="Tokens that are pooled.")] = 7
+    first_layer: Annotated[
+        int | None,
+        typer.Option(help="The first layer that is tested; default: a third of the layers."),
+    ] = None
+    look_back: Annotated[int, typer.Option(help="Layers whose ranks are compared.")] = 8
+
+
+@grouped
 def layers(
     traces: values.TracePaths,
     budget: Annotated[
@@ -52,21 +75,7 @@ def layers(
             "the trace's length.",
         ),
     ],
-    tau: Annotated[
-        float, typer.Option(help="Relative rank variance below which a layer selects.")
-    ] = 0.3,
-    window: Annotated[
-        int, typer.Option(help="Last rows of the prompt, whose attention ranks the tokens.")
-    ] = 32,
-    pool: Annotated[
-        Literal["avg", "max", "none"], typer.Option(help="Pooling of scores over neighbours.")
-    ] = "avg",
-    pool_kernel: Annotated[int, typer.Option(help="Tokens that are pooled.")] = 7,
-    first_layer: Annotated[
-        int | None,
-        typer.Option(help="The first layer that is tested; default: a third of the layers."),
-    ] = None,
-    look_back: Annotated[int, typer.Option(help="Layers whose ranks are compared.")] = 8,
+    asl: Rule,
     gold: Annotated[
         str | None,
         typer.Option(
@@ -100,8 +109,8 @@ def layers(
         raise OptionError("--gold and --gold-text were both given; expected one of them")
     if figures is not None:
         check_output(figures, advice="give another --figures")
-    if not math.isfinite(tau):
-        raise OptionError(f"--tau is {tau}; expected a number, 0 or more")
+    if not math.isfinite(asl.tau):
+        raise OptionError(f"--tau is {asl.tau}; expected a number, 0 or more")
     positions = None
     if gold is not None and gold != _ANSWER:
         expected = f"positions such as 12-18,40, or {_ANSWER!r}"
@@ -116,12 +125,12 @@ def layers(
 
     with _as_options():
         rule = ASL(
-            tau=tau,
-            window=window,
-            pool=None if pool == "none" else pool,
-            pool_kernel=pool_kernel,
-            first_layer=first_layer,
-            look_back=look_back,
+            tau=asl.tau,
+            window=asl.window,
+            pool=None if asl.pool == "none" else asl.pool,
+            pool_kernel=asl.pool_kernel,
+            first_layer=asl.first_layer,
+            look_back=asl.look_back,
         )
     opened = values.open_traces(traces)
 
