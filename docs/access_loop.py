@@ -30,6 +30,7 @@ from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import Interval, averages
 from kvsim.core.policy import Policy
 from kvsim.recorder import load_model
+from kvsim.sweeps import Run
 from kvsim.sweeps.driver import replay_all
 
 RESULTS = ROOT / "docs/access-loop-results.jsonl"
@@ -141,7 +142,7 @@ def _lived(
 
 def _values(
     cells: Sequence[Cell],
-    run: Callable[[list[Policy], list[int]], kvsim.Run],
+    run: Callable[[list[Policy], list[int]], Run],
     metrics: Sequence[str],
 ) -> list[dict[str, float]]:
     """The metrics of each cell; policies of one budget, and budgets of one policy, run together."""

@@ -6,7 +6,6 @@ subject     an Analysis of a trace and a Subject of a record, which metrics read
 kept        kept sets
 output      the attention output that is left
 attention   full attention of a trace
-prompt      ranks of the tokens of a prompt in each layer
 registry    all metrics by name; each room has its entries in `metrics`
 table       `measure`: a trace, or records of it, to a tidy Table
 wide        tables of keys, dimensions and verdicts, for which a Table has no columns
@@ -17,6 +16,6 @@ significance  whether differences are beyond chance, and how many prompts tell
 evidence    the metric that ranks policies
 comparison  the best policy at a budget, how sure that is, and the gain of a larger budget
 verdict     the answer of a comparison in a sentence per budget
-validity    values of a replay next to values of the running model
-prediction  live divergence from the layer error of a replay, with an interval
+live        what a running model says, and a judge
+folder      run folders, and Tables in Parquet (`parquet`)
 """

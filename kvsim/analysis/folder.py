@@ -84,6 +84,8 @@ def replace_run(folder: Path, write: Callable[[Path], None]) -> list[str]:
         sync_tree(draft)
         (folder / RUN).unlink(missing_ok=True)  # the older file, before the files that it binds
         names = sorted((path.name for path in draft.iterdir()), key=RUN.__eq__)
+        if RECORDS not in names:
+            remove(folder / RECORDS)  # those of an older run
         for name in names:
             remove(folder / name)
             (draft / name).rename(folder / name)

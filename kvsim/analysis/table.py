@@ -91,7 +91,7 @@ def measure(
             (`Metric.default`), and of a trace alone all of kind "trace".
         events: add a row for every event, with the row after which it fired.
         device: cpu, cuda or auto; of an `Analysis` its own.
-        optima: for `regret`, for each record that of `kvsim.analysis.optimum`, or None;
+        optima: for `regret`, for each record that of `kvsim.analysis.output.optimum`, or None;
             `kvsim.sweeps.replay_all(..., regret=True)` computes them.
         unprotected: for `possible_share`, the same with nothing protected.
         oracles: for `oracle_regret`, for each record that of the mass oracle on the same terms.
@@ -163,7 +163,8 @@ def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
     optima = [*(references["optimum"] or ()), *(references["unprotected"] or ())]
     if not all(each is None or each.internals for each in optima):
         raise PolicyError(
-            "an optimum has no certificate in its internals; expected one of kvsim.analysis.optimum"
+            "an optimum has no certificate in its internals; expected one of "
+            "kvsim.analysis.output.optimum"
         )
 
 

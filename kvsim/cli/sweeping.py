@@ -93,7 +93,7 @@ class Spread:
         """Raise OptionError for options that exclude each other, or need a folder."""
         if out is None and (self.shard or self.slurm or folder_only):
             option = (
-                "--shard" if self.shard else "--slurm" if self.slurm else "--status and --collect"
+                "--shard" if self.shard else "--slurm" if self.slurm else "--status or --collect"
             )
             raise OptionError(f"{option} is about a folder that processes share; give --out DIR")
         if self.slurm_set and not self.slurm:
@@ -326,10 +326,11 @@ def _standing(plan: Plan, kept: Kept, cells: int) -> str:
     """How far the sweep is; a cell is complete when the tasks of all its layers are done."""
     tasks, total = len(plan.tasks), len(plan.cells)
     done = tasks - len(_rest(plan, kept))
-    complete = f"{cells} of {plural(total, 'cell')} are"
+    complete = f"{cells} of {plural(total, 'cell')} {'is' if total == 1 else 'are'}"
     if cells == total:
         return f"{complete} done"
-    return f"{done} of {plural(tasks, 'task')} are done, {complete} complete"
+    verb = "is" if tasks == 1 else "are"
+    return f"{done} of {plural(tasks, 'task')} {verb} done, {complete} complete"
 
 
 def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> None:

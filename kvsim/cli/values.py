@@ -174,7 +174,11 @@ RunFolder = Annotated[
 ]
 Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Continue the run in --out, if there is one that is not done."),
+    typer.Option(
+        "--resume",
+        help="Go on in --out: cells that are done there are not computed again. The results are "
+        "those of this command.",
+    ),
 ]
 ShowText = Annotated[
     bool,

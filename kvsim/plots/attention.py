@@ -172,7 +172,7 @@ def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figur
     arXiv 2510.00636, Fig. 6. Left a line per policy, mean over layers, then over traces with the
     95 % interval; right a map per policy of layers and shares, of the same colours.
 
-    table: of `kvsim.analysis.reconstruction_table`. relative: to the length of the full output;
+    table: of `kvsim.analysis.output.reconstruction`. relative: to the length of the full output;
     else in the trace's own units, which differ between layers.
     """
     value = "relative_head_error" if relative else "head_error"

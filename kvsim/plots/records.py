@@ -310,7 +310,7 @@ def lift_bars(
 ) -> Figure:
     """Share kept of a token string over the share kept of all tokens, with its interval.
 
-    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.retention_lift`: rate over mean rate after
+    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.kept.contents`: rate over mean rate after
     the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
     out, because many policies protect them.
 

@@ -162,11 +162,13 @@ def replay_all(
         policies=tuple((each, {}) for each in policies),
         budgets=tuple(map(str, budgets)),
         intervals=(None,) if own_schedule else () if interval is None else (interval,),
-        metrics=None if metrics is None else tuple(chosen),
+        metrics=tuple(chosen),
         records=True,
         **given | {"device": resolve_device(given.get("device", "cpu"))},
     )
     plan = Plan.of(grid, list(chosen), accounts=accounts or out is not None)
+    if metrics is None:
+        plan = plan._replace(parameters={**plan.parameters, "metrics": None})
     for cell in plan.cells:
         check_cell(cell.trace, cell.policy, cell.budget, grid.memory, cell.schedule)
     kept = kept_in(out)

@@ -167,23 +167,39 @@ class Grid:
     def document(self) -> dict[str, Any]:
         """The grid as a configuration, ready for YAML.
 
-        Traces in memory and policies that are no names stand there as texts, with `objects: true`:
-        a file cannot hold them, and nothing reads the grid again.
+        Traces in memory, and policies that no name and parameters make, stand there as texts, with
+        `objects: true`: a file cannot hold them, and nothing reads the grid again.
         """
-        given = (*self.traces, *(name for name, _ in self.policies))
-        objects = not all(isinstance(each, str) for each in given)
+        traces = [x if isinstance(x, str) else str(x.path or x.name) for x in self.traces]
+        policies = [_spelled(name, given) for name, given in self.policies]
+        objects = any(isinstance(x, Trace) and x.path is None for x in self.traces)
+        objects = objects or not all(policies)
         special = {"traces", "policies", "protect"}
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
         return {
-            "traces": [x if isinstance(x, str) else str(x.path or x.name) for x in self.traces],
+            "traces": traces,
             "policies": [
-                {str(name): dict(given)} if given else str(getattr(name, "name", name))
-                for name, given in self.policies
+                spelled or str(getattr(name, "name", name))
+                for spelled, (name, _) in zip(policies, self.policies, strict=True)
             ],
             **({"objects": True} if objects else {}),
             **{x: list(y) if isinstance(y, tuple) else y for x, y in plain.items()},
             "protect": dict(vars(self.protect)),
         }
+
+
+def _spelled(policy: str | Policy, given: Mapping[str, Any]) -> str | dict[str, Any] | None:
+    """A policy as a configuration has it; None for one that no name and parameters make."""
+    if isinstance(policy, str):
+        return {policy: dict(given)} if given else policy
+    params = {name: x for name, x in policy.params.items() if name != "protect"}
+    if not all(isinstance(x, int | float | bool | str | None) for x in params.values()):
+        return None  # a list would stand for several policies
+    try:
+        made = build(policy.name, **params)
+    except (KvsimError, TypeError):
+        return None
+    return {policy.name: params} if replace(made, protect=policy.protect) == policy else None
 
 
 def read_grid(path: str | Path) -> Grid:

@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from kvsim.analysis.folder import CONFIG, RUN
+from kvsim.analysis.folder import CONFIG, RECORDS, RUN
 from kvsim.errors import OutputError, local_path
 from kvsim.schema import is_url
 from kvsim.store.remote import filesystem, is_web, store_errors
@@ -75,6 +75,7 @@ class Store(Shards):
         with store_errors(self.where, "written", OutputError):
             if RUN in names:
                 self._remove(RUN)
+                self._remove(RECORDS)
             for name in names:
                 path = self.folder / name
                 if path.is_dir():

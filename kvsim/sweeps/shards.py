@@ -133,6 +133,11 @@ class Shards(Kept):
                 f"{self.where} exists and is not the folder of a sweep; give another --out or "
                 "move it away, nothing was changed"
             )
+        if self.has_begun() and _loop(self.folder / CONFIG) != configuration.get("loop"):
+            raise OutputError(
+                f"{self.where} holds runs of the model or replays, and these are the others; give "
+                "another --out, nothing was changed"
+            )
         check_writable(self.folder)
         text = yaml.safe_dump(dict(configuration), sort_keys=False, allow_unicode=True)
         with self.writing():
@@ -270,6 +275,15 @@ class Shards(Kept):
     def writing(self) -> AbstractContextManager[None]:
         """Raise OutputError where the system refuses; an interrupt waits for the end."""
         return writing(self.where, "what is finished is kept", self._again)
+
+
+def _loop(path: Path) -> object:
+    """Whether cells are runs of the model ("closed") or replays (None), by a configuration."""
+    try:
+        document = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError, ValueError):
+        return None
+    return document.get("loop") if isinstance(document, dict) else None
 
 
 def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFrame:

@@ -38,6 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
 from kvsim.recorder import load_model
+from kvsim.sweeps import Run
 
 with warnings.catch_warnings():  # what it imports warns about Python 3.13
     warnings.simplefilter("ignore")
@@ -168,7 +169,7 @@ def replayed(
                 model, None, list(prompt), max_new_tokens=shape.new, out=path, progress=False
             )
 
-        def sweep() -> kvsim.Run:
+        def sweep() -> Run:
             return kvsim.sweep(
                 traces=[str(path)],
                 policies=policies,

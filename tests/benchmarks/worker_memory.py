@@ -18,6 +18,7 @@ import torch
 import kvsim
 from harness import options, publish
 from kvsim.store import describe
+from kvsim.sweeps import Run
 
 LAYERS, QHEADS, HEADS, TOKENS, DIM = 38, 4, 2, 4096, 64
 MEMORY = 96 << 20
@@ -45,7 +46,7 @@ def peaks() -> list[int]:
     return found
 
 
-def sweep(path: Path, memory: int | None) -> tuple[int, kvsim.Run]:
+def sweep(path: Path, memory: int | None) -> tuple[int, Run]:
     """The highest peak of two processes, and the Run."""
     highest = [0]
     run = kvsim.sweep(

@@ -198,6 +198,8 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeyp
     other = kvsim.live(*given, interval=4, out=folder, resume=True)  # other cells
     assert len(ran) == 9 + 4
     assert {record.interval for record in other.records} == {4}
+    with pytest.raises(OutputError, match="holds runs of the model or replays"):
+        replay_all([trace], policies("tova"), [16], out=folder, resume=True)
 
 
 def test_a_seed_fixes_what_is_drawn(model, trace):

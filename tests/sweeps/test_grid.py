@@ -11,12 +11,14 @@ import torch
 import kvsim
 from kvsim.analysis.subject import Analysis
 from kvsim.cli import values
+from kvsim.core.policy import Policy, Scorer
 from kvsim.core.sources import Loaded
 from kvsim.errors import ConfigError, PolicyError
 from kvsim.sweeps import replay_all as cell_by_cell
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.planning import Plan
 from kvsim.sweeps.tasks import _layer_bytes, _loaded
+from traces import random_trace
 
 LEAST = {"traces": "sample", "policies": "tova", "budgets": 64}
 
@@ -120,19 +122,31 @@ def test_a_file_that_is_no_configuration_is_refused(text, tmp_path):
         read_grid(tmp_path / "none.yaml")
 
 
+class Mine(Scorer):
+    """A scorer of a user's own."""
+
+    def score(self, view):
+        """Positions."""
+        return view.pos.float()
+
+
 def test_objects_are_taken_and_not_written():
-    """Traces and policies as objects serve Python; a file cannot hold them."""
+    """Traces and policies as objects serve Python; a file holds those that it can name."""
     trace = kvsim.open_trace(kvsim.sample_trace())
-    grid = grid_of(
-        {"traces": [trace], "policies": [kvsim.policy("tova")], "budgets": [64]}, Path(), where="it"
-    )
+    given = {"traces": [trace], "policies": [kvsim.policy("tova")], "budgets": [64]}
+    grid = grid_of(given, Path(), where="it")
 
     assert isinstance(grid, Grid)
     assert [cell.budget for cell in grid.cells(grid.opened())] == [64]
-    document = grid.document()
-    assert document["policies"] == ["tova"]
-    with pytest.raises(ConfigError, match="that were given as objects"):
-        grid_of(document, Path(), where="it")
+    again = grid_of(grid.document(), Path(), where="it")  # a path, a name and its parameters
+    assert again.built() == grid.built()
+    for objects in (
+        {"traces": [random_trace()]},
+        {"policies": [Policy("mine", Mine())]},
+    ):
+        document = grid_of({**given, **objects}, Path(), where="it").document()
+        with pytest.raises(ConfigError, match="that were given as objects"):
+            grid_of(document, Path(), where="it")
 
 
 def test_layers_apart_are_held_in_memory_with_those_between(paths):

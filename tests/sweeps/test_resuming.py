@@ -415,3 +415,26 @@ def test_accounts_are_freed_when_they_are_measured(paths, monkeypatch, jobs):
     assert all(record.reads is None for record in freed.records)
     assert freed.table.equals(kept.table)
     assert jobs > 1 or held == [2] * (2 * len(traces))
+
+
+def test_a_sweep_without_records_leaves_none_of_an_older_run(paths, tmp_path):
+    """Records of other cells are no part of the run that replaces them."""
+    given = {"traces": paths, "policies": ["tova"], "budgets": [16]}
+    replay_all(*given.values(), interval=8, metrics=METRICS, out=tmp_path / "x")
+
+    swept = kvsim.sweep(**given, intervals=8, metrics=METRICS, out=tmp_path / "x")
+
+    assert not (tmp_path / "x" / "records.zarr").exists()
+    assert read_run(tmp_path / "x").table.equals(swept.table)
+
+
+def test_the_configuration_of_a_replay_is_that_of_a_sweep(paths, tmp_path, run):
+    """Policies with parameters and protection too: `kvsim sweep` says how far the folder is."""
+    both = [kvsim.policy("tova"), kvsim.policy("ams", window=4, recent=4)]
+    replay_all(paths, both, [16, "25%"], interval=8, metrics=METRICS, out=tmp_path / "x")
+
+    status, out, err = run("sweep", "--out", tmp_path / "x", "--status", "--json")
+
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert (told["cells"], told["done"], told["tasks_left"]) == (8, 8, 0)

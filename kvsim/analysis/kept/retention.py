@@ -87,7 +87,7 @@ class Leaving:
         """Region wipe-out: regions of `length` positions, `threshold` in [0, 1).
 
         regions [R, 2]: start and stop of each region, ascending and apart, instead of those of
-        `length` (`kvsim.analysis.steps`). A region dies with the eviction that leaves it
+        `length` (`steps`). A region dies with the eviction that leaves it
         floor(threshold x its length) entries, so one sort within regions gives the event of its
         death.
         """

@@ -61,7 +61,7 @@ class LeavingSlots:
     def wipeout(
         self, length: int = 32, threshold: float = 0.0, sink: int = SINK, recent: int = RECENT
     ) -> SlotWipeout:
-        """Regions [k length, (k + 1) length) of slots; see `kvsim.analysis.wipeout`."""
+        """Regions [k length, (k + 1) length) of slots; see `kvsim.analysis.kept.retention`."""
         live, evicted, first = self.leaving.live, self.leaving.evicted, -(-sink // length)
         stop = np.maximum((live - recent) // length, first)
         region = self.slot // length

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: `--gold` for what the answer to a prompt of the shipped model's task is made from.
 _ANSWER = "answer"
-#: Columns of the tables: the header, the key in a row of `analysis.prompt.tables`, the format.
+#: Columns of the tables: the header, the key in a row of `kvsim.studies.layers.tables`, the format.
 _LAYERS = {
     "layer": ("layer", "d"),
     "rank\nvariance": ("variance", ".1f"),

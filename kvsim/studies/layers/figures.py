@@ -116,7 +116,7 @@ def selection_grid(trace: str, grid: Grid) -> Figure:
 def selection_histogram(distribution: pl.DataFrame, n_layers: int) -> Figure:
     """Number of traces that select at each layer, a panel per task.
 
-    ASL (arXiv 2601.07667), Figs. 9 and 10. distribution: of `kvsim.analysis.distribution`;
+    ASL (arXiv 2601.07667), Figs. 9 and 10. distribution: of `kvsim.studies.layers.tables`;
     n_layers: of the deepest trace.
     """
     budgets = list(dict.fromkeys(distribution["budget"]))

@@ -26,7 +26,7 @@ from kvsim.core.checks import resolve_device
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
-from kvsim.schema import FIDELITY
+from kvsim.schema import FIDELITY, plural
 from kvsim.studies.tuning.space import Dimension, dimension
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.held_out import FEWEST, split
@@ -345,7 +345,9 @@ def _remarks(
 ) -> list[str]:
     out = []
     if not kept_back:
-        few = f"with {prompts} prompts" if prompts < FEWEST else "without prompts held out"
+        few = (
+            f"with {plural(prompts, 'prompt')}" if prompts < FEWEST else "without prompts held out"
+        )
         out.append(
             f"{few} over-fitting cannot be seen: the gain is on the prompts that were searched on"
         )
