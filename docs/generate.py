@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def _source(name: str, label: str, entries: Mapping[str, Any]) -> str:
     """The name, linked to the file whose docstring has the rule."""
     if name not in entries:  # a preset
         return f"`{label}`"
-    file = Path("kvsim", "policies", f"{name}.py")
-    if not (ROOT / file).is_file():
-        file = Path(*entries[name].piece.__module__.split(".")).with_suffix(".py")
-    return f"[`{label}`](../{file})"
+    module = f"kvsim.policies.{name}"
+    if find_spec(module) is None:
+        module = entries[name].piece.__module__
+    return f"[`{label}`](../{module.replace('.', '/')}.py)"
 
 
 def lengths() -> str:
