@@ -88,7 +88,7 @@ class Store(Shards):
 
     def withdraw(self) -> None:
         """Remove what was sent of a run of which nothing is done."""
-        if self._withdrawn:
+        if self._withdrawn and not self._used():
             self._remove("")
 
     def is_empty(self) -> bool:

@@ -250,9 +250,15 @@ class Shards(Kept):
             file.close()
 
     def withdraw(self) -> None:
-        """Remove the folder of which nothing is done, if it was made for this run alone."""
-        if self._withdrawn:
+        """Remove the folder if it was made for this run and no other process works in it."""
+        if self._withdrawn and not self._used():
             shutil.rmtree(self.folder)
+
+    def _used(self) -> bool:
+        """Whether a cell is done or being computed, by any process."""
+        self.scan()
+        done = any(cell for part in self.parts.values() for cell in part.done.values())
+        return done or any((self.folder / PARTS).glob("*.claim"))
 
     # --- reading it again ---
 

@@ -27,6 +27,8 @@ from kvsim.store.inputs import digests, sealed
 from kvsim.store.records import read_records
 from kvsim.sweeps import cells, shards, tasks
 from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.planning import Plan, grid_from
+from kvsim.sweeps.shards import Shards
 from tests.probes import repeated
 
 METRICS = ["wipeout", "entries_seen", "segment_count", "window_overlap"]
@@ -438,3 +440,22 @@ def test_the_configuration_of_a_replay_is_that_of_a_sweep(paths, tmp_path, run):
     assert (status, err) == (0, "")
     told = json.loads(out)
     assert (told["cells"], told["done"], told["tasks_left"]) == (8, 8, 0)
+
+
+@pytest.mark.parametrize("theirs", ["part", "claim"])
+def test_a_folder_that_another_process_works_in_is_not_withdrawn(paths, tmp_path, theirs):
+    """Of a run of which nothing is done the folder goes, but not with another's work in it."""
+    plan = Plan.of(grid_from(None, traces=paths, policies="tova", budgets=16, metrics=METRICS))
+    task = next(each for each in plan.tasks if each.cells)
+    mine, other = Shards(tmp_path / "x"), Shards(tmp_path / "x")
+    mine.begin(plan.document, resume=False)
+    assert other.claim(task)
+    if theirs == "part":
+        other.add(task, plan.compute(task))
+
+    mine.withdraw()
+    assert (tmp_path / "x").exists()
+
+    other.close()
+    mine.withdraw()
+    assert (tmp_path / "x").exists() == (theirs == "part")
