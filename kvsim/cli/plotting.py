@@ -131,8 +131,9 @@ def plot(
     flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
     _check_flags(name, figure, flags)
     keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
-    # folders that `kvsim replay --out` wrote
-    runs = [source for source in sources if (Path(source) / "run.json").is_file()]
+    from kvsim.analysis.folder import is_run
+
+    runs = [source for source in sources if is_run(source)]
     given: dict[str, Any] = {
         "policy": replayed.policy,
         "budget": replayed.budget,
@@ -354,7 +355,7 @@ def read(
         table = table.filter(column.is_in(names) | pl.col("policy").is_null())
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
-    remarks = [remark for run in saved for remark in run.parameters.get("remarks", ())]
+    remarks = [remark for run in saved for remark in run.remarks]
     remarks = [remark for remark in remarks if not remark.startswith(hidden)]
     return Data(table=table, remarks=remarks, layers=layers_of(table))
 
