@@ -65,7 +65,8 @@ class Saved(Displayed):
     def remarks(self) -> list[str]:
         """Remarks on the results; of a partial run first which cells it lacks."""
         partial = lacking(self.parameters, f"{self.path} is ")
-        return [f"{partial}; {_AGAIN}"] * bool(partial) + self.parameters.get("remarks", [])
+        lead = [f"{partial}; {_AGAIN}"] * bool(partial)
+        return [*lead, *self.parameters.get("remarks", ())]
 
 
 def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:
