@@ -78,8 +78,3 @@ FILLER = (*COMMON, *(noun for domain in DOMAINS.values() for noun in domain.noun
 
 VOCAB = (*SPECIAL, *VERBS, *MARKS, *DIGITS, *COUNTERS, *NODES, *KINDS, *FILLER)
 ID: dict[str, int] = {word: index for index, word in enumerate(VOCAB)}
-
-
-def unknown_words(text: str) -> list[str]:
-    """Words of ``text`` that are not in the vocabulary, each once, in order of appearance."""
-    return list(dict.fromkeys(word for word in text.split() if word not in ID))

@@ -5,7 +5,6 @@ import math
 import statistics
 
 import numpy as np
-import polars as pl
 import pytest
 import torch
 from hypothesis import given
@@ -13,11 +12,10 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.errors import NeedsError, PolicyError
-from kvsim.studies.expectation.expectation import key_projections, normal_gap, projection_table
+from kvsim.studies.expectation.expectation import key_projections, normal_gap
 from kvsim.studies.expectation.fit import EFFECTS, fit_normal, kernel_density
 from kvsim.studies.expectation.normality import (
     histogram,
-    normality_table,
     quantiles,
     state_normality,
     states,
@@ -144,30 +142,18 @@ def test_queries_before_rope_are_found_again():
         state_normality(trace, of, skip=skip, stop=stop)
         for of, skip, stop in itertools.product(given, (0, 4), (None, 20))
     ]
-    table = normality_table(found)
 
-    assert (table["fidelity"] == "exact").all()
     for one, (of, skip, stop) in zip(
         found, itertools.product(given, (0, 4), (25, 20)), strict=True
     ):
         layers, heads, _, dims = given[of].shape
         assert (one.of, one.skip, one.samples) == (of, skip, stop - skip)
         assert one.effects["ks"].shape == (layers, heads, dims)
-        expected = naive(given[of][1, heads - 1, skip:stop, 2].tolist())
-        qhead = pl.col("qhead").is_null() if of == "residual" else pl.col("qhead") == 3
-        row = table.row(
-            by_predicate=(pl.col("of") == of)
-            & (pl.col("skip") == skip)
-            & (pl.col("samples") == stop - skip)
-            & (pl.col("layer") == 1)
-            & (pl.col("dim") == 2)
-            & qhead,
-            named=True,
-        )
-        for name, value in expected.items():
-            assert row[name] == pytest.approx(value, rel=1e-6, abs=1e-4), (of, name)
-            assert one.effects[name][1, -1, 2] == row[name]
-        assert row["head"] == (None if of == "residual" else 1)
+        for name, value in naive(given[of][1, heads - 1, skip:stop, 2].tolist()).items():
+            assert one.effects[name][1, -1, 2] == pytest.approx(value, rel=1e-6, abs=1e-4), (
+                of,
+                name,
+            )
     assert found[0].effects["kurtosis"].mean() > found[2].effects["kurtosis"].mean() + 1
 
 
@@ -257,18 +243,3 @@ def test_the_gap_of_normal_quantiles_between_the_computed_ones():
     expected = [np.log(np.exp(np.sqrt(v) * quantile).mean()) - v / 2 for v in variance[0]]
 
     np.testing.assert_allclose(normal_gap(variance, 50)[0], expected, atol=1e-3)
-
-
-def test_the_table_of_projections_names_each_key():
-    """By position, layer, query head and KV head."""
-    found = key_projections(kvsim.open_trace(kvsim.sample_trace()), stop=40)
-    table = projection_table([found])
-
-    assert table.height == 3 * 8 * 36
-    row = table.row(
-        by_predicate=(pl.col("layer") == 2) & (pl.col("qhead") == 7) & (pl.col("pos") == 5),
-        named=True,
-    )
-    assert row["head"] == 3
-    assert (row["gap"], row["variance"]) == (found.gap[2, 7, 1], found.variance[2, 7, 1])
-    assert (row["skip"], row["samples"], row["fidelity"]) == (4, 36, "exact")
