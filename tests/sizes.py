@@ -17,7 +17,7 @@ def lines(folder: Path) -> int:
 
 
 def parts(folder: Path) -> tuple[int, int, int]:
-    """Return lines, lines of code (neither blank, comment nor docstring) and lines of docstrings."""
+    """Return lines, those of code (not blank, comment or docstring) and those of docstrings."""
     code = documented = 0
     for path in folder.rglob("*.py") if folder.is_dir() else [folder]:
         text = path.read_text("utf-8")
