@@ -55,11 +55,11 @@ def main() -> None:
     for name, (size, aim) in sizes().items():
         print(f"{name:20}{size:8,}" + (f"{aim:14,} at most" if aim else ""))
     print(f"\n{'room':30}{'lines':>8}{'code':>8}{'docstrings':>12}")
-    for folder in ("kvsim", "kvsim/studies", "tests"):
-        for room in sorted((ROOT / folder).iterdir()):
-            total, *rest = parts(room) if room.is_dir() or room.suffix == ".py" else (0, 0, 0)
+    for pattern in ("kvsim", "kvsim/*", "kvsim/studies/*", "tests", "tests/*"):
+        for room in sorted(ROOT.glob(pattern)):
+            total, code, documented = parts(room) if room.suffix in ("", ".py") else (0, 0, 0)
             if total:
-                print(f"{room.relative_to(ROOT)!s:30}{total:8,}{rest[0]:8,}{rest[1]:12,}")
+                print(f"{room.relative_to(ROOT)!s:30}{total:8,}{code:8,}{documented:12,}")
 
 
 if __name__ == "__main__":
