@@ -15,7 +15,7 @@ import typer
 
 from kvsim.cli import show
 from kvsim.cli.runs import describe_run, echo_run
-from kvsim.cli.values import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
+from kvsim.cli.shared import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import LABELS, is_url, plural, ranges, visible
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvsim.cli.shared import Overwrite, path_option, paths_of
 from kvsim.cli.show import bar
-from kvsim.cli.values import Overwrite, path_option, paths_of
 
 
 def report(
