@@ -17,7 +17,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from kvsim.analysis.comparison import Comparison, compare
-from kvsim.analysis.folder import Saved
+from kvsim.analysis.folder import Saved, lacking
 from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.verdict import lines
 from kvsim.core.policy import Even, Policy
@@ -132,13 +132,13 @@ def _policy(policy: Policy) -> Iterable[Markup]:
 @_parts.register
 def _run(run: Run | Saved) -> Iterable[Markup]:
     parameters = run.describe() if isinstance(run, Run) else run.parameters
-    traces, failures = (list(parameters.get(name, ())) for name in ("traces", "failures"))
+    traces = list(parameters.get("traces", ()))
     yield _title("Run", "" if isinstance(run, Run) else str(run.path))
     yield _facts(
         {
             "traces": f"{len(traces)}: {', '.join(map(str, traces))}",
             "budgets": ", ".join(map(str, parameters.get("budgets", ()))),
-            "failed": plural(len(failures), "cell") if failures else "",
+            "cells": lacking(parameters),
             "computed": "" if isinstance(run, Run) else str(parameters.get("created", "")),
         }
     )

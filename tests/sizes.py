@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,8 +11,26 @@ _GENERATED = re.compile(r"<!-- generated: .*?<!-- /generated -->", re.DOTALL)
 
 
 def lines(folder: Path) -> int:
-    """Return the lines of the Python files of a folder."""
-    return sum(len(path.read_text("utf-8").splitlines()) for path in folder.rglob("*.py"))
+    """Return the lines of the Python files of a folder, or of a file."""
+    paths = folder.rglob("*.py") if folder.is_dir() else [folder]
+    return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
+
+
+def parts(folder: Path) -> tuple[int, int, int]:
+    """Return lines, those of code (not blank, comment or docstring) and those of docstrings."""
+    code = documented = 0
+    for path in folder.rglob("*.py") if folder.is_dir() else [folder]:
+        text = path.read_text("utf-8")
+        docs = set[int]()
+        for node in ast.walk(ast.parse(text)):
+            body = getattr(node, "body", None)
+            first = body[0] if isinstance(body, list) and body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docs |= {*range(first.lineno, (first.end_lineno or 0) + 1)}
+        documented += len(docs)
+        rest = [x.strip() for n, x in enumerate(text.splitlines(), 1) if n not in docs]
+        code += sum(bool(line) and not line.startswith("#") for line in rest)
+    return lines(folder), code, documented
 
 
 def words() -> int:
@@ -35,6 +54,12 @@ def main() -> None:
     """Print a line for each size."""
     for name, (size, aim) in sizes().items():
         print(f"{name:20}{size:8,}" + (f"{aim:14,} at most" if aim else ""))
+    print(f"\n{'room':30}{'lines':>8}{'code':>8}{'docstrings':>12}")
+    for pattern in ("kvsim", "kvsim/*", "kvsim/studies/*", "tests", "tests/*"):
+        for room in sorted(ROOT.glob(pattern)):
+            total, code, documented = parts(room) if room.suffix in ("", ".py") else (0, 0, 0)
+            if total:
+                print(f"{room.relative_to(ROOT)!s:30}{total:8,}{code:8,}{documented:12,}")
 
 
 if __name__ == "__main__":

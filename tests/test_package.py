@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import kvsim
-from kvsim.analysis.kept.contents import retention_lift
+from kvsim.analysis.kept.text import retention_lift
 from kvsim.cli import main
 from kvsim.errors import EXTRAS
 from kvsim.samples import SAMPLES

@@ -18,7 +18,7 @@ import streamlit as st
 
 import kvsim
 from kvsim import Trace
-from kvsim.cli.values import parse_set
+from kvsim.cli.shared import parse_set
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, Entry, access_names, has_parameter, names
 from kvsim.policies.ams import AMS

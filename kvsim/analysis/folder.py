@@ -27,7 +27,7 @@ from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, TraceError, local_path
 from kvsim.files import sync, sync_tree, unbroken
-from kvsim.schema import is_url
+from kvsim.schema import is_url, plural
 from kvsim.store.inputs import (
     DOCUMENT,
     damaged,
@@ -44,6 +44,8 @@ RUN, RESULTS, RECORDS = "run.json", "results.parquet", "records.zarr"
 #: The configuration of a run, which is there from its beginning.
 CONFIG = "config.resolved.yaml"
 
+_AGAIN = "give the command that wrote it again, `kvsim replay` and `kvsim live` with --resume"
+
 #: Most bytes of the results; what they decode to is bounded by them (`kvsim.analysis.parquet`).
 _RESULTS = 8 << 30
 
@@ -57,7 +59,42 @@ class Saved(Displayed):
     table: pl.DataFrame
 
     def __repr__(self) -> str:
-        return f"Saved({str(self.path)!r}, {extent(self.table)})"
+        return f"Saved({str(self.path)!r}, {extent(self.table)}{lacking(self.parameters, ', ')})"
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on the results; of a partial run first which cells it lacks."""
+        partial = lacking(self.parameters, f"{self.path} is ")
+        lead = [f"{partial}; {_AGAIN}"] * bool(partial)
+        return [*lead, *self.parameters.get("remarks", ())]
+
+
+def lacking(parameters: Mapping[str, Any], lead: str = "") -> str:
+    """Return how many cells a partial run lacks, behind `lead`; empty for a whole run."""
+    cells, done, missing = (parameters.get(name) for name in ("cells", "done", "missing"))
+    if not (isinstance(cells, int) and isinstance(done, int) and isinstance(missing, int)):
+        return ""
+    missing = min(missing, cells - done)  # without the task of what traces have in themselves
+    counts = {"missing": missing, "failed": cells - done - missing}
+    words = " and ".join(f"{count} {what}" for what, count in counts.items() if count > 0)
+    return f"{lead}partial: {words} of {plural(cells, 'cell')}" if words else ""
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a path or URL is a run, finished or not, and not a trace.
+
+    Raises OutputError where the store behind a URL cannot be asked for its `run.json`.
+    """
+    if not is_url(path):
+        return any((Path(path) / name).is_file() for name in (RUN, CONFIG))
+    url = str(path)
+    if url.rstrip("/").endswith((".zarr", ".zip")):
+        return False
+    try:
+        _downloaded(url, RUN, DOCUMENT)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_run(
@@ -151,8 +188,7 @@ def read_run(path: str | Path) -> Saved:
     except FileNotFoundError as error:
         if (folder / CONFIG).is_file():
             raise OutputError(
-                f"{folder} is not finished; give the command that wrote it again, `kvsim replay` "
-                "and `kvsim live` with --resume"
+                f"{folder} is not finished, it has no results yet; {_AGAIN}"
             ) from None
         raise OutputError(
             f"{folder} is no run folder: {error} is missing; expected what `kvsim replay ... "
@@ -179,18 +215,6 @@ def _downloaded(url: str, name: str, limit: int) -> bytes:
         return find_remote(url).read(name, limit)
     except TraceError as error:
         raise OutputError(str(error).replace("the trace", "the run")) from error
-
-
-def holds_run(url: str) -> bool:
-    """Whether a run folder is behind a URL, which is asked for its `run.json`.
-
-    Raises OutputError where the store cannot be asked.
-    """
-    try:
-        _downloaded(url, RUN, DOCUMENT)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _description(folder: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

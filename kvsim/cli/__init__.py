@@ -41,8 +41,8 @@ from kvsim.cli import (
     tabulating,
     tracing,
 )
+from kvsim.cli.shared import Stop
 from kvsim.cli.show import echo_error, one_line
-from kvsim.cli.values import Stop
 from kvsim.errors import ClusterError, KvsimError, PackageError, missing_extra
 from kvsim.registry import Registry
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvsim.cli import plotting, show, values
+from kvsim.cli import plotting, shared, show
 from kvsim.cli.replaying import fidelity_line
-from kvsim.cli.values import OptionError
+from kvsim.cli.shared import OptionError
 from kvsim.schema import merged, plural
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _IN_PAPERS = ("budget", "policy", "mean", "minus ", "p (Holm)")
 
 
 def compare(
-    runs: values.Runs,
+    runs: shared.Runs,
     metric: Annotated[
         str | None,
         typer.Option(
@@ -49,16 +49,16 @@ def compare(
             "where higher is better, with 95 % confidence.",
         ),
     ] = None,
-    policy: values.PoliciesOfRuns = None,
-    budget: values.BudgetsOfRuns = None,
+    policy: shared.PoliciesOfRuns = None,
+    budget: shared.BudgetsOfRuns = None,
     form: Annotated[
         Form, typer.Option("--format", help="How the result is printed; csv has every number.")
     ] = "table",
     figure: Annotated[
         Path | None,
-        values.path_option("FILE", "Draw the ranking too: a new .png, .svg or .pdf file."),
+        shared.path_option("FILE", "Draw the ranking too: a new .png, .svg or .pdf file."),
     ] = None,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Rank policies over the prompts of finished runs, and say which differ beyond chance.
 

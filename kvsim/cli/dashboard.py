@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli.values import OptionError, Stop, path_argument
+from kvsim.cli.shared import OptionError, Stop, path_argument
 from kvsim.errors import EXTRAS
 
 _PACKAGE = Path(__file__).parent.parent

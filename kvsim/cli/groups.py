@@ -3,7 +3,7 @@
 A command with a parameter of one of these types has the options of its fields in that place:
 
     @grouped
-    def replay(traces: values.TracePaths, schedule: Schedule, folder: Folder) -> None: ...
+    def replay(traces: shared.TracePaths, schedule: Schedule, folder: Folder) -> None: ...
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from kvsim.cli import values
-from kvsim.cli.values import OptionError
+from kvsim.cli import shared
+from kvsim.cli.shared import OptionError
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
@@ -65,23 +65,23 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 class Chosen:
     """Policies with their parameters."""
 
-    policy: values.PolicyNames
-    settings: values.Settings = None
-    fit: values.Fit = False
+    policy: shared.PolicyNames
+    settings: shared.Settings = None
+    fit: shared.Fit = False
 
     def built(self, protect: Protection | None = None) -> list[Policy]:
         """The policies, which all protect what is given."""
-        return values.build_policies(self.policy, self.settings, protect, fit=self.fit)
+        return shared.build_policies(self.policy, self.settings, protect, fit=self.fit)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """When policies evict; the names are those of `replay_all` and `live`."""
 
-    interval: values.Interval = None
-    prefill: values.Prefill = None
-    compress: values.Compress = None
-    own_schedule: values.OwnSchedule = False
+    interval: shared.Interval = None
+    prefill: shared.Prefill = None
+    compress: shared.Compress = None
+    own_schedule: shared.OwnSchedule = False
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Protected:
 class Judging:
     """The model that judges what replays decided."""
 
-    judge: values.Judge = False
-    model: values.JudgingModel = None
+    judge: shared.Judge = False
+    model: shared.JudgingModel = None
 
     @property
     def by(self) -> bool | str:
@@ -119,9 +119,9 @@ class Judging:
 class Computing:
     """What replays run on."""
 
-    memory: values.Memory = None
-    device: values.Device = "cpu"
-    jobs: values.Jobs = None
+    memory: shared.Memory = None
+    device: shared.Device = "cpu"
+    jobs: shared.Jobs = None
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class NewPrompts:
 
     prompts: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "FILE.jsonl",
             "Record these prompts first, as `kvsim capture --prompts` does, and run them.",
         ),
     ] = None
     record_to: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "DIR", "Where --prompts are recorded, and kept; default: next to --out, if given."
         ),
     ] = None
@@ -187,9 +187,9 @@ class NewPrompts:
 class Loading:
     """The model that was recorded, and how it is loaded."""
 
-    model: values.RecordedModel
-    device: values.ModelDevice = "cpu"
-    trust_remote_code: values.TrustRemoteCode = False
+    model: shared.RecordedModel
+    device: shared.ModelDevice = "cpu"
+    trust_remote_code: shared.TrustRemoteCode = False
 
     def loaded(self, recorded: Sequence[Trace]) -> Any:
         """Load the model and its tokenizer in the precision of the recording."""
@@ -197,7 +197,7 @@ class Loading:
         from kvsim.recorder import load_model
         from kvsim.store.metadata import object_at
 
-        values.quiet_transformers()
+        shared.quiet_transformers()
         dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None
         return load_model(
             self.model,
@@ -212,10 +212,10 @@ class Loading:
 class Folder:
     """The run folder, and what is measured for it."""
 
-    events: values.Events = False
-    out: values.RunFolder = None
-    resume: values.Resume = False
-    overwrite: values.Overwrite = False
+    events: shared.Events = False
+    out: shared.RunFolder = None
+    resume: shared.Resume = False
+    overwrite: shared.Overwrite = False
 
     def check(self) -> None:
         """Raise OptionError where an option is about a run folder and there is none.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import show
-from kvsim.cli.runs import describe_run, echo_run, is_run
-from kvsim.cli.values import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
+from kvsim.cli.runs import describe_run, echo_run
+from kvsim.cli.shared import Json, OptionError, ShowText, Stop, TracePaths, path_argument, paths_of
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.schema import LABELS, is_url, plural, ranges, visible
 
@@ -28,6 +28,7 @@ def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False)
 
     The JSON document of several traces is an object with the list 'traces'.
     """
+    from kvsim.analysis.folder import is_run
     from kvsim.store import describe
 
     paths = paths_of(traces)

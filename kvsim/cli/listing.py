@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsim.cli.shared import Json
 from kvsim.cli.show import echo_json, echo_table
-from kvsim.cli.values import Json
 from kvsim.schema import schedule
 
 #: Inputs of each kind of metric.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import (
     Chosen,
     Folder,
@@ -22,7 +22,7 @@ from kvsim.cli.groups import (
     grouped,
 )
 from kvsim.cli.replaying import folder_state, show_run
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli.shared import OptionError, Stop
 
 if TYPE_CHECKING:
     from kvsim.core.trace import Trace
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Shown:
     """What is printed."""
 
-    show_text: values.ShowText = False
-    as_json: values.Json = False
+    show_text: shared.ShowText = False
+    as_json: shared.Json = False
 
 
 @grouped
@@ -46,7 +46,7 @@ def live(
     loading: Loading,
     new: NewPrompts,
     chosen: Chosen,
-    budget: values.Budgets,
+    budget: shared.Budgets,
     schedule: Schedule,
     layer: Annotated[
         str | None,
@@ -57,7 +57,7 @@ def live(
     writing: Writing,
     metric: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             "What to measure, as `kvsim metrics` lists it; default: everything of a running model.",
         ),
@@ -90,8 +90,8 @@ def live(
     policies = chosen.built()
     for each in policies:
         check_live(each)
-    layers = values.parse_layers(layer)
-    recorded = values.open_traces(traces or [])
+    layers = shared.parse_layers(layer)
+    recorded = shared.open_traces(traces or [])
     usual = 0 if prompts is None else 512
     new_tokens = usual if writing.max_new_tokens is None else writing.max_new_tokens
     try:

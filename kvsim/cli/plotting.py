@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import values
+from kvsim.cli import shared
 from kvsim.cli.groups import grouped
+from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import bar, echo_error
-from kvsim.cli.values import OptionError, Stop
 from kvsim.errors import suggest
 from kvsim.files import check_output
 from kvsim.plots.registry import FIGURES, Figure, plotted
@@ -48,7 +48,7 @@ class Replayed:
 
     policy: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             "Policies, as `kvsim policies` lists them, for figures that show any; of a run "
             "those to show, by default all.",
@@ -56,17 +56,17 @@ class Replayed:
     ] = None
     budget: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "N|P%[,...]",
             "Entries per KV head that stay after an event, or a share of the trace's length; "
             "of a run those to show, by default all.",
         ),
     ] = None
-    interval: values.Interval = None
-    prefill: values.Prefill = None
-    own_schedule: values.OwnSchedule = False
-    settings: values.Settings = None
-    fit: values.Fit = False
+    interval: shared.Interval = None
+    prefill: shared.Prefill = None
+    own_schedule: shared.OwnSchedule = False
+    settings: shared.Settings = None
+    fit: shared.Fit = False
 
 
 @grouped
@@ -80,11 +80,11 @@ def plot(
             "results, such as pareto, also folders that `kvsim replay --out` wrote.",
         ),
     ],
-    out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
+    out: Annotated[Path, shared.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
     replayed: Replayed,
     metric: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             "What over_budgets and pareto show, as `kvsim metrics` lists it, a panel each; "
             "of metrics with variants the main one.",
@@ -92,7 +92,7 @@ def plot(
     ] = None,
     ratio: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "P%[,...]",
             "Shares of the entries that reconstruction_error evicts. [default: 10% to 90%]",
         ),
@@ -131,8 +131,9 @@ def plot(
     flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
     _check_flags(name, figure, flags)
     keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
-    # folders that `kvsim replay --out` wrote
-    runs = [source for source in sources if (Path(source) / "run.json").is_file()]
+    from kvsim.analysis.folder import is_run
+
+    runs = [source for source in sources if is_run(source)]
     given: dict[str, Any] = {
         "policy": replayed.policy,
         "budget": replayed.budget,
@@ -146,7 +147,7 @@ def plot(
         data = read(runs, replayed.policy, replayed.budget)
     else:
         ratios = None if ratio is None else [_share(text) for text in ratio]
-        policies = values.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
+        policies = shared.build_policies(replayed.policy or (), replayed.settings, fit=replayed.fit)
         if figure.single == "record" and len(policies) > 1:
             raise OptionError(
                 f"{name} shows one policy, but --set has several values; give one of each parameter"
@@ -155,7 +156,7 @@ def plot(
         from kvsim.analysis.results import check_models
         from kvsim.analysis.table import available
 
-        traces = values.open_traces(sources)
+        traces = shared.open_traces(sources)
         if figure.single and len(traces) > 1:
             raise OptionError(f"{name} shows one trace, but {len(traces)} were given")
         check_models(traces)
@@ -354,7 +355,7 @@ def read(
         table = table.filter(column.is_in(names) | pl.col("policy").is_null())
     shown = {label.partition(" (")[0] for label in table["policy"].drop_nulls().unique()}
     hidden = tuple(f"{name}: " for name in {*whole["policy"].drop_nulls()} - shown)
-    remarks = [remark for run in saved for remark in run.parameters.get("remarks", ())]
+    remarks = [remark for run in saved for remark in run.remarks]
     remarks = [remark for remark in remarks if not remark.startswith(hidden)]
     return Data(table=table, remarks=remarks, layers=layers_of(table))
 

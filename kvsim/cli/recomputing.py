@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import values
+from kvsim.cli import shared
 from kvsim.cli.groups import Loading, grouped
 from kvsim.cli.show import (
     bar,
@@ -36,27 +36,27 @@ def recompute(
     trace: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace recorded with --residual.")
     ],
-    policy: values.PolicyNames,
-    budget: values.Budgets,
+    policy: shared.PolicyNames,
+    budget: shared.Budgets,
     loading: Loading,
-    settings: values.Settings = None,
-    memory: values.Memory = None,
+    settings: shared.Settings = None,
+    memory: shared.Memory = None,
     *,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Compute the layers behind a selection again.
 
     As a prefill that drops rows would, with the model's weights. Prints how far the residual
     stream and the first token move from those of the full prefill.
     """
-    limit = values.parse_memory(memory)
+    limit = shared.parse_memory(memory)
 
     from kvsim.core.arguments import resolve_budget
     from kvsim.runner import recompute as prefill
     from kvsim.store import open_trace
 
     opened = open_trace(trace)
-    policies = values.build_policies(policy, settings)
+    policies = shared.build_policies(policy, settings)
     sizes = [resolve_budget(size, opened.n_pos) for size in budget]
     opened.read("residual", slice(0, 0))  # before a model is loaded
     decoder, _ = loading.loaded([opened])

@@ -13,10 +13,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvsim.cli import values
+from kvsim.cli import shared
 from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
+from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, echo_json, echo_text
-from kvsim.cli.values import OptionError, Stop
 from kvsim.recorder.options import Declared, Options, declared
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
@@ -24,7 +24,7 @@ from kvsim.tiny import MODELS
 #: Types of options that the command line takes as another type, and their conversion from it.
 _FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
-    Sequence[int] | None: (str | None, values.parse_layers),
+    Sequence[int] | None: (str | None, shared.parse_layers),
     bool | str: (str | None, lambda text: text or False),
 }
 
@@ -90,7 +90,7 @@ def capture(
     prompt: Annotated[str | None, typer.Option(help="The prompt.", metavar="TEXT")] = None,
     prompts: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "FILE.jsonl",
             "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
             "optional: 'id', 'context' (text before it), 'needle' (texts in it), 'response' (text "
@@ -110,7 +110,7 @@ def capture(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(callback=values.parse_device, help=f"{values.DEVICES}  [default: cpu]"),
+        typer.Option(callback=shared.parse_device, help=f"{shared.DEVICES}  [default: cpu]"),
     ] = None,
     device_map: Annotated[
         str | None,
@@ -120,8 +120,8 @@ def capture(
             "needs accelerate.",
         ),
     ] = None,
-    trust_remote_code: values.TrustRemoteCode = False,
-    as_json: values.Json = False,
+    trust_remote_code: shared.TrustRemoteCode = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -151,7 +151,7 @@ def capture(
         new = [each for each in paths if not (options.resume and each.exists())]
         _check_outputs(new, path, out, options.overwrite)
     check_writable(paths[0].parent)
-    values.quiet_transformers()
+    shared.quiet_transformers()
     before = {path: _identity(path) for path in paths}
     try:
         decoder, tokenizer = load_model(

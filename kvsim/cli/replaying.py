@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import Chosen, Computing, Folder, Judging, Protected, Schedule, grouped
 from kvsim.cli.runs import echo_responses
-from kvsim.cli.values import Stop
+from kvsim.cli.shared import Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ _MEANING = {
 
 @grouped
 def replay(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     chosen: Chosen,
-    budget: values.Budgets,
+    budget: shared.Budgets,
     schedule: Schedule,
     protected: Protected,
     metric: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             "What to measure, as `kvsim metrics` lists it; default: everything with --out, "
             "without it what the table shows.",
@@ -67,7 +67,7 @@ def replay(
     judging: Judging,
     computing: Computing,
     folder: Folder,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
 
@@ -76,7 +76,7 @@ def replay(
     continues.
     """
     folder.check()
-    memory, out = values.parse_memory(computing.memory), folder.out
+    memory, out = shared.parse_memory(computing.memory), folder.out
 
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
@@ -87,7 +87,7 @@ def replay(
     choose(metric, beside=BESIDE if regret else (), judged=bool(judging.by))
     protect = Protection(protected.sink, protected.recent, prompt=protected.protect_prompt)
     policies = chosen.built(protect)
-    opened = values.open_traces(traces)
+    opened = shared.open_traces(traces)
     try:
         with folder.replacing(), show.bar("cells") as report:
             run = replay_all(

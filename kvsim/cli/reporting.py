@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvsim.cli.shared import Overwrite, path_option, paths_of
 from kvsim.cli.show import bar
-from kvsim.cli.values import Overwrite, path_option, paths_of
 
 
 def report(
@@ -50,7 +50,7 @@ def report(
 def _is_trace(path: Path | str) -> bool:
     """Return whether a path or URL is meant as a trace, by its name or by what lies in it."""
     if isinstance(path, str):
-        from kvsim.analysis.folder import holds_run
+        from kvsim.analysis.folder import is_run
 
-        return path.rstrip("/").endswith((".zarr", ".zip")) or not holds_run(path)
+        return not is_run(path)
     return path.suffix in (".zarr", ".zip") or (path / "zarr.json").is_file()

@@ -19,11 +19,6 @@ _MARK = "\u00a6"
 _INDENT = "    "
 
 
-def is_run(path: Path | str) -> bool:
-    """Whether a path is the folder of a run and not a trace."""
-    return isinstance(path, Path) and (path / "run.json").is_file()
-
-
 def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     """Return the document of a saved run, and the summary of its values."""
     from kvsim.analysis.folder import RECORDS, read_run
@@ -39,7 +34,7 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     shown = [name for name in requested if name in measured]
     summary = summarise(saved.table, shown)
     document = {"run": str(path), **saved.parameters, **show.verdict(saved.table, shown)}
-    document |= {"cells": show.cells(summary)}
+    document |= {"remarks": saved.remarks, "cells": show.cells(summary)}
     # a sweep keeps records on request alone
     kept = Path(path) / RECORDS
     records = read_records(kept) if kept.exists() else []

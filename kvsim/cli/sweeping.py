@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import Computing, Judging, grouped
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import is_url, plural
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ _LINES = 60
 class Swept:
     """Policies, budgets and what of them is measured; a configuration has its own."""
 
-    policy: Annotated[list[str] | None, values.several("NAME[,NAME...]", "Policies.")] = None
-    budget: Annotated[list[str] | None, values.several("N|P%[,...]", "Entries, or shares.")] = None
-    settings: values.Settings = None
-    fit: values.Fit = False
+    policy: Annotated[list[str] | None, shared.several("NAME[,NAME...]", "Policies.")] = None
+    budget: Annotated[list[str] | None, shared.several("N|P%[,...]", "Entries, or shares.")] = None
+    settings: shared.Settings = None
+    fit: shared.Fit = False
     layers: Annotated[
         str | None,
         typer.Option(metavar="RANGES", help="Layers of the traces, such as 0,4-7.  [default: all]"),
     ] = None
     metric: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             "What to measure, as `kvsim metrics` lists it; default: the main metrics.",
         ),
@@ -57,15 +57,15 @@ class Schedules:
 
     interval: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "N|own[,...]",
             "Rows between events; own: each policy's own schedule. Default: 32 for two or "
             "more policies, the schedule of its paper for one.",
         ),
     ] = None
-    own_schedule: values.OwnSchedule = False
-    prefill: values.Prefill = None
-    compress: values.Compress = None
+    own_schedule: shared.OwnSchedule = False
+    prefill: shared.Prefill = None
+    compress: shared.Compress = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def sweep(
     ] = None,
     spread: Spread,
     look: Look,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and compare.
 
@@ -235,10 +235,10 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
     for name, option in {"policies": "--policy", "budgets": "--budget"}.items():
         if not given[name]:
             raise OptionError(f"{option} is missing; give one, or several between commas")
-    numbers = values.parse_layers(given["layers"])
+    numbers = shared.parse_layers(given["layers"])
     document = {name: value for name, value in given.items() if value is not None}
-    document |= {"layers": numbers, "traces": [str(path) for path in values.paths_of(source)]}
-    settings = values.settings_of(given["policies"], document.pop("set", None) or [])
+    document |= {"layers": numbers, "traces": [str(path) for path in shared.paths_of(source)]}
+    settings = shared.settings_of(given["policies"], document.pop("set", None) or [])
     document["policies"] = [{name: lists} for name, lists in settings.items()]
     document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ()]
     return grid_of(document, Path(), where="the options")
@@ -336,7 +336,7 @@ def _standing(plan: Plan, kept: Kept, cells: int) -> str:
 def _submit(out: Path, jobs: int, options: Sequence[str], *, as_json: bool) -> None:
     from kvsim.sweeps.slurm import submit
 
-    numbers = submit(out, jobs, dict(map(values.parse_set, options)))
+    numbers = submit(out, jobs, dict(map(shared.parse_set, options)))
     if as_json:
         show.echo_json({"jobs": numbers, "out": str(out)})
         return

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvsim.cli import plotting, show, values
+from kvsim.cli import plotting, shared, show
 from kvsim.cli.comparing import latex, markdown
-from kvsim.cli.values import OptionError
+from kvsim.cli.shared import OptionError
 from kvsim.schema import LABELS, merged
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ _PARTS = ("stage", "layer", *LABELS, "model")
 
 
 def table(
-    runs: values.Runs,
+    runs: shared.Runs,
     metric: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             "What to show, a column each, of metrics with variants the main one; default: the "
             "main metrics of the runs, in latex and markdown the first two that rank policies.",
@@ -32,15 +32,15 @@ def table(
     ] = None,
     by: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]",
             f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
             "layers, as in Table 14 of AMS; model: where there are several; the others but layer "
             "are labels of prompts.",
         ),
     ] = None,
-    policy: values.PoliciesOfRuns = None,
-    budget: values.BudgetsOfRuns = None,
+    policy: shared.PoliciesOfRuns = None,
+    budget: shared.BudgetsOfRuns = None,
     form: Annotated[
         Form, typer.Option("--format", help="csv and json have a row per metric, and every number.")
     ] = "table",

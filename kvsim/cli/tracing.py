@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvsim.cli.shared import Json, Overwrite, Stop, path_argument, path_option
 from kvsim.cli.show import bar, echo_error, echo_json, echo_text, one_line
-from kvsim.cli.values import Json, Overwrite, Stop, path_argument, path_option
 from kvsim.samples import SAMPLES, locate
 
 app = typer.Typer(

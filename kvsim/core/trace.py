@@ -35,9 +35,9 @@ from kvsim.core.digest import array_digest
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
+from kvsim.core.shared_results import Memo
 from kvsim.core.sources import ArraySource, InMemory, Loaded, PerQueryHead, SelectedRows
 from kvsim.errors import NeedsError, PositionError, TraceError
 

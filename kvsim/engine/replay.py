@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from kvsim.core.arguments import resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
-from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
 from kvsim.core.record import Plans, Record
+from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.probe import ProbeRows
+from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError

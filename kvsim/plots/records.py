@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, Ints
 from kvsim.analysis.axes import record_layer, trace_head, trace_layer
-from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, has_reads, read_entries, token_states
+from kvsim.analysis.kept.text import retention_lift
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core.record import Record
@@ -310,7 +310,7 @@ def lift_bars(
 ) -> Figure:
     """Share kept of a token string over the share kept of all tokens, with its interval.
 
-    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.kept.contents`: rate over mean rate after
+    G-KV (arXiv 2512.00504), App. I, by `kvsim.analysis.kept.text`: rate over mean rate after
     the layer's last event, Wilson's 95 % interval. The first 4 and the last 32 positions are left
     out, because many policies protect them.
 

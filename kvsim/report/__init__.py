@@ -27,8 +27,6 @@ from kvsim.report.study import Progress, check_traces, study
 from kvsim.report.traces import SECTIONS
 from kvsim.schema import visible
 
-__all__ = ["Saved", "joined", "page", "read_run", "write_report"]
-
 
 def write_report(
     runs: Sequence[str | Path],

@@ -79,7 +79,7 @@ def _summary(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
         "<i>chance</i> is what random sets of the same size would reach. A number of prompts in "
         "parentheses means that the others could not be measured."
     ).format(plural(_prompts(table), "prompt"))
-    remarks = [remark for run in runs for remark in run.parameters.get("remarks", ())]
+    remarks = [remark for run in runs for remark in run.remarks]
     remarks = merged([*remarks, uneven(layers_of(table)), few(_prompts(table))])
     means = averages(main_variants(table, _SHOWN))
     note += html.broken(remarks, "Note: ")
@@ -183,8 +183,6 @@ def _provenance(table: pl.DataFrame, runs: Sequence[Saved]) -> str:
     note = Markup("Fidelity of the values: {}. {}").format(shares, meanings)
     parts = []
     for run in runs:
-        failed = len(run.parameters.get("failures", ()))
-        lost = f" {failed} cells failed." if failed else ""
-        parts.append(tag("p", Markup("<code>{}</code>.{}").format(run.path, lost)))
+        parts.append(tag("p", tag("code", str(run.path))))
         parts.append(details(tag("pre", json.dumps(run.parameters, indent=2)), "run.json"))
     return section("Where this comes from", note, lines(parts))

@@ -319,16 +319,6 @@ class LiveSource:
         new = self.n_slots - self._live.shape[-1]
         return (self._count + new * len(self.layers) * self._heads) * self._entry_bytes
 
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of the queries in memory."""
-        return self._queries.nbytes + self._first_queries.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values in memory: with pads, and with room for more rows."""
-        return self._keys.nbytes + self._values.nbytes
-
 
 def computable(x: Tensor) -> Tensor:
     """A tensor of the model in the dtype that policies compute in."""

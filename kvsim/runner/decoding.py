@@ -362,16 +362,6 @@ class Decoding:
         return 2 * heads * sketch.dim * len(self.tokens) * itemsize
 
     @property
-    def allocated_bytes(self) -> int:
-        """Bytes of keys and values in memory: with pads, and with room for more rows."""
-        return self._other_bytes + sum(source.nbytes for _, source in self._blocks)
-
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of the queries that the policy may still read; in no cache of transformers."""
-        return sum(source.query_bytes for _, source in self._blocks)
-
-    @property
     def _other_bytes(self) -> int:
         arrays = (
             array

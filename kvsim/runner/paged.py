@@ -186,9 +186,3 @@ class PagedSource(LiveSource):
     def n_slots(self) -> int:
         """Slots of each head as the View counts them, pads included."""
         return self._slots[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the blocks of the block tables, shared ones included."""
-        blocks = sum(len(table) for table in self._sequences.tables)
-        return blocks * self._sequences.pool.block_bytes

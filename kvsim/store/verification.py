@@ -329,7 +329,7 @@ def _kinds(header: Header) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def _head(text: object, length: int = 200) -> str | None:
+def _head(text: object) -> str | None:
     if not isinstance(text, str):
         return None
-    return text if len(text) <= length else text[:length] + "..."
+    return text if len(text) <= 200 else text[:200] + "..."

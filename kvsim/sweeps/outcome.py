@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.analysis.folder import write_run
+from kvsim.analysis.folder import lacking, write_run
 from kvsim.analysis.live.table import responses
 from kvsim.analysis.results import extent
 from kvsim.analysis.summaries import uneven
@@ -57,7 +57,7 @@ class Run(Displayed):
 
     def __repr__(self) -> str:
         counts = f"records={len(self.records)}, failed={len(self.failures)}"
-        return f"Run({extent(self.table)}, {counts})"
+        return f"Run({extent(self.table)}, {counts}{lacking(self.parameters, ', ')})"
 
     @property
     def remarks(self) -> list[str]:

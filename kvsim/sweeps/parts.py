@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.folder import CONFIG, RUN
+from kvsim.analysis.folder import CONFIG, RUN, is_run
 from kvsim.core.record import Plans, Record, record_document, record_of
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, hidden, lock
@@ -52,7 +52,7 @@ def replaced(path: Path) -> Iterator[None]:
     if not path.exists() and not path.is_symlink():
         yield
         return
-    if not path.is_dir() or not ((path / RUN).is_file() or (path / CONFIG).is_file()):
+    if not path.is_dir() or not is_run(path):
         raise OutputError(f"{path} exists and is no run folder; expected one to replace")
     if any(map(locked, (path / PARTS).glob("*.claim"))):
         raise OutputError(f"{path} is being written by another process; wait for it")

@@ -21,13 +21,13 @@ DIGITS = tuple(str(digit) for digit in range(10))
 COUNTERS = tuple(f"#{count}" for count in range(128))
 
 
-def _node_names(count: int = 160) -> list[str]:
+def _node_names() -> list[str]:
     """Names such as ``kuga``: consonant, vowel, consonant, vowel; the same on every call."""
     consonants, vowels = "bdfgklmnprstvz", "aeiou"
     syllables = [consonant + vowel for consonant in consonants for vowel in vowels]
     names = [first + second for first in syllables for second in syllables]
     random.Random(7).shuffle(names)
-    return sorted(names[:count])
+    return sorted(names[:160])
 
 
 NODES = tuple(_node_names())
@@ -78,8 +78,3 @@ FILLER = (*COMMON, *(noun for domain in DOMAINS.values() for noun in domain.noun
 
 VOCAB = (*SPECIAL, *VERBS, *MARKS, *DIGITS, *COUNTERS, *NODES, *KINDS, *FILLER)
 ID: dict[str, int] = {word: index for index, word in enumerate(VOCAB)}
-
-
-def unknown_words(text: str) -> list[str]:
-    """Words of ``text`` that are not in the vocabulary, each once, in order of appearance."""
-    return list(dict.fromkeys(word for word in text.split() if word not in ID))

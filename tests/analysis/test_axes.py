@@ -12,7 +12,6 @@ from kvsim import plots
 from kvsim.analysis import axes
 from kvsim.analysis.attention.sparsity import attention_sparsity
 from kvsim.analysis.attention.windows import attention_gaps, head_table, last_needed, window_overlap
-from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.kept.states import (
     head_course,
     kept_positions,
@@ -20,6 +19,7 @@ from kvsim.analysis.kept.states import (
     strips_after,
     token_states,
 )
+from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import PolicyError
 from kvsim.studies.expectation.normality import states
 from kvsim.studies.segments.segmentation import cut_table, segmented

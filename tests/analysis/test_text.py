@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.contents import (
+from kvsim.analysis.kept.text import (
     is_punctuation,
     max_loop,
     punctuation_lift,

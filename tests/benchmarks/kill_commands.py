@@ -33,8 +33,8 @@ import torch
 from full_disk import call, content
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.errors import KvsimError, OutputError
-from kvsim.report import read_run
 from kvsim.store import discard, find_drafts, open_trace, recover, verify
 from kvsim.studies.language.tasks import prompts
 from kvsim.sweeps import tasks

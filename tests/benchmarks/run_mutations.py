@@ -26,9 +26,9 @@ import polars as pl
 
 import kvsim
 import mutations as traces
+from kvsim.analysis.folder import read_run
 from kvsim.core.record import record_document
 from kvsim.errors import KvsimError
-from kvsim.report import read_run
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 

@@ -17,7 +17,7 @@ import pytest
 from command_line import one_line
 
 from kvsim.cli import main
-from kvsim.cli.values import OptionError, parse_memory, parse_set
+from kvsim.cli.shared import OptionError, parse_memory, parse_set
 from kvsim.errors import KvsimError
 from kvsim.studies.language.tasks import prompts
 

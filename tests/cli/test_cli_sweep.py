@@ -1,13 +1,18 @@
 """`kvsim sweep`: configurations, lists, folders, and what it says."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from typing import NamedTuple
 
+import polars as pl
 import pytest
 
+from kvsim.analysis.folder import read_run
 from kvsim.cli import show
 from kvsim.sweeps import tasks
+from kvsim.sweeps.driver import begin, finish, publish, sweep
+from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.shards import Shards
 from traces import random_trace
 
@@ -68,6 +73,71 @@ def test_shards_are_collected(command, tmp_path):
     shown = command("info", str(out))
     assert shown.status == 0
     assert "traces    2: sample, sample-smollm2" in shown.out
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """A run stopped after the first of two traces, on which one of four cells failed."""
+    out = tmp_path_factory.mktemp("runs") / "half"
+    grid = {"traces": ["sample", "sample-smollm2"], "policies": ["tova", "snapkv"]}
+    grid |= {"budgets": [4, 48], "intervals": [64], "metrics": ["output_error", "entries_seen"]}
+    plan, kept = Plan.of(grid_from(grid)), Shards(out)
+    begin(plan, kept)
+    finish(plan, kept, shard=(0, 2))
+    publish(plan.run(kept), kept)
+    return out
+
+
+COMMANDS = ("info", "compare", "table", "plot pareto", "report")
+FORMS = ("info --json", "compare --json", "table --format latex")
+
+
+@pytest.mark.parametrize("command_line", [*COMMANDS, *FORMS])
+def test_a_partial_run_says_so(command, half, tmp_path, command_line):
+    """Every command says in one line how many cells are missing and how to compute them."""
+    name, *options = command_line.split()
+    outputs = {"plot": ["--out", tmp_path / "a.png"], "report": ["--out", tmp_path / "a.html"]}
+    figure = [options.pop(0)] if name == "plot" else []
+
+    shown = command(name, *figure, half, *options, *outputs.get(name, []))
+
+    assert shown.status == 0, shown.err
+    text = shown.out + shown.err
+    if name == "report":
+        text += (tmp_path / "a.html").read_text()
+    lines = [line for line in text.splitlines() if f"{half} is partial: " in line]
+    cells, there = 2 * 2 * 2, pl.read_parquet(half / "results.parquet")
+    finished = there.drop_nulls("policy").select("trace", "policy", "budget").n_unique()
+    assert len(lines) == 1
+    assert f"is partial: {cells - finished - 1} missing and 1 failed of {cells} cells" in lines[0]
+    assert "give the command that wrote it again" in lines[0]
+
+
+def test_a_partial_run_is_partial_in_python(half):
+    """Its text and its HTML count the missing cells, and a whole run has no such remark."""
+    partial = "partial: 4 missing and 1 failed of 8 cells"
+    whole = sweep(traces="sample", policies="tova", budgets=48, metrics="wipeout")
+
+    saved = read_run(half)
+
+    assert partial in repr(saved)
+    assert partial in saved._repr_html_()
+    assert "partial" not in repr(whole) + whole._repr_html_()
+
+
+@pytest.mark.parametrize("command_line", COMMANDS)
+def test_a_run_without_results_is_not_finished(command, half, tmp_path, command_line):
+    """A folder that a killed command left is called a run everywhere, and how to finish it."""
+    killed = tmp_path / "killed"
+    shutil.copytree(half, killed)
+    (killed / "run.json").unlink()
+    name, *options = command_line.split()
+    outputs = {"plot": ["--out", tmp_path / "a.png"], "report": ["--out", tmp_path / "a.html"]}
+
+    shown = command(name, *options, killed, *outputs.get(name, []))
+
+    assert shown.status == 2
+    assert f"error: {killed} is not finished, it has no results yet; give the command" in shown.err
 
 
 def test_what_shows_progress_comes_first(command, tmp_path, monkeypatch):

@@ -9,10 +9,10 @@ import pytest
 
 import kvsim
 from kvsim.analysis.comparison import compare
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.verdict import tabulated
-from kvsim.report import read_run
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace

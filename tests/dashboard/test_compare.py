@@ -11,13 +11,12 @@ import pytest
 
 import kvsim
 from apps.dashboard import line_charts, runs
-from kvsim.analysis.folder import bind
+from kvsim.analysis.folder import bind, read_run
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import averages, compare, stages
 from kvsim.analysis.verdict import answer
-from kvsim.report import read_run
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
 from traces import random_trace

@@ -9,11 +9,10 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.folder import bind
+from kvsim.analysis.folder import bind, read_run
 from kvsim.analysis.results import labelled
 from kvsim.analysis.summaries import between_levels, level_shares
 from kvsim.core.record import Record
-from kvsim.report import read_run
 from kvsim.sweeps import Run, replay_all
 from traces import random_trace
 

@@ -41,14 +41,15 @@ def resolve(name: str):
 
 
 def callers() -> list[tuple[str, str]]:
-    """(caller, called) of every step that stands below another."""
+    """(caller, called) of every step that stands below another, or behind its arrow."""
     pairs, above = [], []
     for indent, name in STEPS:
         above = [(at, step) for at, step in above if at < indent]
         if above:
             pairs.append((above[-1][1], name))
         above.append((indent, name))
-    return pairs
+    arrows = re.findall(r"(?=`(kvsim[\w.]+)` → `(kvsim[\w.]+)`)", PAGE.read_text("utf-8"))
+    return [*dict.fromkeys([*pairs, *arrows])]
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES)))

@@ -65,7 +65,10 @@ def test_every_block_says_whether_it_runs(name):
 @pytest.mark.usefixtures("no_layout")
 @pytest.mark.parametrize("name", sorted({block.page for block in ALL if block.how == "run"}))
 def test_blocks_run(name, tmp_path, monkeypatch, warm_kvsim):
-    """The blocks of a page run in order in one empty folder, as a reader would type them."""
+    """The blocks of a page run in order in one empty folder, as a reader would type them.
+
+    Python starts anew after each command.
+    """
     monkeypatch.chdir(tmp_path)
     path = [str(warm_kvsim), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))
@@ -85,10 +88,24 @@ def test_blocks_run(name, tmp_path, monkeypatch, warm_kvsim):
                 check=False,
             )
             assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+            names = {"__name__": "__main__"}
         else:
             # blank lines in front give a traceback the line of the page
             code = compile("\n" * (block.line - 1) + block.body, block.page, "exec")
             exec(code, names)  # noqa: S102 - the page is ours
+
+
+def test_pages_write_to_places_of_their_own():
+    """Readers of several pages work in one folder: no page writes what another one has written."""
+    pages = {}
+    for block in ALL:
+        commands = block.body.replace("\\\n", " ").splitlines() if block.how == "run" else []
+        for line in commands:
+            for out in re.findall(r"^kvsim .* --out (\S+)(?!.*(?:--resume|--overwrite))", line):
+                pages.setdefault(out, {block.page}).add(block.page)
+
+    assert "report.html" in pages
+    assert {out: names for out, names in pages.items() if len(names) > 1} == {}
 
 
 @pytest.mark.parametrize("name", PAGES)

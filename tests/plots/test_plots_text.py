@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import kvsim
-from kvsim.analysis.kept.contents import retention_lift
 from kvsim.analysis.kept.states import TOKEN_STATES as STATES
 from kvsim.analysis.kept.states import token_states
+from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import NeedsError, PolicyError, TraceError
 from kvsim.plots.records import lift_bars, token_html, token_text
 from traces import random_trace

@@ -22,7 +22,7 @@ import kvsim
 from damage import edit_header
 from families import FAMILIES, ids
 from kvsim.cli import recording
-from kvsim.cli.values import OptionError, parse_layers
+from kvsim.cli.shared import OptionError, parse_layers
 from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading

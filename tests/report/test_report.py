@@ -10,13 +10,13 @@ import polars as pl
 import pytest
 
 import kvsim
-from kvsim.analysis.folder import bind
+from kvsim.analysis.folder import bind, read_run
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.cli import _status
 from kvsim.core.policy import Policy
 from kvsim.errors import OutputError, PolicyError
-from kvsim.report import read_run, write_report
+from kvsim.report import write_report
 from kvsim.schema import FIDELITY, FIDELITY_MEANING
 from kvsim.sweeps.driver import replay_all
 

@@ -12,12 +12,13 @@ import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.output.reconstruction import reconstruction_table
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
 from kvsim.errors import OutputError, PolicyError, TraceError
-from kvsim.report import page, read_run, write_report
+from kvsim.report import page, write_report
 from kvsim.report.html import cell, details, lines, metric_name, section, table_of
 from kvsim.report.study import METHODS, RATIOS, study
 from kvsim.report.traces import SECTIONS

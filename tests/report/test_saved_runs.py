@@ -13,11 +13,10 @@ import pytest
 import run_mutations
 
 import kvsim
-from kvsim.analysis.folder import bind
+from kvsim.analysis.folder import bind, read_run
 from kvsim.analysis.verdict import answer
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
-from kvsim.report import read_run
 from kvsim.store import inputs
 from kvsim.store.inputs import digests
 from kvsim.store.records import read_records

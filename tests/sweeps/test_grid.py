@@ -10,7 +10,7 @@ import torch
 
 import kvsim
 from kvsim.analysis.subject import Analysis
-from kvsim.cli import values
+from kvsim.cli import shared
 from kvsim.core.policy import Policy, Scorer
 from kvsim.core.sources import Loaded
 from kvsim.errors import ConfigError, PolicyError
@@ -81,7 +81,7 @@ def test_every_entry_takes_the_device_auto(monkeypatch, paths):
     assert tables[0].equals(tables[1])
     assert plans[0].keys == plans[1].keys
     assert run.parameters["device"] == Analysis(trace, device="auto").device == "cpu"
-    assert values.parse_device("auto") == "cpu"
+    assert shared.parse_device("auto") == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import kvsim
+from kvsim.analysis.folder import read_run
 from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.errors import OutputError, PolicyError
 from kvsim.files import replace_file
-from kvsim.report import read_run
 from kvsim.schema import NEVER
 from kvsim.store.inputs import digests, sealed
 from kvsim.store.records import read_records

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,19 +12,7 @@ from apps.tiny import distill
 from kvsim.recorder import load_model
 from kvsim.studies.language.ledger import check
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 SMALL = distill.Settings(steps=2, batch=2, full=0.5, checkpoint=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, so that sums are added in one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def weights(run: distill.Run) -> torch.Tensor:

@@ -19,7 +19,6 @@ from kvsim.tiny.vocabulary import ID, VOCAB
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
     from pathlib import Path
 
     from transformers import Qwen2ForCausalLM
@@ -44,15 +43,6 @@ def test_programs_run_from_a_checkout(program, capsys):
 
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: python -m {program.__name__} ")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, so that sums are added in one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def weights(model: Qwen2ForCausalLM) -> torch.Tensor:

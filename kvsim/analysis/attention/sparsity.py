@@ -28,8 +28,8 @@ from kvsim.analysis.attention.windows import (
 )
 from kvsim.analysis.axes import trace_layer
 from kvsim.analysis.kept.retention import SINK
-from kvsim.analysis.walk import by_layer
-from kvsim.analysis.wide import wide
+from kvsim.analysis.layer_walk import by_layer
+from kvsim.analysis.wide_table import wide
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace

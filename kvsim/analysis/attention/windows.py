@@ -300,7 +300,6 @@ def attention_gaps(
     start: int | None = None,
     window: int | None = None,
     share: float = GAP_SHARE,
-    device: str = "cpu",
 ) -> GapsAndChance:
     """Gaps of the keys before row `start` over whole windows from there on.
 
@@ -323,7 +322,7 @@ def attention_gaps(
     tops = np.zeros(shape, np.int64)
     last = np.full(shape, -1)  # the latest window with the key in its top
     apart = np.zeros(shape, bool)
-    for number, scores in enumerate(window_scores(trace, layer, windows, keys, device=device)):
+    for number, scores in enumerate(window_scores(trace, layer, windows, keys)):
         best = np.argsort(-scores, axis=-1, kind="stable")[:, :n_top]
         head = np.arange(len(best))[:, None]
         before = last[head, best]

@@ -10,16 +10,6 @@ import numpy as np
 from kvsim.analysis.arrays import Ints
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
-from kvsim.analysis.kept.contents import (
-    NGRAMS,
-    WithChance,
-    is_punctuation,
-    key_similarities,
-    max_loop,
-    punctuation_lift,
-    repetition,
-    value_norm_overlaps,
-)
 from kvsim.analysis.kept.coverage import (
     global_eviction,
     kept_coverage,
@@ -28,6 +18,14 @@ from kvsim.analysis.kept.coverage import (
 )
 from kvsim.analysis.kept.pages import PAGE, pages
 from kvsim.analysis.kept.retention import entries_seen, event_rows, retained_iou, retention_ratio
+from kvsim.analysis.kept.text import (
+    NGRAMS,
+    is_punctuation,
+    max_loop,
+    punctuation_lift,
+    repetition,
+)
+from kvsim.analysis.kept.vectors import WithChance, key_similarities, value_norm_overlaps
 from kvsim.analysis.subject import Analysis, Subject, Walk
 from kvsim.core.trace import Trace
 

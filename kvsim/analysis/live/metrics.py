@@ -9,7 +9,7 @@ import numpy as np
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
-from kvsim.analysis.kept.contents import NGRAMS, max_loop, repetition
+from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
 from kvsim.core.pieces import Schedule

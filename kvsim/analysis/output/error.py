@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
+from kvsim.analysis.layer_walk import by_layer
 from kvsim.analysis.output.layer import Layer, Rows, length
 from kvsim.analysis.output.partial import paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
-from kvsim.analysis.walk import by_layer
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.outcome import OutputDeviation
 from kvsim.core.pieces import Schedule

@@ -26,7 +26,7 @@ import polars as pl
 
 from kvsim.analysis.results import task_of
 from kvsim.analysis.table import measure
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide_table import wide
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay

@@ -89,11 +89,6 @@ class Cost:
         return self.kv_bytes / self.kv_full_bytes
 
     @property
-    def kv_peak_ratio(self) -> float:
-        """Cache before an event, as a share of the full one."""
-        return self.kv_peak_bytes / self.kv_full_bytes
-
-    @property
     def scoring_per_token(self) -> float | None:
         """FLOPs of scoring per generated token: of an event, over the rows between events."""
         if self.scoring_event is None:
@@ -127,7 +122,7 @@ class Cost:
         }
         out["kv_bytes_per_layer"] = [n * self.position_bytes for n in self.entries]
         out["kv_peak_bytes_per_layer"] = [n * self.position_bytes for n in self.peak]
-        names = ["fidelity", "kv_ratio", "kv_peak_ratio", "scoring_per_token"]
+        names = ["fidelity", "kv_ratio", "scoring_per_token"]
         names += ["scoring_prompt_share", "scoring_token_share"]
         return {**out, **{name: getattr(self, name) for name in names}}
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsim.cli import values
+from kvsim.cli import shared
+from kvsim.cli.shared import OptionError
 from kvsim.cli.show import echo_json, echo_notes, echo_rows
-from kvsim.cli.values import OptionError
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ _FIDELITY = (
 
 
 def cost(
-    policy: values.PolicyNames,
+    policy: shared.PolicyNames,
     budget: Annotated[
-        list[str], values.several("N|P%[,...]", "Entries per KV head, or a share of the context.")
+        list[str], shared.several("N|P%[,...]", "Entries per KV head, or a share of the context.")
     ],
     model_config: Annotated[
-        Path | None, values.path_option("PATH", "A model's config.json, or a folder with one.")
+        Path | None, shared.path_option("PATH", "A model's config.json, or a folder with one.")
     ] = None,
     trace: Annotated[
         str | None,
@@ -48,7 +48,7 @@ def cost(
     ] = None,
     context: Annotated[
         list[str] | None,
-        values.several("N[,...]", "Tokens, prompt included; default: the trace's."),
+        shared.several("N[,...]", "Tokens, prompt included; default: the trace's."),
     ] = None,
     prompt: Annotated[
         int | None,
@@ -56,7 +56,7 @@ def cost(
             min=1, help="Tokens of the context that are its prompt; default: all, or the trace's."
         ),
     ] = None,
-    settings: values.Settings = None,
+    settings: shared.Settings = None,
     selection_layer: Annotated[
         float | None,
         typer.Option(
@@ -68,7 +68,7 @@ def cost(
         float | None,
         typer.Option(help="Bytes per number of weights and cache; default: the configuration's."),
     ] = None,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Say what policies cost on a model: memory, time, FLOPs.
 
@@ -99,7 +99,7 @@ def cost(
         contexts = contexts or [opened.n_pos]
     if not contexts:
         raise OptionError("no context is given; expected --context N, or a --trace that has one")
-    policies = values.build_policies(policy, settings)
+    policies = shared.build_policies(policy, settings)
     # the prompt is that of the trace where it is the trace's context
     traced = {} if opened is None or prompt is not None else {opened.n_pos: opened.prompt_len}
     cases = [

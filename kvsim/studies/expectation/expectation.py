@@ -35,15 +35,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import polars as pl
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.attention.agreement import lost, pearson, recall, spearman
-from kvsim.analysis.results import task_of
-from kvsim.analysis.wide import places, wide
 from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
@@ -52,19 +48,9 @@ from kvsim.engine.source import TraceSource
 from kvsim.errors import PolicyError
 from kvsim.policies.calibration import row_blocks
 from kvsim.policies.expected_attention import expected_logits, moments
-from kvsim.schema import FIDELITY
 
 #: Reads queries of rows start..stop-1; [1, H, G, w, d].
 Read = Callable[[int, int], Tensor]
-
-#: Columns of `projection_table`.
-PROJECTION_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("trace", "task"), pl.String),
-    "rotated": pl.Boolean,
-    **dict.fromkeys(("skip", "samples", "layer", "head", "qhead", "pos"), pl.Int64),
-    **dict.fromkeys(("mean", "variance", "gap", "normal_gap"), pl.Float64),
-    "fidelity": pl.Enum(FIDELITY),
-}
 
 # Deviations at which the gap of normal samples is computed; between them it is interpolated.
 _DEVIATIONS = 256
@@ -80,11 +66,9 @@ class Projections:
     """
 
     trace: str
-    task: str
     rotated: bool
     skip: int
     samples: int
-    group: int
     mean: Floats = field(repr=False)
     variance: Floats = field(repr=False)
     gap: Floats = field(repr=False)
@@ -127,7 +111,7 @@ def key_projections(
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
     return Projections(
-        *(trace.name, task_of(trace), rotated, skip, stop - skip, trace.group),
+        *(trace.name, rotated, skip, stop - skip),
         *(mean, variance, gap, normal_gap(variance, stop - skip)),
     )
 
@@ -179,12 +163,6 @@ def check_rows(trace: Trace, skip: int, stop: int, least: int) -> None:
         )
 
 
-def projection_table(measured: Sequence[Projections]) -> pl.DataFrame:
-    """Return a row per trace, layer, query head and key; `PROJECTION_COLUMNS`."""
-    parts = (vars(x) | places(x.gap.shape, x.group, "pos", x.skip) for x in measured)
-    return wide(parts, PROJECTION_COLUMNS)
-
-
 #: From observed to expected attention; the last is Expected Attention.
 STEPS = ("ratio_of_means", "normal", "mean_rotation", "past")
 
@@ -200,14 +178,6 @@ REMOVED = tuple(i / 20 for i in range(21))
 # The paper takes the moments of the first 1,000 of 5,000 tokens.
 _PAST = 5
 
-#: Columns of `key_table`.
-KEY_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("trace", "task"), pl.String),
-    **dict.fromkeys(("cut", "rows", "keys", "layer", "head", "qhead", "pos"), pl.Int64),
-    **dict.fromkeys(("observed", *STEPS), pl.Float64),
-    "fidelity": pl.Enum(FIDELITY),
-}
-
 
 @dataclass(frozen=True)
 class Expectation:
@@ -215,15 +185,12 @@ class Expectation:
 
     observed [layer, qhead, key]: mean over the `rows` rows from `cut` on. expected [step, layer,
     qhead, key]: sums to 1 over the keys. key_norm [layer, qhead, key]: the key's length, itself.
-    group: query heads of a KV head.
     """
 
     trace: str
-    task: str
     cut: int
     sink: int
     rows: int
-    group: int
     observed: Floats = field(repr=False)
     expected: Floats = field(repr=False)
     key_norm: Floats = field(repr=False)
@@ -285,7 +252,7 @@ def expected_and_observed(
             layers.append([x.cpu().numpy() for x in _of_layer(source, cut, sink)])
     arrays = (np.stack(x, -3) for x in zip(*layers, strict=True))
     rows = trace.n_pos - cut
-    return Expectation(trace.name, task_of(trace), cut, sink, rows, trace.group, *arrays)
+    return Expectation(trace.name, cut, sink, rows, *arrays)
 
 
 def _of_layer(source: TraceSource, cut: int, sink: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,13 +287,3 @@ def _recorded(source: TraceSource, keys: Tensor, cut: int) -> tuple[Tensor, Tens
         attention = torch.logaddexp(attention, z.sub_(lse.unsqueeze(-1)).logsumexp(3))
     count = math.log(source.n_rows - cut)
     return attention - count, exponential - count
-
-
-def key_table(measured: Sequence[Expectation]) -> pl.DataFrame:
-    """Return a row per trace, query head and key: attention itself, `KEY_COLUMNS`."""
-    parts = (
-        {**vars(x), **places(x.observed.shape, x.group, "pos", x.sink), "keys": x.keys}
-        | dict(zip(("observed", *STEPS), np.exp([x.observed, *x.expected]), strict=True))
-        for x in measured
-    )
-    return wide(parts, KEY_COLUMNS)

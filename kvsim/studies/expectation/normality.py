@@ -11,35 +11,21 @@ the attention, if the trace was recorded with `--residual`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import polars as pl
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.axes import trace_layer
-from kvsim.analysis.results import task_of
-from kvsim.analysis.wide import places, wide
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
-from kvsim.schema import FIDELITY
 from kvsim.studies.expectation.expectation import check_rows
 from kvsim.studies.expectation.fit import EFFECTS, LEAST_SAMPLES, fit_normal, normal_medians
 
 #: Sampled states: queries before or after RoPE, or the input of each layer.
 States = Literal["query", "rotated_query", "residual"]
-
-#: Columns of `normality_table`.
-NORMALITY_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("trace", "task", "of"), pl.String),
-    **dict.fromkeys(("skip", "samples", "layer", "head", "qhead", "dim"), pl.Int64),
-    **dict.fromkeys(EFFECTS, pl.Float64),
-    "modes": pl.Int64,
-    "fidelity": pl.Enum(FIDELITY),
-}
 
 
 @dataclass(frozen=True)
@@ -47,15 +33,13 @@ class Normality:
     """Effect sizes of every dimension over `samples` rows from `skip` on.
 
     effects: by name, as in `fit.EFFECTS`; [layer, qhead, dim], and [layer, 1, hidden] of the
-    residual stream. group: query heads of a KV head.
+    residual stream.
     """
 
     trace: str
-    task: str
     of: States
     skip: int
     samples: int
-    group: int
     effects: dict[str, Floats] = field(repr=False)
 
 
@@ -96,22 +80,7 @@ def state_normality(
             whole = torch.cat([getattr(fit, name) for fit in fits])
             effects[name].append(whole.view(drawn.shape[:2]).numpy())
     stacked = {name: np.stack(layers) for name, layers in effects.items()}
-    return Normality(trace.name, task_of(trace), of, skip, samples, trace.group, stacked)
-
-
-def normality_table(measured: Sequence[Normality]) -> pl.DataFrame:
-    """Return a row per trace, state, first row, layer, query head, dimension; `NORMALITY_COLUMNS`.
-
-    head and qhead are null for the residual stream.
-    """
-    parts = (
-        vars(x)
-        | places(x.effects["mean"].shape, x.group, "dim")
-        | ({"head": None, "qhead": None} if x.of == "residual" else {})
-        | x.effects
-        for x in measured
-    )
-    return wide(parts, NORMALITY_COLUMNS)
+    return Normality(trace.name, of, skip, samples, stacked)
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvsim.cli import show, values
-from kvsim.cli.values import OptionError
+from kvsim.cli import shared, show
+from kvsim.cli.shared import OptionError
 from kvsim.errors import PolicyError, suggest
 from kvsim.files import check_output
 
 
 def masks(
     run: Annotated[
-        Path, values.path_argument("RUN", "Folder that `kvsim replay` or `live` wrote to --out.")
+        Path, shared.path_argument("RUN", "Folder that `kvsim replay` or `live` wrote to --out.")
     ],
-    out: Annotated[Path, values.path_option("FILE", "A new .safetensors file.")],
+    out: Annotated[Path, shared.path_option("FILE", "A new .safetensors file.")],
     policy: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]", "The policies whose masks are written; default: all of the run."
         ),
     ] = None,
     defect: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "lag|last-layer[,...]",
             "Reproduce a defect of the G-KV release: each event takes effect an event late; "
             "all layers have the mask of the last.",
         ),
     ] = None,
-    overwrite: values.Overwrite = False,
-    as_json: values.Json = False,
+    overwrite: shared.Overwrite = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Write which entries each row sees, as training under eviction needs it.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli.groups import grouped
-from kvsim.cli.values import OptionError, Overwrite, path_option, several
+from kvsim.cli.shared import OptionError, Overwrite, path_option, several
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 from kvsim.studies.language.tasks import TASKS, TOKENS

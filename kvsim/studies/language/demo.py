@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsim.cli.shared import Json, Stop, path_option, quiet_transformers
 from kvsim.cli.show import (
     bar,
     cells,
@@ -25,7 +26,6 @@ from kvsim.cli.show import (
     fidelity_shares,
     verdict,
 )
-from kvsim.cli.values import Json, Stop, path_option, quiet_transformers
 from kvsim.errors import OutputError, TraceError
 from kvsim.files import check_writable, published, refused
 from kvsim.samples import sample_judged, sample_trace

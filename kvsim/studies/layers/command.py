@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import grouped
+from kvsim.cli.shared import OptionError
 from kvsim.cli.show import echo_text, number, one_line
-from kvsim.cli.values import OptionError
 from kvsim.errors import PolicyError
 from kvsim.files import check_output, published
 from kvsim.schema import plural
@@ -66,10 +66,10 @@ class Rule:
 
 @grouped
 def layers(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     budget: Annotated[
         list[str],
-        values.several(
+        shared.several(
             "N|P%[,...]",
             "Tokens that propagate past the selection layer, window included, or a share of "
             "the trace's length.",
@@ -89,7 +89,7 @@ def layers(
     ] = None,
     figures: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "DIR", "Write figures to a new folder: details of one trace, a comparison of several."
         ),
     ] = None,
@@ -97,8 +97,8 @@ def layers(
         Literal["png", "svg", "pdf"],
         typer.Option("--format", help="The format of the figures."),
     ] = "png",
-    device: values.Device = "cpu",
-    as_json: values.Json = False,
+    device: shared.Device = "cpu",
+    as_json: shared.Json = False,
 ) -> None:
     """Show where ASL selects, and how layers rank the tokens.
 
@@ -114,7 +114,7 @@ def layers(
     positions = None
     if gold is not None and gold != _ANSWER:
         expected = f"positions such as 12-18,40, or {_ANSWER!r}"
-        positions = values.parse_ranges(gold, "--gold", expected)
+        positions = shared.parse_ranges(gold, "--gold", expected)
 
     from kvsim.core.arguments import resolve_budget
     from kvsim.policies.asl import ASL
@@ -132,7 +132,7 @@ def layers(
             first_layer=asl.first_layer,
             look_back=asl.look_back,
         )
-    opened = values.open_traces(traces)
+    opened = shared.open_traces(traces)
 
     def needed(trace: Trace) -> Ints | None:
         if gold_text is not None:

@@ -16,7 +16,7 @@ import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, share
 from kvsim.analysis.results import REQUESTED, task_of
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide_table import wide
 from kvsim.core.trace import Trace
 from kvsim.policies.asl import Selecting
 from kvsim.schema import FIDELITY

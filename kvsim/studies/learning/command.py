@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import grouped
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
@@ -23,7 +23,7 @@ class Learned:
 
     features: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "GROUP[,...]",
             "What it may see of an entry: position, attention, keys, values; default: all of "
             "these. projections of keys and values bind it to one model; future, with --ahead, "
@@ -50,13 +50,13 @@ class Compared:
     ] = None
     against: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
         ),
     ] = None
     metric: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,...]", "What to measure on the prompts held out; default: as `kvsim sweep`."
         ),
     ] = None
@@ -64,16 +64,16 @@ class Compared:
 
 @grouped
 def learn(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     budget: Annotated[
         list[str],
-        values.several(
+        shared.several(
             "N|P%[,...]", "Entries per KV head to learn for, or shares of the trace's length."
         ),
     ],
     out: Annotated[
         Path,
-        values.path_option(
+        shared.path_option(
             "FILE.safetensors", "The scorer to write; it replays as --policy learned:FILE."
         ),
     ],
@@ -96,8 +96,8 @@ def learn(
     seed: Annotated[
         int, typer.Option(min=0, help="The seed of the split, the pairs and the network.")
     ] = 0,
-    overwrite: values.Overwrite = False,
-    as_json: values.Json = False,
+    overwrite: shared.Overwrite = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Learn a scorer from traces, and compare it with policies on prompts held out.
 
@@ -110,7 +110,7 @@ def learn(
     groups = scorer.features or [*CAUSAL, *(["future"] * (scorer.ahead > 0))]
     with show.bar("steps") as report:
         learning = learned(
-            values.open_traces(traces),
+            shared.open_traces(traces),
             budget,
             out,
             features=groups,
@@ -119,7 +119,7 @@ def learn(
             interval=interval,
             rounds=rounds,
             held_out=held_out,
-            test=None if compared.test is None else values.open_traces(compared.test),
+            test=None if compared.test is None else shared.open_traces(compared.test),
             against=compared.against or AGAINST,
             metrics=compared.metric,
             seed=seed,
@@ -179,16 +179,16 @@ def _print(learning: Learning) -> None:
 
 
 def heads(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     out: Annotated[
-        Path, values.path_option("FILE.json", "The plan to write; it replays as --policy duo:FILE.")
+        Path, shared.path_option("FILE.json", "The plan to write; it replays as --policy duo:FILE.")
     ],
     budget: Annotated[
         int, typer.Option(min=1, help="Entries of a head that streams, sinks included.")
     ] = 64,
     sink: Annotated[int, typer.Option(min=0, help="First entries that such a head keeps.")] = 4,
-    overwrite: values.Overwrite = False,
-    as_json: values.Json = False,
+    overwrite: shared.Overwrite = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Measure how much each head loses if it holds sinks and recent entries alone.
 
@@ -198,7 +198,7 @@ def heads(
     from kvsim.studies.learning.heads import head_plan
 
     check_output(out, overwrite=overwrite)
-    plan = head_plan(values.open_traces(traces), budget, sink=sink)
+    plan = head_plan(shared.open_traces(traces), budget, sink=sink)
     write_file(out, plan.text(), overwrite=overwrite)
     if as_json:
         show.echo_json({"policy": f"duo:{out}", "sha256": plan.digest, "scores": plan.scores})

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import Chosen, Folder, Loading, Schedule, grouped
 from kvsim.cli.replaying import finish, folder_state
-from kvsim.cli.values import Stop
+from kvsim.cli.shared import Stop
 from kvsim.schema import plural, schedule
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ layer error."""
 
 @grouped
 def fidelity(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     chosen: Chosen,
-    budget: values.Budgets,
+    budget: shared.Budgets,
     schedule: Schedule,
     max_new_tokens: Annotated[
         int,
@@ -66,16 +66,16 @@ def fidelity(
     loading: Loading,
     out: Annotated[
         Path | None,
-        values.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
+        shared.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
     ] = None,
-    resume: values.Resume = False,
+    resume: shared.Resume = False,
     calibration: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "FILE", "Fit what `kvsim predict` reads on these runs, and write it to a new file."
         ),
     ] = None,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Compare replays with the running model.
 
@@ -98,7 +98,7 @@ def fidelity(
     policies = chosen.built()
     for each in policies:
         check_live(each)
-    recorded = values.open_traces(traces)
+    recorded = shared.open_traces(traces)
     for trace in recorded if calibration is not None else ():
         check_arrays(trace, ["layer_error"])
     terms = vars(schedule)
@@ -230,19 +230,19 @@ def _kept(table: pl.DataFrame) -> pl.DataFrame:
 
 @grouped
 def predict(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     chosen: Chosen,
-    budget: values.Budgets,
+    budget: shared.Budgets,
     schedule: Schedule,
     calibration: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "FILE", "A file of `kvsim fidelity --calibration`; default: the shipped calibrations."
         ),
     ] = None,
-    device: values.Device = "cpu",
+    device: shared.Device = "cpu",
     *,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Predict from replay how far the running model diverges.
 
@@ -254,7 +254,7 @@ def predict(
     from kvsim.sweeps.driver import replay_all
 
     policies = chosen.built()
-    recorded = values.open_traces(traces)
+    recorded = shared.open_traces(traces)
     fitted = prediction.calibration_of(recorded, calibration)
     with show.bar("cells") as report:
         run = replay_all(

@@ -143,17 +143,17 @@ class Calibration:
             )
 
 
-def points(replayed: pl.DataFrame, live: pl.DataFrame, metric: str = "layer_error") -> pl.DataFrame:
+def points(replayed: pl.DataFrame, live: pl.DataFrame) -> pl.DataFrame:
     """Return the points that a curve is fitted on, of the Tables of both loops.
 
-    A row per prompt, policy and budget: `trace`, `policy`, `requested`, `error` (the metric), `kl`,
-    `lost` (1 where an answer that is right with the full cache is wrong, null without such one).
+    A row per prompt, policy and budget: `trace`, `policy`, `requested`, `error` (the layer error),
+    `kl`, `lost` (1 where an answer that is right with the full cache is wrong, null without one).
     `random` does not count: it makes any number look predictive.
     """
     kept = evicting(replayed, live).filter(pl.col("policy") != "random")
     on = kept.columns
     for table, name, column in (
-        (replayed, metric, "error"),
+        (replayed, "layer_error", "error"),
         (live, "response_kl", "kl"),
         (live, "answer_kept", "lost"),
     ):

@@ -22,7 +22,7 @@ from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import REQUESTED
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import KEYS, Interval, per_prompt
-from kvsim.analysis.wide import wide
+from kvsim.analysis.wide_table import wide
 from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli import show, values
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli import shared, show
+from kvsim.cli.shared import OptionError, Stop
 
 
 def conform(
     dump: Annotated[
         Path,
-        values.path_argument(
+        shared.path_argument(
             "DUMP",
             "The kept sets of an implementation: a .npz or .parquet file, see docs/conform.md.",
         ),
@@ -34,7 +34,7 @@ def conform(
             "the dump's.",
         ),
     ] = None,
-    settings: values.Settings = None,
+    settings: shared.Settings = None,
     trace: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +57,7 @@ def conform(
         float,
         typer.Option(min=0, help="Scores closer than this share of the layer's largest are tied."),
     ] = 1e-5,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Say where another implementation's kept sets part from a policy's definition, and why.
 
@@ -67,7 +67,7 @@ def conform(
     from kvsim.studies.referee.ruling import conform as compared
 
     content = read_dump(dump)
-    policies = values.build_policies([policy], settings)
+    policies = shared.build_policies([policy], settings)
     if len(policies) != 1:
         raise OptionError(f"--policy and --set name {len(policies)} policies; expected one")
     ruling = compared(

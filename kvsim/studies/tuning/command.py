@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsim.cli import show, values
+from kvsim.cli import shared, show
 from kvsim.cli.groups import Judging, grouped
-from kvsim.cli.values import OptionError, Stop
+from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Searching:
 
     search: Annotated[
         list[str] | None,
-        values.several(
+        shared.several(
             "NAME[,NAME...]", "The parameters to search; default: all that have a range or choices."
         ),
     ] = None
@@ -46,7 +46,7 @@ class Searching:
 
 @grouped
 def tune(
-    traces: values.TracePaths,
+    traces: shared.TracePaths,
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="The policy to tune, as `kvsim policies` lists it.")
     ],
@@ -69,18 +69,18 @@ def tune(
     *,
     judging: Judging,
     searching: Searching,
-    interval: values.Interval = None,
-    prefill: values.Prefill = None,
-    device: values.Device = "cpu",
+    interval: shared.Interval = None,
+    prefill: shared.Prefill = None,
+    device: shared.Device = "cpu",
     out: Annotated[
         Path | None,
-        values.path_option(
+        shared.path_option(
             "FILE.json",
             "Write the outcome with all trials, traces by their digests, and versions to a new "
             "file.",
         ),
     ] = None,
-    as_json: values.Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Search the parameters of a policy offline, and show the gain on prompts held out.
 
@@ -96,13 +96,13 @@ def tune(
     names = None
     if searching.search is not None:
         names = [key.replace("scorer.", "scorer__") for key in searching.search]
-    (given,) = values.settings_of([policy], searching.settings or ()).values()
+    (given,) = shared.settings_of([policy], searching.settings or ()).values()
     fixed = {key: value for key, (value, *_) in given.items()}
     if any(len(each) > 1 for each in given.values()):
         raise OptionError(
             "--set of `kvsim tune` takes one value of a parameter; leave it out to search it"
         )
-    opened = values.open_traces(traces)
+    opened = shared.open_traces(traces)
     with show.bar("trials") as report:
         tuning = tuned(
             *(opened, policy, budget, metric),

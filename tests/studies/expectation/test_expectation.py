@@ -17,7 +17,6 @@ from kvsim.studies.expectation.expectation import (
     ORDERS,
     STEPS,
     expected_and_observed,
-    key_table,
 )
 from kvsim.studies.expectation.queries import Queries, queries
 from kvsim.testing.strategies import cases
@@ -93,7 +92,7 @@ def test_every_step_equals_the_definition(case, data):
     np.testing.assert_allclose(np.exp(found.expected), expected, rtol=1e-7, atol=1e-280)
     lengths = np.linalg.norm(case.k[:, :, sink:cut], axis=-1)
     np.testing.assert_allclose(found.key_norm, lengths.repeat(case.shape[2], 1))
-    assert (found.keys, found.rows, found.group) == (cut - sink, case.n - cut, case.shape[2])
+    assert (found.keys, found.rows) == (cut - sink, case.n - cut)
 
 
 def test_the_default_cut_is_the_share_of_the_paper():
@@ -166,11 +165,10 @@ def test_tables_hold_what_the_arrays_do():
     names = ["expectation_steps", "expectation_logs", "expectation_recall", "attention_loss"]
     sample = kvsim.open_trace(kvsim.sample_trace())
     analysis = Analysis(sample, given={queries: Queries(sample, cut=60)})
-    table, keys = kvsim.measure(analysis, metrics=names), key_table([found])
+    table = kvsim.measure(analysis, metrics=names)
 
     counts = dict(table.group_by("metric").len().iter_rows())
     assert counts == dict(zip(names, (96, 96, 3 * 96, len(ORDERS) * 21 * 24), strict=True))
-    assert keys.height == 3 * 8 * 56
     step = STEPS.index("mean_rotation")
     for metric, variant, expected, chance in (
         ("expectation_steps", "mean_rotation", found.spearman, None),
@@ -184,11 +182,6 @@ def test_tables_hold_what_the_arrays_do():
         assert (row["trace"], row["policy"], row["fidelity"]) == ("sample", None, "exact")
     row = table.row(by_predicate=at(variant="oracle,removed=0.3", layer=1, qhead=0), named=True)
     assert row["value"] == found.loss((0.3,))[-1, 1, 0, 0]
-    row = keys.row(by_predicate=at(layer=0, qhead=7, pos=10), named=True)
-    assert {"trace": "sample", "cut": 60, "rows": 412, "keys": 56, "head": 3}.items() <= row.items()
-    assert row["observed"] == pytest.approx(np.exp(found.observed[0, 7, 6]))
-    assert row["past"] == pytest.approx(np.exp(found.expected[3, 0, 7, 6]))
-    assert key_table([]).height == 0
 
 
 def at(**values):

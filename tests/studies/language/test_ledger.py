@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvsim.errors import KvsimError
 from kvsim.studies.language.ledger import LedgerError, Retrieval, check, read, solve
 from kvsim.studies.language.tasks import MAX_KINDS, PERIOD, TASKS, Sample, make, prompts
-from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB, unknown_words
+from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB
 
 FACTS = "facts : kuga rapi teal . wind sings . rapi dodi plum . dodi kuga rust . "
 KEY = "key : plum 3 , teal 9 , rust 5 , "
@@ -456,11 +456,6 @@ def test_token_ids_never_change() -> None:
 def test_every_word_has_one_meaning() -> None:
     """No word stands for two things: nodes, kinds of any domain, filler, marks and verbs."""
     assert len(set(VOCAB)) == len(VOCAB)
-
-
-def test_unknown_words_are_listed_once_in_order() -> None:
-    """Words that the tokenizer would lose are named."""
-    assert unknown_words("facts : Paris kuga #200 Paris 12 .") == ["Paris", "#200", "12"]
 
 
 def test_importing_the_language_loads_nothing_heavy() -> None:

@@ -1,4 +1,4 @@
-"""Values of options and arguments, and the options that several commands share."""
+"""Options and arguments that several commands share, and their values."""
 
 from __future__ import annotations
 

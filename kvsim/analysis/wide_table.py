@@ -27,10 +27,3 @@ def wide(parts: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]) -> pl.D
             .select(pl.col(name).cast(kind) for name, kind in columns.items())
         )
     return pl.concat(frames)
-
-
-def places(shape: tuple[int, ...], group: int, last: str, first: int = 0) -> dict[str, Any]:
-    """Return columns of indices of [layer, qhead, last], of full attention; `last` from `first`."""
-    layer, qhead, place = np.indices(shape)
-    heads = {"head": qhead // group, "qhead": qhead}
-    return {"layer": layer, **heads, last: first + place, "fidelity": "exact"}

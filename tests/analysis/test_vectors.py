@@ -1,4 +1,4 @@
-"""How alike kept keys are, against loops over pairs."""
+"""Likeness of kept keys, and what the sizes of values alone would keep, against loops."""
 
 from itertools import combinations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.kept.contents import key_similarity
+from kvsim.analysis.kept.vectors import key_similarity, value_norm_overlap
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import make_case
 
@@ -57,3 +57,45 @@ def test_the_metric_reads_each_heads_own_keys():
 
             assert found["value"].to_list() == pytest.approx(key_similarity(gone, keys).value)
             assert found["chance"].to_list() == pytest.approx(key_similarity(gone, keys).chance)
+
+
+@given(seed=st.integers(0, 2**20), sink=st.integers(0, 6), stay=st.sampled_from((0.1, 0.5, 1.0)))
+def test_overlap_equals_loops_over_entries(seed, sink, stay):
+    """Ragged heads, sinks left out, ties to the lower position."""
+    rng = np.random.default_rng(seed)
+    rows = np.array([9, 17, NEVER])
+    at = rng.integers(np.searchsorted(rows, np.arange(24)), 3, size=(3, 24))
+    gone = rows[np.where(rng.random(at.shape) < stay, 2, at)].astype(np.int32)
+    norms = rng.integers(0, 6, size=(3, 24)).astype(float)
+
+    found = value_norm_overlap(gone, norms, sink)
+
+    known = [int(x) for x in gone.ravel() if x != NEVER]
+    for head in range(3):
+        expected = chance = np.nan
+        if known:
+            there = range(sink, max(known) + 1)
+            kept = {p for p in there if gone[head, p] > max(known)}
+            largest = sorted(there, key=lambda p: (-norms[head, p], p))[: len(kept)]
+            if 0 < len(kept) < len(there):
+                expected = len(kept & set(largest)) / len(kept)
+                chance = len(kept) / len(there)
+        assert found.value[head] == pytest.approx(expected, nan_ok=True)
+        assert found.chance[head] == pytest.approx(chance, nan_ok=True)
+
+
+def test_the_metric_reads_each_heads_own_values():
+    """Per KV head and per query head, whose group shares the values."""
+    case = make_case("normal", layers=2, heads=2, group=2, n=60, prompt_len=40)
+    trace = case.trace()
+    norms = np.linalg.norm(case.v, axis=-1)
+    for name in ("snapkv", "snapkv@original"):
+        record = kvsim.replay(trace, kvsim.policy(name, window=4), budget=12, prefill=True)
+        table = kvsim.measure(trace, record, ["value_norm_overlap"])
+        each = record.evicted_at.shape[1] // 2
+        expected = [
+            value_norm_overlap(record.evicted_at[layer], norms[layer].repeat(each, 0)).value
+            for layer in range(2)
+        ]
+        assert table["value"].to_list() == pytest.approx(np.concatenate(expected).tolist())
+        assert table["qhead" if each == 2 else "head"].to_list() == [*range(2 * each)] * 2

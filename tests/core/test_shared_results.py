@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import kvsim
-from kvsim.core.memo import Memo
+from kvsim.core.shared_results import Memo
 from kvsim.engine import layers
 from kvsim.policies import expected_attention
 from kvsim.testing.strategies import make_case

@@ -1,0 +1,111 @@
+"""Values and keys of kept entries: lengths of values, likeness of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvsim.analysis.arrays import Bools, EvictedAt, Floats, share
+from kvsim.analysis.kept.retention import SINK, last_event
+from kvsim.analysis.layer_walk import by_layer
+from kvsim.core.lazy import torch
+from kvsim.core.record import Record
+from kvsim.core.trace import Trace
+
+
+class WithChance(NamedTuple):
+    """Of one layer after its last event, [H]; `chance` is that of random sets of the size."""
+
+    value: Floats
+    chance: Floats
+
+
+def value_norm_overlap(evicted_at: EvictedAt, norms: Floats, sink: int = SINK) -> WithChance:
+    """Share of the kept entries behind the sinks that the largest values would keep too.
+
+    With c entries kept at positions from `sink` on, after the last event at which the layer evicted
+    anything: those of the c largest norms of the value (the lower position first among equals) that
+    are kept, over c. The first `sink` positions are left out because most policies protect them,
+    and their values are small. A question of Expected Attention (arXiv 2510.00636), whose score has
+    the norm of the value as a factor.
+
+    evicted_at [H, T]; norms [H, T] of the values of each head. NaN where a head has lost nothing
+    behind the sinks, or keeps nothing there.
+    """
+    last = last_event(evicted_at)
+    kept = evicted_at[:, sink : last + 1] > last
+    count, n = kept.sum(-1), kept.shape[-1]
+    order = np.argsort(-norms[:, sink : last + 1], axis=-1, kind="stable")
+    largest = np.arange(n) < count[:, None]
+    both = (np.take_along_axis(kept, order, -1) & largest).sum(-1)
+    chosen = (count > 0) & (count < n)
+    chance = np.where(chosen, count / max(1, n), np.nan)
+    return WithChance(share(both, np.where(chosen, count, 0)), chance)
+
+
+def value_norm_overlaps(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[list[WithChance]]:
+    """For each record the overlap of each of its layers."""
+
+    def norms(layer: int) -> Floats:
+        values = trace.read("v", slice(layer, layer + 1))[0].to(device)
+        lengths: Floats = values.norm(dim=-1).cpu().numpy()
+        return lengths
+
+    return _by_layer(records, norms, value_norm_overlap)
+
+
+def key_similarity(evicted_at: EvictedAt, keys: Floats) -> WithChance:
+    """Mean cosine of two different keys that a head holds after the layer's last event.
+
+    G-KV (arXiv 2512.00504, section 4.2) takes the cosine of keys after RoPE for redundancy. Chance
+    is the mean over all pairs of the positions there at the event: in a random set every pair is as
+    likely. A key of length 0 is like no other.
+
+    evicted_at [H, T]; keys [H, T, d]. NaN where nothing has been evicted and for less than two
+    keys.
+    """
+    last = last_event(evicted_at)
+    kept = evicted_at[:, : last + 1] > last
+    length = np.linalg.norm(keys[:, : last + 1], axis=-1, keepdims=True)
+    unit = keys[:, : last + 1] / np.where(length > 0, length, 1.0)
+    return WithChance(_mean_cosine(unit, kept), _mean_cosine(unit, np.ones_like(kept)))
+
+
+def _mean_cosine(unit: Floats, chosen: Bools) -> Floats:
+    """Mean over the pairs of the chosen [H, n] of unit vectors [H, n, d]; [H]."""
+    # the square of their sum has every pair twice, and each vector with itself
+    weight = chosen.astype(np.float64)
+    total = (weight[:, None] @ unit)[:, 0]
+    itself = (weight * (unit**2).sum(-1)).sum(-1)
+    count = chosen.sum(-1)
+    return share((total**2).sum(-1) - itself, count * (count - 1))
+
+
+def key_similarities(
+    trace: Trace, records: Sequence[Record], device: str = "cpu"
+) -> list[list[WithChance]]:
+    """For each record the similarity in each of its layers."""
+
+    def keys(layer: int) -> Floats:
+        read = trace.read("k", slice(layer, layer + 1))[0]
+        return read.to(device, torch.float64).cpu().numpy()
+
+    return _by_layer(records, keys, key_similarity)
+
+
+def _by_layer(
+    records: Sequence[Record],
+    read: Callable[[int], Floats],
+    statistic: Callable[[EvictedAt, Floats], WithChance],
+) -> list[list[WithChance]]:
+    """Return what `of` computes from `evicted_at` and what is read, both of the record's heads."""
+
+    def compute(record: Record, index: int, array: Floats) -> WithChance:
+        gone = record.gone_after[index]
+        return statistic(gone, array.repeat(len(gone) // len(array), axis=0))
+
+    return by_layer(records, read, compute)
