@@ -20,7 +20,8 @@ from kvsim.core.checks import compute_dtype
 from kvsim.core.probe import Probe, ProbeRows
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.hooks import attention_modules, kernel_mask
+from kvsim.recorder.hooks import kernel_mask
+from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.repetition import read_probe, repetition
 from kvsim.runner.reading import LiveReads
 

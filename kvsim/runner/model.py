@@ -21,8 +21,9 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, device_of, evaluating
-from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting, kernel_name
+from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name
+from kvsim.recorder.modules import kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import Prompt
