@@ -67,8 +67,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def hybrid(name: str, **changes: Any) -> PreTrainedModel:
-    """A random model of four layers in float32, with attention far from uniform."""
-    prefix, own = HYBRIDS[name]
+    """A random model of four layers in float32, with attention far from uniform; or a qwen3."""
+    prefix, own = HYBRIDS.get(name, ("Qwen3", {}))
     settings = {**_SIZES, "num_hidden_layers": 4, **own, **changes}
     config = getattr(transformers, f"{prefix}Config")(**settings)
     config._attn_implementation = "sdpa"
