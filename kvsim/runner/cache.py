@@ -357,6 +357,16 @@ class LiveLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.source, self.index = source, index
 
+    @classmethod
+    def of(cls, part: Any, source: LiveSource, index: int) -> LiveLayer:
+        """Return a layer in the place of `part` of a cache, with its states if it has any."""
+        layer = cls(source, index)
+        if not hasattr(part, "conv_states"):
+            return layer
+        both: LiveLayer = object.__new__(type(cls.__name__, (cls, type(part)), {}))
+        vars(both).update(vars(part) | vars(layer))
+        return both
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
