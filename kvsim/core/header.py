@@ -62,6 +62,14 @@ class Header:
         }
 
     @property
+    def other_layers(self) -> dict[int, str]:
+        """Kinds of the model's layers without attention, by number: such as `linear_attention`."""
+        model = self.meta.get("model")
+        kinds = model.get("other_layers") if isinstance(model, dict) else None
+        pairs = kinds.items() if isinstance(kinds, dict) else ()
+        return {number: str(kind) for kind, numbers in pairs for number in numbers}
+
+    @property
     def response_logprobs(self) -> tuple[float, ...]:
         """Log-likelihood of each token of a response that was given, in nats; else none."""
         return tuple(self.meta.get("response_logprobs", ()))

@@ -288,10 +288,13 @@ class Trace(Displayed):
 
     @property
     def whole(self) -> bool:
-        """Whether these are all layers of the model, as far as `meta` has their number."""
+        """Whether these are all layers with attention, as far as `meta` says which these are."""
         model = self.meta.get("model")
         layers = model.get("layers") if isinstance(model, dict) else None
-        return self.layer_ids == tuple(range(layers if isinstance(layers, int) else self.n_layers))
+        layers = layers if isinstance(layers, int) else self.n_layers
+        others = self.header.other_layers
+        numbers = [x for x in range(layers + len(others)) if x not in others]
+        return [*self.layer_ids] == numbers
 
     @property
     def labels(self) -> dict[str, str | int | float]:

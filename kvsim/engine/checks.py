@@ -115,6 +115,13 @@ def _check_propagation(trace: Trace, policy: Policy) -> None:
     """Raise PolicyError where a propagation cannot pass through the layers of the trace."""
     if policy.propagation is None:
         return
+    if trace.header.other_layers:
+        kinds = " and ".join(sorted({*trace.header.other_layers.values()}))
+        raise PolicyError(
+            f"{policy.name}: hands rows of the prompt from layer to layer, and other layers of the "
+            f"model ({kinds}) pass a state from row to row; expected attention in all layers; take "
+            "a policy that cuts each layer by itself, such as snapkv"
+        )
     if not trace.whole:
         raise PolicyError(
             f"{policy.name}: goes through the layers from the first one on, and the trace has "

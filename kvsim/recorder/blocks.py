@@ -14,7 +14,8 @@ from kvsim.core.attention import Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, unrecordable
+from kvsim.recorder.hooks import KernelCall
+from kvsim.recorder.modules import unrecordable
 from kvsim.schema import CHUNK
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter

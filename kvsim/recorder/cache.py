@@ -12,12 +12,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+)
 
 from kvsim.errors import CaptureError
 
 #: Names of the option and of the output, newest first.
 _NAMES = ("cache", "past_key_values")
+
+#: A sliding window that no sequence reaches.
+_NO_WINDOW = 1 << 31
 
 
 def full_cache(model: PreTrainedModel) -> DynamicCache:
@@ -28,15 +36,16 @@ def full_cache(model: PreTrainedModel) -> DynamicCache:
     """
     home = model.__module__
     for name, part in vars(sys.modules[home]).items():
-        if name.endswith("Cache") and getattr(part, "__module__", None) == home:
+        own = isinstance(part, type) and part.__module__ == home
+        if own and name.endswith("Cache") and not issubclass(part, CacheLayerMixin):
             raise CaptureError(
                 f"{type(model).__name__} takes a {name} alone, expected a model that runs with the "
                 "caches of transformers; this model cannot be recorded"
             )
     cache = DynamicCache(config=model.config)
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[number] = DynamicLayer()
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.sliding_window = _NO_WINDOW
     return cache
 
 

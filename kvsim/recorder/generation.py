@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.errors import CaptureError
+from kvsim.errors import CaptureError, KvsimError, error_line
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.positions import reset_frequencies
+from kvsim.recorder.positions import has_rope, reset_frequencies
 
 #: What ended a response by itself: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
@@ -48,9 +48,7 @@ def generate(
     tokens = list(ids)
     total = len(tokens) + new_tokens
     generator = torch.Generator().manual_seed(seed)
-    options = _options(model, logits=1)
-    device = device_of(model)
-    inputs = torch.tensor([tokens], device=device)
+    forward, inputs = _forward(model), tokens[:]
     with torch.no_grad(), evaluating(model):
         while True:
             ended: Ended | None = None
@@ -60,14 +58,14 @@ def generate(
                 ended = "stop"
             if ended or len(tokens) == total:
                 before_last(len(tokens))
-                check_logits(model(inputs, **options).logits[0, -1:], len(tokens) - 1)
+                forward(inputs, len(tokens) - len(inputs), 1)
                 progress(total, total)
                 return tokens, ended
-            logits = check_logits(model(inputs, **options).logits[0, -1:], len(tokens) - 1)[0]
+            logits = forward(inputs, len(tokens) - len(inputs), 1)[0]
             progress(len(tokens), total)
             tokens.append(sample(logits, temperature, generator))
             sampled(tokens[-1])
-            inputs = torch.tensor([tokens[-1:]], device=device)
+            inputs = tokens[-1:]
 
 
 def score(
@@ -82,14 +80,12 @@ def score(
 
     That of a token is given all tokens before it. before_last, progress: as for `generate`.
     """
-    device, n = device_of(model), len(ids)
+    n = len(ids)
     with torch.no_grad(), evaluating(model):
         before_last(n)
-        inputs = torch.tensor([ids], device=device)
-        logits = model(inputs, **_options(model, logits=n - start + 1)).logits[0]
+        logits = _forward(model)(ids, 0, n - start + 1)[:-1]
         progress(n, n)
-        logits = check_logits(logits[start - 1 - n :], start - 1)[:-1]
-        targets = inputs[0, start:].to(logits.device)
+        targets = torch.tensor(ids[start:], device=logits.device)
         parts = [
             part.double().log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
             for part, token in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
@@ -112,9 +108,43 @@ def check_logits(logits: Tensor, start: int) -> Tensor:
     return logits
 
 
-def _options(model: PreTrainedModel, *, logits: int) -> dict[str, Any]:
-    cache = cache_option(model, full_cache(model))
-    return {**cache, "use_cache": True, **last_logits(model, logits)}
+def _forward(model: PreTrainedModel) -> Callable[[Sequence[int], int, int], Tensor]:
+    """Return a function that runs tokens from a row on, over one cache of all rows before.
+
+    It returns so many of the last logits, [n, V].
+    """
+    device, options = device_of(model), cache_option(model, full_cache(model))
+    # some models count from 0 in every forward; without RoPE a position may be counted otherwise
+    states = "position_ids" in inspect.signature(model.forward).parameters and has_rope(model)
+
+    def forward(ids: Sequence[int], start: int, count: int) -> Tensor:
+        n = start + len(ids)
+        at = {"position_ids": torch.arange(start, n, device=device)[None]} if states else {}
+        inputs = torch.tensor([ids], device=device)
+        out = run_model(model, inputs, use_cache=True, **options, **at, **last_logits(model, count))
+        logits = getattr(out, "logits", None)
+        if logits is None:
+            raise CaptureError(
+                f"{type(model).__name__} returns no logits, expected a model for causal language "
+                "modelling, as AutoModelForCausalLM loads it"
+            )
+        return check_logits(logits[0, -count:], n - count)
+
+    return forward
+
+
+def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
+    """Run a model on tokens [1, n]; what it raises becomes a CaptureError."""
+    try:
+        return model(ids, **options)
+    except (KvsimError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of an unknown model, whatever it is
+        raise CaptureError(
+            f"{type(model).__name__} raised {type(error).__name__} in a forward of {ids.shape[1]} "
+            f"tokens: {error_line(error)}; expected a decoder model that runs on token ids alone; "
+            "this model cannot be recorded"
+        ) from error
 
 
 def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:

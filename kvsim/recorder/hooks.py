@@ -14,18 +14,22 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvsim.core.attention import Formula
 from kvsim.errors import CaptureError
-
-Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+from kvsim.recorder.modules import (
+    Kernel,
+    attention_modules,
+    kernel_name,
+    replacing_kernel,
+    unrecordable,
+)
 
 #: Returns the mask that the kernel of a layer gets instead of the one that the model made, from the
 #: layer's number, the queries [1, qhead, w, dim] and that mask.
@@ -41,9 +45,6 @@ Attending = Callable[[int, Tensor, Tensor, Tensor, Attention], Tensor | None]
 
 #: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
 KERNELS = ("eager", "sdpa")
-
-# The table belongs to the process, so captures in several threads take turns.
-_TABLE_LOCK = threading.RLock()
 
 #: The name in the files of transformers of the function that applies RoPE to queries and keys.
 _ROTARY = "apply_rotary_pos_emb"
@@ -89,11 +90,6 @@ class KernelCall:
     def start(self) -> int:
         """Position of the first new row, of a cache that holds all rows before it."""
         return self.k.shape[1] - self.q.shape[1]
-
-
-def unrecordable(what: str) -> CaptureError:
-    """Return the error of a model that computes something else; what: found and expected."""
-    return CaptureError(f"{what}; this model cannot be recorded")
 
 
 class _Interceptor:
@@ -235,37 +231,6 @@ def hidden_states(
     return hidden
 
 
-def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return the model's attention modules by layer number, in order.
-
-    Raises CaptureError for a layer without an attention module, or with two.
-    """
-    modules: dict[int, nn.Module] = {}
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or "Attention" not in type(module).__name__:
-            continue
-        if layer in modules:
-            raise unrecordable(f"layer {layer} has two attention modules, expected one")
-        modules[layer] = module
-    if not modules:
-        raise CaptureError(
-            f"{type(model).__name__} has no attention modules with a layer_idx, expected a "
-            "decoder model of transformers"
-        )
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", len(modules))
-    if len(modules) != layers:
-        raise unrecordable(
-            f"{len(modules)} of the model's {layers} layers have attention, expected all"
-        )
-    return dict(sorted(modules.items()))
-
-
-def kernel_name(model: PreTrainedModel) -> str:
-    """Return the name of the model's attention kernel, such as ``sdpa`` or ``eager``."""
-    return str(model.config._attn_implementation or "eager")  # noqa: SLF001  its only home
-
-
 @contextmanager
 def intercepting(
     model: PreTrainedModel,
@@ -288,9 +253,8 @@ def intercepting(
     }
     name = kernel_name(model)
     interceptor = _Interceptor(modules, name, receive)
-    with _TABLE_LOCK, ExitStack() as stack:
-        listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
 
+    def wrap(original: Kernel) -> Kernel:
         def kernel(
             module: nn.Module,
             query: Tensor,
@@ -303,7 +267,6 @@ def intercepting(
             if interceptor.recomputed is not None:
                 interceptor.recomputed.append(key[0])
                 return query.new_zeros(1, *query.shape[2:0:-1], value.shape[3]), None
-            original = listed if listed is not None else _eager_kernel(module)
             layer = interceptor.layer_of.get(id(module))
             if masking is not None and layer is not None:
                 attention_mask = masking(layer, query, attention_mask)
@@ -318,15 +281,13 @@ def intercepting(
                 result = original(module, query, key, value, attention_mask, *args, **options)
             else:
                 result = computed, None
-            if id(module) in interceptor.layer_of:
+            if layer is not None:
                 interceptor.intercepted(module, (query, key, value), result[0], options)
             return result
 
-        table = ALL_ATTENTION_FUNCTIONS._local_mapping  # noqa: SLF001  the library's entries stay
-        before = {name: table[name]} if name in table else {}
-        stack.callback(table.update, before)
-        stack.callback(table.pop, name, None)
-        table[name] = kernel
+        return kernel
+
+    with replacing_kernel(name, wrap), ExitStack() as stack:
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:
@@ -346,15 +307,3 @@ def kernel_mask(visible: Tensor, query: Tensor, *, added: bool) -> Tensor:
         return visible
     least = torch.finfo(query.dtype).min
     return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
-
-
-def _eager_kernel(module: nn.Module) -> Kernel:
-    """Return the eager kernel, which is not in the table but in the model's own file."""
-    home = sys.modules[type(module).__module__]
-    kernel = getattr(home, "eager_attention_forward", None)
-    if kernel is None:
-        raise CaptureError(
-            f"{home.__name__} has no eager_attention_forward, expected one as in the model files "
-            "of transformers; load the model with attn_implementation='sdpa'"
-        )
-    return cast("Kernel", kernel)

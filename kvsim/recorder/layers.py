@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, attention_modules, hidden_states
+from kvsim.recorder.hooks import KernelCall, hidden_states
+from kvsim.recorder.modules import attention_modules, decoder_layers
 from kvsim.schema import CHUNK
 
 #: Names of the output projection in attention modules: most families, GPT-NeoX, GPT-2, OPT.
@@ -153,12 +154,13 @@ def _matrix(what: str, projection: nn.Module) -> Tensor:
 class Residual:
     """The inputs of a model's decoder layers, for one capture.
 
-    A decoder layer is the parent of an attention module. The stream begins with the input of the
-    first layer: some models scale the embedding before it, some add positions. Two checks:
+    The stream begins with the input of the first layer: some models scale the embedding before it,
+    some add positions. Two checks:
 
-    * The chain, in every row: the layers run in order, each once in a forward, and the input of
-      layer l + 1 is, bit for bit, the output of layer l. So nothing acts between two layers, and
-      residual[l + 1] is the output of layer l. The output of the last layer is not checked.
+    * The chain, in every row: the layers run in order, also those without attention, each once in a
+      forward, and the input of layer l + 1 is, bit for bit, the output of layer l. So nothing acts
+      between two layers, and residual[l + 1] is the output of layer l. The output of the last layer
+      is not checked.
     * The norm, in the first rows of each layer: the input of the attention module is the layer's
       norm (`NORMS`) of the residual. So q, k, v of a row were computed from the residual of that
       row. A layer without a module of such a name is not checked.
@@ -169,9 +171,6 @@ class Residual:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
-        numbers = list(self.layers)
-        self._before = dict(zip(numbers, [None, *numbers[:-1]], strict=True))
-        self._last = numbers[-1]
         self._kind: tuple[int, torch.dtype] | None = None
         self._checked: set[int] = set()
         # the layer that ran last, its output and how often that tensor was written to until then
@@ -193,7 +192,7 @@ class Residual:
         with ExitStack() as stack:
             stack.callback(setattr, self, "_returned", None)
             stack.callback(setattr, self, "_running", None)
-            for layer, module in self.layers.items():
+            for layer, module in enumerate(self.layers):
                 before, after = partial(enter, layer), partial(self._leave, layer)
                 stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(after))
@@ -229,7 +228,7 @@ class Residual:
                 f"{_describe(self._kind)} as before, of {', '.join(DTYPES.values())}"
             )
         last, returned, writes = self._returned or (None, None, 0)
-        before = self._before[layer]
+        before = layer - 1 if layer else None
         self._returned = None
         if last != before:
             raise CaptureError(
@@ -245,7 +244,7 @@ class Residual:
         self._running = None
         if isinstance(output, tuple):
             output = output[0]
-        self._returned = None if layer == self._last else (layer, output, _writes(output))
+        self._returned = None if layer == len(self.layers) - 1 else (layer, output, _writes(output))
 
     def _check_norm(self, call: KernelCall, hidden: Tensor) -> None:
         children = dict(self.layers[call.layer].named_children())
@@ -267,31 +266,6 @@ class Residual:
                 f"the input of the attention of layer {call.layer} differs by {error:.3g} "
                 f"(relative) from {name} of the residual, expected at most {allowed:g}"
             )
-
-
-def decoder_layers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return the parent of each attention module, by layer number, in order.
-
-    Raises CaptureError where two have one parent, or a parent is not in a list of layers.
-    """
-    parents = {id(part): module for module in model.modules() for part in module.children()}
-    layers: dict[int, nn.Module] = {}
-    layer_of: dict[int, int] = {}
-    for layer, attention in attention_modules(model).items():
-        parent = layers[layer] = parents.get(id(attention), model)
-        other = layer_of.setdefault(id(parent), layer)
-        if other != layer:
-            raise CaptureError(
-                f"the attention modules of layers {other} and {layer} are in one "
-                f"{type(parent).__name__}, expected each in a decoder layer of its own"
-            )
-    for layer, module in layers.items():
-        if not isinstance(parents.get(id(module)), nn.ModuleList):
-            raise CaptureError(
-                f"the attention of layer {layer} is in a {type(module).__name__} outside a list of "
-                "layers, expected a decoder layer"
-            )
-    return layers
 
 
 def _same(returned: object, hidden: Tensor) -> bool:

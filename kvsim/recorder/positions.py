@@ -100,6 +100,11 @@ def check_new_tokens(model: PreTrainedModel, count: int | None) -> None:
         )
 
 
+def has_rope(model: PreTrainedModel) -> bool:
+    """Return whether a model has frequencies of a rotary embedding."""
+    return any(name.endswith(_INV_FREQ) for name, _ in model.named_buffers())
+
+
 def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
     """Return the rotary embeddings in effect, each once; empty for a model without RoPE.
 

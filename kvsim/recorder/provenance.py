@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from kvsim.core.digest import document_digest
 from kvsim.core.threads import threads_for
-from kvsim.recorder.hooks import attention_modules, kernel_name
 from kvsim.recorder.models import gguf_source, model_name
+from kvsim.recorder.modules import attention_modules, kernel_name, other_layers
 from kvsim.recorder.positions import context_length
 from kvsim.store.metadata import object_at
 
@@ -70,7 +70,7 @@ def _tensor_digest(x: Tensor) -> str:
 
 def describe_model(model: PreTrainedModel) -> dict[str, Any]:
     """Return the provenance of a model, ready for JSON; `weights_digest` reads all weights."""
-    weights, source = weights_digest(model), gguf_source(model)
+    weights, source, others = weights_digest(model), gguf_source(model), other_layers(model)
     config = json.loads(model.config.to_json_string(use_diff=False))
     config = {key: value for key, value in config.items() if key not in _VOLATILE}
     compared = {key: value for key, value in config.items() if key not in _NOTED}
@@ -86,6 +86,7 @@ def describe_model(model: PreTrainedModel) -> dict[str, Any]:
         "device": model.device.type,
         "context": context_length(model),
         "layers": len(attention_modules(model)),
+        **({"other_layers": others} if others else {}),
     }
 
 

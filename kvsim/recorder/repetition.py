@@ -7,6 +7,7 @@ repeat it and the chunk itself. Then these rows are dropped again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def read_probe(
 
     check_length(model, len(context), probe)
     device, cache = device_of(model), full_cache(model)
+    states = any(hasattr(layer, "conv_states") for layer in cache.layers)
 
     def forward(ids: Sequence[int], start: int) -> None:
         at = torch.arange(start, start + len(ids), device=device)
@@ -107,8 +109,11 @@ def read_probe(
         end = 0
         for chunk in probe.chunks:
             begin, end = end, end + chunk.rows
+            before = deepcopy(cache) if states else cache  # no state goes back to earlier rows
             forward(probe.tokens[begin:end], len(context))
-            cache.crop(-chunk.rows)  # releases of transformers differ in what a positive number is
+            cache = before
+            if not states:
+                cache.crop(-chunk.rows)  # what a positive number is depends on the release
     parts = [[torch.cat(rows, dim=1) for rows in zip(*calls[at], strict=True)] for at in layers]
     queries, keys = (torch.stack(arrays) for arrays in zip(*parts, strict=True))
     return queries, keys

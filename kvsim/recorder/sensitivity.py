@@ -21,11 +21,10 @@ from kvsim.recorder.generation import check_logits, device_of, evaluating, last_
 from kvsim.recorder.hooks import (
     KERNELS,
     Attention,
-    attention_modules,
     intercepting,
     kernel_mask,
-    kernel_name,
 )
+from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.positions import steady_length
 
 #: Rows after the prompt, the share of the prompt that they see, and its first entries, all seen.

@@ -23,9 +23,10 @@ from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
-from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
+from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, softcap
+from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
 from kvsim.recorder.prompts import Prompt, encode

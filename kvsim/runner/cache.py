@@ -20,7 +20,8 @@ from kvsim.core.checks import compute_dtype
 from kvsim.core.probe import Probe, ProbeRows
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, PolicyError
-from kvsim.recorder.hooks import attention_modules, kernel_mask
+from kvsim.recorder.hooks import kernel_mask
+from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.repetition import read_probe, repetition
 from kvsim.runner.reading import LiveReads
 
@@ -345,6 +346,16 @@ class LiveLayer(DynamicLayer):
     def __init__(self, source: LiveSource, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.source, self.index = source, index
+
+    @classmethod
+    def of(cls, part: Any, source: LiveSource, index: int) -> LiveLayer:
+        """Return a layer in the place of `part` of a cache, with its states if it has any."""
+        layer = cls(source, index)
+        if not hasattr(part, "conv_states"):
+            return layer
+        both: LiveLayer = object.__new__(type(cls.__name__, (cls, type(part)), {}))
+        vars(both).update(vars(part) | vars(layer))
+        return both
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any

@@ -97,9 +97,9 @@ class ClosedLoop:
     def _prefix(self, decoding: Decoding) -> Prefix | None:
         """The rows before the first event, all of the prompt at most: the same for all policies.
 
-        None where rows of the prompt are dropped on the way down.
+        None where rows of the prompt are dropped on the way down, or layers have states.
         """
-        if decoding.policy.propagation is not None:
+        if decoding.policy.propagation is not None or self.running.has_states:
             return None
         end = min((row + 1 for row in decoding.events), default=self.trace.prompt_len)
         end = min(end, self.trace.prompt_len)

@@ -15,8 +15,8 @@ from kvsim.core.attention import Formula, Rope, causal_attention
 from kvsim.core.probe import ProbeRows
 from kvsim.errors import CaptureError
 from kvsim.recorder.generation import check_logits
-from kvsim.recorder.hooks import KernelCall, intercepting, kernel_name
-from kvsim.recorder.layers import decoder_layers
+from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.modules import decoder_layers, kernel_name
 
 T = TypeVar("T")
 

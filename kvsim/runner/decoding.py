@@ -105,6 +105,13 @@ class Decoding:
         self._blocks: list[tuple[Block, LiveSource]] = []
         self._whole: set[int] = set()  # layers of which nothing is ever evicted
         self._descent: Descent | None = None
+        self._single = not running.continues  # rows after the first go one by one
+        if policy.propagation is not None and running.has_states:
+            raise PolicyError(
+                f"{policy.name}: drops rows of the prompt, and layers of the model pass a state "
+                "from row to row; expected attention alone; take a policy that cuts each layer by "
+                "itself, such as snapkv"
+            )
         together = policy.positions == "slot" or policy.propagation is not None
         if together and self.layers != tuple(range(self.sketch.n_layers)):
             raise PolicyError(
@@ -144,7 +151,8 @@ class Decoding:
             self._blocks.append((block, source))
             self._whole.update(run.layers if run.whole else ())
             for index, layer in enumerate(source.layers):
-                self.cache.layers[layer] = LiveLayer(source, index)
+                number = sketch.layer_ids[layer]
+                self.cache.layers[number] = LiveLayer.of(self._parts[number], source, index)
 
     @property
     def _positions(self) -> Literal["absolute", "slot"]:
@@ -175,10 +183,10 @@ class Decoding:
         late = self._reads is not None and n > self.sketch.prompt_len
         late |= self._stores is not None and n > self._stores + 1
         early = late or any(row < n - 1 for row in self.events)
-        if self.tokens or self._decoder is not None or early:
+        if self.tokens or self._decoder is not None or early or self.running.has_states:
             raise ValueError(
-                f"rows are dropped, choose what they read or see rounded entries, or an event "
-                f"precedes row {n - 1}; feed the tokens"
+                f"rows are dropped, choose what they read, see rounded entries or leave a state, "
+                f"or an event precedes row {n - 1}; feed the tokens"
             )
         with self._adding(n):
             self._make_room(0)
@@ -211,6 +219,8 @@ class Decoding:
                 room = self._make_room(start)
                 if self._stores is not None:  # entries may be rounded after every row
                     room = min(room, max(1, self._stores + 1 - start))
+                if start and self._single:
+                    room = 1
                 piece, rest = rest[:room], rest[room:]
                 wanted = min(len(piece), max(0, logits - len(rest)))
                 back = self._back(start)
@@ -367,7 +377,7 @@ class Decoding:
             array
             for part in self._parts
             if not isinstance(part, LiveLayer)
-            for array in (part.keys, part.values)
+            for array in (getattr(part, "keys", None), getattr(part, "values", None))
         )
         return sum(array.nbytes for array in arrays if array is not None)
 
@@ -402,5 +412,5 @@ class Decoding:
             closed=True,
             reads=reads,
             codec=policy.codec,
-            layer_ids=self.layers,
+            layer_ids=tuple(self.sketch.layer_ids[layer] for layer in self.layers),
         )

@@ -75,8 +75,9 @@ class FullPass:
             self.logits = running.forward(trace.read("tokens").tolist(), 0, cache, wanted)[:-1]
         comparison.check(self.logits)
         self.outputs, self.inputs = rows.outputs, rows.inputs
+        layers = [cache.layers[number] for number in trace.layer_ids]
         self.keys, self.values = (
-            [getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values")
+            [getattr(layer, name)[0] for layer in layers] for name in ("keys", "values")
         )
 
 

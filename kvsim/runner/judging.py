@@ -14,6 +14,7 @@ Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +25,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import DynamicCache
 
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.table import JUDGED
@@ -39,6 +41,7 @@ from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies.model import model_of
 from kvsim.policies.naming import codec_of
 from kvsim.recorder import load_model
+from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.layers import Residual
@@ -70,6 +73,12 @@ class Judge:
         self.running, self.trace = running, trace
         self._memory = DEFAULT_MEMORY if memory is None else memory
         self._residual = Residual(running.model)
+        self._before: tuple[int, DynamicCache] | None = None
+        if not running.continues:
+            raise CaptureError(
+                f"{running.described['name']} starts from empty states in a forward of several "
+                "rows, expected those of the rows before; compare live runs (kvsim live)"
+            )
 
     @cached_property
     def _full(self) -> FullPass:
@@ -120,6 +129,8 @@ class Judge:
 
     def _together(self, start: int) -> int:
         """Records of a batch, whose rows begin at `start`."""
+        if self.running.has_states:  # they go from row to row, also from one record to the next
+            return 1
         model, rows = self.running.model, self.trace.n_pos - start
         config = model.config.get_text_config()
         # logits with their copies, and about twenty activations of the hidden size
@@ -139,26 +150,39 @@ class Judge:
             entries = JudgedRows(trace, full, records, start, self.running)
 
             def receive(call: KernelCall) -> None:
+                place = trace.layer_ids.index(call.layer)
                 rows = self._residual.rows(call).unflatten(0, (len(records), -1))
                 rows = rows[:, first - start :].double()
-                change = relative_change(rows, full.inputs[call.layer][first - trace.prompt_len :])
-                moved[:, call.layer, first - trace.prompt_len :] = change.cpu().numpy()
+                change = relative_change(rows, full.inputs[place][first - trace.prompt_len :])
+                moved[:, place, first - trace.prompt_len :] = change.cpu().numpy()
 
             running = self.running
+            before = deepcopy(self._states(start)) if running.has_states else None
             with (
                 torch.inference_mode(),
                 evaluating(running.model),
                 intercepting(running.model, receive, attending=entries.attend),
                 self._residual.following(),
             ):
-                own = self._forward(start, len(records))
+                own = self._forward(start, len(records), before)
             logits = torch.cat([logits[:, : logits.shape[1] - own.shape[1]], own], dim=1)
         return logits, moved
 
-    def _forward(self, start: int, count: int) -> Tensor:
+    def _states(self, start: int) -> DynamicCache:
+        """Return a cache of the rows before `start`, for the states of layers without entries."""
+        if self._before is None or self._before[0] != start:
+            cache = full_cache(self.running.model)
+            with torch.inference_mode(), evaluating(self.running.model):
+                if start:
+                    self.running.forward(self._ids[:start], 0, cache, 1)
+            self._before = start, cache
+        return self._before[1]
+
+    def _forward(self, start: int, count: int, before: DynamicCache | None) -> Tensor:
         """Run the rows from `start` on of so many records; returns what predicts [B, w, V].
 
-        The last logits are of the row before the last token.
+        The last logits are of the row before the last token. before: a cache of the rows before
+        `start`, where layers have states.
         """
         running, n = self.running, self.trace.n_pos
         position = torch.arange(start, n, device=running.device)
@@ -168,11 +192,13 @@ class Judge:
         ids = torch.tensor(self._ids[start:], device=running.device)
         # a mask of four axes is taken as it is, so that none is made; `attend` makes its own
         any_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=running.device)
+        options: dict[str, Any] = {"use_cache": False, "attention_mask": any_mask}
+        if before is not None:
+            options = {"use_cache": True, **cache_option(running.model, before)}
         out: Tensor = running.model(
             ids.repeat(count)[None],
             position_ids=position.repeat(count)[None],
-            attention_mask=any_mask,
-            use_cache=False,
+            **options,
             **running.logits_of(wanted),
         ).logits[0]
         out = out if len(out) == len(wanted) else out[wanted]
@@ -220,8 +246,9 @@ class JudgedRows:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention: Attention
     ) -> Tensor:
         """Attention output [1, B * w, qhead, d] of queries [1, qhead, B * w, d]."""
+        layer, new = self._trace.layer_ids.index(layer), query.shape[2]
         q = query[0].unflatten(1, (len(self._records), -1)).transpose(0, 1)
-        of_layer = self._of_layer(layer, key[0], value[0])
+        of_layer = self._of_layer(layer, key[0, :, -new:], value[0, :, -new:])
         parts = []
         for first in range(self._start, self._trace.n_pos, _ROWS):
             rows = slice(first, min(first + _ROWS, self._trace.n_pos))

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvsim.core.attention import Formula
+from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.core.policy import Policy
 from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import InMemory
@@ -21,13 +22,15 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, device_of, evaluating
-from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting, kernel_name
+from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name
+from kvsim.recorder.modules import kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
+from kvsim.store.metadata import object_at
 
 #: Tokens of the capture that shows the formulas of a model's layers.
 _PROBE = 32
@@ -57,6 +60,23 @@ class RunningModel:
         self.device = device_of(model)
         self.added = kernel == "eager"  # masks are added to logits
         self._last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        #: whether some layers keep a state, which depends on all rows before, instead of entries
+        self.has_states = any(hasattr(part, "conv_states") for part in full_cache(model).layers)
+
+    @cached_property
+    def continues(self) -> bool:
+        """Whether a forward of several rows goes on from the states of the rows before.
+
+        In some families it starts from empty ones, and only a forward of one row does.
+        """
+        if not self.has_states:
+            return True
+        ids, cache = [1, 2, 3, 4, 5, 6], full_cache(self.model)
+        with torch.inference_mode(), evaluating(self.model):
+            expected = self.forward(ids, 0, full_cache(self.model), 3)
+            self.forward(ids[:3], 0, cache, 1)
+            error = relative_error(self.forward(ids[3:], 3, cache, 3)[None], expected[None])
+        return float(error.max()) <= tolerance(DTYPES[expected.dtype])
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -124,7 +144,10 @@ class RunningModel:
         }
         if example.has("o_proj"):
             arrays["o_proj"] = example.o_proj
-        meta = {}
+        model = object_at(example.meta, "model")
+        meta: dict[str, Any] = {
+            "model": {key: model[key] for key in ("layers", "other_layers") if key in model}
+        }
         if "probe_q" in policy.scorer.needs:
             rows = context_len or prompt_len  # about as many as will run
             meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()

@@ -96,10 +96,11 @@ class RecordedCheck:
     def receive(self, call: KernelCall) -> None:
         """Compare a kernel call of the first or the last layer."""
         rows, last = slice(call.start, call.k.shape[1]), self._trace.n_layers - 1
-        if call.layer not in (0, last):
+        place = self._trace.layer_ids.index(call.layer)
+        if place not in (0, last):
             return
         for name, x in {"q": call.q, "k": call.k[:, rows], "v": call.v[:, rows]}.items():
-            stored = self._trace.read(name, slice(call.layer, call.layer + 1), rows)[0]
+            stored = self._trace.read(name, slice(place, place + 1), rows)[0]
             full = stored.to(x.device)
             if x.shape != full.shape:
                 raise CaptureError(
@@ -108,10 +109,10 @@ class RecordedCheck:
                 )
             gap, size = (torch.linalg.vector_norm(y, dim=-1) for y in (x.to(full) - full, full))
             what = f"{name} of layer {call.layer}"
-            if call.layer == 0:
+            if place == 0:
                 error = relative(gap, size.maximum(size.mean(-1, keepdim=True))).amax(0)
                 self._compare(what, error, _FIRST, call.start)
-            if call.layer == last:
+            if place == last:
                 self._compare(what, relative(gap.norm(), size.norm())[None], _DEEP)
 
     def check(self, logits: Tensor) -> None:

@@ -27,6 +27,7 @@ from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
+from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.options import declared, select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.studies.layers.ranking import ranking
@@ -49,8 +50,9 @@ def small():
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Counts the forwards of the model."""
+    """Counts the forwards of the model, after the one that finds its attention."""
     calls = []
+    attention_modules(small())
     handle = small().register_forward_pre_hook(lambda *_: calls.append(1))
     yield calls
     handle.remove()

@@ -18,7 +18,7 @@ from families import FAMILIES, NEW, PROMPT, Family, ids
 from kvsim import store
 from kvsim.errors import CaptureError
 from kvsim.recorder import hooks
-from kvsim.recorder.hooks import attention_modules
+from kvsim.recorder.modules import attention_modules
 from kvsim.recorder.positions import context_length
 
 CASES = [(name, kernel) for name, family in FAMILIES.items() for kernel in family.kernels]
@@ -472,17 +472,11 @@ REFUSED = {
         ).build("sdpa"),
         "recomputed from its q, k, v, differs",
     ),
-    "layers without attention": (
-        lambda: Family("Qwen3Next", "", changes={"num_hidden_layers": 4, "num_experts": 4}).build(
-            "sdpa"
-        ),
-        "1 of the model's 4 layers have attention",
-    ),
     "no attention": (
         lambda: transformers.MambaForCausalLM(
             transformers.MambaConfig(vocab_size=64, hidden_size=48, num_hidden_layers=2)
         ),
-        "no attention modules",
+        "called the kernel of transformers' table 0 times in a run",
     ),
 }
 

@@ -14,6 +14,7 @@ from kvsim.errors import CaptureError, TraceExistsError
 from kvsim.progress import progress_bar
 from kvsim.recorder import blocks, capture, session
 from kvsim.recorder.cache import cache_of
+from kvsim.recorder.modules import attention_modules
 from kvsim.store import verify
 from kvsim.studies.language import tasks
 
@@ -547,6 +548,7 @@ def unused(layer):
 def test_projections_that_are_something_else_are_refused(change, where, message, tmp_path):
     """A model whose `o_proj` would not be what a trace says is refused, and nothing is written."""
     model = build("llama")
+    attention_modules(model)  # while it runs
     for layer in where:
         change(model.model.layers[layer])
 

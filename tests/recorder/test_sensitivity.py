@@ -13,7 +13,8 @@ from families import FAMILIES, ids
 from kvsim.cli import main
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import capture, load_model
-from kvsim.recorder.hooks import attention_modules, intercepting
+from kvsim.recorder.hooks import intercepting
+from kvsim.recorder.modules import attention_modules
 from kvsim.studies.language import tasks
 from mutations import reseal_folder
 

@@ -21,7 +21,8 @@ from kvsim.core.record import Record
 from kvsim.errors import PolicyError
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import check_logits, evaluating
-from kvsim.recorder.hooks import intercepting, kernel_mask, kernel_name
+from kvsim.recorder.hooks import intercepting, kernel_mask
+from kvsim.recorder.modules import kernel_name
 
 
 def masked_logits(model: PreTrainedModel, tokens: Tensor, records: Sequence[Record]) -> Tensor:

@@ -266,10 +266,10 @@ class PressScorer(Scorer):
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """Raise PolicyError for some layers of a model: a press may tell layers by their number."""
-        if not trace.whole:
+        if not trace.whole or trace.header.other_layers:
             raise PolicyError(
                 f"{self.press}: {trace.name} has layers {list(trace.layer_ids)} alone; expected "
-                "all, because a press may tell layers by their number"
+                "all of the model, because a press may tell layers by their number"
             )
 
     def score(self, view: View) -> Tensor:

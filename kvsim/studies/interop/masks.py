@@ -167,11 +167,11 @@ def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
     that cannot be recorded and for a batch of sequences, PolicyError for another length and for
     masks of layers that the model does not have.
     """
-    from kvsim.recorder import hooks  # noqa: PLC0415  transformers
+    from kvsim.recorder import hooks, modules  # noqa: PLC0415  transformers
 
-    added = hooks.kernel_name(model) == "eager"
+    added = modules.kernel_name(model) == "eager"
     index = {layer: at for at, layer in enumerate(masks.layers)}
-    missing = sorted({*index} - {*hooks.attention_modules(model)})
+    missing = sorted({*index} - {*modules.attention_modules(model)})
     if missing:
         raise PolicyError(
             f"the masks of {masks.labels.get('trace')} are of layers {list(masks.layers)}, and "

@@ -33,8 +33,9 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder import capture
 from kvsim.recorder.cache import cache_of
-from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting
+from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import model_name
+from kvsim.recorder.modules import attention_modules
 from kvsim.studies.referee.dump import Dump
 
 #: Tokens of the capture that shows how the model rotates keys.

@@ -1,0 +1,195 @@
+"""The attention modules of a model, found by a run of two tokens, and its decoder layers.
+
+No class or attribute says what a module computes, so that it is measured: attention modules are
+those that call the kernel of transformers' table.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvsim.errors import CaptureError
+from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.generation import device_of, evaluating, run_model
+
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+
+# The table belongs to the process, so captures in several threads take turns.
+_TABLE_LOCK = threading.RLock()
+
+#: The list of decoder layers of each model, by name ("" without one), and its attention modules.
+_MEASURED: WeakKeyDictionary[PreTrainedModel, tuple[str, dict[int, str]]] = WeakKeyDictionary()
+
+
+def unrecordable(what: str) -> CaptureError:
+    """Return the error of a model that computes something else; what: found and expected."""
+    return CaptureError(f"{what}; this model cannot be recorded")
+
+
+def kernel_name(model: PreTrainedModel) -> str:
+    """Return the name of the model's attention kernel, such as ``sdpa`` or ``eager``."""
+    return str(model.config._attn_implementation or "eager")  # noqa: SLF001  its only home
+
+
+@contextmanager
+def replacing_kernel(name: str, wrap: Callable[[Kernel], Kernel]) -> Iterator[None]:
+    """Put `wrap` of the kernel `name` into transformers' table until the block ends."""
+    with _TABLE_LOCK:
+        listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
+
+        def original(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+            return (listed or _eager_kernel(module))(module, *args, **options)
+
+        table = ALL_ATTENTION_FUNCTIONS._local_mapping  # noqa: SLF001  the library's entries stay
+        before = {name: table[name]} if name in table else {}
+        table[name] = wrap(original)
+        try:
+            yield
+        finally:
+            table.pop(name, None)
+            table.update(before)
+
+
+def _eager_kernel(module: nn.Module) -> Kernel:
+    """Return the eager kernel, which is not in the table but in the model's own file."""
+    home = sys.modules[type(module).__module__]
+    kernel = getattr(home, "eager_attention_forward", None)
+    if kernel is None:
+        raise CaptureError(
+            f"{home.__name__} has no eager_attention_forward, expected one as in the model files "
+            "of transformers; load the model with attn_implementation='sdpa'"
+        )
+    return cast("Kernel", kernel)
+
+
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the modules that call the kernel, by the number of their decoder layer, in order.
+
+    Measured once for each model. Raises CaptureError for a model that cannot run, that never calls
+    the kernel or calls it twice in a layer, or that has keys and values in other layers too.
+    """
+    return {number: model.get_submodule(name) for number, name in _measured(model)[1].items()}
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return all decoder layers of a model, also those without attention.
+
+    Raises CaptureError as `attention_modules`, or where attention is outside a list of layers.
+    """
+    name, modules = _measured(model)
+    if not name:
+        raise CaptureError(
+            f"the attention of layer {min(modules)} is outside a list of decoder layers, expected "
+            "it in a layer"
+        )
+    return [*cast("nn.ModuleList", model.get_submodule(name))]
+
+
+def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
+    """Return the numbers of the decoder layers without attention, by kind.
+
+    Kinds are those of the configuration, such as ``linear_attention``, or classes of the layers.
+    """
+    name, modules = _measured(model)
+    layers = decoder_layers(model) if name else []
+    stated = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    kinds: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers):
+        if number not in modules:
+            kind = str(stated[number]) if len(stated) == len(layers) else type(layer).__name__
+            kinds.setdefault(kind, []).append(number)
+    return kinds
+
+
+def _measured(model: PreTrainedModel) -> tuple[str, dict[int, str]]:
+    with _TABLE_LOCK:
+        if model not in _MEASURED:
+            _MEASURED[model] = _placed(model, *_called(model))
+        return _MEASURED[model]
+
+
+def _called(model: PreTrainedModel) -> tuple[list[nn.Module], set[int]]:
+    """Return modules that call the kernel in a run of two tokens, and layers that hold keys then.
+
+    A module is there once for each call, in order.
+    """
+    called: list[nn.Module] = []
+
+    def wrap(original: Kernel) -> Kernel:
+        def kernel(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+            called.append(module)
+            return original(module, *args, **options)
+
+        return kernel
+
+    ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
+    with torch.no_grad(), evaluating(model), replacing_kernel(kernel_name(model), wrap):
+        run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    keys = (getattr(layer, "keys", None) for layer in cache.layers)
+    return called, {number for number, x in enumerate(keys) if x is not None and x.numel()}
+
+
+def _placed(
+    model: PreTrainedModel, called: list[nn.Module], holding: set[int]
+) -> tuple[str, dict[int, str]]:
+    """Return the name of the list of decoder layers, and the attention modules in it by name."""
+    kind = type(model).__name__
+    if not called:
+        raise unrecordable(
+            f"{kind} called the kernel of transformers' table 0 times in a run, expected once in "
+            "each layer with attention: it has no attention, or a kernel of its own (ALiBi, "
+            "relative positions)"
+        )
+    known = {id(module): name for name, module in model.named_modules()}
+    names = [known.get(id(module), type(module).__name__) for module in called]
+    for name in names:
+        if names.count(name) > 1:
+            raise unrecordable(
+                f"{name} called the kernel of transformers' table {names.count(name)} times in a "
+                "run, expected once: layers share it, or it subtracts attentions"
+            )
+    places = [_place(model, name) for name in names]
+    homes = sorted({home for home, _ in places})
+    if len(homes) > 1:
+        raise unrecordable(
+            f"attention of {kind} is in {' and '.join(map(repr, homes))}, expected one list of "
+            "decoder layers"
+        )
+    modules: dict[int, str] = {}
+    for order, (name, (home, place)) in enumerate(zip(names, places, strict=True)):
+        number = place if home else order
+        if number in modules:
+            raise unrecordable(f"layer {number} has two attention modules, expected one")
+        modules[number] = name
+        stated = getattr(model.get_submodule(name), "layer_idx", number)
+        if isinstance(stated, int) and stated not in (number, -1):
+            raise unrecordable(
+                f"the attention of decoder layer {number} keeps its entries as layer {stated}, "
+                "expected the same number"
+            )
+    if holding - modules.keys():
+        raise unrecordable(
+            f"layers {sorted(holding - modules.keys())} of {kind} hold keys and never called the "
+            "kernel of transformers' table, expected one call each"
+        )
+    return homes[0], dict(sorted(modules.items()))
+
+
+def _place(model: PreTrainedModel, name: str) -> tuple[str, int]:
+    """Return the outermost list of layers that a module is in, and its place; "" without one."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts[:-1]):  # an attention module itself is no decoder layer
+        home = ".".join(parts[:depth])
+        if part.isdigit() and isinstance(model.get_submodule(home), nn.ModuleList):
+            return home, int(part)
+    return "", 0
