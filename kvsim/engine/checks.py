@@ -64,7 +64,13 @@ def check_cell(
     if policy.reader is not None:
         policy.reader.check(trace)
     if policy.codec is not None:
-        policy.codec.check(trace.dim)
+        if trace.header.latent is not None:
+            raise PolicyError(
+                f"{policy.name}: rounds keys and values apart, and the entries of {trace.name} are "
+                "latents, which are both; expected a policy without a codec"
+            )
+        for size in {trace.dim, trace.value_dim}:
+            policy.codec.check(size)
     _check_propagation(trace, policy)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
