@@ -124,7 +124,8 @@ class RunningModel:
         }
         if example.has("o_proj"):
             arrays["o_proj"] = example.o_proj
-        meta = {}
+        latent = example.header.latent
+        meta: dict[str, Any] = {} if latent is None else {"latent": latent}
         if "probe_q" in policy.scorer.needs:
             rows = context_len or prompt_len  # about as many as will run
             meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
@@ -132,8 +133,7 @@ class RunningModel:
         header = replace(
             example.header, prompt_len=prompt_len, context_len=context_len, name=name, meta=meta
         )
-        layers, qheads, _, dim = arrays["q"].shape
-        header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
+        header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
         return Trace(InMemory(arrays), header.within(n_pos), dtype=example.dtype)
 
     def logits_of(self, rows: int | Tensor) -> dict[str, Any]:
