@@ -288,9 +288,10 @@ def replay(
 
     q [layer, qhead, pos, dim], k [layer, head, pos, dim], v like k of any dim. budget: entries kept
     per KV head, or one number for each head. interval, prefill: replace the rule's own schedule.
-    layers: which layers evict, all of them by default. rope: (inv_freq, attention_scaling), dimension i paired
-    with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer, qhead, probe, dim] and
-    keys [layer, head, probe, dim] of rows that repeat the context, and (start, stop, rows) of its
+    layers: which layers evict, all of them by default. rope: (inv_freq, attention_scaling),
+    dimension i paired with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer,
+    qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the context, and
+    (start, stop, rows) of its
     chunks. protect: (sink, recent, prompt), protected in
     addition to what the rule protects. store: called after each row, and the event after it, for
     each layer; it may change the event's keys, values and logits, as a codec does.
