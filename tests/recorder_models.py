@@ -48,7 +48,8 @@ LATENT = {
 }
 
 
-_LATENT_SIZES = {
+#: Of their configurations.
+LATENT_SIZES = {
     "vocab_size": 256,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -71,7 +72,7 @@ _LATENT_SIZES = {
 def latent(name, attention="sdpa", dtype=torch.float32, **changes):
     """A random model of latent attention, far from uniform: 4 heads, latents of 24, 8 rotated."""
     prefix, more = LATENT[name]
-    config = getattr(transformers, f"{prefix}Config")(**_LATENT_SIZES | more | changes)
+    config = getattr(transformers, f"{prefix}Config")(**LATENT_SIZES | more | changes)
     config._attn_implementation = attention
     torch.manual_seed(1)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()

@@ -27,7 +27,7 @@ from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, ke
 from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, softcap
 from kvsim.recorder.options import Options, Progress, select_layers
-from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
+from kvsim.recorder.positions import check_new_tokens, fitting_tokens, indexer_notes, read_ropes
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
@@ -94,6 +94,7 @@ class Session:
             n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
+        self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()

@@ -24,7 +24,7 @@ from kvsim.recorder.generation import check_logits, device_of, evaluating
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting, kernel_name
 from kvsim.recorder.models import model_name
 from kvsim.recorder.options import Options
-from kvsim.recorder.positions import steady_length
+from kvsim.recorder.positions import indexed, steady_length
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
@@ -46,6 +46,11 @@ class RunningModel:
             raise CaptureError(
                 f"{model_name(model)} attends by {kernel!r}; expected one of "
                 f"{', '.join(KERNELS)}: load it with attn_implementation='sdpa'"
+            )
+        if indexed(model) is not None:
+            raise CaptureError(
+                f"{model_name(model)} has an indexer that chooses entries for each row, with a "
+                "cache of its own; expected a model without: its traces can be replayed, no more"
             )
         devices = {str(parameter.device) for parameter in model.parameters()}
         if len(devices) > 1:

@@ -7,12 +7,14 @@ import math
 
 import pytest
 import torch
-from recorder_models import LATENT, latent
+import transformers
+from recorder_models import LATENT, LATENT_SIZES, latent
 
 import kvsim
 from kvsim import store
 from kvsim.errors import CaptureError, PolicyError, TraceError
 from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.runner.model import RunningModel
 from traces import changed
 
 PROMPT, N = 270, 290
@@ -207,3 +209,39 @@ def test_a_latent_of_another_size_is_refused(size):
     trace = recorded("deepseek_v3")
     with pytest.raises(TraceError, match=r"latent is .*, of 1 KV heads with keys of 32"):
         changed(trace, meta={"latent": size})
+
+
+def test_an_indexer_is_noted_while_it_chooses_everything():
+    """Up to as many tokens as it chooses; beyond, and live, it is refused."""
+    if not hasattr(transformers, "DeepseekV32Config"):  # an older release
+        return
+    config = transformers.DeepseekV32Config(
+        **{**LATENT_SIZES, "index_topk": 40, "index_n_heads": 2, "index_head_dim": 16},
+        first_k_dense_replace=2,
+    )
+    torch.manual_seed(1)
+    model = transformers.DeepseekV32ForCausalLM(config).eval()
+
+    trace = kvsim.capture(model, None, IDS[:30], max_new_tokens=10)
+
+    assert trace.header.latent == 24
+    assert any("an indexer chooses 40 entries for each row" in x for x in trace.meta["notes"])
+    with pytest.raises(CaptureError, match="the text may have 41 tokens; expected at most 40"):
+        kvsim.capture(model, None, IDS[:31], max_new_tokens=10)
+    with pytest.raises(CaptureError, match="has an indexer that chooses entries for each row"):
+        RunningModel(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "remark"),
+    [
+        ("adakv+snapkv", "entries of latent attention have one head, which gets all of it"),
+        ("norm_ratio", "norm_ratio: reads values, which are latents before their projection"),
+        ("snapkv", ""),
+    ],
+)
+def test_records_say_what_latents_change(name, remark):
+    """Budgets of heads that share, and norms of values."""
+    record = kvsim.replay(recorded("deepseek_v3"), name, 64)
+    assert remark in record.remark
+    assert ("latent" in record.remark) == bool(remark)
