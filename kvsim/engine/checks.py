@@ -210,6 +210,14 @@ def _eviction_remark(
     if policy.reader is not None:
         of_reader = policy.reader.remark(trace, budget)
         remarks.append(f"{policy.name}: {of_reader}" if of_reader else "")
+    latent = trace.header.latent is not None
+    if latent and policy.allocator.across_heads:
+        remarks.append(
+            f"{policy.name}: the heads of a layer share a budget, and entries of latent attention "
+            "have one head, which gets all of it"
+        )
+    if latent and policy.scorer.reads_values:
+        remarks.append(f"{policy.name}: reads values, which are latents before their projection")
     if policy.per_query_head and trace.group > 1:
         remarks.append(
             f"{policy.name}: keeps a set for each query head, which holds {trace.group} times the "
