@@ -133,6 +133,12 @@ class _Check:
         dense = [name for name in DENSE if name in stored.arrays]
         q, k, v = (parts[name].to(dtype) for name in "qkv")
         lse = parts.get("lse")
+        latent = stored.header.latent
+        if self.deep and latent is not None and not torch.equal(k[..., -latent:], v):
+            self.problems.append(
+                f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
+                "record the trace again"
+            )
         if self.deep or (dense and lse is None):
             out, computed = causal_attention(q, k, v, stored.header.formulas[layer])
             if "attn_out" in parts:
