@@ -64,7 +64,8 @@ def _trace(trace: Trace) -> Iterable[Markup]:
         {
             "model": facts.get("name", ""),
             "shape": f"{plural(trace.n_layers, 'layer')}{of}, {trace.n_qheads} query heads, "
-            f"{trace.n_heads} KV heads, {trace.dim} dimensions",
+            f"{trace.n_heads} KV heads, {trace.dim} dimensions"
+            + (f" ({trace.value_dim} of values)" if trace.value_dim != trace.dim else ""),
             "tokens": f"{trace.n_pos}: prompt {trace.prompt_len}, response {after}",
             "labels": ", ".join(f"{name} {value}" for name, value in trace.labels.items()),
             "recorded": ", ".join(trace.source_dtypes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
@@ -12,8 +12,9 @@ NEVER = 2**31 - 1
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
 
-#: Version of the trace format (docs/trace-format.md); readers refuse every other one.
-FORMAT_VERSION = 3
+#: Versions of the trace format (docs/trace-format.md): that of most traces, and that of traces with
+#: values of another size than keys. Readers refuse every other one.
+FORMAT_VERSION, WIDE_VERSION = 3, 4
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256
@@ -37,6 +38,9 @@ AXES = {
     "evicted_at": ("layer", "head", "pos"),
 }
 
+#: Arrays whose axis `dim` is that of values, named `value_dim` where keys have another size.
+OF_VALUES = ("v", "attn_out", "o_proj")
+
 #: Labels of a prompt; they become columns of tables.
 LABELS = ("task", "domain", "level", "length", "depth")
 
@@ -54,6 +58,18 @@ FIDELITY_MEANING = {
     "effects are real, decisions those made on what was recorded",
     "closed": "measured in a live run",
 }
+
+
+def format_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the version of the format of a trace with arrays of these shapes."""
+    keys, values = (shapes.get(name, (0,))[-1] for name in "kv")
+    return FORMAT_VERSION if keys == values else WIDE_VERSION
+
+
+def axes_of(name: str, version: int) -> tuple[str, ...]:
+    """Return the names of the axes of an array of a trace in a version of the format."""
+    wide = version == WIDE_VERSION and name in OF_VALUES
+    return tuple("value_dim" if wide and axis == "dim" else axis for axis in AXES[name])
 
 
 def projections_folder(digest: str) -> str:

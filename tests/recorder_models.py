@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 import torch
+import transformers
 
 from families import FAMILIES
 from kvsim.recorder import load_model
@@ -28,6 +29,60 @@ def small(family, attention="sdpa"):
 def tiny():
     """The shipped model and its tokenizer."""
     return load_model("tiny")
+
+
+#: Families of latent attention, as far as the installed transformers has them: the classes, and
+#: whether the configuration rotates neighbouring dimensions.
+LATENT = {
+    name: case
+    for name, case in {
+        "deepseek_v2": ("DeepseekV2", {"first_k_dense_replace": 2}),
+        "deepseek_v3": ("DeepseekV3", {"first_k_dense_replace": 2, "rope_interleave": True}),
+        "deepseek_v3, halves": (
+            "DeepseekV3",
+            {"first_k_dense_replace": 2, "rope_interleave": False, "q_lora_rank": None},
+        ),
+        "minicpm3": ("MiniCPM3", {}),
+    }.items()
+    if hasattr(transformers, f"{case[0]}Config")
+}
+
+
+#: Of their configurations.
+LATENT_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@functools.cache
+def latent(name, attention="sdpa", dtype=torch.float32, **changes):
+    """A random model of latent attention, far from uniform: 4 heads, latents of 24, 8 rotated."""
+    prefix, more = LATENT[name]
+    config = getattr(transformers, f"{prefix}Config")(**LATENT_SIZES | more | changes)
+    config._attn_implementation = attention
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")):
+                parameter.mul_(15)
+            elif "kv_a_layernorm" in key:
+                parameter.copy_(1 + torch.rand_like(parameter))
+    return model.to(dtype)
 
 
 def exact_attention(trace, layer):

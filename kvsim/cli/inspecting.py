@@ -46,6 +46,13 @@ def info(traces: TracePaths, show_text: ShowText = False, as_json: Json = False)
             _echo_facts(facts)
 
 
+def _values(facts: Mapping[str, Any]) -> str:
+    """Say of values that have another size than keys, or are a part of them."""
+    if "latent" in facts:
+        return f" (latent attention: the last {facts['latent']} are the value)"
+    return f", of values {facts['value_dim']}" if "value_dim" in facts else ""
+
+
 def _echo_facts(facts: Mapping[str, Any]) -> None:
     model, logprobs, probe = (facts[x] for x in ("model", "response_logprobs", "probe"))
     fields = {
@@ -56,7 +63,7 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "weights": _source(model.get("source")),
         "length": length_text(facts),
         "shape": f"{layers_text(facts)}, {plural(facts['qheads'], 'query head')}, "
-        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}",
+        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}{_values(facts)}",
         "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(label)}" for name, label in facts["labels"].items()),
         **{

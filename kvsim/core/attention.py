@@ -184,6 +184,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, G, w, d] over k, v [B, 1 or G, n, d] -> (out [B, G, w, d], lse [B, G, w]).
 
+    Values, and with them the output, may have another size than keys.
+
     causal: row i sees entries 0..i (needs w == n). mask: bool [B, 1 or G, w, n], True where a row
     sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf. The formula's window
     is no part of it, which a mask says, nor are its sinks, because they count once for a row and
@@ -194,23 +196,25 @@ def attend(
             f"causal attention needs as many rows as entries, got {q.shape[-2]} and {k.shape[-2]}"
         )
     if k.shape[-2] == 0:
-        return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -math.inf)
     fused = getattr(torch.ops.aten, _FUSED, None) if _FUSED else None
     if fused is None or q.device.type != "cpu" or formula.softcap is not None:
         return _attend_blocks(q, k, v, formula, causal, mask)
-    groups = q.shape[1]
-    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    groups, of_value, size = q.shape[1], v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (_dense_rows(x, size) for x in (q, k, v))
     k, v = k.expand(-1, groups, -1, -1), v.expand(-1, groups, -1, -1)
     # torch.where keeps the layout of the mask
     bias = None if mask is None else torch.where(mask, 0.0, -math.inf).to(q.dtype).contiguous()
     out, lse = fused(q, k, v, 0.0, causal, attn_mask=bias, scale=formula.scale)
     if mask is not None:  # the kernel gives 0 where nothing is seen
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
-    return out, lse
+    return out[..., :of_value], lse
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """Return x [..., n, d], copied where its rows are not dense, or share memory."""
+def _dense_rows(x: Tensor, size: int) -> Tensor:
+    """Return x [..., n, size], its last axis padded; copied where rows are not dense or shared."""
+    if x.shape[-1] < size:
+        return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
     if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -222,7 +226,7 @@ def _attend_blocks(
     """`attend` in plain operations, a block of rows at a time."""
     n = k.shape[-2]
     step = max(1, _BLOCK_LOGITS // max(1, q.shape[0] * q.shape[1] * n))
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     at = torch.arange(n, device=q.device)
     for a in range(0, q.shape[-2], step):
         rows = slice(a, min(a + step, q.shape[-2]))
@@ -290,7 +294,7 @@ def _windowed(
     q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
 ) -> tuple[Tensor, Tensor]:
     """Causal attention without sinks, a block of rows at a time over what its rows see."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for a in range(0, q.shape[2], _WINDOW_ROWS):
         b = min(a + _WINDOW_ROWS, q.shape[2])
         at = torch.arange(start + a, start + b, device=q.device)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import PolicyError, PositionError, TraceError, error_line
-from kvsim.schema import AXES, projections_folder
+from kvsim.schema import AXES, OF_VALUES, projections_folder
 
 ArrayLike = Tensor | np.ndarray[Any, Any]
 Positions = Sequence[int] | slice | Tensor
@@ -191,6 +191,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     sizes["probe"] = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
     for name, shape in shapes.items():
         sizes["row"] = min(shape[2], n_pos) if name == "attention_window" else n_pos
+        sizes["dim"] = (shapes["v"] if name in OF_VALUES else shapes["q"])[-1]
         expected = tuple(sizes[axis] for axis in AXES[name])
         if shape != expected:
             raise TraceError(

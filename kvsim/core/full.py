@@ -65,7 +65,8 @@ class FullAttention:
     def _compute(self, layers: range) -> tuple[Tensor, Tensor]:
         stored = range(len(self._formulas)) if self._cache else layers
         if self._computed is None or not self._cache:
-            shape = (len(stored), *self._source.shapes["q"][1:])
+            shapes = self._source.shapes
+            shape = (len(stored), *shapes["q"][1:3], shapes["v"][3])
             with torch.inference_mode(mode=False):  # so that they have versions
                 out = torch.empty(shape, dtype=self._dtype)
                 lse = torch.empty(shape[:-1], dtype=self._dtype)

@@ -105,9 +105,24 @@ class Header:
         )
         return replace(self, formulas=tuple(formulas))
 
-    def check(self, *, n_layers: int, n_qheads: int, n_pos: int, dim: int, where: str) -> None:
-        """Raise TraceError where the header does not fit arrays of this size."""
+    @property
+    def latent(self) -> int | None:
+        """Of latent attention, the size of the latent, which ends a key and is its value."""
+        latent = self.meta.get("latent")
+        return latent if type(latent) is int else None
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+        """Raise TraceError where the header does not fit arrays of these shapes."""
+        n_layers, n_qheads, n_pos, dim = shapes["q"]
         check_fields(self, where, TraceError)
+        heads, value_dim = shapes["v"][1::2]
+        latent = self.meta.get("latent")
+        if latent is not None and (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
+            raise TraceError(
+                f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
+                f"{dim} and values of {value_dim} dimensions; expected the size of the values of "
+                "one head, which end its keys; record it again"
+            )
         if not 1 <= self.prompt_len <= n_pos:
             raise TraceError(
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "

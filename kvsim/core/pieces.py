@@ -194,6 +194,8 @@ class Scorer(Piece, ABC):
     #: scores an entry from the last row and its own columns alone, so that rows can be replayed in
     #: blocks in which evicted entries remain as holes
     per_row: ClassVar[bool] = False
+    #: reads values as such, which latents are before their projection to heads
+    reads_values: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -282,6 +284,7 @@ class Wrapper(Scorer):
     needs: ClassVar[Any] = property(attrgetter("scorer.needs"))
     clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
     least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
+    reads_values: ClassVar[Any] = property(attrgetter("scorer.reads_values"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
     remark: ClassVar[Any] = property(attrgetter("scorer.remark"))

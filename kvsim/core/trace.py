@@ -67,7 +67,9 @@ class Trace(Displayed):
         n_layers, n_qheads, n_heads: number of layers, of query heads and of KV heads.
         group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
-        dim: dimensions of a head.
+        dim, value_dim: dimensions of a key, and of a value.
+        entry_size: numbers that a cache holds of an entry in one head; the value of latent
+            attention is a part of the key.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
     """
 
@@ -95,6 +97,8 @@ class Trace(Displayed):
         self.group: Final = qheads // self.n_heads
         self.n_pos: Final = n_pos
         self.dim: Final = dim
+        self.value_dim: Final = source.shapes["v"][3]
+        self.entry_size: Final = dim + (0 if header.latent else self.value_dim)
         self.prompt_len: Final = header.prompt_len
         self.context_len: Final = header.context_len
         self.formulas: Final = header.formulas
@@ -145,16 +149,17 @@ class Trace(Displayed):
         Args:
             q: queries after RoPE [layer, qhead, pos, dim].
             k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
-            v: values [layer, head, pos, dim].
+            v: values [layer, head, pos, value_dim].
             prompt_len: number of rows of the prefill, 1 to pos.
             context_len: rows of the prompt before its question, 1 to prompt_len.
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
                 causal attention: softcap, sliding window, sinks.
-            attn_out: attention output before the output projection, like q; computed if missing.
+            attn_out: attention output before the output projection [layer, qhead, pos, value_dim];
+                computed if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
-            o_proj: output projection of each query head [layer, qhead, dim, hidden].
+            o_proj: output projection of each query head [layer, qhead, value_dim, hidden].
             residual: input of each decoder layer [layer, pos, hidden].
             residual_norm: length of each of its rows [layer, pos].
             probe_q: queries after RoPE of rows that repeat the context [layer, qhead, probe, dim];
@@ -176,7 +181,7 @@ class Trace(Displayed):
         given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        n_layers, n_qheads, n_pos, dim = arrays["q"].shape
+        n_layers, _, n_pos, dim = arrays["q"].shape
         if formulas is None:
             formulas = [Formula(dim**-0.5 if scale is None else scale)] * n_layers
         elif scale is not None:
@@ -193,7 +198,7 @@ class Trace(Displayed):
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
-        header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=name)
+        header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
         check_probe(header.probe, {key: tuple(x.shape) for key, x in arrays.items()}, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
@@ -364,12 +369,12 @@ class Trace(Displayed):
 
     @property
     def v(self) -> Tensor:
-        """All values [layer, head, pos, dim]."""
+        """All values [layer, head, pos, value_dim]."""
         return self.read("v")
 
     @property
     def attn_out(self) -> Tensor:
-        """Attention output before the output projection [layer, qhead, pos, dim]."""
+        """Attention output before the output projection [layer, qhead, pos, value_dim]."""
         return self.full(_ALL)[0]
 
     @property
@@ -379,7 +384,7 @@ class Trace(Displayed):
 
     @property
     def o_proj(self) -> Tensor:
-        """Output projection of each query head [layer, qhead, dim, hidden].
+        """Output projection of each query head [layer, qhead, value_dim, hidden].
 
         A layer's attention gives sum_i attn_out[layer, i] @ o_proj[layer, i], and a bias, which
         depends on no head and is not stored.
@@ -408,7 +413,7 @@ class Trace(Displayed):
         return self.read("tokens") if self.has("tokens") else None
 
     def full(self, layers: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Return full attention of `layers`: attn_out [layer, qhead, pos, dim], lse without dim.
+        """Return full attention of `layers`: attn_out [layer, qhead, pos, value_dim] and lse.
 
         As recorded, else computed from q, k, v; traces in memory keep what they have computed.
         """

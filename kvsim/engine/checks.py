@@ -64,7 +64,13 @@ def check_cell(
     if policy.reader is not None:
         policy.reader.check(trace)
     if policy.codec is not None:
-        policy.codec.check(trace.dim)
+        if trace.header.latent is not None:
+            raise PolicyError(
+                f"{policy.name}: rounds keys and values apart, and the entries of {trace.name} are "
+                "latents, which are both; expected a policy without a codec"
+            )
+        for size in {trace.dim, trace.value_dim}:
+            policy.codec.check(size)
     _check_propagation(trace, policy)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
@@ -211,6 +217,14 @@ def _eviction_remark(
     if policy.reader is not None:
         of_reader = policy.reader.remark(trace, budget)
         remarks.append(f"{policy.name}: {of_reader}" if of_reader else "")
+    latent = trace.header.latent is not None
+    if latent and policy.allocator.across_heads:
+        remarks.append(
+            f"{policy.name}: the heads of a layer share a budget, and entries of latent attention "
+            "have one head, which gets all of it"
+        )
+    if latent and policy.scorer.reads_values:
+        remarks.append(f"{policy.name}: reads values, which are latents before their projection")
     if policy.per_query_head and trace.group > 1:
         remarks.append(
             f"{policy.name}: keeps a set for each query head, which holds {trace.group} times the "

@@ -86,11 +86,12 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     limit = DEFAULT_MEMORY if memory is None else memory
     item = trace.dtype.itemsize
     copies = 2 if policy.codec is None else 4  # of keys and values, which a codec overwrites
-    stored = (trace.n_qheads + copies * trace.n_heads) * trace.n_pos * trace.dim * item
+    entry = trace.dim + trace.value_dim
+    stored = (trace.n_qheads * trace.dim + copies // 2 * trace.n_heads * entry) * trace.n_pos * item
     # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
     # in another order); logits, mask and attention of the window; projections in two layouts
     # and copies for a policy of the user's own
-    event = (4 + 2 * policy.foreign) * trace.n_heads * trace.n_pos * trace.dim * item
+    event = (2 + policy.foreign) * trace.n_heads * trace.n_pos * entry * item
     event += (
         (3 + policy.foreign) * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
     )

@@ -26,7 +26,7 @@ uses the same score in decoding, over the entries that are left.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
@@ -38,6 +38,8 @@ from kvsim.policies.window import Windowed, before_window, pooling_flops, smooth
 @dataclass(frozen=True)
 class DropKV(Windowed):
     """How far the output of a window of rows moves without an entry, smoothed over neighbours."""
+
+    reads_values: ClassVar[bool] = True
 
     window: Annotated[int, AtLeast(1)] = 8
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11

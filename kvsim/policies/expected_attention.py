@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.flops import Event, Flops
@@ -51,6 +51,8 @@ from kvsim.policies.calibration import row_blocks
 @dataclass(frozen=True)
 class ExpectedAttention(Scorer):
     """Expected attention of the next `n_future` queries, times the size of the value."""
+
+    reads_values: ClassVar[bool] = True
 
     n_future: Annotated[int, AtLeast(1)] = 512
     sink: Annotated[int, AtLeast(0)] = 4

@@ -17,7 +17,7 @@ in a partition, the later position ranks higher. While a head holds fewer than s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
@@ -32,6 +32,8 @@ class LagKV(Scorer):
 
     cross_scoring: keep the softmax scores instead of ranks, so that partitions compete.
     """
+
+    reads_values: ClassVar[bool] = True
 
     sink: Annotated[int, AtLeast(0)] = 4
     lag: Annotated[int, AtLeast(1)] = 128

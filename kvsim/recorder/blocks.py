@@ -67,7 +67,7 @@ class _Layer:
 
     def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
         self.formula, self.ropes = call.formula, ropes
-        self.has_rope = call.pre_rope is not None
+        self.has_rope, self.latent = call.pre_rope is not None, call.up is not None
         #: input and key of position 0, until a later row shows that keys depend on no position
         self.origin = None if self.has_rope else (call.hidden[0].clone(), call.k[:, :1].clone())
         self.shape = _shape(call)
@@ -198,23 +198,24 @@ class BlockRecorder:
         layers = [self.layers[number] for number in self.layer_ids]
         errors = [layer.error for layer in layers]  # the largest of a head and block
         check = {"max_relative_error": errors, "tolerance": self.allowed}
+        latent = {"latent": layers[0].shape[3]} if layers[0].latent else {}
         return replace(
             header,
             formulas=tuple(layer.formula for layer in layers),
             ropes=tuple(layer.ropes[0] for layer in layers),
-            meta={**header.meta, "capture_check": check},
+            meta={**header.meta, "capture_check": check, **latent},
         )
 
     def _first(self, call: KernelCall) -> _Layer:
         """Begin a layer: check its first call before anything is stored."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
-        first = _History(call).attend(call.q[:, :rows], 0)
-        self._check_output(call.layer, call.out[:, :rows], *first)
+        self._check_output(call, call.out[:, :rows], *_History(call).attend(call.q[:, :rows], 0))
         ropes = [_NO_ROPE]
         if call.pre_rope is not None:
             ropes = [*self.read_ropes()]
             ropes += [replace(rope, layout="interleaved") for rope in ropes]
+            ropes += [_NO_ROPE] if call.up is not None else []
             before = call.pre_rope[:, :rows]
             new = call.k[:, call.start : call.start + rows]
             ropes = self._matching_ropes(call.layer, before, new, call.start, ropes)
@@ -227,11 +228,10 @@ class BlockRecorder:
 
     def _check_shapes(self, call: KernelCall) -> None:
         shape = _shape(call)
-        if call.q.shape[2] != call.v.shape[2] or call.q.shape[0] % call.k.shape[0]:
+        if call.q.shape[0] % call.k.shape[0]:
             raise unrecordable(
-                f"layer {call.layer} has {shape[0]} query heads of {call.q.shape[2]} dimensions "
-                f"and {shape[1]} KV heads with values of {shape[3]}; expected a multiple, and "
-                "queries, keys and values of one size"
+                f"layer {call.layer} has {shape[0]} query heads and {shape[1]} KV heads; expected "
+                "a multiple"
             )
         first = next((layer.shape for layer in self.layers.values()), shape)
         if shape != first:
@@ -262,7 +262,7 @@ class BlockRecorder:
     ) -> list[Rope]:
         """Return those `ropes` that rotate keys `before` [head, w, dim] from `start` on."""
         dtype = compute_dtype(after.dtype)
-        x, y = before.to(dtype), after.to(dtype)
+        x, y = before.to(dtype), after[..., : before.shape[2]].to(dtype)
         at = torch.arange(start, start + before.shape[1], device=before.device)
         # models take cosine and sine in float32, and round them to their own dtype
         base = max(tolerance("float32"), tolerance(DTYPES[after.dtype]))
@@ -293,8 +293,10 @@ class BlockRecorder:
         new = slice(layer.start, layer.start + size)
         block = {**rows, "k": history.call.k[:, new], "v": history.call.v[:, new]}
         recomputed, lse = history.attend(block["q"], layer.start)
-        error = self._check_output(number, block["attn_out"], recomputed, lse)
+        error = self._check_output(history.call, block["attn_out"], recomputed, lse)
         layer.error = max(layer.error, error)
+        if history.call.up is not None:  # the kernel's own is expanded
+            block["attn_out"] = recomputed
         before = block.pop(_PRE_ROPE, None)
         if before is not None:
             layer.ropes = self._matching_ropes(number, before, block["k"], layer.start, layer.ropes)
@@ -308,7 +310,11 @@ class BlockRecorder:
             self.sink.append(name, self.layer_ids.index(number), part)
         layer.start += size
 
-    def _check_output(self, layer: int, out: Tensor, recomputed: Tensor, lse: Tensor) -> float:
+    def _check_output(
+        self, call: KernelCall, out: Tensor, recomputed: Tensor, lse: Tensor
+    ) -> float:
+        if call.up is not None:
+            recomputed = recomputed @ call.up
         error = float(relative_error(out.to(recomputed.dtype), recomputed).max())
         allowed = tolerance(DTYPES[out.dtype])
         if self.rounds_logits and out.dtype.itemsize == 2:
@@ -317,8 +323,9 @@ class BlockRecorder:
         self.allowed = max(self.allowed, allowed)
         if not error <= allowed:
             raise unrecordable(
-                f"attention of layer {layer}, recomputed from its q, k, v, differs by {error:.3g} "
-                f"(relative) from what the model computed, expected at most {allowed:.3g}"
+                f"attention of layer {call.layer}, recomputed from its q, k, v, differs by "
+                f"{error:.3g} (relative) from what the model computed, expected at most "
+                f"{allowed:.3g}"
             )
         return error
 

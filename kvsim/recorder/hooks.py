@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvsim.core.attention import Formula
+from kvsim.core.attention import Formula, recent_attention
 from kvsim.errors import CaptureError
+from kvsim.recorder.latent import Absorbed, Latents
 from kvsim.recorder.modules import (
     Kernel,
     attention_modules,
@@ -60,14 +61,16 @@ class KernelCall:
         hidden: input of the module [w, hidden].
         q: queries [qhead, w, dim].
         k: keys [head, n, dim].
-        v: values [head, n, dim].
-        out: output of the kernel, before the output projection [qhead, w, dim].
+        v: values [head, n, value_dim].
+        out: output of the kernel, before the output projection [qhead, w, value_dim].
         formula: the attention that the kernel was called to compute.
-        pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
-            `apply_rotary_pos_emb`.
+        pre_rope: the new keys [head, w, dim] before RoPE, of latent attention their rotated part
+            alone; None if the module called no `apply_rotary_pos_emb`.
         keys_of_input: returns the keys [head, w, dim] that the module computes if each row of the
             call gets the same input [hidden]; equal if they depend on the input alone. Works while
             the call is received.
+        up: of latent attention, whose entries are in q, k and v (`kvsim.recorder.latent`), the
+            projection from the latent to the kernel's output [qhead, rank, value].
         residual: input of the decoder layer [w, hidden], if it is recorded.
         residual_norm: length of each of its rows [w], float32, where the input is what the layer
             before returned.
@@ -83,6 +86,7 @@ class KernelCall:
     formula: Formula
     pre_rope: Tensor | None
     keys_of_input: Callable[[Tensor], Tensor]
+    up: Tensor | None = None
     residual: Tensor | None = None
     residual_norm: Tensor | None = None
 
@@ -90,6 +94,21 @@ class KernelCall:
     def start(self) -> int:
         """Position of the first new row, of a cache that holds all rows before it."""
         return self.k.shape[1] - self.q.shape[1]
+
+    @property
+    def attn_out(self) -> Tensor:
+        """Output over the values [qhead, w, value_dim]; of latent attention, computed from them."""
+        if self.up is None:
+            return self.out
+        q, k, v = self.q[None], self.k[None].to(self.q), self.v[None].to(self.q)
+        return recent_attention(q, k, v, self.formula, self.start)[0][0]
+
+    @property
+    def cached(self) -> tuple[Tensor, Tensor]:
+        """Entries as the model adds them to its cache: latent and rotated part, or keys, values."""
+        if self.up is None:
+            return self.k, self.v
+        return self.v, self.k[..., : -self.v.shape[2]]
 
 
 class _Interceptor:
@@ -142,13 +161,18 @@ class _Interceptor:
             )
 
     def intercepted(
-        self, module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, options: Any
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        options: Any,
+        latent: Absorbed | None = None,
     ) -> None:
         layer = self.layer_of[id(module)]
         if layer != self.running or self.hidden is None:
             raise unrecordable(f"the kernel of layer {layer} ran outside its attention module")
         self.calls += 1
-        query, key, value = inputs
+        query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
         call = KernelCall(
             layer=layer,
             module=module,
@@ -158,9 +182,10 @@ class _Interceptor:
             v=value[0],
             # the kernels of the table return [batch, rows, qhead, dim]
             out=out[0].transpose(0, 1),
-            formula=self._formula(layer, query.shape[-1], options),
-            pre_rope=self._pre_rope(layer, query.shape[2], key[0]),
+            formula=self._formula(layer, inputs[0].shape[-1], options),
+            pre_rope=(latent.pre_rope if latent else self._pre_rope(layer, query.shape[2], key[0])),
             keys_of_input=functools.partial(self._keys_of_input, module, query.shape[2]),
+            up=None if latent is None else latent.up,
         )
         self.rotations = []
         self.receive(call)
@@ -264,30 +289,40 @@ def intercepting(
             *args: Any,
             **options: Any,
         ) -> tuple[Tensor, Tensor | None]:
-            if interceptor.recomputed is not None:
-                interceptor.recomputed.append(key[0])
-                return query.new_zeros(1, *query.shape[2:0:-1], value.shape[3]), None
             layer = interceptor.layer_of.get(id(module))
+            inputs, again = (query, key, value), interceptor.recomputed is not None
+            latent = latents.absorbed(layer, *inputs, keep=not again)
+            q, k, v = inputs if latent is None else (latent.q, latent.k, latent.v)
+            if interceptor.recomputed is not None:
+                interceptor.recomputed.append(k[0])
+                return query.new_zeros(1, *query.shape[2:0:-1], value.shape[3]), None
             if masking is not None and layer is not None:
-                attention_mask = masking(layer, query, attention_mask)
+                attention_mask = masking(layer, q, attention_mask)
 
             def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-                return original(module, q, k, v, mask, *args, **options)[0]
+                if latent is None:
+                    return original(module, q, k, v, mask, *args, **options)[0]
+                k, v = (x.to(q).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+                scaling = options.get("scaling") or query.shape[-1] ** -0.5
+                scaled = {**options, "scaling": scaling}
+                return original(module, q, k, v, mask, *args, **scaled)[0]
 
             computed = None
             if attending is not None and layer is not None:
-                computed = attending(layer, query, key, value, attention)
+                computed = attending(layer, q, k, v, attention)
             if computed is None:
-                result = original(module, query, key, value, attention_mask, *args, **options)
+                result = original(module, *inputs, attention_mask, *args, **options)
             else:
-                result = computed, None
+                result = computed if latent is None else latent.expanded(computed, query), None
             if layer is not None:
-                interceptor.intercepted(module, (query, key, value), result[0], options)
+                interceptor.intercepted(module, inputs, result[0], options, latent)
             return result
 
         return kernel
 
-    with replacing_kernel(name, wrap), ExitStack() as stack:
+    with ExitStack() as stack:
+        latents = Latents(modules, stack)
+        stack.enter_context(replacing_kernel(name, wrap))
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:

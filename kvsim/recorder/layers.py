@@ -36,7 +36,8 @@ class ProjectionModules:
     projection, adapters and the like are refused instead of ignored, and so is a layer without a
     projection of a usual name, or with one that is no plain matrix (CaptureError).
 
-    blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views.
+    blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views, but of latent
+    attention products with the projection from the latent to values.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
@@ -61,7 +62,7 @@ class ProjectionModules:
         ((_, dtype),) = kinds
         self.dtype = DTYPES[dtype]
         self.blocks: dict[int, Tensor] = {}
-        self._unchecked: dict[int, Tensor] = {}
+        self._unchecked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def receive(self, call: KernelCall) -> None:
         """Take a kernel call, before its output goes through the projection."""
@@ -75,8 +76,9 @@ class ProjectionModules:
                 f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} for each "
                 "query head"
             )
-        self.blocks[call.layer] = weight.T.unflatten(0, (heads, dim))
-        self._unchecked[call.layer] = call.out[:, :CHUNK]
+        block = weight.T.unflatten(0, (heads, dim))
+        self.blocks[call.layer] = block if call.up is None else call.up @ block.to(call.up)
+        self._unchecked[call.layer] = call.out[:, :CHUNK], block
 
     @contextmanager
     def checking(self, store: Callable[[], None], guard: Guard = nullcontext) -> Iterator[None]:
@@ -86,10 +88,10 @@ class ProjectionModules:
         """
 
         def applied(layer: int, _: nn.Module, __: object, output: Tensor) -> None:
-            out = self._unchecked.pop(layer, None)
-            if out is not None:
+            unchecked = self._unchecked.pop(layer, None)
+            if unchecked is not None:
                 with guard():
-                    self._check(layer, out, output)
+                    self._check(layer, *unchecked, output)
                 if self.blocks.keys() == self.modules.keys() and not self._unchecked:
                     store()
 
@@ -105,9 +107,9 @@ class ProjectionModules:
                     f"layer {layer} applied no {self.names[layer]} after its attention, expected it"
                 )
 
-    def _check(self, layer: int, out: Tensor, output: Tensor) -> None:
+    def _check(self, layer: int, out: Tensor, block: Tensor, output: Tensor) -> None:
         dtype = compute_dtype(out.dtype)
-        expected = torch.einsum("iwd,idh->wh", out.to(dtype), self.blocks[layer].to(dtype))
+        expected = torch.einsum("iwd,idh->wh", out.to(dtype), block.to(dtype))
         bias = getattr(self.modules[layer], "bias", None)
         if isinstance(bias, Tensor):
             expected += bias.detach().to(dtype)

@@ -57,6 +57,27 @@ def steady_length(model: PreTrainedModel, start: int = 0) -> int | None:
     return min(limits) or None
 
 
+def indexed(model: PreTrainedModel) -> int | None:
+    """Return how many entries an indexer chooses for each row (DSA); None of other models."""
+    return getattr(model.config.get_text_config(), "index_topk", None)
+
+
+def indexer_notes(model: PreTrainedModel, n_pos: int) -> list[str]:
+    """Return the note on an indexer; CaptureError where it may leave entries out of n_pos."""
+    chosen = indexed(model)
+    if chosen is not None and chosen < n_pos:
+        raise CaptureError(
+            f"an indexer chooses {chosen} entries for each row, and the text may have {n_pos} "
+            f"tokens; expected at most {chosen}, up to which attention is dense; give a shorter "
+            "text, or fewer new tokens"
+        )
+    note = (
+        f"an indexer chooses {chosen} entries for each row, which are all in a text this short: "
+        "attention is dense here, and in longer texts it is not"
+    )
+    return [] if chosen is None else [note]
+
+
 def fitting_tokens(model: PreTrainedModel, start: int, count: int) -> tuple[int, list[str]]:
     """Return how many of `count` new tokens fit after `start`; with a note if not all of them."""
     limit, context = steady_length(model, start), context_length(model)

@@ -28,13 +28,13 @@ from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, softcap
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
-from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
+from kvsim.recorder.positions import check_new_tokens, fitting_tokens, indexer_notes, read_ropes
 from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
-from kvsim.schema import AXES
+from kvsim.schema import WIDE_VERSION, axes_of
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
@@ -95,6 +95,7 @@ class Session:
             n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
+        self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
@@ -291,7 +292,7 @@ class Session:
         blocks = [self.projections.blocks[layer] for layer in self.layer_ids]
         shape = len(blocks), *blocks[0].shape
         self._stored = self._writer.write_projections(
-            shape, blocks.__getitem__, self.projections.dtype
+            shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
         )
         self._writer.begin(self._header(), self._recorder.described)
 
@@ -332,11 +333,13 @@ class Session:
                 f"expected at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows "
                 "from q, k and lse, or store the last rows alone (--attention window:N)"
             )
-        source = DTYPES[call.q.dtype]
+        source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
         exact = "float64" if source == "float64" else "float32"
         sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
         sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
-        dtypes = {**dict.fromkeys(("q", "k", "v", "attn_out"), source), "lse": exact}
+        sizes["value_dim"] = call.v.shape[2]
+        dtypes = dict.fromkeys(("q", "attn_out"), source) | dict.fromkeys(("k", "v"), of_entries)
+        dtypes["lse"] = exact
         if rows:
             dtypes[self._attention_array] = exact
         if self.probe is not None:
@@ -348,7 +351,9 @@ class Session:
             dtypes["residual_norm"] = "float32"
         writer = TraceWriter(
             self.out,
-            shapes={name: tuple(sizes[axis] for axis in AXES[name]) for name in dtypes},
+            shapes={
+                name: tuple(sizes[axis] for axis in axes_of(name, WIDE_VERSION)) for name in dtypes
+            },
             source_dtypes=dtypes,
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,

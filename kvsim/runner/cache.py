@@ -144,12 +144,18 @@ class LiveSource:
         self.dropped = dropped
         self.rotated = rotated
         self.layers, self._sketch = tuple(layers), sketch
-        self._heads, self._group, self._dim = sketch.n_heads, sketch.group, sketch.dim
-        self._entry_bytes = 2 * self._dim * like.itemsize
-        of_entries = like.new_zeros(len(layers), self._heads, 0, self._dim)
-        of_queries = like.new_zeros(len(layers), sketch.n_qheads, 0, self._dim)
-        self._keys, self._values, self._queries = map(Table, (of_entries, of_entries, of_queries))
-        self._exact = Table(of_entries) if exact else None
+        self._heads, self._group = sketch.n_heads, sketch.group
+        self._entry_bytes = sketch.entry_size * like.itemsize
+        of_keys = like.new_zeros(len(layers), self._heads, 0, sketch.dim)
+        of_values = like.new_zeros(len(layers), self._heads, 0, sketch.value_dim)
+        of_queries = like.new_zeros(len(layers), sketch.n_qheads, 0, sketch.dim)
+        #: of latent attention, which ends a key; no table of values then
+        self._latent = sketch.header.latent
+        if self._latent is not None:
+            of_queries = computable(of_queries)  # as the absorbed form has them
+        self._keys, self._queries = Table(of_keys), Table(of_queries)
+        self._values = Table(of_values) if self._latent is None else None
+        self._exact = Table(of_keys) if exact else None
         self._probe: ProbeRows | None = None
         self.run = [0] * len(layers)
         self._first_row = 0  # rows before those of the table of queries
@@ -176,7 +182,15 @@ class LiveSource:
     @property
     def values(self) -> Tensor:
         """[L, H, n, d]."""
-        return computable(self._values.rows)
+        if self._latent is not None:
+            return computable(self._keys.rows)[..., -self._latent :]
+        return computable(self._of_values.rows)
+
+    @property
+    def _of_values(self) -> Table:
+        if self._values is None:
+            raise NotImplementedError("values apart from the keys of latent attention")
+        return self._values
 
     @property
     def exact_keys(self) -> Tensor:
@@ -224,9 +238,17 @@ class LiveSource:
     def extend(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the entries [H, w, d] of new rows to a layer of the block; returns all it has."""
         room = self.room
+        if self._latent is not None:  # the model gives the latent and the rotated part
+            if len(keys) != self._heads or keys.shape[-1] != self._latent:
+                raise CaptureError(
+                    f"the model caches keys of {len(keys)} heads, expected the latents of its "
+                    "entries; run it with a newer transformers"
+                )
+            entries = self._keys.append(index, torch.cat([values, keys], dim=-1), room)
+            return entries[..., -self._latent :], entries[..., : -self._latent]
         if self._exact is not None:
             self._exact.append(index, keys, room)
-        return self._keys.append(index, keys, room), self._values.append(index, values, room)
+        return self._keys.append(index, keys, room), self._of_values.append(index, values, room)
 
     def note_queries(self, index: int, queries: Tensor) -> None:
         """Count new rows of a layer of the block, and keep their queries [qhead, w, d]."""
@@ -245,7 +267,7 @@ class LiveSource:
 
     def writable(self, which: int) -> Tensor:
         """The keys (0) or values (1) in the cache itself, [L, H, n, d]."""
-        return (self._keys, self._values)[which].rows
+        return (self._keys, self._of_values)[which].rows
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Free the memory of all entries but those in slots [L, H, n]."""
@@ -304,7 +326,9 @@ class LiveSource:
             visible[..., :before] &= live.unsqueeze(1)
         if reads is not None and chooses:
             live = torch.nn.functional.pad(self._live[index], (0, n - before), value=True)
-            keys, values = (x.of_layer(index) for x in (self._exact or self._keys, self._values))
+            tables = self._exact or self._keys, self._values or self._keys
+            keys, values = (x.of_layer(index) for x in tables)
+            values = values[..., -(self._latent or values.shape[-1]) :]
             q, keys, values = (computable(x) for x in (query[0], keys, values))
             visible = visible & reads.entries(layer, start, q, keys, values, live)
         return kernel_mask(visible, query, added=added)

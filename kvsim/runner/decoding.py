@@ -250,7 +250,7 @@ class Decoding:
         self._make_blocks()
         self._make_room(0)
         for part, call in zip(self._parts, down.calls, strict=True):
-            part.update(call.k[None], call.v[None])
+            part.update(*(x[None] for x in call.cached))
             if isinstance(part, LiveLayer):
                 part.source.note_queries(part.index, call.q)
         self.tokens += prompt
@@ -369,7 +369,7 @@ class Decoding:
         """Bytes that the full cache of the rows so far takes."""
         sketch, itemsize = self.sketch, self.running.model.dtype.itemsize
         heads = sketch.n_layers * sketch.n_heads
-        return 2 * heads * sketch.dim * len(self.tokens) * itemsize
+        return heads * sketch.entry_size * len(self.tokens) * itemsize
 
     @property
     def _other_bytes(self) -> int:

@@ -77,7 +77,7 @@ class _Down:
         call = self.run(layer, rows)
         dtype = compute_dtype(call.q.dtype)
         q, k, v, out, hidden = (
-            x.to(dtype) for x in (call.q, call.k, call.v, call.out, self.hidden)
+            x.to(dtype) for x in (call.q, call.k, call.v, call.attn_out, self.hidden)
         )
         rope, formula = self._sketch.ropes[layer], self._sketch.formulas[layer]
         projection = partial(self._sketch.read, "o_proj", slice(layer, layer + 1))

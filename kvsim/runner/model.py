@@ -26,7 +26,7 @@ from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name
 from kvsim.recorder.modules import kernel_name
 from kvsim.recorder.options import Options
-from kvsim.recorder.positions import steady_length
+from kvsim.recorder.positions import indexed, steady_length
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
@@ -49,6 +49,11 @@ class RunningModel:
             raise CaptureError(
                 f"{model_name(model)} attends by {kernel!r}; expected one of "
                 f"{', '.join(KERNELS)}: load it with attn_implementation='sdpa'"
+            )
+        if indexed(model) is not None:
+            raise CaptureError(
+                f"{model_name(model)} has an indexer that chooses entries for each row, with a "
+                "cache of its own; expected a model without: its traces can be replayed, no more"
             )
         devices = {str(parameter.device) for parameter in model.parameters()}
         if len(devices) > 1:
@@ -148,6 +153,8 @@ class RunningModel:
         meta: dict[str, Any] = {
             "model": {key: model[key] for key in ("layers", "other_layers") if key in model}
         }
+        if example.header.latent is not None:
+            meta["latent"] = example.header.latent
         if "probe_q" in policy.scorer.needs:
             rows = context_len or prompt_len  # about as many as will run
             meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
@@ -155,8 +162,7 @@ class RunningModel:
         header = replace(
             example.header, prompt_len=prompt_len, context_len=context_len, name=name, meta=meta
         )
-        layers, qheads, _, dim = arrays["q"].shape
-        header.check(n_layers=layers, n_qheads=qheads, n_pos=n_pos, dim=dim, where=name)
+        header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
         return Trace(InMemory(arrays), header.within(n_pos), dtype=example.dtype)
 
     def logits_of(self, rows: int | Tensor) -> dict[str, Any]:

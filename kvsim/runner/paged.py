@@ -82,6 +82,12 @@ class PagedSource(LiveSource):
         self, sketch: Trace, layers: Sequence[int], like: Tensor, paging: Paging, **more: Any
     ) -> None:
         super().__init__(sketch, layers, like, **more)
+        if sketch.value_dim != sketch.dim:
+            raise PolicyError(
+                f"a cache in blocks holds keys of {sketch.dim} and values of {sketch.value_dim} "
+                "dimensions; expected one size; leave the paging out"
+            )
+        self._dim = sketch.dim
         self.paging = paging
         heads = self._heads
         self._tables = heads if paging.tables == "head" else 1  # of a layer

@@ -188,7 +188,7 @@ class _Descending:
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, positions: Tensor) -> ComputedLayer:
         call, output = self.decoder.run(layer, hidden, positions)
-        tensors = (call.q, call.k, call.v, call.out, output)
+        tensors = (call.q, call.k, call.v, call.attn_out, output)
         q, k, v, attn_out, out = (x.to("cpu", self.trace.dtype) for x in tensors)
         rope, formula = self.trace.rope, self.trace.formulas[layer]
         projection = partial(self.trace.read, "o_proj", slice(layer, layer + 1))

@@ -131,6 +131,15 @@ class Group:
                 group._register(name, document)
         return group
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each array."""
+        return {name: array.shape for name, array in self.arrays.items()}
+
+    @property
+    def _version(self) -> Any:
+        return self.attributes.get("kvsim_format")
+
     def set(self, **attributes: Any) -> None:
         """Add or change attributes of the group."""
         self.attributes.update(attributes)
@@ -140,13 +149,13 @@ class Group:
         self, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None = None
     ) -> None:
         """Create an array without chunks; dtype is a numpy name or ``string``."""
-        self._declare(name, array_document(name, shape, dtype, source_dtype))
+        self._declare(name, array_document(name, shape, dtype, source_dtype, self._version))
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
         """Change the shape of an array; chunks beyond it are removed."""
         array = self.arrays[name]
         document = {**self._documents[name], "shape": list(shape)}
-        resized = parse_array(name, document, str(self.folder))
+        resized = parse_array(name, document, str(self.folder), self._version)
         for index in array.indices():
             if any(at >= n for at, n in zip(index, resized.grid, strict=True)):
                 (self.folder / array.key(index)).unlink(missing_ok=True)
@@ -215,7 +224,7 @@ class Group:
         self._put(f"{name}/{_ROOT}", _json(document))
 
     def _register(self, name: str, document: dict[str, Any]) -> None:
-        self.arrays[name] = parse_array(name, document, str(self.folder))
+        self.arrays[name] = parse_array(name, document, str(self.folder), self._version)
         self._documents[name] = document
 
     def _put(self, key: str, *parts: bytes) -> None:

@@ -14,7 +14,7 @@ from xarray.core.indexing import (
     explicit_indexing_adapter,
 )
 
-from kvsim.schema import AXES
+from kvsim.schema import AXES, axes_of, format_of
 from kvsim.store.metadata import attributes_of
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.store.reader import StoredTrace
@@ -29,23 +29,23 @@ def to_xarray(trace: TraceLike) -> Dataset:
     """
     trace = as_trace(trace)
     data: dict[str, Any] = {}
-    source = trace.source
+    source, version = trace.source, format_of(trace.source.shapes)
     if isinstance(source, StoredTrace):
         for name in source.shapes:
             dtype = source.array(name).source_dtype
             attributes = {} if dtype is None else {"source_dtype": dtype}
             lazy = LazilyIndexedArray(_LazyArray(source, name))
-            data[name] = Variable(AXES[name], lazy, attributes)
+            data[name] = Variable(axes_of(name, version), lazy, attributes)
     else:
         data = {
-            name: (AXES[name], trace.read(name).numpy())
+            name: (axes_of(name, version), trace.read(name).numpy())
             for name in source.shapes
             if name != "attention"
         }
     if trace.token_text is not None:
         data["token_text"] = (AXES["token_text"], np.array(trace.token_text))
     coords = {"layer": list(trace.layer_ids)}
-    return Dataset(data, coords=coords, attrs=attributes_of(trace.header))
+    return Dataset(data, coords=coords, attrs=attributes_of(trace.header, source.shapes))
 
 
 class _LazyArray(BackendArray):

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsim.core.checks import DTYPES
 from kvsim.core.probe import ARRAYS as PROBE
-from kvsim.schema import AXES, CHUNK
+from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, axes_of
 from kvsim.store.place import damaged
 
 FLOATS = ("float16", "float32", "float64")
@@ -156,7 +156,11 @@ def require_arrays(names: Collection[str], where: str) -> None:
 
 
 def array_document(
-    name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    source_dtype: str | None,
+    version: int = FORMAT_VERSION,
 ) -> dict[str, Any]:
     """Return the metadata of an array; dtype is a numpy name or ``string``."""
     text = dtype == "string"
@@ -178,15 +182,17 @@ def array_document(
             {"name": "crc32c"},
         ],
         "attributes": {} if source_dtype is None else {"source_dtype": source_dtype},
-        "dimension_names": list(DIMENSIONS[name]),
+        "dimension_names": ["layer"] if name == "layer" else list(axes_of(name, version)),
         "zarr_format": 3,
         "node_type": "array",
         "storage_transformers": [],
     }
 
 
-def parse_array(name: str, document: Mapping[str, Any], where: str) -> StoredArray:
-    """Return the array that a metadata document describes.
+def parse_array(
+    name: str, document: Mapping[str, Any], where: str, version: Any = FORMAT_VERSION
+) -> StoredArray:
+    """Return the array that a metadata document of a version of the format describes.
 
     It must be equal to `array_document` of its shape and types, but for more attributes; otherwise
     TraceError names the first difference. Nothing of the size that it claims is allocated.
@@ -214,7 +220,7 @@ def parse_array(name: str, document: Mapping[str, Any], where: str) -> StoredArr
     size, count = array.decoded, array.nchunks
     require("bytes in a chunk:", size, f"at most {CHUNK_LIMIT}", valid=size <= CHUNK_LIMIT)
     require("chunks:", count, f"at most {CHUNKS}", valid=count <= CHUNKS)
-    expected = array_document(name, shape, str(dtype), source)
+    expected = array_document(name, shape, str(dtype), source, version)
     document = {**document, "attributes": expected["attributes"]}
     if (difference := _difference(document, expected)) is not None:
         path, value, wanted = difference

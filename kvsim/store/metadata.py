@@ -17,7 +17,7 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
 from kvsim.errors import TraceError, error_line
-from kvsim.schema import FORMAT_VERSION
+from kvsim.schema import FORMAT_VERSION, WIDE_VERSION, format_of
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import Place, damaged
@@ -25,6 +25,8 @@ from kvsim.store.place import Place, damaged
 #: Largest metadata document in bytes: of the group (it holds text), and of one array.
 ROOT_LIMIT = 64 << 20
 ARRAY_LIMIT = 1 << 20
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 #: Most values and deepest nesting of a document.
 VALUES = 1 << 22
@@ -58,10 +60,10 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
 def check_format(attributes: Mapping[str, Any], where: str) -> None:
     """Raise TraceError for a trace, or a draft of one, of another version of the format."""
     version = attributes.get("kvsim_format")
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, WIDE_VERSION):
         raise TraceError(
             f"{where} was recorded by another version of kvsim (trace format "
-            f"{short_repr(version)}, expected {FORMAT_VERSION}); record it again"
+            f"{short_repr(version)}, expected {FORMAT_VERSION} or {WIDE_VERSION}); record it again"
         )
 
 
@@ -109,11 +111,11 @@ def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def attributes_of(header: Header) -> dict[str, Any]:
-    """Return the attributes that describe the header."""
+def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
+    """Return the attributes that describe the header of arrays with these shapes."""
     ropes = list(dict.fromkeys(header.ropes))
     return {
-        "kvsim_format": FORMAT_VERSION,
+        "kvsim_format": format_of(shapes),
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
@@ -133,12 +135,12 @@ def attributes_of(header: Header) -> dict[str, Any]:
 
 
 def whole_attributes(
-    header: Header, n_pos: int, checksums: Mapping[str, Any], digest: str
+    header: Header, shapes: Shapes, checksums: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
     """Return the attributes of a complete trace, without those that bind it."""
-    counts = {"n_tokens": n_pos, "committed_tokens": n_pos}
+    counts = dict.fromkeys(("n_tokens", "committed_tokens"), shapes["q"][2])
     final = {"checksums": checksums, "digest": digest, "complete": True}
-    return {**attributes_of(header), **counts, **final}
+    return {**attributes_of(header, shapes), **counts, **final}
 
 
 def read_header(

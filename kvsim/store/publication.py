@@ -74,11 +74,10 @@ def complete(
         write_whole(group, "token_text", np.array(list(token_text), dtype=object), "string")
     for name in sorted(group.arrays):
         require_chunks(group, name, where, "write the missing blocks first")
-    shapes = {name: array.shape for name, array in group.arrays.items()}
-    n_layers, n_qheads, n_pos, dim = shapes["q"]
-    header.check(n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=where)
+    shapes = group.shapes
+    header.check(shapes, where)
     check_probe(header.probe, shapes, where)
-    group.seal(whole_attributes(header, n_pos, checksums, digest.total(header, shapes)))
+    group.seal(whole_attributes(header, shapes, checksums, digest.total(header, shapes)))
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:

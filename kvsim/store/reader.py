@@ -20,6 +20,7 @@ from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.samples import SAMPLES, locate
+from kvsim.schema import format_of
 from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.layout import (
@@ -103,10 +104,7 @@ class StoredTrace:
         self._check()
         self.arrays = bound(self.arrays, self.attributes, self.where)
         self.header = read_header(self.attributes, self.arrays, self.place)
-        n_layers, n_qheads, n_pos, dim = self.shapes["q"]
-        self.header.check(
-            n_layers=n_layers, n_qheads=n_qheads, n_pos=n_pos, dim=dim, where=self.where
-        )
+        self.header.check(self.shapes, self.where)
         self._check_probe()
         # last, because the checks above say more precisely what was changed
         check_binding(self.attributes, self.header, self.arrays, self.where)
@@ -188,7 +186,8 @@ class StoredTrace:
         for name in DIMENSIONS:
             document = find_document(self.place, f"{name}/zarr.json")
             if document is not None:
-                arrays[name] = parse_array(name, document, self.where)
+                version = self.attributes["kvsim_format"]
+                arrays[name] = parse_array(name, document, self.where, version)
             elif name in listed:  # where files cannot be listed, the array is missing
                 raise TraceError(
                     f"{self.where}: {name}/zarr.json is missing, expected a zarr group written by "
@@ -201,6 +200,13 @@ class StoredTrace:
         """Raise TraceError unless the arrays fit together and all their chunks are there."""
         floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
+        version = self.attributes["kvsim_format"]
+        if version != format_of(self.shapes):
+            sizes = self.shapes["k"][-1], self.shapes["v"][-1]
+            raise damaged(
+                f"{self.where}: kvsim_format is {version}, expected {format_of(self.shapes)} of "
+                f"keys and values with {sizes} dimensions"
+            )
         n_layers, _, n_pos, _ = self.shapes["q"]
         lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}
         for name, length in lengths.items():

@@ -13,7 +13,7 @@ from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
 from kvsim.errors import TraceError
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION
+from kvsim.schema import AXES, CHUNK
 from kvsim.store.layout import DENSE
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import Facts
@@ -133,6 +133,12 @@ class _Check:
         dense = [name for name in DENSE if name in stored.arrays]
         q, k, v = (parts[name].to(dtype) for name in "qkv")
         lse = parts.get("lse")
+        latent = stored.header.latent
+        if self.deep and latent is not None and not torch.equal(k[..., -latent:], v):
+            self.problems.append(
+                f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
+                "record the trace again"
+            )
         if self.deep or (dense and lse is None):
             out, computed = causal_attention(q, k, v, stored.header.formulas[layer])
             if "attn_out" in parts:
@@ -248,10 +254,11 @@ def describe(path: str | Path) -> dict[str, Any]:
     text = object_at(meta, "text")
     notes = meta.get("notes")
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
+    latent = stored.header.latent
     return {
         "path": stored.where,
         "name": stored.header.name,
-        "format": FORMAT_VERSION,
+        "format": stored.attributes["kvsim_format"],
         "digest": stored.digest,
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
@@ -261,6 +268,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         "qheads": n_qheads,
         "heads": stored.shapes["k"][1],
         "dim": dim,
+        **({"value_dim": stored.shapes["v"][3]} if stored.shapes["v"][3] != dim else {}),
+        **({} if latent is None else {"latent": latent}),
         "attention": _kinds(stored.header),
         "arrays": {
             name: {

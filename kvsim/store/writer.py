@@ -19,7 +19,7 @@ from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, is_url
+from kvsim.schema import AXES, CHUNK, format_of, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
 from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
@@ -83,7 +83,7 @@ class TraceWriter:
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
                 self._group.set(
-                    kvsim_format=FORMAT_VERSION,
+                    kvsim_format=format_of(shapes),
                     complete=False,
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
@@ -138,7 +138,8 @@ class TraceWriter:
             self._file.add(ids, texts)
 
     def _attributes(self, header: Header) -> dict[str, Any]:
-        return attributes_of(header if self._so_far is None else self._so_far(header))
+        header = header if self._so_far is None else self._so_far(header)
+        return attributes_of(header, self._group.shapes)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `name` is stored."""

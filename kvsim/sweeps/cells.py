@@ -51,7 +51,7 @@ class Cell(NamedTuple):
 
 def flops_of(trace: Trace, layers: int) -> float:
     """Floating-point operations of the attention outputs of a cell in some layers, about."""
-    return layers * trace.n_qheads * trace.dim * 2.0 * trace.n_pos**2
+    return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
 
 
 def named(judge: bool | str) -> str:

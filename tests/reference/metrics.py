@@ -105,9 +105,9 @@ def outputs(
     last = np.repeat(np.asarray(evicted_at), qheads // np.shape(evicted_at)[1], axis=1)
     shape = (n_layers, qheads, n)
     result = Outputs(
-        out_full=np.zeros((*shape, dim)),
-        out_seen=np.zeros((*shape, dim)),
-        out_evicted=np.zeros((*shape, dim)),
+        out_full=np.zeros((*shape, values.shape[3])),
+        out_seen=np.zeros((*shape, values.shape[3])),
+        out_evicted=np.zeros((*shape, values.shape[3])),
         lse_full=np.zeros(shape),
         lse_seen=np.zeros(shape),
     )

@@ -59,12 +59,13 @@ def _of_layer(
 ) -> tuple[Tensor, Tensor]:
     """Bits that are resident and that are read in a layer, mean over rows; [H] each."""
     codec = None if record.codec is None else codec_of(record.codec)
-    exact = float(EXACT * trace.dim)
-    late, short = [], (exact, exact)
+    key, value = EXACT * trace.dim, EXACT * (trace.entry_size - trace.dim)
+    exact = float(key), float(value)
+    late, short = [], exact
     if codec is not None:
         first = first_row(record, trace) - 1
         late = [stored_after(gone, clock, first) for clock in codec.clocks]
-        short = codec.bits(trace.dim)
+        short = codec.bits(trace.dim)[0], codec.bits(trace.value_dim)[1]
     reads = record.reads
     if reads is not None and reads.dense(index):
         reads = None
@@ -79,10 +80,10 @@ def _of_layer(
             read = read.unflatten(0, (len(gone), -1)).any(1)
         row = torch.arange(part.start, part.stop, device=gone.device).unsqueeze(-1)
         for bits, entries in ((stored, seen), (taken, read)):
-            bits.add_(entries.sum((1, 2)), alpha=2 * exact)
-            for after, of_entry in zip(late, short, strict=False):
+            bits.add_(entries.sum((1, 2)), alpha=float(sum(exact)))
+            for after, whole, of_entry in zip(late, exact, short, strict=False):
                 rounded = entries & (after[:, None, : part.stop] < row)
-                bits.sub_(rounded.sum((1, 2)), alpha=exact - of_entry)
+                bits.sub_(rounded.sum((1, 2)), alpha=whole - of_entry)
         if reads is not None:
             pages = -(-seen.sum(-1) // reads.page)  # [H, w]
             stored += reads.summary[0] * pages.sum(-1)

@@ -138,8 +138,8 @@ def marked(mask: Tensor) -> Tensor:
 
 
 def take(stored: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
-    """Rows at[H, n] of tensors [H, T, d]; [H, n, d] each."""
-    heads, total, dim = stored[0].shape
+    """Rows at[H, n] of tensors [H, T, any]; [H, n, any] each."""
+    heads, total = stored[0].shape[:2]
     base = torch.arange(heads, device=positions.device).mul_(total).unsqueeze(-1)
     flat = (positions + base).flatten()
-    return [x.reshape(-1, dim).index_select(0, flat).view(heads, -1, dim) for x in stored]
+    return [x.flatten(0, 1).index_select(0, flat).unflatten(0, (heads, -1)) for x in stored]

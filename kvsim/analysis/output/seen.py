@@ -134,7 +134,7 @@ class _Seen:
         self._changing = bool(inside.any())
         # where nothing leaves inside the block, its rows see each other as without eviction
         self.visible = gone[:, : rows.stop if self._changing else rows.start] >= rows.start
-        heads, group, _, dim = layer.q.shape
+        heads, group, dim = *layer.q.shape[:2], layer.v.shape[2]
         self._product = gone.new_empty(
             (heads, dim + 1, group * (rows.stop - rows.start)), dtype=layer.q.dtype
         )

@@ -49,7 +49,8 @@ class Model:
     hidden, intermediate: width of the residual stream and of the MLP. tied: the output matrix is
     the embedding. mlp_matrices: 3 with a gate, else 2. extra: parameters of a layer beside its
     matrices (norms, biases). number_bytes: of a weight and of a number in the KV cache.
-    remarks: parts of this model that the arithmetic leaves out.
+    remarks: parts of this model that the arithmetic leaves out. value_dim: dimensions of a value,
+    those of a key by default.
     """
 
     name: str
@@ -65,9 +66,12 @@ class Model:
     extra: int = 0
     number_bytes: Annotated[float, Between(1, max(_BYTES.values()))] = 2
     remarks: tuple[str, ...] = ()
+    value_dim: _Size | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, self.name, ModelError)
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.dim)
         if self.n_qheads % self.n_heads:
             raise ModelError(
                 f"{self.name}: {self.n_qheads} query heads cannot share {self.n_heads} KV heads; "
@@ -82,7 +86,7 @@ class Model:
     @property
     def layer_matrices(self) -> int:
         """Numbers in the matrices of a layer: q, k, v and output projections, MLP."""
-        attention = self.hidden * (2 * self.n_qheads + 2 * self.n_heads) * self.dim
+        attention = self.hidden * (self.n_qheads + self.n_heads) * self.entry_size
         return attention + self.mlp_matrices * self.hidden * self.intermediate
 
     @property
@@ -97,9 +101,14 @@ class Model:
         return self.parameters * self.number_bytes
 
     @property
+    def entry_size(self) -> int:
+        """Numbers of the key and value of one position in one KV head."""
+        return self.dim + (self.value_dim or self.dim)
+
+    @property
     def entry_bytes(self) -> float:
         """Bytes of the key and value of one position in one KV head."""
-        return 2 * self.dim * self.number_bytes
+        return self.entry_size * self.number_bytes
 
     def kv_bytes(self, entries: float) -> float:
         """Bytes of the cache of all layers where every KV head holds so many entries."""
@@ -117,9 +126,9 @@ class Model:
     def attention_flops(self, pairs: float) -> float:
         """FLOPs of one layer's attention over so many pairs of a row and an entry.
 
-        Per query head and pair: 2 d for the logit, 3 for the softmax, 2 d for the value.
+        Per query head and pair: 2 d for the logit, 3 for the softmax, 2 d of the value for it.
         """
-        return pairs * self.n_qheads * (4 * self.dim + 3)
+        return pairs * self.n_qheads * (2 * self.entry_size + 3)
 
     def layer_flops(self, rows: float, *, causal: bool = True) -> float:
         """FLOPs of one layer over the rows of a prefill; causal: row i sees i + 1 of them."""
@@ -209,6 +218,7 @@ def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> 
         extra=_extra(config, kind, qheads, heads, dim, matrices),
         number_bytes=_number_bytes(config, name) if number_bytes is None else number_bytes,
         remarks=_remarks(config),
+        value_dim=None if config.get("v_head_dim") is None else size("v_head_dim"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import torch
@@ -133,7 +134,7 @@ def learn(
     lesson = Lesson(groups, ahead, pairs)
     schedule, random = Schedule(interval=interval), torch.Generator().manual_seed(seed)
     projecting = "projections" in groups
-    model = common_model(trained, _ONE_MODEL) if projecting else {}
+    model = _one_size(common_model(trained, _ONE_MODEL), trained) if projecting else {}
     report, total = progress or (lambda *_: None), (rounds + projecting) * (len(trained) + 1)
     facts = {
         "traces": {trace.name: trace.digest for trace in trained},
@@ -211,6 +212,16 @@ def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:
             "one group, and rows to look ahead for the group future alone"
         )
     return tuple(group for group in SIZES if group in groups)
+
+
+def _one_size(model: dict[str, Any], traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return the model of traces with keys and values of one size, or raise PolicyError."""
+    if any(trace.dim != trace.value_dim for trace in traces):
+        raise PolicyError(
+            "features have projections, and values of the traces have another size than keys; "
+            "expected one size; leave projections out"
+        )
+    return model
 
 
 def _check(

@@ -286,18 +286,22 @@ def replay(
 ) -> Outcome:
     """Replay a rule on one trace and return when each entry leaves.
 
-    q [layer, qhead, pos, dim], k and v [layer, head, pos, dim]. budget: entries kept per KV head,
-    or one number for each head. interval, prefill: replace the rule's own schedule. layers: which
-    layers evict, all of them by default. rope: (inv_freq, attention_scaling), dimension i paired
-    with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer, qhead, probe, dim] and
-    keys [layer, head, probe, dim] of rows that repeat the context, and (start, stop, rows) of its
+    q [layer, qhead, pos, dim], k [layer, head, pos, dim], v like k of any dim. budget: entries kept
+    per KV head, or one number for each head. interval, prefill: replace the rule's own schedule.
+    layers: which layers evict, all of them by default. rope: (inv_freq, attention_scaling),
+    dimension i paired with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer,
+    qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the context, and
+    (start, stop, rows) of its
     chunks. protect: (sink, recent, prompt), protected in
     addition to what the rule protects. store: called after each row, and the event after it, for
     each layer; it may change the event's keys, values and logits, as a codec does.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
-    if values.shape != keys.shape:
-        raise ValueError(f"v has shape {values.shape}, k has {keys.shape}; expected the same")
+    if values.shape[:3] != keys.shape[:3]:
+        raise ValueError(
+            f"v has shape {values.shape}, k has {keys.shape}; expected the same layers, heads and "
+            "positions"
+        )
     n_layers, heads, n, dim = keys.shape
     if rule.per_query_head:
         heads = queries.shape[1]

@@ -161,3 +161,13 @@ def test_traces_know_their_model(trace):
     assert model.number_bytes == 4
     with pytest.raises(ModelError, match="trace 'small' does not say which model"):
         Model.from_trace(trace)
+
+
+def test_values_count_by_their_own_size():
+    """Bytes of an entry, matrices and FLOPs of attention, where a configuration states it."""
+    model = Model.from_config({**LLAMA, "head_dim": 128, "v_head_dim": 96})
+
+    assert model.entry_bytes == 2 * (128 + 96)
+    assert model.attention_flops(10) == 10 * 32 * (2 * 128 + 3 + 2 * 96)
+    equal = Model.from_config(LLAMA)
+    assert equal.layer_matrices - model.layer_matrices == 4096 * (32 + 8) * 32

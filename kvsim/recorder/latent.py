@@ -1,0 +1,137 @@
+"""Latent attention: kernel calls in the form in which the cache holds their entries.
+
+A model caches one latent vector and one rotated vector per position, and expands them to keys and
+values of all heads: k_h = [W_k,h c, r], v_h = W_v,h c (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+The absorbed form attends to the entries themselves, with one KV head: k = [r, c], v = c,
+q_h = [q_h's rotated part, W_k,h^T q_h's other part]; the kernel's output is W_v,h times this
+output. The rotated part comes first, where `Rope` expects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.errors import CaptureError
+
+#: Names in attention modules of the projection to latent and unrotated key, and of that from the
+#: latent to keys and values of heads.
+_DOWN, _UP = "kv_a_proj_with_mqa", "kv_b_proj"
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """A kernel call over latents.
+
+    Attributes:
+        q: queries [1, qhead, w, dim], in the compute dtype.
+        k: entries [1, 1, n, dim].
+        v: latents [1, 1, n, rank]; a view of k.
+        up: projection from the latent to the values of each query head [qhead, rank, value].
+        pre_rope: rotated part of the new entries before RoPE [1, w, rotated].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    up: Tensor
+    pre_rope: Tensor
+
+    def expanded(self, out: Tensor, like: Tensor) -> Tensor:
+        """Return output over latents [1, w, qhead, rank] as the kernel's, in the dtype of like."""
+        return torch.einsum("bwir,irv->bwiv", out.to(self.up), self.up).to(like)
+
+
+class Latents:
+    """What the modules of latent attention compute of their entries, while they run.
+
+    modules: attention modules by layer; those without the two projections have no latent. stack:
+    holds the hooks.
+    """
+
+    def __init__(self, modules: Mapping[int, nn.Module], stack: ExitStack) -> None:
+        self._up: dict[int, nn.Module] = {}
+        self._raw: dict[int, Tensor] = {}
+        self._latent: dict[int, Tensor] = {}
+        self._history: dict[int, Tensor] = {}  # of all entries at the last call
+        for layer, module in modules.items():
+            children = dict(module.named_children())
+            if _DOWN in children and _UP in children:
+                self._up[layer] = children[_UP]
+                down, up = partial(self._note_raw, layer), partial(self._note_latent, layer)
+                stack.enter_context(children[_DOWN].register_forward_hook(down))
+                stack.enter_context(children[_UP].register_forward_pre_hook(up))
+
+    def _note_raw(self, layer: int, _: nn.Module, __: object, output: Tensor) -> None:
+        self._raw[layer] = output.flatten(0, -2)
+
+    def _note_latent(self, layer: int, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._latent[layer] = args[0].flatten(0, -2)
+
+    def absorbed(
+        self, layer: int | None, query: Tensor, key: Tensor, value: Tensor, *, keep: bool
+    ) -> Absorbed | None:
+        """Return a kernel call over the latents of its entries; None where there are none.
+
+        keep: entries of later calls follow these. Raises CaptureError where keys and values do not
+        follow from the latents.
+        """
+        if layer is None or layer not in self._latent or layer not in self._raw:
+            return None
+        raw, latent = self._raw.pop(layer), self._latent.pop(layer)
+        rows, n, (_, heads, _, of_value) = query.shape[2], key.shape[2], value.shape
+        if len(latent) < n and layer in self._history:  # the cache holds expanded heads
+            latent = torch.cat([self._history[layer][: n - len(latent)], latent])
+        if keep:
+            self._history[layer] = latent
+        weight = cast("Tensor", self._up[layer].weight).detach()
+        rank, dtype = latent.shape[1], compute_dtype(query.dtype)
+        plain = weight.dim() == 2 and weight.dtype in DTYPES and weight.shape[1] == rank
+        if not plain or weight.shape[0] % heads or len(latent) != n:
+            raise self._unknown(
+                layer, f"{_UP} is {list(weight.shape)} for {len(latent)} of {n} entries"
+            )
+        both = weight.to(dtype).unflatten(0, (heads, -1))  # [qhead, unrotated + value, rank]
+        size = both.shape[1] - of_value
+        new = torch.cat([key[0, :, -rows:, :size], value[0, :, -rows:]], dim=-1).to(dtype)
+        rotated = key[:, :1, :, size:]
+        error = float(relative_error(new, latent[-rows:].to(dtype) @ both.mT).max())
+        if not error <= tolerance(DTYPES[key.dtype]) or bool((key[..., size:] != rotated).any()):
+            raise self._unknown(layer, f"they differ by {error:.3g} (relative) or between heads")
+        up = both[:, size:].mT
+        absorbed = query[..., :size].to(dtype) @ both[:, :size]
+        k = torch.cat([rotated, latent[None, None].to(key)], dim=-1)
+        before = _ordered(raw[:, rank:], rotated[0, 0, -rows:])
+        q = torch.cat([query[..., size:].to(dtype), absorbed], dim=-1)
+        return Absorbed(q, k, k[..., -rank:], up, before[None])
+
+    def _unknown(self, layer: int, what: str) -> CaptureError:
+        return CaptureError(
+            f"keys and values of layer {layer} do not follow from its latents: {what}; expected "
+            f"{_UP} of the latent, and one rotated part for all heads; this model cannot be "
+            "recorded"
+        )
+
+
+def _ordered(raw: Tensor, rotated: Tensor) -> Tensor:
+    """Return unrotated vectors [w, d] in the order of the rotated ones.
+
+    Some models rotate neighbouring dimensions and store them apart, as halves. Rotation keeps the
+    length of each pair, up to one factor.
+    """
+    apart = torch.cat([raw[:, 0::2], raw[:, 1::2]], dim=1)
+
+    def difference(x: Tensor, pairs: int) -> float:
+        shape = (2, -1) if pairs == 1 else (-1, 2)
+        sizes = [y.double().unflatten(1, shape).norm(dim=pairs) for y in (x, rotated)]
+        a, b = (y / y.norm(dim=1, keepdim=True).clamp(min=1e-30) for y in sizes)
+        return float((a - b).abs().max())
+
+    return apart if difference(apart, 1) < min(difference(raw, 1), difference(raw, 2)) else raw

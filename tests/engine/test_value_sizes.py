@@ -1,0 +1,146 @@
+"""Values of another size than keys: replay, metrics, storage, against naive loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import kvsim
+from kvsim import store
+from kvsim.core.attention import Formula, attend
+from kvsim.errors import TraceError
+from kvsim.schema import FORMAT_VERSION, WIDE_VERSION
+from kvsim.testing import loops
+from kvsim.testing.strategies import make_case
+from reference import composition, metrics
+from traces import random_arrays, random_trace
+
+SIZES = (3, 12)
+POLICIES = ("snapkv", "expected_attention", "criticalkv+tova", "lagkv", "h2o", "norm_ratio")
+
+
+def wide(size, seed=0):
+    """A case with keys of 8 and values of `size` dimensions."""
+    case = make_case("sharp", layers=2, heads=2, group=2, n=40, dim=8, prompt_len=24, seed=seed)
+    rng = np.random.default_rng(seed + 1)
+    shape = (*case.v.shape[:3], size)
+    o_proj = rng.standard_normal((2, 4, size, 5))
+    return replace(case, v=rng.standard_normal(shape), o_proj=o_proj)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_replays_equal_a_naive_loop(name, size):
+    """The same entries leave after the same rows."""
+    case = wide(size)
+    params = {"window": 4} if name == "snapkv" else {}
+    policy = kvsim.policy(name, **params)
+    rule = composition.rule(name, params)
+
+    record = kvsim.replay(case.trace(), policy, 10, interval=4)
+
+    naive = loops.replay(
+        *(case.q, case.k, case.v, rule),
+        prompt_len=case.prompt_len,
+        budget=10,
+        interval=4,
+        scale=case.scale,
+        rope=(case.rope.inv_freq, 1.0),
+        o_proj=case.o_proj,
+    )
+    np.testing.assert_array_equal(record.evicted_at, naive.evicted_at)
+    assert record.events
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_metrics_equal_a_naive_loop(size):
+    """Output error, mass and layer error are those of the definitions, at every row."""
+    case = wide(size)
+    trace = case.trace()
+    record = kvsim.replay(trace, "random", 8, interval=4, prefill=True)
+    found = metrics.outputs(case.q, case.k, case.v, record.evicted_at, scale=case.scale)
+    rows = slice(case.prompt_len, None)
+    moved = metrics.projected(found.out_seen - found.out_full, case.o_proj)[:, rows]
+
+    table = kvsim.measure(trace, record, metrics=["output_error", "retained_mass", "layer_error"])
+
+    def mean(name):
+        return table.filter(table["metric"] == name)["value"].mean()
+
+    assert mean("output_error") == pytest.approx(found.relative_error[:, :, rows].mean(), rel=1e-6)
+    assert mean("retained_mass") == pytest.approx(found.retained_mass[:, :, rows].mean(), rel=1e-6)
+    of_layers = np.sqrt((moved**2).sum(-1).mean(-1))
+    assert mean("layer_error") == pytest.approx(of_layers.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 7}, {"softcap": 4.0}, {"sinks": (0.5,) * 4}])
+@pytest.mark.parametrize("size", SIZES)
+def test_full_attention_is_the_definition(kind, size):
+    """Fused, in blocks, in windows and with sinks."""
+    arrays = random_arrays(dtype=torch.float64) | {
+        "v": torch.randn(2, 2, 90, size, dtype=torch.float64)
+    }
+    trace = random_trace(**arrays, formulas=[Formula(0.3, **kind)] * 2)
+    q, (k, v) = trace.q, (x.repeat_interleave(2, 1) for x in (trace.k, trace.v))
+    z = 0.3 * q @ k.mT
+    if "softcap" in kind:
+        z = 4.0 * torch.tanh(z / 4.0)
+    back = torch.arange(90)[:, None] - torch.arange(90)
+    z = z.masked_fill((back < 0) | (back >= kind.get("window", 90)), -torch.inf)
+    z = torch.cat([z, torch.full_like(z[..., :1], 0.5 if "sinks" in kind else -torch.inf)], -1)
+
+    assert torch.allclose(trace.attn_out, z.softmax(-1)[..., :-1] @ v)
+    assert torch.allclose(trace.lse, z.logsumexp(-1))
+
+
+def test_rows_that_see_nothing_have_an_output_of_the_size_of_values():
+    """No entries at all, and none that the mask shows."""
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 5, 8), torch.randn(1, 1, 5, 3)
+
+    none, _ = attend(q, k[:, :, :0], v[:, :, :0], Formula(1.0))
+    hidden, lse = attend(q, k, v, Formula(1.0), mask=torch.zeros(1, 1, 3, 5, dtype=torch.bool))
+
+    assert none.shape == hidden.shape == (1, 2, 3, 3)
+    assert not none.any()
+    assert not hidden.any()
+    assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize("size", [*SIZES, 8])
+def test_stored_traces_are_the_same(size, tmp_path):
+    """Only sizes that differ need the newer version; axes have their own name there."""
+    trace = wide(size).trace()
+    trace.save(tmp_path / "a.zarr")
+
+    stored = kvsim.open_trace(tmp_path / "a.zarr")
+
+    version = FORMAT_VERSION if size == 8 else WIDE_VERSION
+    assert stored.source.attributes["kvsim_format"] == version
+    assert stored.digest == trace.digest
+    assert torch.equal(stored.v, trace.v)
+    assert store.verify(tmp_path / "a.zarr", deep=True).ok
+    dataset = stored.to_xarray()
+    assert dataset["v"].dims[-1] == ("dim" if size == 8 else "value_dim")
+    assert dataset["k"].dims[-1] == "dim"
+    assert (stored.dim, stored.value_dim, stored.entry_size) == (8, size, 8 + size)
+
+
+def test_bytes_count_keys_and_values_by_their_sizes():
+    """16 bits of each number of the entries that rows see."""
+    case = wide(3)
+    record = kvsim.replay(case.trace(), "full", 40)
+
+    table = kvsim.measure(case.trace(), record, metrics=["bytes_held"])
+
+    seen = np.arange(case.prompt_len + 1, case.n + 1).mean()
+    assert table["value"].to_list() == pytest.approx([2 * 2 * (8 + 3) * seen] * 2)  # of two heads
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    """Output and projection have the size of values."""
+    arrays = random_arrays() | {"v": torch.randn(2, 2, 90, 3)}
+    with pytest.raises(TraceError, match=r"attn_out has shape .*, expected \(2, 4, 90, 3\)"):
+        random_trace(**arrays, attn_out=torch.zeros(2, 4, 90, 8))
