@@ -127,6 +127,7 @@ def content_digest(
                 "sinks": [_bits(sink) for sink in formula.sinks],
                 "softcap": None if formula.softcap is None else _bits(formula.softcap),
                 "window": formula.window,
+                **({} if formula.chunk is None else {"chunk": formula.chunk}),
             }
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
         ]

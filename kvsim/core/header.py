@@ -91,11 +91,7 @@ class Header:
 
     def within(self, n_pos: int) -> Header:
         """Return the header for `n_pos` positions: windows that mask nothing out are dropped."""
-        formulas = (
-            replace(formula, window=None) if (formula.window or 0) >= n_pos else formula
-            for formula in self.formulas
-        )
-        return replace(self, formulas=tuple(formulas))
+        return replace(self, formulas=tuple(each.within(n_pos) for each in self.formulas))
 
     def check(self, *, n_layers: int, n_qheads: int, n_pos: int, dim: int, where: str) -> None:
         """Raise TraceError where the header does not fit arrays of this size."""

@@ -151,7 +151,7 @@ class Trace(Displayed):
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
-                causal attention: softcap, sliding window, sinks.
+                causal attention: softcap, sliding window, chunks, sinks.
             attn_out: attention output before the output projection, like q; computed if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, dim, hidden].
@@ -282,9 +282,9 @@ class Trace(Displayed):
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """Layers, by their place, whose sliding window masks something out for some row."""
-        windows = ((i, formula.window) for i, formula in enumerate(self.formulas))
-        return tuple(i for i, window in windows if window is not None and window < self.n_pos)
+        """Layers, by their place, whose window or chunks mask something out for some row."""
+        reaches = [formula.reach or self.n_pos for formula in self.formulas]
+        return tuple(i for i, reach in enumerate(reaches) if reach < self.n_pos)
 
     @property
     def whole(self) -> bool:

@@ -124,7 +124,7 @@ def _check_propagation(trace: Trace, policy: Policy) -> None:
     if trace.windowed:
         raise PolicyError(
             f"{policy.name}: hands rows of the prompt from layer to layer, and {trace.name} "
-            f"has a sliding window in {windows(trace)}; expected layers that see the whole "
+            f"has {windows(trace)}; expected layers that see the whole "
             "text; take a policy that cuts each layer by itself, such as snapkv, or record a "
             f"text of at most {longest_unmasked(trace)} tokens"
         )
@@ -211,8 +211,8 @@ def _eviction_remark(
         )
     if trace.windowed:
         remarks.append(  # about the trace, so that it appears once for all policies
-            f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "
-            f"shorter than the text, and are not replayed: {windows(trace)}"
+            f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text, and "
+            f"are not replayed: {windows(trace)}"
         )
     remarks.append(_budget_remark(trace, policy, budget))
     remarks.append(_full_layers_remark(trace, policy, budget, schedule))

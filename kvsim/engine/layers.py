@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import integer
@@ -25,9 +25,9 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
         chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
         if not chosen:
             raise PolicyError(
-                f"{trace.name}: every layer that it holds has a sliding window that is shorter "
-                f"than its {trace.n_pos} tokens: {windows(trace)}; expected layers that see the "
-                "whole text, because a window bounds the cache by itself; record "
+                f"{trace.name}: every layer that it holds masks out some of its "
+                f"{trace.n_pos} tokens: {windows(trace)}; expected layers that see the whole text, "
+                "because the others bound their caches by themselves; record "
                 f"{'' if trace.whole else 'other layers of the model, or '}a text of at most "
                 f"{longest_unmasked(trace)} tokens"
             )
@@ -54,8 +54,7 @@ def sharing(trace: Trace) -> int:
 def _difference(trace: Trace, first: int, second: int) -> str:
     """In what two layers that see the whole text differ; empty if a block may hold both."""
     a, b = trace.formulas[first], trace.formulas[second]
-    if a != b:  # a window longer than the text has no effect
-        a, b = replace(a, window=None), replace(b, window=None)
+    a, b = a.within(trace.n_pos), b.within(trace.n_pos)
     if a != b:
         names = ("scale", "softcap", "sinks")
         return next(name for name in names if getattr(a, name) != getattr(b, name))
@@ -67,7 +66,7 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
     for layer in chosen:
         difference = _difference(trace, chosen[0], layer)
         if difference:
-            left_out = f", beside a window in {windows(trace)}" if trace.windowed else ""
+            left_out = f", beside {windows(trace)}" if trace.windowed else ""
             shared = "budget" if policy.layer_budgets.across_layers else "ranking"
             example = "kvzip@uniform" if policy.allocator.across_layers else "snapkv"
             raise PolicyError(

@@ -54,8 +54,8 @@ class TraceSource:
         poison: overwrite keys and values with NaN as soon as their entry has left, for tests.
 
     Raises:
-        PolicyError: a layer with entries masked out by its sliding window, for which a View has no
-            mask.
+        PolicyError: a layer with entries masked out by its window or chunks, for which a View has
+            no mask.
     """
 
     #: `kvsim.core.setting.Source`
@@ -176,23 +176,28 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
 
 
 def windows(trace: Trace) -> str:
-    """Name the layers whose sliding window masks out entries: `layers 0, 2 (4096 tokens)`."""
-    by_size: dict[int | None, list[int]] = {}
+    """Name what masks out entries, and where: `a sliding window in layers 0, 2 (4096 tokens)`."""
+    kinds: dict[str, dict[int | None, list[int]]] = {}
     for layer in trace.windowed:
-        by_size.setdefault(trace.formulas[layer].window, []).append(layer)
-    return ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+        by_size = kinds.setdefault(trace.formulas[layer].local, {})
+        by_size.setdefault(trace.formulas[layer].reach, []).append(layer)
+    return ", ".join(
+        f"{kind} in "
+        + ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+        for kind, by_size in kinds.items()
+    )
 
 
 def longest_unmasked(trace: Trace) -> int:
-    """The longest text, in tokens, of which the sliding windows of a trace mask out nothing."""
-    return min(trace.formulas[layer].window or trace.n_pos for layer in trace.windowed)
+    """The longest text, in tokens, of which windows and chunks of a trace mask out nothing."""
+    return min(trace.formulas[layer].reach or trace.n_pos for layer in trace.windowed)
 
 
 def check_unwindowed(trace: Trace, layer: int) -> None:
-    """Raise PolicyError for a layer whose sliding window is shorter than the text."""
+    """Raise PolicyError for a layer whose window or chunks are shorter than the text."""
     if layer in trace.windowed:
         raise PolicyError(
-            f"layer {layer} of {trace.name} has a sliding window of "
-            f"{trace.formulas[layer].window} positions, which bounds its cache by itself; expected "
+            f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of "
+            f"{trace.formulas[layer].reach} positions, which bounds its cache by itself; expected "
             "layers that see the whole text"
         )

@@ -162,7 +162,7 @@ class _Interceptor:
             v=value[0],
             # the kernels of the table return [batch, rows, qhead, dim]
             out=out[0].transpose(0, 1),
-            formula=self._formula(layer, query.shape[-1], options),
+            formula=self._formula(module, query.shape[-1], options),
             pre_rope=self._pre_rope(layer, query.shape[2], key[0]),
             keys_of_input=functools.partial(self._keys_of_input, module, query.shape[2]),
         )
@@ -184,8 +184,8 @@ class _Interceptor:
         finally:
             self.recomputed = None
 
-    def _formula(self, layer: int, dim: int, options: Mapping[str, Any]) -> Formula:
-        """Return the formula that the kernel's keyword arguments define."""
+    def _formula(self, module: nn.Module, dim: int, options: Mapping[str, Any]) -> Formula:
+        """Return the formula that the kernel's keyword arguments and the configuration define."""
         scale, sinks = options.get("scaling"), options.get("s_aux")
         # transformers passes the softcap to every kernel, and torch's ignores it
         softcap = None if self.kernel == "sdpa" else options.get("softcap")
@@ -194,7 +194,8 @@ class _Interceptor:
             float(dim**-0.5 if scale is None else scale),
             softcap=None if softcap is None else float(softcap),
             window=None if window is None else int(window),
-            sinks=() if sinks is None else self._sinks(layer, sinks),
+            sinks=() if sinks is None else self._sinks(self.layer_of[id(module)], sinks),
+            chunk=_chunk(module),
         )
 
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
@@ -215,6 +216,16 @@ class _Interceptor:
                 "expected one rotation of these keys"
             )
         return before
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Return the size of the chunks of a layer, of which its kernel is told by the mask alone."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if not isinstance(layer, int) or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
 
 
 def _without_cache(argument: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.core.attention import Formula
+from kvsim.core.attention import Formula, sees
 from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
 from kvsim.recorder.hooks import (
     KERNELS,
@@ -134,7 +134,8 @@ class _Copies:
     ) -> Tensor:
         """Attention output [1, C * w, qhead, d] of queries [1, qhead, C * w, d]."""
         count, of = query.shape[2] // (len(self._layers) + 1), self._entries[layer]
-        seen = self._seen(of.formula.window, count)
+        at = torch.arange(self._start + count)
+        seen = sees(at[self._start :], at, of.formula)
         seen = seen.to(query.device).expand(query.shape[1], -1, -1)
         shared = [x[None, :, : self._start].to(key) for x in (of.keys, of.values)]
         parts = [x.split(count, 2) for x in (query, key, value)]
@@ -160,12 +161,6 @@ class _Copies:
                 added = moved @ self._projections[layer].flatten(0, 1).to(moved)
                 self._squared[layer] = float(added.double().square().sum())
         return torch.cat(outputs, dim=1)
-
-    def _seen(self, window: int | None, count: int) -> Tensor:
-        """Which entries rows see with the full cache [w, n]."""
-        at = torch.arange(self._start + count)
-        row = at[self._start :, None]
-        return (at <= row) & (at > row - (window or len(at)))
 
     def _kept(self, heads: int, count: int) -> Tensor:
         """Which entries heads of a perturbed layer keep [H, n]: of the prompt a random part."""

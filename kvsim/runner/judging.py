@@ -247,9 +247,8 @@ class JudgedRows:
         gone = [self._gone(layer, record) for record in self._records]
         heads = max(map(len, gone))
         last = torch.stack([x.repeat_interleave(heads // len(x), 0) for x in gone])
-        window = trace.formulas[layer].window
-        if window is not None:
-            last = torch.minimum(last, (self._pos + window - 1).int())
+        if trace.formulas[layer].reach is not None:
+            last = torch.minimum(last, trace.formulas[layer].last_rows(self._pos).int())
         at = self._rows[:, None].expand(-1, len(key), -1)
         first = self._pos.expand_as(last)
         if self._records[0].codec is None:

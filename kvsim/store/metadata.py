@@ -122,6 +122,7 @@ def attributes_of(header: Header) -> dict[str, Any]:
                 "scale": formula.scale,
                 **({} if formula.softcap is None else {"softcap": formula.softcap}),
                 **({} if formula.window is None else {"window": formula.window}),
+                **({} if formula.chunk is None else {"chunk": formula.chunk}),
                 **({"sinks": list(formula.sinks)} if formula.sinks else {}),
                 "rope": ropes.index(rope),
             }
@@ -197,12 +198,12 @@ def _converting(attributes: Any, label: str, *keys: str) -> Iterator[None]:
 
 def _formula(attributes: Any, where: str) -> Formula:
     label = f"{where}: the attention of a layer"
-    with _converting(attributes, label, "scale", "softcap", "window", "sinks", "rope"):
-        softcap, window = attributes.get("softcap"), attributes.get("window")
+    with _converting(attributes, label, "scale", "softcap", "window", "chunk", "sinks", "rope"):
+        softcap, sizes = attributes.get("softcap"), {"window", "chunk"} & attributes.keys()
         return Formula(
             _number(attributes["scale"]),
             softcap=None if softcap is None else _number(softcap),
-            window=None if window is None else operator.index(window),
+            **{name: operator.index(attributes[name]) for name in sizes},
             sinks=tuple(_number(sink) for sink in attributes.get("sinks") or ()),
         )
 
