@@ -116,6 +116,8 @@ def content_digest(
     }
     if header.context_len is not None:
         facts["context_len"] = header.context_len
+    if header.owners:
+        facts["owners"] = list(header.owners)
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)

@@ -38,7 +38,14 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
-from kvsim.core.sources import ArraySource, InMemory, Loaded, PerQueryHead, SelectedRows
+from kvsim.core.sources import (
+    ArraySource,
+    InMemory,
+    Loaded,
+    PerQueryHead,
+    SelectedRows,
+    SharedEntries,
+)
 from kvsim.errors import NeedsError, PositionError, TraceError
 
 if TYPE_CHECKING:
@@ -68,6 +75,7 @@ class Trace(Displayed):
         group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
         dim: dimensions of a head.
+        owners: the layer whose entries each layer reads, by its place.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
     """
 
@@ -100,6 +108,7 @@ class Trace(Displayed):
         self.formulas: Final = header.formulas
         self.ropes: Final = header.ropes
         self.layer_ids: Final = header.layer_ids
+        self.owners: Final = header.owners or tuple(range(layers))
         self.name: Final = header.name
         self.meta: Final = header.meta
         self.source_dtypes: Final = header.source_dtypes
@@ -135,6 +144,7 @@ class Trace(Displayed):
         token_text: Sequence[str] | None = None,
         name: str = "memory",
         layer_ids: Sequence[int] | None = None,
+        owners: Sequence[int] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
@@ -164,6 +174,7 @@ class Trace(Displayed):
             token_text: the text of each token.
             name: for tables and figures.
             layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
+            owners: the layer whose entries each layer reads, by its place; each its own by default.
             meta: provenance, ready for JSON.
 
         float64 arrays compute in float64, all others in float32.
@@ -190,6 +201,7 @@ class Trace(Displayed):
             ropes=(rope,) * n_layers if isinstance(rope, Rope) else _of_layers("rope", rope, name),
             layer_ids=_of_layers("layer_ids", ids, name),
             name=name,
+            owners=_of_layers("owners", owners, name),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
@@ -230,6 +242,25 @@ class Trace(Displayed):
             path=self.path,
             base=self,
         )
+
+    def read_together(self, layer: int) -> Trace:
+        """Return the trace of one layer with the query heads of all layers that read its entries.
+
+        The heads of a group are those of the layer itself, then of each other reader.
+        """
+        readers = self.readers(layer)
+        header = replace(
+            self.header,
+            formulas=(self.formulas[layer],),
+            ropes=(self.ropes[layer],),
+            layer_ids=(self.layer_ids[layer],),
+            owners=(),
+        )
+        return Trace(SharedEntries(self.source, readers), header, dtype=self.dtype)
+
+    def readers(self, layer: int) -> tuple[int, ...]:
+        """Return the layers that read the entries of a layer, by their place, itself first."""
+        return tuple(at for at, owner in enumerate(self.owners) if owner == layer)
 
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.parameters import integer, is_finite
-from kvsim.core.policy import Policy, Schedule
+from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
@@ -65,6 +65,7 @@ def check_cell(
         policy.reader.check(trace)
     if policy.codec is not None:
         policy.codec.check(trace.dim)
+    _check_shared(trace, policy)
     _check_propagation(trace, policy)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
@@ -108,6 +109,23 @@ def _check_rows(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -
             f"{policy.name}: the first event that evicts fires after {first + 1} rows; "
             f"expected at least {least}; use a longer prompt, another schedule or other "
             "parameters"
+        )
+
+
+def _check_shared(trace: Trace, policy: Policy) -> None:
+    """Raise PolicyError for a policy that treats layers apart which read the same entries."""
+    layer = next((i for i, owner in enumerate(trace.owners) if owner != i), None)
+    reasons = {
+        "keeps a set for each query head": policy.per_query_head,
+        "gives each layer a budget of its own": not isinstance(policy.layer_budgets, Even),
+        "compares layers": policy.across_layers,
+        "hands rows of the prompt from layer to layer": policy.propagation is not None,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if layer is not None and reason is not None:
+        raise PolicyError(
+            f"{policy.name}: {reason}, and layer {layer} of {trace.name} reads the entries of "
+            f"layer {trace.owners[layer]}; expected one set and one budget for both, as of snapkv"
         )
 
 

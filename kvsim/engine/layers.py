@@ -47,8 +47,8 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def sharing(trace: Trace) -> int:
-    """Layers that see the whole text and share a budget; at least 1."""
-    return max(1, trace.n_layers - len(trace.windowed))
+    """Layers with entries of their own that see the whole text and share a budget; at least 1."""
+    return max(1, len({*trace.owners} - {*trace.windowed}))
 
 
 def _difference(trace: Trace, first: int, second: int) -> str:
@@ -85,14 +85,14 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     limit = DEFAULT_MEMORY if memory is None else memory
     item = trace.dtype.itemsize
     copies = 2 if policy.codec is None else 4  # of keys and values, which a codec overwrites
-    stored = (trace.n_qheads + copies * trace.n_heads) * trace.n_pos * trace.dim * item
+    # layers that read the entries of one are scored with it
+    n_qheads = trace.n_qheads * max(map(trace.owners.count, trace.owners))
+    stored = (n_qheads + copies * trace.n_heads) * trace.n_pos * trace.dim * item
     # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
     # in another order); logits, mask and attention of the window; projections in two layouts
     # and copies for a policy of the user's own
     event = (4 + 2 * policy.foreign) * trace.n_heads * trace.n_pos * trace.dim * item
-    event += (
-        (3 + policy.foreign) * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
-    )
+    event += (3 + policy.foreign) * n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
     if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
         event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
     if "probe_q" in policy.scorer.needs and trace.has("probe_q"):
@@ -136,7 +136,8 @@ def runs(
     """Runs of layers that compute alike, on the same rows, as many as the memory budget holds.
 
     Their layers follow each other in the trace, except where they share a budget or a ranking:
-    these are one run. Raises PolicyError where they cannot be, and as `layers_per_block`.
+    these are one run. A layer whose entries others read is a run of its own. Raises PolicyError
+    where they cannot be, and as `layers_per_block`.
     """
     if policy.across_layers:
         _check_together(trace, policy, layers)
@@ -151,6 +152,7 @@ def runs(
             of_layer is rows
             and never_cut == whole
             and not _difference(trace, layer, (run or [layer])[-1])
+            and trace.owners.count(layer) == trace.owners.count((run or [layer])[-1]) == 1
         )
         follows = not run or layer == run[-1] + 1 or policy.across_layers
         if run and (len(run) == most or not follows or not alike):

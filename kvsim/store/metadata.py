@@ -117,6 +117,7 @@ def attributes_of(header: Header) -> dict[str, Any]:
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
+        **({"owners": list(header.owners)} if header.owners else {}),
         "attention": [
             {
                 "scale": formula.scale,
@@ -171,6 +172,7 @@ def read_header(
         context_len=(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None
         ),
+        owners=tuple(_get(attributes, "owners", list, where) if "owners" in attributes else ()),
     )
 
 
