@@ -38,14 +38,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import Memo
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
-from kvsim.core.sources import (
-    ArraySource,
-    InMemory,
-    Loaded,
-    PerQueryHead,
-    SelectedRows,
-    SharedEntries,
-)
+from kvsim.core.sources import ArraySource, InMemory, Loaded, PerQueryHead, SelectedRows
 from kvsim.errors import NeedsError, PositionError, TraceError
 
 if TYPE_CHECKING:
@@ -75,8 +68,8 @@ class Trace(Displayed):
         group: query heads of one KV head; query head i belongs to KV head i // group.
         n_pos: number of tokens, prompt and response.
         dim: dimensions of a head.
-        owners: the layer whose entries each layer reads, by its place.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
+        owners: `Header`'s too; each layer its own by default.
     """
 
     def __init__(
@@ -243,24 +236,9 @@ class Trace(Displayed):
             base=self,
         )
 
-    def read_together(self, layer: int) -> Trace:
-        """Return the trace of one layer with the query heads of all layers that read its entries.
-
-        The heads of a group are those of the layer itself, then of each other reader.
-        """
-        readers = self.readers(layer)
-        header = replace(
-            self.header,
-            formulas=(self.formulas[layer],),
-            ropes=(self.ropes[layer],),
-            layer_ids=(self.layer_ids[layer],),
-            owners=(),
-        )
-        return Trace(SharedEntries(self.source, readers), header, dtype=self.dtype)
-
     def readers(self, layer: int) -> tuple[int, ...]:
         """Return the layers that read the entries of a layer, by their place, itself first."""
-        return tuple(at for at, owner in enumerate(self.owners) if owner == layer)
+        return tuple(i for i, owner in enumerate(self.owners) if owner == layer)
 
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.

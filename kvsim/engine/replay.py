@@ -24,7 +24,7 @@ from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, isolated
+from kvsim.engine.source import TraceSource, isolated, read_together
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER
 from kvsim.store.opening import TraceLike, as_trace
@@ -183,7 +183,7 @@ def _replay(
     """
     part, places = trace if run.rows is None else trace.only(run.rows), run.layers
     if len(trace.readers(places[0])) > 1:
-        part, places = trace.read_together(places[0]), (0,)
+        part, places = read_together(trace, places[0]), (0,)
     events = schedule.rows(part.prompt_len, part.n_pos, part.context_len)
     setting, context = settings
     if run.rows is not None:

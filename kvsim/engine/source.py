@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.memo import MEMO_BYTES
 from kvsim.core.probe import ProbeRows
-from kvsim.core.sources import ArraySource
+from kvsim.core.sources import ArraySource, SharedEntries
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK, NEVER, numbered
@@ -41,6 +42,21 @@ def isolated(trace: Trace) -> Trace:
         digest=None if trace.path is None else trace.digest,
         path=trace.path,
     )
+
+
+def read_together(trace: Trace, layer: int) -> Trace:
+    """Return the trace of one layer with the query heads of all layers that read its entries.
+
+    The heads of a group are those of the layer itself, then of each other reader.
+    """
+    header = replace(
+        trace.header,
+        formulas=(trace.formulas[layer],),
+        ropes=(trace.ropes[layer],),
+        layer_ids=(trace.layer_ids[layer],),
+        owners=(),
+    )
+    return Trace(SharedEntries(trace.source, trace.readers(layer)), header, dtype=trace.dtype)
 
 
 class TraceSource:

@@ -61,8 +61,11 @@ class FullPass:
         rows = FullRows(trace.prompt_len, residual)
         comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
+        entries: dict[int, tuple[Tensor, Tensor]] = {}
+
         def receive(call: KernelCall) -> None:
             comparison.receive(call)
+            entries[call.layer] = call.k, call.v
             rows.add(call, 0)
 
         with (
@@ -75,9 +78,7 @@ class FullPass:
             self.logits = running.forward(trace.read("tokens").tolist(), 0, cache, wanted)[:-1]
         comparison.check(self.logits)
         self.outputs, self.inputs = rows.outputs, rows.inputs
-        self.keys, self.values = (
-            [getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values")
-        )
+        self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))
 
 
 def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str, Any]:

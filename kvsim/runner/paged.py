@@ -82,6 +82,11 @@ class PagedSource(LiveSource):
         self, sketch: Trace, layers: Sequence[int], like: Tensor, paging: Paging, **more: Any
     ) -> None:
         super().__init__(sketch, layers, like, **more)
+        if len(self.readers) > len(layers):
+            raise PolicyError(
+                f"layers {list(self.readers[1:])} read the entries of layer {layers[0]}, expected "
+                "a cache in blocks whose layers each read their own; leave the paging out"
+            )
         self.paging = paging
         heads = self._heads
         self._tables = heads if paging.tables == "head" else 1  # of a layer
