@@ -300,6 +300,8 @@ def intercepting(
     name = kernel_name(model)
     interceptor = _Interceptor(modules, name, receive)
     with _TABLE_LOCK, ExitStack() as stack:
+        # a compiled model runs as it was written: graphs would take in what receives the calls
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
 
         def kernel(

@@ -117,7 +117,7 @@ def load_model(
         if local:
             _check_weights(Path(place), trust_remote_code=trust_remote_code)
         try:
-            both: Any = _auto_class(AutoConfig.from_pretrained(place, **shared)).from_pretrained(
+            both: Any = _class_of(place, shared).from_pretrained(
                 place,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -281,6 +281,14 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
     )
 
 
+def _class_of(place: str, options: dict[str, Any]) -> Any:
+    """Return `_auto_class` of a path or hub id."""
+    try:
+        return _auto_class(AutoConfig.from_pretrained(place, **options))
+    except _UNUSABLE:
+        return AutoModelForCausalLM  # an adapter alone; or loading says what is wrong
+
+
 def _auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
     """Return the class that loads a model: of causal language models, else of multimodal ones."""
     multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
@@ -316,6 +324,23 @@ def _quiet() -> Iterator[None]:
         hub.setLevel(level)
         if enabled:
             transformers_logging.enable_progress_bar()
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside wrappers of `torch.compile` and PEFT, which computes the same.
+
+    Raises CaptureError for an adapter that the wrapper computes with.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not callable(getattr(model, "get_base_model", None)):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise CaptureError(
+            f"the adapter of {type(model).__name__} ({model.active_peft_config.peft_type}) adds "
+            "entries of no token, expected one that changes layers, such as LoRA; record the base "
+            "model"
+        )
+    return unwrapped(model.get_base_model())
 
 
 def is_tiny(model: PreTrainedModel) -> bool:

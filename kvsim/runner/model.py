@@ -22,7 +22,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting, kernel_name
-from kvsim.recorder.models import model_name
+from kvsim.recorder.models import model_name, unwrapped
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import Prompt
@@ -41,6 +41,7 @@ class RunningModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        model = unwrapped(model)
         kernel = kernel_name(model)
         if kernel not in KERNELS:
             raise CaptureError(
