@@ -16,10 +16,10 @@ import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, Finite, Parameter, check_fields
-from kvsim.errors import TraceError
+from kvsim.errors import NeedsError, TraceError
 from kvsim.schema import NEVER
 
-Layout = Literal["half", "interleaved"]
+Layout = Literal["half", "interleaved", "unknown"]
 Reduction = Literal["mean", "max", "sum"]
 
 # torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
@@ -110,7 +110,8 @@ class Rope:
     (llama3, yarn, linear). attention_scaling multiplies cos and sin (yarn). rotary_dim: how many
     leading dimensions rotate, two for each frequency by default. layout: "half" pairs dimension i
     with i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1. Without frequencies nothing
-    turns, as in layers without a rotary embedding.
+    turns, as in layers without a rotary embedding. "unknown": positions rotate queries and keys in
+    another way, or unlike, and methods raise NeedsError.
     """
 
     inv_freq: Sequence[float] | Tensor
@@ -162,6 +163,11 @@ class Rope:
 
     def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The two components of each rotated pair of x [..., d], [..., pairs] each."""
+        if self.layout == "unknown":
+            raise NeedsError(
+                "needs queries and keys before RoPE, which this model rotates in an unknown way; "
+                "choose another policy"
+            )
         turned = x[..., : 2 * len(self.inv_freq)]
         if self.layout == "half":
             a, b = turned.chunk(2, dim=-1)

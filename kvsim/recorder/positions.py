@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import Rope
@@ -109,10 +110,23 @@ def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
     """
     ropes: dict[Rope, None] = {}
     for module in model.modules():
-        for name, frequencies in module.named_buffers(recurse=False):
-            if not name.endswith(_INV_FREQ) or name.endswith(_FIRST):
-                continue
-            kind = name.removesuffix(_INV_FREQ)
-            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
-            ropes[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
+        for name, buffer in module.named_buffers(recurse=False):
+            frequencies, scaling = _of_table(buffer), 1.0
+            if name.endswith(_INV_FREQ) and not name.endswith(_FIRST):
+                kind = name.removesuffix(_INV_FREQ)
+                scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
+                frequencies = buffer.to("cpu", torch.float64).tolist()
+            if frequencies:
+                ropes[Rope(frequencies, scaling)] = None
     return tuple(ropes)
+
+
+def _of_table(buffer: Tensor) -> list[float]:
+    """Return the frequencies of a table [pos, 2 f] of sines, then cosines (GPT-J); else none."""
+    if buffer.dim() != 2 or len(buffer) < 2 or not buffer.is_floating_point():
+        return []
+    sine, cosine = buffer[:2].to("cpu", torch.float64).tensor_split(2, dim=1)
+    if sine.shape != cosine.shape or bool(sine[0].any()) or not bool((cosine[0] == 1).all()):
+        return []
+    frequencies: list[float] = torch.atan2(sine[1], cosine[1]).tolist()
+    return frequencies

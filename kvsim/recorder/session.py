@@ -386,6 +386,7 @@ class Session:
 
     def _final_header(self, tokens: list[int], ended: str | None) -> Header:
         """Return the header with the response, and with how close the recording is."""
+        self.notes += self._recorder.remarks()
         header = self._header()
         prompt_len = header.prompt_len
         response = None
