@@ -58,6 +58,15 @@ def steady_length(model: PreTrainedModel, start: int = 0) -> int | None:
     return min(limits) or None
 
 
+def scales_by_cache(model: PreTrainedModel, n_pos: int) -> bool:
+    """Return whether queries of so many rows have a factor of the length of the cache (Llama 4).
+
+    Rows that run without a cache, at positions that they are told, have another.
+    """
+    config = model.config.get_text_config()
+    return bool(getattr(config, "attn_temperature_tuning", False)) and n_pos >= config.floor_scale
+
+
 def fitting_tokens(model: PreTrainedModel, start: int, count: int) -> tuple[int, list[str]]:
     """Return how many of `count` new tokens fit after `start`; with a note if not all of them."""
     limit, context = steady_length(model, start), context_length(model)

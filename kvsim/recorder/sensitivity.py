@@ -26,7 +26,7 @@ from kvsim.recorder.hooks import (
     kernel_mask,
     kernel_name,
 )
-from kvsim.recorder.positions import steady_length
+from kvsim.recorder.positions import scales_by_cache, steady_length
 
 #: Rows after the prompt, the share of the prompt that they see, and its first entries, all seen.
 ROWS, SEEN, SINK = 16, 0.25, 4
@@ -66,8 +66,8 @@ def layer_sensitivity(
     Returns:
         For each layer, nats over the square of the stream's unit, 0 where the layer has no error;
         None where some layers, projections or a response of two tokens are missing, where the masks
-        of the model's kernel are of an unknown kind, or where its RoPE has other frequencies for so
-        many tokens.
+        of the model's kernel are of an unknown kind, where its RoPE has other frequencies for so
+        many tokens, or where queries depend on the length of the cache.
 
     Raises:
         CaptureError: logits that are not finite.
@@ -75,6 +75,8 @@ def layer_sensitivity(
     count = min(ROWS, len(tokens) - prompt_len - 1)  # the last row predicts no recorded token
     limit = steady_length(model) or len(tokens)
     if count < 1 or kernel_name(model) not in KERNELS or len(tokens) > limit:
+        return None
+    if scales_by_cache(model, len(tokens)):
         return None
     if not attention_modules(model).keys() == entries.keys() == projections.keys():
         return None

@@ -42,6 +42,7 @@ from kvsim.recorder import load_model
 from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.layers import Residual
+from kvsim.recorder.positions import scales_by_cache
 from kvsim.runner.full import FullPass, compared
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, relative_change
@@ -67,6 +68,11 @@ class Judge:
     def __init__(self, running: RunningModel, trace: Trace, memory: int | None = None) -> None:
         self._ids = check_recorded(trace, running.described)
         running.check_length(trace.n_pos)
+        if scales_by_cache(running.model, trace.n_pos):
+            raise CaptureError(
+                f"queries of {trace.name} have a factor of the length of the cache, and the judge "
+                "runs rows without one; expected a shorter text; run the policy live"
+            )
         self.running, self.trace = running, trace
         self._memory = DEFAULT_MEMORY if memory is None else memory
         self._residual = Residual(running.model)
