@@ -73,6 +73,8 @@ class _Layer:
         self.formula, self.ropes, self.hooked = call.formula, ropes, hooked
         self.origin: list[Tensor] = []
         self.factors: list[float] = []
+        self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
+        self.keys: Tensor | None = call.k  # in the first forward
         self.shape = _shape(call)
         self.parts: dict[str, Tensor] = {}
         self.start = self.filled = 0
@@ -94,6 +96,14 @@ class _Layer:
         return {
             name: part.narrow(_row_axis(name), 0, self.filled) for name, part in self.parts.items()
         }
+
+
+def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
+    """Return whether the keys of a layer are those of another: its memory, or a copy elsewhere."""
+    if keys is None or keys.shape != other.shape:
+        return False
+    here = keys.to(other.device)
+    return here.data_ptr() == other.data_ptr() or (here is not keys and torch.equal(here, other))
 
 
 def _shape(call: KernelCall) -> tuple[int, ...]:
@@ -166,6 +176,8 @@ class BlockRecorder:
         if layer is None:
             layer = self._first(call)
             if call.layer == self.layer_ids[-1]:
+                for each in self.layers.values():
+                    each.keys = None
                 self.begin()
         if call.start != layer.start + layer.filled:
             raise CaptureError(
@@ -203,10 +215,12 @@ class BlockRecorder:
         layers = [self.layers[number] for number in self.layer_ids]
         errors = [layer.error for layer in layers]  # the largest of a head and block
         check = {"max_relative_error": errors, "tolerance": self.allowed}
+        owners = tuple(self.layer_ids.index(layer.owner) for layer in layers)
         return replace(
             header,
             formulas=tuple(layer.formula for layer in layers),
             ropes=tuple(layer.ropes[0] for layer in layers),
+            owners=owners if owners != tuple(range(len(layers))) else (),
             meta={**header.meta, "capture_check": check},
         )
 
@@ -225,6 +239,8 @@ class BlockRecorder:
             if self.last is not None:
                 self.sink.set_length(self.last)
         layer = _Layer(call, fits or [_NO_ROPE, *ropes], hooked=bool(fits))
+        shared = (at for at, each in self.layers.items() if _same_keys(each.keys, call.k))
+        layer.owner = next(shared, call.layer)
         self.layers[call.layer] = layer
         return layer
 
@@ -240,7 +256,8 @@ class BlockRecorder:
         if shape != first:
             raise unrecordable(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"earlier layers {first}; expected the same"
+                f"earlier layers {first}; expected the same; layers of one shape can be recorded "
+                "alone (--layers)"
             )
 
     def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:
@@ -261,7 +278,10 @@ class BlockRecorder:
             q, keys = call.again(same.expand(end - start, -1))
             layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
             query, key = layer.origin
-            fits, least = _matching_ropes(key, keys, start, layer.ropes, zero=True)
+            if layer.owner != call.layer:  # its keys are checked where they are computed
+                fits = self.layers[layer.owner].ropes
+            else:
+                fits, least = _matching_ropes(key, keys, start, layer.ropes, zero=True)
             rope = fits[0] if fits else rope
             zero, at = (torch.arange(*ends, device=q.device) for ends in ((0, 1), (start, end)))
             rotated = rope.rotate(rope.unrotate(query.to(dtype), zero), at)

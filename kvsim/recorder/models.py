@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from importlib.util import find_spec
@@ -31,7 +31,8 @@ from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
-from kvsim.schema import first_of
+from kvsim.recorder.hooks import kernel_name
+from kvsim.schema import first_of, numbered
 
 #: The models that have a name, in words: those that ship, and one in a package.
 _NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
@@ -368,6 +369,37 @@ def gguf_source(model: PreTrainedModel) -> tuple[str, dict[str, Any]] | None:
 def _origin(model: PreTrainedModel) -> str:
     """Return the path or hub id that a model was loaded from, or the empty string."""
     return str(model.config._name_or_path or "")  # noqa: SLF001  its only home
+
+
+def model_notes(model: PreTrainedModel, layers: Sequence[int]) -> list[str]:
+    """Return what a trace of some layers of a model does not say by itself, in words.
+
+    Raises CaptureError for a layer that reads the entries of one that is not recorded.
+    """
+    config, cap, notes = model.config.get_text_config(decoder=True), softcap(model), []
+    if config is not model.config:
+        notes.append("a multimodal model, of which text alone was recorded")
+    if cap is not None and kernel_name(model) == "sdpa":
+        notes.append(
+            f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
+            "with the eager kernel it computes what it was trained to"
+        )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        # the last layers, which read those of the last layer of their kind before them
+        kinds, first = list(config.layer_types), len(config.layer_types) - shared
+        owners = {kind: layer for layer, kind in enumerate(kinds[:first])}
+        read = {x: owners[kinds[x]] for x in range(first, len(kinds))}
+        if lost := [x for x, owner in read.items() if x in layers and owner not in layers]:
+            raise CaptureError(
+                f"layer {lost[0]} reads the entries of layer {read[lost[0]]}, expected that one "
+                "among the recorded layers"
+            )
+        if missing := [x for x, owner in read.items() if owner in layers and x not in layers]:
+            notes.append(
+                f"{numbered(missing)}: queries are not recorded that read recorded entries, so "
+                "that policies choose without them"
+            )
+    return notes
 
 
 def softcap(model: PreTrainedModel) -> float | None:

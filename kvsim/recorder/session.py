@@ -25,7 +25,7 @@ from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, attention_modules, intercepting, kernel_name
 from kvsim.recorder.layers import ProjectionModules, Residual
-from kvsim.recorder.models import is_tiny, model_name, softcap
+from kvsim.recorder.models import is_tiny, model_name, model_notes
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, read_ropes
 from kvsim.recorder.prompts import Prompt, encode
@@ -80,14 +80,6 @@ class Session:
         requested = 0 if self.response else options.longest
         self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
         self.notes += notes
-        if model.config.get_text_config(decoder=True) is not model.config:
-            self.notes.append("a multimodal model, of which text alone was recorded")
-        cap = softcap(model)
-        if cap is not None and kernel_name(model) == "sdpa":
-            self.notes.append(
-                f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
-                "with the eager kernel it computes what it was trained to"
-            )
         self.context = encoded.ids[: encoded.context_len]
         self.probe: Probe | None = None
         if options.probe is not None:
@@ -97,6 +89,7 @@ class Session:
             check_length(model, len(self.context), self.probe, n)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
+        self.notes += model_notes(model, self.layer_ids)
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
@@ -443,5 +436,6 @@ class Session:
             token_text=texts,
             name=header.name,
             layer_ids=header.layer_ids,
+            owners=header.owners,
             meta=header.meta,
         )
