@@ -455,16 +455,12 @@ REFUSED = {
         ),
         "takes a MiniMaxCache alone",
     ),
-    "chunks of attention": (
+    "rows that see later ones": (
         lambda: Family(
-            "Llama4",
+            "Gemma3",
             "",
-            config="Llama4TextConfig",
-            changes={
-                "attention_chunk_size": 16,
-                "num_local_experts": 2,
-                "intermediate_size_mlp": 64,
-            },
+            config="Gemma3TextConfig",
+            changes={"use_bidirectional_attention": True},
         ).build("sdpa"),
         "recomputed from its q, k, v, differs",
     ),
