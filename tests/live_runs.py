@@ -79,6 +79,7 @@ class Live:
             context_len=sketch.context_len,
             rope=sketch.ropes,
             formulas=sketch.formulas,
+            owners=sketch.header.owners,
             **o_proj,
         )
 

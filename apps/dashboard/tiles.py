@@ -76,7 +76,7 @@ def attention_tile(
         # no later position is seen; whole cells, so that they are pooled alike
         seen = min(len(pos), across * max(1, math.ceil((block.stop - positions.start) / across)))
         z = formula.capped(q @ keys[:seen].mT).sub_(lse[first : first + len(q), None])
-        weights = z.exp_().masked_fill_(~sees(row, pos[:seen], formula.window), 0.0)
+        weights = z.exp_().masked_fill_(~sees(row, pos[:seen], formula), 0.0)
         pooled = _pool(weights, down, across)
         cells.append(torch.nn.functional.pad(pooled, (0, columns - pooled.shape[1])))
     return Tile(torch.cat(cells).numpy(), _edges(rows, down), _edges(positions, across))

@@ -293,8 +293,8 @@ def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: 
     unwindowed = _unwindowed(trace)
     if replays and layer in trace.windowed and unwindowed is not None:
         raise OptionError(
-            f"--layer {layer} of {trace.name} has a sliding window, so no policy is replayed "
-            f"there; expected one that sees the whole text, as {unwindowed}"
+            f"--layer {layer} of {trace.name} has {trace.formulas[layer].local}, so no policy is "
+            f"replayed there; expected one that sees the whole text, as {unwindowed}"
         )
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, Finite, Parameter, check_fields
-from kvsim.errors import TraceError
+from kvsim.errors import NeedsError, TraceError
+from kvsim.schema import NEVER
 
-Layout = Literal["half", "interleaved"]
+Layout = Literal["half", "interleaved", "unknown"]
 Reduction = Literal["mean", "max", "sum"]
 
 # torch's fused CPU kernel returns the log-sum-exp beside the output, so that parts merge exactly.
@@ -29,7 +30,7 @@ _FUSED: str | None = "_scaled_dot_product_flash_attention_for_cpu"
 # Logits that the unfused path holds at once.
 _BLOCK_LOGITS = 1 << 24
 
-# Rows of a block where a sliding window hides what lies far back.
+# Rows of a block where a sliding window or chunks hide what lies far back.
 _WINDOW_ROWS = 256
 
 
@@ -42,15 +43,17 @@ class Formula:
 
     scale: factor of q . k. softcap: a logit z becomes softcap tanh(z / softcap) (Gemma 2, arXiv
     2408.00118, section 2); None leaves it. window: a row sees itself and window - 1 positions
-    before it (Mistral 7B, arXiv 2310.06825, section 2); None, all of them. sinks: for each query
-    head a logit that takes its share of the softmax and has no value (gpt-oss, arXiv 2508.10925,
-    section 2.2); none by default.
+    before it (Mistral 7B, arXiv 2310.06825, section 2); None, all of them. chunk: a row sees the
+    positions up to itself of its own chunk of so many, counted from position 0 (Llama 4); None,
+    all of them. sinks: for each query head a logit that takes its share of the softmax and has no
+    value (gpt-oss, arXiv 2508.10925, section 2.2); none by default.
     """
 
     scale: _Positive
     softcap: _Positive | None = None
     window: Annotated[int, AtLeast(1)] | None = None
     sinks: tuple[float, ...] = ()
+    chunk: Annotated[int, AtLeast(1)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "attention", TraceError)
@@ -59,7 +62,34 @@ class Formula:
     @property
     def plain(self) -> bool:
         """Whether a row sees everything before it and logits are scale q . k, nothing else."""
-        return self.softcap is None and self.window is None and not self.sinks
+        return self.softcap is None and self.reach is None and not self.sinks
+
+    @property
+    def reach(self) -> int | None:
+        """The longest text of which window and chunk mask out nothing; None without them."""
+        return min(filter(None, (self.window, self.chunk)), default=None)
+
+    @property
+    def local(self) -> str:
+        """The name of what masks out entries far back."""
+        return "a sliding window" if self.chunk is None else "chunks"
+
+    def last_rows(self, pos: Tensor) -> Tensor:
+        """Return the last row that sees each of the positions int64 [n]; NEVER without bound."""
+        last = torch.full_like(pos, NEVER)
+        if self.window is not None:
+            last = torch.minimum(last, pos + min(self.window, NEVER) - 1)
+        if self.chunk is not None:
+            chunk = min(self.chunk, NEVER)
+            last = torch.minimum(last, pos - pos % chunk + chunk - 1)
+        return last
+
+    def within(self, n_pos: int) -> Formula:
+        """Return the formula for `n_pos` positions, without a window or chunks of no effect."""
+        if self.reach is None or (self.window or 0) < n_pos > (self.chunk or 0):
+            return self
+        window, chunk = (x if x and x < n_pos else None for x in (self.window, self.chunk))
+        return replace(self, window=window, chunk=chunk)
 
     def capped(self, z: Tensor) -> Tensor:
         """Logits z = scale q . k after the softcap; z is overwritten."""
@@ -80,7 +110,8 @@ class Rope:
     (llama3, yarn, linear). attention_scaling multiplies cos and sin (yarn). rotary_dim: how many
     leading dimensions rotate, two for each frequency by default. layout: "half" pairs dimension i
     with i + rotary_dim/2 (Llama), "interleaved" pairs 2i with 2i + 1. Without frequencies nothing
-    turns, as in layers without a rotary embedding.
+    turns, as in layers without a rotary embedding. "unknown": positions rotate queries and keys in
+    another way, or unlike, and methods raise NeedsError.
     """
 
     inv_freq: Sequence[float] | Tensor
@@ -132,6 +163,11 @@ class Rope:
 
     def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The two components of each rotated pair of x [..., d], [..., pairs] each."""
+        if self.layout == "unknown":
+            raise NeedsError(
+                "needs queries and keys before RoPE, which this model rotates in an unknown way; "
+                "choose another policy"
+            )
         turned = x[..., : 2 * len(self.inv_freq)]
         if self.layout == "half":
             a, b = turned.chunk(2, dim=-1)
@@ -188,8 +224,8 @@ def attend(
 
     causal: row i sees entries 0..i (needs w == n). mask: bool [B, 1 or G, w, n], True where a row
     sees an entry. A row that sees nothing has output 0 and log-sum-exp -inf. The formula's window
-    is no part of it, which a mask says, nor are its sinks, because they count once for a row and
-    not in each part: see `with_sinks`.
+    and chunk are no part of it, which a mask says, nor are its sinks, because they count once for a
+    row and not in each part: see `with_sinks`.
     """
     if causal and q.shape[-2] != k.shape[-2]:
         raise ValueError(
@@ -280,8 +316,8 @@ def recent_attention(
     q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
 ) -> tuple[Tensor, Tensor]:
     """Whole rows start, start + 1, ...: q [H, G, w, d], k, v [H, 1, start + w, d] -> (out, lse)."""
-    if formula.window is not None and start + q.shape[2] > formula.window:
-        out, lse = _windowed(q, k, v, formula, start)
+    if formula.reach is not None and start + q.shape[2] > formula.reach:
+        out, lse = _local(q, k, v, formula, start)
     else:
         out, lse = attend(q, k[:, :, start:], v[:, :, start:], formula, causal=True)
         if start:
@@ -290,30 +326,30 @@ def recent_attention(
     return with_sinks(out, lse, formula.sink(q, len(k))) if formula.sinks else (out, lse)
 
 
-def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int
-) -> tuple[Tensor, Tensor]:
+def _local(q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int) -> tuple[Tensor, Tensor]:
     """Causal attention without sinks, a block of rows at a time over what its rows see."""
     out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for a in range(0, q.shape[2], _WINDOW_ROWS):
         b = min(a + _WINDOW_ROWS, q.shape[2])
         at = torch.arange(start + a, start + b, device=q.device)
-        first = max(0, start + a + 1 - (formula.window or 0))
-        to = torch.arange(first, start + b, device=q.device)
+        to = torch.arange(start + b, device=q.device)
+        to = to[formula.last_rows(to) >= start + a]  # the last ones
+        first = start + b - len(to)
         out[:, :, a:b], lse[:, :, a:b] = attend(
             q[:, :, a:b],
             k[:, :, first : start + b],
             v[:, :, first : start + b],
             formula,
-            mask=sees(at, to, formula.window)[None, None],
+            mask=sees(at, to, formula)[None, None],
         )
     return out, lse
 
 
-def sees(rows: Tensor, pos: Tensor, window: int | None = None) -> Tensor:
+def sees(rows: Tensor, pos: Tensor, formula: Formula) -> Tensor:
     """Which of the positions pos [n] each of rows [w] sees in full attention, bool [w, n]."""
-    back = rows.unsqueeze(-1) - pos
-    return back >= 0 if window is None else (back >= 0) & (back < window)
+    rows = rows.unsqueeze(-1)
+    seen = pos <= rows
+    return seen if formula.reach is None else seen & (rows <= formula.last_rows(pos))
 
 
 def attention_weights(
@@ -325,7 +361,7 @@ def attention_weights(
     """
     z = (q * formula.scale).unflatten(0, (k.shape[0], -1)) @ k.unsqueeze(1).mT
     weights: Tensor = formula.capped(z).flatten(0, 1).sub_(lse.unsqueeze(-1)).exp_()
-    return weights.masked_fill_(~sees(rows, pos, formula.window), 0.0)
+    return weights.masked_fill_(~sees(rows, pos, formula), 0.0)
 
 
 def reduce_group(attention: Tensor, group: Reduction | None) -> Tensor:

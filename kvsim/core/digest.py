@@ -116,6 +116,8 @@ def content_digest(
     }
     if header.context_len is not None:
         facts["context_len"] = header.context_len
+    if header.owners:
+        facts["owners"] = list(header.owners)
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)
@@ -127,6 +129,7 @@ def content_digest(
                 "sinks": [_bits(sink) for sink in formula.sinks],
                 "softcap": None if formula.softcap is None else _bits(formula.softcap),
                 "window": formula.window,
+                **({} if formula.chunk is None else {"chunk": formula.chunk}),
             }
             for formula, rope in zip(header.formulas, header.ropes, strict=True)
         ]

@@ -30,6 +30,8 @@ class Header:
         name: for tables and figures; not part of the digest.
         source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
         meta: provenance, ready for JSON; not part of the digest.
+        owners: the place of the layer whose entries each layer reads, its own or an earlier one;
+            empty where each reads its own.
     """
 
     prompt_len: int
@@ -40,6 +42,7 @@ class Header:
     source_dtypes: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     context_len: int | None = None
+    owners: tuple[int, ...] = ()
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -99,11 +102,7 @@ class Header:
 
     def within(self, n_pos: int) -> Header:
         """Return the header for `n_pos` positions: windows that mask nothing out are dropped."""
-        formulas = (
-            replace(formula, window=None) if (formula.window or 0) >= n_pos else formula
-            for formula in self.formulas
-        )
-        return replace(self, formulas=tuple(formulas))
+        return replace(self, formulas=tuple(each.within(n_pos) for each in self.formulas))
 
     @property
     def latent(self) -> int | None:
@@ -151,6 +150,7 @@ class Header:
             "layer numbers": (int, self.layer_ids),
             "formulas": (Formula, self.formulas),
             "ropes": (Rope, self.ropes),
+            **({"owners": (int, self.owners)} if self.owners else {}),
         }
         for name, (kind, values) in of_layers.items():
             if len(values) != n_layers:
@@ -161,6 +161,7 @@ class Header:
                 raise TraceError(
                     f"{where}: {name} are {reprlib.repr(values)}, expected {kind.__name__} each"
                 )
+        self._check_owners(where)
         ordered = all(a < b for a, b in pairwise(self.layer_ids))
         if not (ordered and 0 <= self.layer_ids[0] <= self.layer_ids[-1] < 1 << 31):
             raise TraceError(
@@ -178,6 +179,17 @@ class Header:
                 raise TraceError(
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
+                )
+
+    def _check_owners(self, where: str) -> None:
+        for layer, owner in enumerate(self.owners):
+            before = 0 <= owner < layer and self.owners[owner] == owner
+            formula = self.formulas[layer]
+            alike = before and self.formulas[owner] == formula and not formula.sinks
+            if owner != layer and not alike:
+                raise TraceError(
+                    f"{where}: layer {layer} reads the entries of layer {owner}; expected an "
+                    "earlier layer with entries of its own, and one formula without sinks"
                 )
 
 

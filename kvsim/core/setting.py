@@ -104,7 +104,7 @@ class Setting:
         protected: protected entries of a head, once they exist.
         longest: returns, for a number of tokens, the most entries that a head holds before an
             event, if every layer gets the budget.
-        windowed: layers whose sliding window is shorter than the text; they are not replayed.
+        windowed: layers whose window or chunks are shorter than the text; they are not replayed.
         events: rows after which events fire, for clairvoyant scorers.
         protected_ends: how many first and how many most recent positions are protected, likewise.
         response: the first row after the prompt, likewise.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvsim.core.lazy import Tensor, torch
@@ -121,6 +121,29 @@ class PerQueryHead:
         """Part of an array, keys and values with a head for each query head."""
         part = self.base.read(name, layers, pos)
         return part.repeat_interleave(self.group, dim=1) if name in self._REPEATED else part
+
+
+class SharedEntries:
+    """One layer of another source, with the query heads of all layers that read its entries.
+
+    layers: these, by their place, the one with the entries first.
+    """
+
+    def __init__(self, base: ArraySource, layers: Sequence[int]) -> None:
+        self.base, self.layers, self.positions = base, layers, base.positions
+        self.shapes = {
+            name: (1, shape[1] * (len(layers) if AXES[name][1] == "qhead" else 1), *shape[2:])
+            for name, shape in base.shapes.items()
+            if len(shape) > 2 and "row" not in AXES[name]
+        }
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array, the query heads of each KV head together."""
+        if AXES[name][1] != "qhead":
+            return self.base.read(name, slice(self.layers[0], self.layers[0] + 1), pos)[layers]
+        parts = [self.base.read(name, slice(layer, layer + 1), pos) for layer in self.layers]
+        heads = self.shapes["k"][1]
+        return torch.cat([part.unflatten(1, (heads, -1)) for part in parts], 2).flatten(1, 2)
 
 
 class SelectedRows:

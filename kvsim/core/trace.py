@@ -71,6 +71,7 @@ class Trace(Displayed):
         entry_size: numbers that a cache holds of an entry in one head; the value of latent
             attention is a part of the key.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
+        owners: `Header`'s too; each layer its own by default.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Trace(Displayed):
         self.formulas: Final = header.formulas
         self.ropes: Final = header.ropes
         self.layer_ids: Final = header.layer_ids
+        self.owners: Final = header.owners or tuple(range(layers))
         self.name: Final = header.name
         self.meta: Final = header.meta
         self.source_dtypes: Final = header.source_dtypes
@@ -139,6 +141,7 @@ class Trace(Displayed):
         token_text: Sequence[str] | None = None,
         name: str = "memory",
         layer_ids: Sequence[int] | None = None,
+        owners: Sequence[int] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
@@ -155,7 +158,7 @@ class Trace(Displayed):
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
-                causal attention: softcap, sliding window, sinks.
+                causal attention: softcap, sliding window, chunks, sinks.
             attn_out: attention output before the output projection [layer, qhead, pos, value_dim];
                 computed if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
@@ -169,6 +172,7 @@ class Trace(Displayed):
             token_text: the text of each token.
             name: for tables and figures.
             layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
+            owners: the layer whose entries each layer reads, by its place; each its own by default.
             meta: provenance, ready for JSON.
 
         float64 arrays compute in float64, all others in float32.
@@ -195,6 +199,7 @@ class Trace(Displayed):
             ropes=(rope,) * n_layers if isinstance(rope, Rope) else _of_layers("rope", rope, name),
             layer_ids=_of_layers("layer_ids", ids, name),
             name=name,
+            owners=_of_layers("owners", owners, name),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
@@ -235,6 +240,10 @@ class Trace(Displayed):
             path=self.path,
             base=self,
         )
+
+    def readers(self, layer: int) -> tuple[int, ...]:
+        """Return the layers that read the entries of a layer, by their place, itself first."""
+        return tuple(i for i, owner in enumerate(self.owners) if owner == layer)
 
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.
@@ -287,9 +296,9 @@ class Trace(Displayed):
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """Layers, by their place, whose sliding window masks something out for some row."""
-        windows = ((i, formula.window) for i, formula in enumerate(self.formulas))
-        return tuple(i for i, window in windows if window is not None and window < self.n_pos)
+        """Layers, by their place, whose window or chunks mask something out for some row."""
+        reaches = [formula.reach or self.n_pos for formula in self.formulas]
+        return tuple(i for i, reach in enumerate(reaches) if reach < self.n_pos)
 
     @property
     def whole(self) -> bool:

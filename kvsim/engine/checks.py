@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.parameters import integer, is_finite
-from kvsim.core.policy import Policy, Schedule
+from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
@@ -71,6 +71,7 @@ def check_cell(
             )
         for size in {trace.dim, trace.value_dim}:
             policy.codec.check(size)
+    _check_shared(trace, policy)
     _check_propagation(trace, policy)
     layers_per_block(trace.per_query_head() if policy.per_query_head else trace, policy, memory)
 
@@ -117,6 +118,23 @@ def _check_rows(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -
         )
 
 
+def _check_shared(trace: Trace, policy: Policy) -> None:
+    """Raise PolicyError for a policy that treats layers apart which read the same entries."""
+    layer = next((i for i, owner in enumerate(trace.owners) if owner != i), None)
+    reasons = {
+        "keeps a set for each query head": policy.per_query_head,
+        "gives each layer a budget of its own": not isinstance(policy.layer_budgets, Even),
+        "compares layers": policy.across_layers,
+        "hands rows of the prompt from layer to layer": policy.propagation is not None,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if layer is not None and reason is not None:
+        raise PolicyError(
+            f"{policy.name}: {reason}, and layer {layer} of {trace.name} reads the entries of "
+            f"layer {trace.owners[layer]}; expected one set and one budget for both, as of snapkv"
+        )
+
+
 def _check_propagation(trace: Trace, policy: Policy) -> None:
     """Raise PolicyError where a propagation cannot pass through the layers of the trace."""
     if policy.propagation is None:
@@ -137,7 +155,7 @@ def _check_propagation(trace: Trace, policy: Policy) -> None:
     if trace.windowed:
         raise PolicyError(
             f"{policy.name}: hands rows of the prompt from layer to layer, and {trace.name} "
-            f"has a sliding window in {windows(trace)}; expected layers that see the whole "
+            f"has {windows(trace)}; expected layers that see the whole "
             "text; take a policy that cuts each layer by itself, such as snapkv, or record a "
             f"text of at most {longest_unmasked(trace)} tokens"
         )
@@ -232,8 +250,8 @@ def _eviction_remark(
         )
     if trace.windowed:
         remarks.append(  # about the trace, so that it appears once for all policies
-            f"{len(trace.windowed)} of {trace.n_layers} layers have a sliding window that is "
-            f"shorter than the text, and are not replayed: {windows(trace)}"
+            f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text, and "
+            f"are not replayed: {windows(trace)}"
         )
     remarks.append(_budget_remark(trace, policy, budget))
     remarks.append(_full_layers_remark(trace, policy, budget, schedule))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import integer
@@ -25,9 +25,9 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
         chosen = tuple(i for i in range(trace.n_layers) if i not in trace.windowed)
         if not chosen:
             raise PolicyError(
-                f"{trace.name}: every layer that it holds has a sliding window that is shorter "
-                f"than its {trace.n_pos} tokens: {windows(trace)}; expected layers that see the "
-                "whole text, because a window bounds the cache by itself; record "
+                f"{trace.name}: every layer that it holds masks out some of its "
+                f"{trace.n_pos} tokens: {windows(trace)}; expected layers that see the whole text, "
+                "because the others bound their caches by themselves; record "
                 f"{'' if trace.whole else 'other layers of the model, or '}a text of at most "
                 f"{longest_unmasked(trace)} tokens"
             )
@@ -47,15 +47,14 @@ def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def sharing(trace: Trace) -> int:
-    """Layers that see the whole text and share a budget; at least 1."""
-    return max(1, trace.n_layers - len(trace.windowed))
+    """Layers with entries of their own that see the whole text and share a budget; at least 1."""
+    return max(1, len({*trace.owners} - {*trace.windowed}))
 
 
 def _difference(trace: Trace, first: int, second: int) -> str:
     """In what two layers that see the whole text differ; empty if a block may hold both."""
     a, b = trace.formulas[first], trace.formulas[second]
-    if a != b:  # a window longer than the text has no effect
-        a, b = replace(a, window=None), replace(b, window=None)
+    a, b = a.within(trace.n_pos), b.within(trace.n_pos)
     if a != b:
         names = ("scale", "softcap", "sinks")
         return next(name for name in names if getattr(a, name) != getattr(b, name))
@@ -67,7 +66,7 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
     for layer in chosen:
         difference = _difference(trace, chosen[0], layer)
         if difference:
-            left_out = f", beside a window in {windows(trace)}" if trace.windowed else ""
+            left_out = f", beside {windows(trace)}" if trace.windowed else ""
             shared = "budget" if policy.layer_budgets.across_layers else "ranking"
             example = "kvzip@uniform" if policy.allocator.across_layers else "snapkv"
             raise PolicyError(
@@ -86,15 +85,15 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     limit = DEFAULT_MEMORY if memory is None else memory
     item = trace.dtype.itemsize
     copies = 2 if policy.codec is None else 4  # of keys and values, which a codec overwrites
+    # layers that read the entries of one are scored with it
+    n_qheads = trace.n_qheads * max(map(trace.owners.count, trace.owners))
     entry = trace.dim + trace.value_dim
-    stored = (trace.n_qheads * trace.dim + copies // 2 * trace.n_heads * entry) * trace.n_pos * item
+    stored = (n_qheads * trace.dim + copies // 2 * trace.n_heads * entry) * trace.n_pos * item
     # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
     # in another order); logits, mask and attention of the window; projections in two layouts
     # and copies for a policy of the user's own
     event = (2 + policy.foreign) * trace.n_heads * trace.n_pos * entry * item
-    event += (
-        (3 + policy.foreign) * trace.n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
-    )
+    event += (3 + policy.foreign) * n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
     if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
         event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
     if "probe_q" in policy.scorer.needs and trace.has("probe_q"):
@@ -138,7 +137,8 @@ def runs(
     """Runs of layers that compute alike, on the same rows, as many as the memory budget holds.
 
     Their layers follow each other in the trace, except where they share a budget or a ranking:
-    these are one run. Raises PolicyError where they cannot be, and as `layers_per_block`.
+    these are one run. A layer whose entries others read is a run of its own. Raises PolicyError
+    where they cannot be, and as `layers_per_block`.
     """
     if policy.across_layers:
         _check_together(trace, policy, layers)
@@ -153,6 +153,7 @@ def runs(
             of_layer is rows
             and never_cut == whole
             and not _difference(trace, layer, (run or [layer])[-1])
+            and trace.owners.count(layer) == trace.owners.count((run or [layer])[-1]) == 1
         )
         follows = not run or layer == run[-1] + 1 or policy.across_layers
         if run and (len(run) == most or not follows or not alike):

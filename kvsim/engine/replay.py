@@ -24,7 +24,7 @@ from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, isolated
+from kvsim.engine.source import TraceSource, isolated, read_together
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER
 from kvsim.store.opening import TraceLike, as_trace
@@ -124,11 +124,14 @@ def run(
         if policy.propagation is not None:
             look = recorded(trace, setting, torch.device(options.device))
             descent = descend(policy.propagation, trace.n_layers, trace.prompt_len, look)
-        for part in runs(source, chosen, policy, descent=descent, memory=options.memory):
+        owners = [trace.owners[layer] for layer in chosen]
+        parts = [*dict.fromkeys(owners)]
+        for part in runs(source, parts, policy, descent=descent, memory=options.memory):
             result, decided = _replay(source, part, policy, (setting, context), schedule, options)
-            evicted_at[done : done + len(part.layers)] = result
+            for layer, of_layer in zip(part.layers, result, strict=True):
+                evicted_at[[owner == layer for owner in owners]] = of_layer
+                done += owners.count(layer)
             plans += decided
-            done += len(part.layers)
             if options.progress is not None:
                 options.progress(done, len(chosen))
     reads = None
@@ -178,7 +181,9 @@ def _replay(
 
     settings: the one of all events, and of the event that ends the context if there are both.
     """
-    part = trace if run.rows is None else trace.only(run.rows)
+    part, places = trace if run.rows is None else trace.only(run.rows), run.layers
+    if len(trace.readers(places[0])) > 1:
+        part, places = read_together(trace, places[0]), (0,)
     events = schedule.rows(part.prompt_len, part.n_pos, part.context_len)
     setting, context = settings
     if run.rows is not None:
@@ -193,7 +198,7 @@ def _replay(
     setting, context = replace(setting, **future), context and replace(context, **future)
     most = MEMO_BYTES if options.memory is None else options.memory // 16
     device, poison = torch.device(options.device), options.poison
-    source = TraceSource(part, run.layers, device, most=most, poison=poison)
+    source = TraceSource(part, places, device, most=most, poison=poison)
     layers = torch.tensor(run.layers, device=device)
     block = Block(source, policy, setting, layers, context=context)
     plans: list[Plans] = []

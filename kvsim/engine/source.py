@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
 from kvsim.core.shared_results import MEMO_BYTES
-from kvsim.core.sources import ArraySource
+from kvsim.core.sources import ArraySource, SharedEntries
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
 from kvsim.schema import CHUNK, NEVER, numbered
@@ -43,6 +44,21 @@ def isolated(trace: Trace) -> Trace:
     )
 
 
+def read_together(trace: Trace, layer: int) -> Trace:
+    """Return the trace of one layer with the query heads of all layers that read its entries.
+
+    The heads of a group are those of the layer itself, then of each other reader.
+    """
+    header = replace(
+        trace.header,
+        formulas=(trace.formulas[layer],),
+        ropes=(trace.ropes[layer],),
+        layer_ids=(trace.layer_ids[layer],),
+        owners=(),
+    )
+    return Trace(SharedEntries(trace.source, trace.readers(layer)), header, dtype=trace.dtype)
+
+
 class TraceSource:
     """Keys, values and queries of some layers of a trace on one device.
 
@@ -54,8 +70,8 @@ class TraceSource:
         poison: overwrite keys and values with NaN as soon as their entry has left, for tests.
 
     Raises:
-        PolicyError: a layer with entries masked out by its sliding window, for which a View has no
-            mask.
+        PolicyError: a layer with entries masked out by its window or chunks, for which a View has
+            no mask.
     """
 
     #: `kvsim.core.setting.Source`
@@ -176,23 +192,28 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
 
 
 def windows(trace: Trace) -> str:
-    """Name the layers whose sliding window masks out entries: `layers 0, 2 (4096 tokens)`."""
-    by_size: dict[int | None, list[int]] = {}
+    """Name what masks out entries, and where: `a sliding window in layers 0, 2 (4096 tokens)`."""
+    kinds: dict[str, dict[int | None, list[int]]] = {}
     for layer in trace.windowed:
-        by_size.setdefault(trace.formulas[layer].window, []).append(layer)
-    return ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+        by_size = kinds.setdefault(trace.formulas[layer].local, {})
+        by_size.setdefault(trace.formulas[layer].reach, []).append(layer)
+    return ", ".join(
+        f"{kind} in "
+        + ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+        for kind, by_size in kinds.items()
+    )
 
 
 def longest_unmasked(trace: Trace) -> int:
-    """The longest text, in tokens, of which the sliding windows of a trace mask out nothing."""
-    return min(trace.formulas[layer].window or trace.n_pos for layer in trace.windowed)
+    """The longest text, in tokens, of which windows and chunks of a trace mask out nothing."""
+    return min(trace.formulas[layer].reach or trace.n_pos for layer in trace.windowed)
 
 
 def check_unwindowed(trace: Trace, layer: int) -> None:
-    """Raise PolicyError for a layer whose sliding window is shorter than the text."""
+    """Raise PolicyError for a layer whose window or chunks are shorter than the text."""
     if layer in trace.windowed:
         raise PolicyError(
-            f"layer {layer} of {trace.name} has a sliding window of "
-            f"{trace.formulas[layer].window} positions, which bounds its cache by itself; expected "
+            f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of "
+            f"{trace.formulas[layer].reach} positions, which bounds its cache by itself; expected "
             "layers that see the whole text"
         )

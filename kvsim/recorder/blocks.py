@@ -10,13 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Rope, recent_attention
+from kvsim.core.attention import Layout, Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.modules import unrecordable
-from kvsim.schema import CHUNK
+from kvsim.schema import CHUNK, numbered
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
 
@@ -26,8 +26,11 @@ _ANGLE = 2.0**-22
 #: The name in a block of the keys before RoPE; they are checked and not stored.
 _PRE_ROPE = "pre_rope"
 
-#: The rotary embedding of a layer without RoPE.
-_NO_ROPE = Rope(())
+#: The rotary embedding of a layer without RoPE, and of one that rotates in an unknown way.
+_NO_ROPE, _UNKNOWN = Rope(()), Rope((), layout="unknown")
+
+#: Share of the tolerance beyond which factors of queries at different positions differ.
+_FACTOR = 0.05
 
 
 class MemorySink:
@@ -62,14 +65,18 @@ class _Layer:
     """One layer so far, with the incomplete block on the model's device in its dtype.
 
     ropes: those that fit all keys so far; more than one only while they rotate these keys alike, as
-    at position 0. Keys and values are not in the block: every call has all of them.
+    at position 0. hooked: hooks give the keys before RoPE. origin: query and key of some input at
+    position 0, where they do not. factors: the least and the largest of queries beside RoPE. Keys
+    and values are not in the block: every call has all of them.
     """
 
-    def __init__(self, call: KernelCall, ropes: list[Rope]) -> None:
-        self.formula, self.ropes = call.formula, ropes
-        self.has_rope, self.latent = call.pre_rope is not None, call.up is not None
-        #: input and key of position 0, until a later row shows that keys depend on no position
-        self.origin = None if self.has_rope else (call.hidden[0].clone(), call.k[:, :1].clone())
+    def __init__(self, call: KernelCall, ropes: list[Rope], *, hooked: bool) -> None:
+        self.formula, self.ropes, self.hooked = call.formula, ropes, hooked
+        self.latent = call.up is not None
+        self.origin: list[Tensor] = []
+        self.factors: list[float] = []
+        self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
+        self.keys: Tensor | None = call.k  # in the first forward
         self.shape = _shape(call)
         self.parts: dict[str, Tensor] = {}
         self.start = self.filled = 0
@@ -91,6 +98,14 @@ class _Layer:
         return {
             name: part.narrow(_row_axis(name), 0, self.filled) for name, part in self.parts.items()
         }
+
+
+def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
+    """Return whether the keys of a layer are those of another: its memory, or a copy elsewhere."""
+    if keys is None or keys.shape != other.shape:
+        return False
+    here = keys.to(other.device)
+    return here.data_ptr() == other.data_ptr() or (here is not keys and torch.equal(here, other))
 
 
 def _shape(call: KernelCall) -> tuple[int, ...]:
@@ -163,20 +178,24 @@ class BlockRecorder:
         if layer is None:
             layer = self._first(call)
             if call.layer == self.layer_ids[-1]:
+                for each in self.layers.values():
+                    each.keys = None
                 self.begin()
         if call.start != layer.start + layer.filled:
             raise CaptureError(
                 f"layer {call.layer} has {call.start} earlier entries, expected "
                 f"{layer.start + layer.filled}; record with a cache that keeps every entry"
             )
-        if call.formula != layer.formula or (call.pre_rope is not None) != layer.has_rope:
+        if not layer.hooked:
+            call = replace(call, pre_rope=None)
+        if call.formula != layer.formula or (call.pre_rope is not None) != layer.hooked:
             raise unrecordable(
                 f"layer {call.layer} computes {call.formula} after {layer.formula}, expected one "
                 "formula and one rotary embedding for all rows"
             )
-        if layer.origin is not None and call.k.shape[1] > 1:
-            self._check_unrotated(call, *layer.origin)
-            layer.origin = None
+        end = call.k.shape[1]
+        if call.start <= 1 or call.start // CHUNK < end // CHUNK or end == self.last:
+            self._check_rotation(call, layer)
         row, history = 0, _History(call)
         while row < call.q.shape[1]:
             if not layer.filled and call.q.shape[1] - row >= CHUNK:
@@ -199,10 +218,12 @@ class BlockRecorder:
         errors = [layer.error for layer in layers]  # the largest of a head and block
         check = {"max_relative_error": errors, "tolerance": self.allowed}
         latent = {"latent": layers[0].shape[3]} if layers[0].latent else {}
+        owners = tuple(self.layer_ids.index(layer.owner) for layer in layers)
         return replace(
             header,
             formulas=tuple(layer.formula for layer in layers),
             ropes=tuple(layer.ropes[0] for layer in layers),
+            owners=owners if owners != tuple(range(len(layers))) else (),
             meta={**header.meta, "capture_check": check, **latent},
         )
 
@@ -211,19 +232,19 @@ class BlockRecorder:
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
         self._check_output(call, call.out[:, :rows], *_History(call).attend(call.q[:, :rows], 0))
-        ropes = [_NO_ROPE]
+        ropes, fits = _candidates(self.read_ropes()), list[Rope]()
         if call.pre_rope is not None:
-            ropes = [*self.read_ropes()]
-            ropes += [replace(rope, layout="interleaved") for rope in ropes]
             ropes += [_NO_ROPE] if call.up is not None else []
-            before = call.pre_rope[:, :rows]
             new = call.k[:, call.start : call.start + rows]
-            ropes = self._matching_ropes(call.layer, before, new, call.start, ropes)
+            fits, _ = _matching_ropes(call.pre_rope[:, :rows], new, call.start, ropes)
         if self.sink is None:
             self.sink = self.open_sink(call)
             if self.last is not None:
                 self.sink.set_length(self.last)
-        layer = self.layers[call.layer] = _Layer(call, ropes)
+        layer = _Layer(call, fits or [_NO_ROPE, *ropes], hooked=bool(fits))
+        shared = (at for at, each in self.layers.items() if _same_keys(each.keys, call.k))
+        layer.owner = next(shared, call.layer)
+        self.layers[call.layer] = layer
         return layer
 
     def _check_shapes(self, call: KernelCall) -> None:
@@ -237,52 +258,71 @@ class BlockRecorder:
         if shape != first:
             raise unrecordable(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"earlier layers {first}; expected the same"
+                f"earlier layers {first}; expected the same; layers of one shape can be recorded "
+                "alone (--layers)"
             )
 
-    def _check_unrotated(self, call: KernelCall, hidden: Tensor, key: Tensor) -> None:
-        """Check that keys which no known function rotated do not depend on their position.
+    def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:
+        """Compare queries, and keys that no hook gives before RoPE, with rotated ones.
 
-        The module computes those of the call again, each row from the input `hidden` of position 0:
-        all must be the `key` of position 0, where every rotation is the identity.
+        Where no hook does, the module computes queries and keys of one input at all positions, and
+        those of position 0 are rotated. Queries may have a factor for each head and row. A layer
+        whose first rows are rotated in an unknown way is noted as such.
         """
-        dtype = compute_dtype(key.dtype)
-        keys = call.keys_of_input(hidden).to(dtype)
-        error = float(relative_error(keys, key.to(dtype).expand_as(keys)).max())
-        if not error <= tolerance(DTYPES[key.dtype]):
-            raise CaptureError(
-                f"layer {call.layer} ({type(call.module).__name__}) rotates its keys in an unknown "
-                f"way: those of one input differ by {error:.3g} (relative) over positions; "
-                "expected a call of apply_rotary_pos_emb that returns queries and keys, as in most "
-                "model files of transformers; this family cannot be recorded yet"
-            )
+        start, q, rotated = call.start, call.q, call.rotated_q
+        end, dtype, rope = start + q.shape[1], compute_dtype(q.dtype), layer.ropes[0]
+        if rope == _UNKNOWN:
+            return
+        fits, least = layer.ropes, 0.0
+        if not layer.hooked or rotated is None:
+            size = call.hidden.shape[1]
+            same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(call.hidden)
+            q, keys = call.again(same.expand(end - start, -1))
+            layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
+            query, key = layer.origin
+            if layer.owner != call.layer:  # its keys are checked where they are computed
+                fits = self.layers[layer.owner].ropes
+            else:
+                fits, least = _matching_ropes(key, keys, start, layer.ropes, zero=True)
+            rope = fits[0] if fits else rope
+            zero, at = (torch.arange(*ends, device=q.device) for ends in ((0, 1), (start, end)))
+            rotated = rope.rotate(rope.unrotate(query.to(dtype), zero), at)
+        x, y = rotated.to(dtype), q.to(dtype)
+        square = x.square().sum(-1, keepdim=True)
+        factor = (x * y).sum(-1, keepdim=True) / square.where(square > 0, 1.0)  # [qhead, w, 1]
+        error = float(relative_error(x * factor, y).max())
+        if not fits or not error <= _allowed(q.dtype, rope, end):
+            if start > 1:
+                raise _changed("queries and keys", call.layer, start, max(error, least), q.dtype)
+            fits = [_UNKNOWN]
+        layer.ropes = fits
+        factors = [*layer.factors, *factor.mean(0)[square.amin(0) > 0].tolist()]
+        layer.factors = [min(factors), max(factors)] if factors else []
 
-    def _matching_ropes(
-        self, number: int, before: Tensor, after: Tensor, start: int, ropes: list[Rope]
-    ) -> list[Rope]:
-        """Return those `ropes` that rotate keys `before` [head, w, dim] from `start` on."""
-        dtype = compute_dtype(after.dtype)
-        x, y = before.to(dtype), after[..., : before.shape[2]].to(dtype)
-        at = torch.arange(start, start + before.shape[1], device=before.device)
-        # models take cosine and sine in float32, and round them to their own dtype
-        base = max(tolerance("float32"), tolerance(DTYPES[after.dtype]))
-        fits, least = [], math.inf
-        for rope in ropes:
-            if 2 * len(rope.inv_freq) > x.shape[-1]:
-                continue
-            error = float(relative_error(y, rope.rotate(x, at)).max())
-            least = min(least, error)
-            fastest = max(map(abs, rope.inv_freq), default=0.0)
-            if error <= base + _ANGLE * (start + len(at)) * fastest:
-                fits.append(rope)
-        if not fits:
-            raise CaptureError(
-                f"the keys of layer {number} from position {start} on differ by {least:.3g} "
-                f"(relative) from the model's rotary embedding, expected at most {base:g}; if its "
-                "frequencies change with the length (dynamic, longrope), record no further than "
-                "they stay, else this family cannot be recorded yet"
+    def remarks(self) -> list[str]:
+        """Return what policies that read queries and keys before RoPE have to know, in words."""
+        layers = {number: self.layers[number] for number in self.layer_ids}
+        unknown = [number for number, layer in layers.items() if layer.ropes[0] == _UNKNOWN]
+        scaled = {
+            number: layer.factors
+            for number, layer in layers.items()
+            if number not in unknown
+            and layer.factors
+            and layer.factors[1] - layer.factors[0] > _FACTOR * self.allowed * layer.factors[1]
+        }
+        remarks = []
+        if unknown:
+            remarks.append(
+                f"{numbered(unknown)}: queries and keys are rotated in an unknown way, so policies "
+                "that read them before RoPE are refused"
             )
-        return fits
+        if scaled:
+            least, most = min(x for x, _ in scaled.values()), max(x for _, x in scaled.values())
+            remarks.append(
+                f"{numbered([*scaled])}: queries have a factor of their position, {least:.4g} to "
+                f"{most:.4g}, which they keep before RoPE"
+            )
+        return remarks
 
     def _flush(self, layer: _Layer, rows: dict[str, Tensor], history: _History) -> None:
         """Check a block and pass it to the sink, with the call's keys and values of its rows.
@@ -299,7 +339,9 @@ class BlockRecorder:
             block["attn_out"] = recomputed
         before = block.pop(_PRE_ROPE, None)
         if before is not None:
-            layer.ropes = self._matching_ropes(number, before, block["k"], layer.start, layer.ropes)
+            layer.ropes, least = _matching_ropes(before, block["k"], layer.start, layer.ropes)
+            if not layer.ropes:
+                raise _changed("keys", number, layer.start, least, before.dtype)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
             rounded = _History(history.call, self.store_dtype)
@@ -328,6 +370,67 @@ class BlockRecorder:
                 f"{allowed:.3g}"
             )
         return error
+
+
+def _candidates(ropes: Sequence[Rope]) -> list[Rope]:
+    """Return ropes of both layouts; then, for positions of several axes, in descending order.
+
+    And turned the other way round.
+    """
+    orders: list[Callable[[list[float]], list[float]]] = [
+        list,
+        lambda frequencies: sorted(frequencies, reverse=True),
+        lambda frequencies: [-x for x in frequencies],
+    ]
+    layouts: tuple[Layout, ...] = ("half", "interleaved")
+    return [
+        *dict.fromkeys(
+            replace(rope, inv_freq=order([*map(float, rope.inv_freq)]), layout=layout)
+            for order in orders
+            for layout in layouts
+            for rope in ropes
+        )
+    ]
+
+
+def _matching_ropes(
+    before: Tensor, after: Tensor, start: int, ropes: Sequence[Rope], *, zero: bool = False
+) -> tuple[list[Rope], float]:
+    """Return those `ropes` that rotate keys `before` [head, w, d] from `start` on, and an error.
+
+    The least error, relative, of all. zero: `before` has one row, the key at position 0.
+    """
+    dtype = compute_dtype(after.dtype)
+    x, y = before.to(dtype), after[..., : before.shape[2]].to(dtype)
+    at = torch.arange(start, start + after.shape[1], device=after.device)
+    fits, least = [], math.inf
+    for rope in ropes:
+        if rope == _UNKNOWN:
+            return [rope], 0.0
+        if 2 * len(rope.inv_freq) > x.shape[-1]:
+            continue
+        plain = rope.unrotate(x, at[:1] * 0) if zero else x
+        error = float(relative_error(y, rope.rotate(plain.expand_as(y), at)).max())
+        least = min(least, error)
+        if error <= _allowed(after.dtype, rope, start + len(at)):
+            fits.append(rope)
+    return fits, least
+
+
+def _changed(what: str, layer: int, start: int, error: float, dtype: torch.dtype) -> CaptureError:
+    return CaptureError(
+        f"the {what} of layer {layer} from position {start} on differ by {error:.3g} (relative) "
+        f"from the model's rotary embedding, expected at most {_allowed(dtype, _NO_ROPE, 0):g}; if "
+        "its frequencies change with the length (dynamic, longrope), record no further than they "
+        "stay, else this family cannot be recorded yet"
+    )
+
+
+def _allowed(dtype: torch.dtype, rope: Rope, end: int) -> float:
+    """Return the relative error of rotated queries and keys up to a position that is rounding."""
+    # models take cosine and sine in float32, and round them to their own dtype
+    base = max(tolerance("float32"), tolerance(DTYPES[dtype]))
+    return base + _ANGLE * end * max(map(abs, rope.inv_freq), default=0.0)
 
 
 class _History:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
-from kvsim.recorder.models import load_model
+from kvsim.recorder.models import load_model, unwrapped
 from kvsim.recorder.options import Options, check_in_memory, takes_options
 from kvsim.recorder.prompts import (
     Labels,
@@ -187,7 +187,8 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
     if isinstance(model, str | Path):
         model, loaded = load_model(model)
         tokenizer = loaded if tokenizer is None else tokenizer
-    if not callable(getattr(model, "get_input_embeddings", None)):
+    decoder: PreTrainedModel = unwrapped(model)
+    if not callable(getattr(decoder, "get_input_embeddings", None)):
         raise CaptureError(
             f"model is of type {type(model).__name__}; expected a model of transformers, or the "
             "name of one, as load_model takes it"
@@ -197,7 +198,7 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[PreTr
             f"tokenizer is of type {type(tokenizer).__name__}; expected a tokenizer of "
             "transformers, or None"
         )
-    return model, tokenizer
+    return decoder, tokenizer
 
 
 @contextmanager

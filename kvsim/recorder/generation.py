@@ -147,11 +147,14 @@ def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
         ) from error
 
 
-def last_logits(model: PreTrainedModel, count: int) -> dict[str, int]:
+def last_logits(model: PreTrainedModel, count: int) -> dict[str, int | Tensor]:
     """Return the option of a forward that computes the last logits alone, where there is one."""
     # a long prompt times the vocabulary would be large
-    supported = "logits_to_keep" in inspect.signature(model.forward).parameters
-    return {"logits_to_keep": count} if supported else {}
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return {}
+    shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", None)
+    # a number would cut the rows of layers that read another's entries, too (Gemma 4)
+    return {"logits_to_keep": torch.arange(-count, 0) if shares else count}
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

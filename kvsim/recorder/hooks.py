@@ -8,10 +8,11 @@ the keys before and after. The model's own computation does not change.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +66,12 @@ class KernelCall:
         out: output of the kernel, before the output projection [qhead, w, value_dim].
         formula: the attention that the kernel was called to compute.
         pre_rope: the new keys [head, w, dim] before RoPE, of latent attention their rotated part
-            alone; None if the module called no `apply_rotary_pos_emb`.
-        keys_of_input: returns the keys [head, w, dim] that the module computes if each row of the
-            call gets the same input [hidden]; equal if they depend on the input alone. Works while
-            the call is received.
+            alone; None if the module called no `apply_rotary_pos_emb` that returned queries and
+            keys of the kernel's shapes.
+        rotated_q: the queries [qhead, w, dim] right after that call.
+        again: returns the queries [qhead, w, dim] and keys [head, w, dim] that the module computes
+            from other inputs [w, hidden] at the same positions; the output of its kernel is then
+            1 everywhere. Works while the call is received.
         up: of latent attention, whose entries are in q, k and v (`kvsim.recorder.latent`), the
             projection from the latent to the kernel's output [qhead, rank, value].
         residual: input of the decoder layer [w, hidden], if it is recorded.
@@ -85,7 +88,8 @@ class KernelCall:
     out: Tensor
     formula: Formula
     pre_rope: Tensor | None
-    keys_of_input: Callable[[Tensor], Tensor]
+    rotated_q: Tensor | None
+    again: Callable[[Tensor], tuple[Tensor, Tensor]]
     up: Tensor | None = None
     residual: Tensor | None = None
     residual_norm: Tensor | None = None
@@ -123,9 +127,10 @@ class _Interceptor:
         self.running: int | None = None
         self.hidden: Tensor | None = None
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self.recomputed: list[Tensor] | None = None  # keys, while a module runs on another input
+        # queries and keys, while a module runs on another input
+        self.recomputed: list[tuple[Tensor, Tensor]] | None = None
         self.calls = 0
-        self.rotations: list[tuple[Tensor, Tensor]] = []
+        self.rotations: list[tuple[Tensor, Tensor, Tensor]] = []
         # other threads may call the same function
         self.thread = threading.get_ident()
         self.sinks: dict[int, tuple[Tensor, tuple[float, ...]]] = {}
@@ -138,14 +143,14 @@ class _Interceptor:
         self.arguments = args[1:], {key: x for key, x in kwargs.items() if key != "hidden_states"}
 
     def rotating(self, rotate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that applies RoPE as `rotate` does, and notes keys before and after."""
+        """Return a function that applies RoPE as `rotate` does, and notes what it rotated."""
 
         @functools.wraps(rotate)
         def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
             result = rotate(q, k, *args, **options)
             here = self.running is not None and threading.get_ident() == self.thread
             if here and isinstance(result, tuple):  # some families rotate q and k in two calls
-                self.rotations.append((k, result[1]))  # [1, head, w, dim]
+                self.rotations.append((result[0][0], k[0], result[1][0]))  # [head, w, dim]
             return result
 
         return wrapper
@@ -173,6 +178,10 @@ class _Interceptor:
             raise unrecordable(f"the kernel of layer {layer} ran outside its attention module")
         self.calls += 1
         query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
+        if latent is None:
+            rotated_q, pre_rope = self._rotation(query[0], key[0])
+        else:
+            rotated_q, pre_rope = None, latent.pre_rope
         call = KernelCall(
             layer=layer,
             module=module,
@@ -182,22 +191,23 @@ class _Interceptor:
             v=value[0],
             # the kernels of the table return [batch, rows, qhead, dim]
             out=out[0].transpose(0, 1),
-            formula=self._formula(layer, inputs[0].shape[-1], options),
-            pre_rope=(latent.pre_rope if latent else self._pre_rope(layer, query.shape[2], key[0])),
-            keys_of_input=functools.partial(self._keys_of_input, module, query.shape[2]),
+            formula=self._formula(module, inputs[0].shape[-1], options),
+            pre_rope=pre_rope,
+            rotated_q=rotated_q,
+            again=functools.partial(self._again, module),
             up=None if latent is None else latent.up,
         )
         self.rotations = []
         self.receive(call)
 
-    def _keys_of_input(self, module: nn.Module, rows: int, hidden: Tensor) -> Tensor:
+    def _again(self, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
         args, named = self.arguments
         self.recomputed = []
         try:
             with torch.no_grad():
                 # its hooks do not run
                 module.forward(
-                    hidden.expand(1, rows, -1),
+                    hidden[None],
                     *map(_without_cache, args),
                     **{key: _without_cache(x) for key, x in named.items()},
                 )
@@ -205,8 +215,8 @@ class _Interceptor:
         finally:
             self.recomputed = None
 
-    def _formula(self, layer: int, dim: int, options: Mapping[str, Any]) -> Formula:
-        """Return the formula that the kernel's keyword arguments define."""
+    def _formula(self, module: nn.Module, dim: int, options: Mapping[str, Any]) -> Formula:
+        """Return the formula that the kernel's keyword arguments and the configuration define."""
         scale, sinks = options.get("scaling"), options.get("s_aux")
         # transformers passes the softcap to every kernel, and torch's ignores it
         softcap = None if self.kernel == "sdpa" else options.get("softcap")
@@ -215,7 +225,8 @@ class _Interceptor:
             float(dim**-0.5 if scale is None else scale),
             softcap=None if softcap is None else float(softcap),
             window=None if window is None else int(window),
-            sinks=() if sinks is None else self._sinks(layer, sinks),
+            sinks=() if sinks is None else self._sinks(self.layer_of[id(module)], sinks),
+            chunk=_chunk(module),
         )
 
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
@@ -224,22 +235,30 @@ class _Interceptor:
             self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
         return self.sinks[layer][1]
 
-    def _pre_rope(self, layer: int, rows: int, key: Tensor) -> Tensor | None:
-        if not self.rotations:
-            return None
-        before, after = (keys[0] for keys in self.rotations[-1])
-        new = key[:, key.shape[1] - rows :]
-        if len(self.rotations) > 1 or after.shape != new.shape or before.shape != new.shape:
-            raise unrecordable(
-                f"layer {layer} rotated keys {len(self.rotations)} times, of shape "
-                f"{list(after.shape)}, and its kernel got new keys of shape {list(new.shape)}; "
-                "expected one rotation of these keys"
-            )
-        return before
+    def _rotation(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return queries after RoPE and new keys before it, where one call rotated both whole."""
+        if len(self.rotations) != 1:
+            return None, None
+        (rotated_q, before, after), new = self.rotations[0], key[:, key.shape[1] - query.shape[1] :]
+        whole = rotated_q.shape == query.shape and before.shape == after.shape == new.shape
+        return (rotated_q, before) if whole else (None, None)
+
+
+def _chunk(module: nn.Module) -> int | None:
+    """Return the size of the chunks of a layer, of which its kernel is told by the mask alone."""
+    config: Any = getattr(module, "config", None)
+    layer = getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if not isinstance(layer, int) or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
 
 
 def _without_cache(argument: Any) -> Any:
-    return None if isinstance(argument, Cache) else argument
+    """Return an argument for a module that runs again, to which it may write."""
+    if isinstance(argument, Cache):
+        return None
+    return copy.copy(argument) if isinstance(argument, MutableMapping) else argument
 
 
 def hidden_states(
@@ -294,8 +313,8 @@ def intercepting(
             latent = latents.absorbed(layer, *inputs, keep=not again)
             q, k, v = inputs if latent is None else (latent.q, latent.k, latent.v)
             if interceptor.recomputed is not None:
-                interceptor.recomputed.append(k[0])
-                return query.new_zeros(1, *query.shape[2:0:-1], value.shape[3]), None
+                interceptor.recomputed.append((q[0], k[0]))
+                return query.new_ones(1, *query.shape[2:0:-1], value.shape[3]), None
             if masking is not None and layer is not None:
                 attention_mask = masking(layer, q, attention_mask)
 
@@ -321,6 +340,8 @@ def intercepting(
         return kernel
 
     with ExitStack() as stack:
+        # a compiled model runs as it was written: graphs would take in what receives the calls
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         latents = Latents(modules, stack)
         stack.enter_context(replacing_kernel(name, wrap))
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:

@@ -140,11 +140,14 @@ def _name(layer: int, module: nn.Module) -> str:
 def _matrix(what: str, projection: nn.Module) -> Tensor:
     """Return the weights [hidden, qheads x dim] of an output projection, as a view."""
     weight = cast("Tensor", projection.weight).detach()
-    if weight.is_meta:
+    away = "offloaded" if weight.is_meta else "sharded" if hasattr(weight, "full_tensor") else ""
+    if away:
         raise CaptureError(
-            f"{what} is offloaded until the layer runs, expected weights that stay on a device; "
+            f"{what} is {away} until the layer runs, expected weights that stay on a device; "
             "use another --device-map"
         )
+    if hasattr(weight, "__tensor_flatten__"):  # quantised (torchao, quanto)
+        weight = weight.dequantize()
     if weight.dim() != 2 or weight.dtype not in DTYPES:
         raise CaptureError(
             f"{what} is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, expected "

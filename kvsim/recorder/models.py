@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from importlib.util import find_spec
@@ -18,7 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -29,7 +31,8 @@ from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
-from kvsim.schema import first_of
+from kvsim.recorder.hooks import kernel_name
+from kvsim.schema import first_of, numbered
 
 #: The models that have a name, in words: those that ship, and one in a package.
 _NAMED = " or ".join(map(repr, (*tiny.MODELS, SMOLLM2)))
@@ -70,6 +73,8 @@ def load_model(
     note: Callable[[str], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a model from safetensors or GGUF, and its tokenizer (None if it has no tokenizer).
+
+    Of a model for text and images, or sound, too: with the parts that text does not reach.
 
     Args:
         name: a local folder, a hub id, one of `kvsim.tiny.MODELS`, which ship with kvsim, a GGUF
@@ -113,7 +118,7 @@ def load_model(
         if local:
             _check_weights(Path(place), trust_remote_code=trust_remote_code)
         try:
-            both: Any = AutoModelForCausalLM.from_pretrained(
+            both: Any = _class_of(place, shared).from_pretrained(
                 place,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -266,7 +271,7 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         layers = config.get_text_config().num_hidden_layers
         if layers <= size * _LAYERS_PER_BYTE:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **trust)
+                model = _auto_class(config).from_config(config, **trust)
             if sum(each.numel() for each in model.parameters()) <= size * _PER_BYTE:
                 return
     except _UNUSABLE:
@@ -275,6 +280,21 @@ def _check_weights(folder: Path, *, trust_remote_code: bool) -> None:
         f"{folder} has {size:,} bytes of weights, expected those of the model in its config.json, "
         "which is far larger; copy or convert it again, or correct its config.json"
     )
+
+
+def _class_of(place: str, options: dict[str, Any]) -> Any:
+    """Return `_auto_class` of a path or hub id."""
+    try:
+        return _auto_class(AutoConfig.from_pretrained(place, **options))
+    except _UNUSABLE:
+        return AutoModelForCausalLM  # an adapter alone; or loading says what is wrong
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:  # classes of transformers made by a factory
+    """Return the class that loads a model: of causal language models, else of multimodal ones."""
+    multimodal = type(config) in AutoModelForMultimodalLM._model_mapping  # noqa: SLF001  its only home
+    causal = type(config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001  as above
+    return AutoModelForMultimodalLM if multimodal and not causal else AutoModelForCausalLM
 
 
 def _load_tokenizer(place: str, options: dict[str, Any]) -> Any:  # its class depends on the folder
@@ -307,6 +327,23 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the model inside wrappers of `torch.compile` and PEFT, which computes the same.
+
+    Raises CaptureError for an adapter that the wrapper computes with.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if not callable(getattr(model, "get_base_model", None)):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise CaptureError(
+            f"the adapter of {type(model).__name__} ({model.active_peft_config.peft_type}) adds "
+            "entries of no token, expected one that changes layers, such as LoRA; record the base "
+            "model"
+        )
+    return unwrapped(model.get_base_model())
+
+
 def is_tiny(model: PreTrainedModel) -> bool:
     """Return whether a model ships with kvsim."""
     return _origin(model) in map(str, tiny.MODELS.values())
@@ -332,6 +369,37 @@ def gguf_source(model: PreTrainedModel) -> tuple[str, dict[str, Any]] | None:
 def _origin(model: PreTrainedModel) -> str:
     """Return the path or hub id that a model was loaded from, or the empty string."""
     return str(model.config._name_or_path or "")  # noqa: SLF001  its only home
+
+
+def model_notes(model: PreTrainedModel, layers: Sequence[int]) -> list[str]:
+    """Return what a trace of some layers of a model does not say by itself, in words.
+
+    Raises CaptureError for a layer that reads the entries of one that is not recorded.
+    """
+    config, cap, notes = model.config.get_text_config(decoder=True), softcap(model), []
+    if config is not model.config:
+        notes.append("a multimodal model, of which text alone was recorded")
+    if cap is not None and kernel_name(model) == "sdpa":
+        notes.append(
+            f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
+            "with the eager kernel it computes what it was trained to"
+        )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        # the last layers, which read those of the last layer of their kind before them
+        kinds, first = list(config.layer_types), len(config.layer_types) - shared
+        owners = {kind: layer for layer, kind in enumerate(kinds[:first])}
+        read = {x: owners[kinds[x]] for x in range(first, len(kinds))}
+        if lost := [x for x, owner in read.items() if x in layers and owner not in layers]:
+            raise CaptureError(
+                f"layer {lost[0]} reads the entries of layer {read[lost[0]]}, expected that one "
+                "among the recorded layers"
+            )
+        if missing := [x for x, owner in read.items() if owner in layers and x not in layers]:
+            notes.append(
+                f"{numbered(missing)}: queries are not recorded that read recorded entries, so "
+                "that policies choose without them"
+            )
+    return notes
 
 
 def softcap(model: PreTrainedModel) -> float | None:

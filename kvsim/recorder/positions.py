@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import Rope
@@ -78,6 +79,15 @@ def indexer_notes(model: PreTrainedModel, n_pos: int) -> list[str]:
     return [] if chosen is None else [note]
 
 
+def scales_by_cache(model: PreTrainedModel, n_pos: int) -> bool:
+    """Return whether queries of so many rows have a factor of the length of the cache (Llama 4).
+
+    Rows that run without a cache, at positions that they are told, have another.
+    """
+    config = model.config.get_text_config()
+    return bool(getattr(config, "attn_temperature_tuning", False)) and n_pos >= config.floor_scale
+
+
 def fitting_tokens(model: PreTrainedModel, start: int, count: int) -> tuple[int, list[str]]:
     """Return how many of `count` new tokens fit after `start`; with a note if not all of them."""
     limit, context = steady_length(model, start), context_length(model)
@@ -135,10 +145,23 @@ def read_ropes(model: PreTrainedModel) -> tuple[Rope, ...]:
     """
     ropes: dict[Rope, None] = {}
     for module in model.modules():
-        for name, frequencies in module.named_buffers(recurse=False):
-            if not name.endswith(_INV_FREQ) or name.endswith(_FIRST):
-                continue
-            kind = name.removesuffix(_INV_FREQ)
-            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
-            ropes[Rope(frequencies.to("cpu", torch.float64).tolist(), scaling)] = None
+        for name, buffer in module.named_buffers(recurse=False):
+            frequencies, scaling = _of_table(buffer), 1.0
+            if name.endswith(_INV_FREQ) and not name.endswith(_FIRST):
+                kind = name.removesuffix(_INV_FREQ)
+                scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
+                frequencies = buffer.to("cpu", torch.float64).tolist()
+            if frequencies:
+                ropes[Rope(frequencies, scaling)] = None
     return tuple(ropes)
+
+
+def _of_table(buffer: Tensor) -> list[float]:
+    """Return the frequencies of a table [pos, 2 f] of sines, then cosines (GPT-J); else none."""
+    if buffer.dim() != 2 or len(buffer) < 2 or not buffer.is_floating_point():
+        return []
+    sine, cosine = buffer[:2].to("cpu", torch.float64).tensor_split(2, dim=1)
+    if sine.shape != cosine.shape or bool(sine[0].any()) or not bool((cosine[0] == 1).all()):
+        return []
+    frequencies: list[float] = torch.atan2(sine[1], cosine[1]).tolist()
+    return frequencies

@@ -35,7 +35,10 @@ _BLOCK = 1 << 20
 
 
 def weights_digest(model: PreTrainedModel) -> str | None:
-    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not in memory.
+    """Return ``sha256:`` and 64 hex digits of a model's weights, or None if they are not at hand.
+
+    They are not where they stay on the disk, or are tensors of another class (quantised by torchao
+    or quanto, or sharded).
 
     Every parameter, and every buffer of floating-point numbers that is saved with them, counts by
     its shape and its values rounded to bfloat16: their bits as integers, added up over the rows and
@@ -49,7 +52,7 @@ def weights_digest(model: PreTrainedModel) -> str | None:
     saved = model.state_dict()
     tensors: list[Tensor] = list(model.parameters())  # tied ones once
     tensors += [x for name, x in model.named_buffers() if name in saved and x.is_floating_point()]
-    if any(x.is_meta for x in tensors):  # of a device map that leaves weights on the disk
+    if any(x.is_meta or hasattr(x, "__tensor_flatten__") for x in tensors):
         return None
     with threads_for(model):
         text = " ".join(sorted(map(_tensor_digest, tensors)))

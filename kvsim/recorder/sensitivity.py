@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.core.attention import Formula
+from kvsim.core.attention import Formula, sees
 from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
 from kvsim.recorder.hooks import (
     KERNELS,
@@ -25,7 +25,7 @@ from kvsim.recorder.hooks import (
     kernel_mask,
 )
 from kvsim.recorder.modules import attention_modules, kernel_name
-from kvsim.recorder.positions import steady_length
+from kvsim.recorder.positions import scales_by_cache, steady_length
 
 #: Rows after the prompt, the share of the prompt that they see, and its first entries, all seen.
 ROWS, SEEN, SINK = 16, 0.25, 4
@@ -65,8 +65,8 @@ def layer_sensitivity(
     Returns:
         For each layer, nats over the square of the stream's unit, 0 where the layer has no error;
         None where some layers, projections or a response of two tokens are missing, where the masks
-        of the model's kernel are of an unknown kind, or where its RoPE has other frequencies for so
-        many tokens.
+        of the model's kernel are of an unknown kind, where its RoPE has other frequencies for so
+        many tokens, or where queries depend on the length of the cache.
 
     Raises:
         CaptureError: logits that are not finite.
@@ -74,6 +74,8 @@ def layer_sensitivity(
     count = min(ROWS, len(tokens) - prompt_len - 1)  # the last row predicts no recorded token
     limit = steady_length(model) or len(tokens)
     if count < 1 or kernel_name(model) not in KERNELS or len(tokens) > limit:
+        return None
+    if scales_by_cache(model, len(tokens)):
         return None
     if not attention_modules(model).keys() == entries.keys() == projections.keys():
         return None
@@ -133,7 +135,8 @@ class _Copies:
     ) -> Tensor:
         """Attention output [1, C * w, qhead, d] of queries [1, qhead, C * w, d]."""
         count, of = query.shape[2] // (len(self._layers) + 1), self._entries[layer]
-        seen = self._seen(of.formula.window, count)
+        at = torch.arange(self._start + count)
+        seen = sees(at[self._start :], at, of.formula)
         seen = seen.to(query.device).expand(query.shape[1], -1, -1)
         shared = [x[None, :, : self._start].to(key) for x in (of.keys, of.values)]
         parts = [x.split(count, 2) for x in (query, key, value)]
@@ -159,12 +162,6 @@ class _Copies:
                 added = moved @ self._projections[layer].flatten(0, 1).to(moved)
                 self._squared[layer] = float(added.double().square().sum())
         return torch.cat(outputs, dim=1)
-
-    def _seen(self, window: int | None, count: int) -> Tensor:
-        """Which entries rows see with the full cache [w, n]."""
-        at = torch.arange(self._start + count)
-        row = at[self._start :, None]
-        return (at <= row) & (at > row - (window or len(at)))
 
     def _kept(self, heads: int, count: int) -> Tensor:
         """Which entries heads of a perturbed layer keep [H, n]: of the prompt a random part."""

@@ -25,7 +25,7 @@ from kvsim.recorder.blocks import BlockRecorder, MemorySink
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
-from kvsim.recorder.models import is_tiny, model_name, softcap
+from kvsim.recorder.models import is_tiny, model_name, model_notes
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, indexer_notes, read_ropes
@@ -81,12 +81,6 @@ class Session:
         requested = 0 if self.response else options.longest
         self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
         self.notes += notes
-        cap = softcap(model)
-        if cap is not None and kernel_name(model) == "sdpa":
-            self.notes.append(
-                f"the sdpa kernel leaves out the softcap of {cap} that the model defines; loaded "
-                "with the eager kernel it computes what it was trained to"
-            )
         self.context = encoded.ids[: encoded.context_len]
         self.probe: Probe | None = None
         if options.probe is not None:
@@ -97,6 +91,7 @@ class Session:
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
+        self.notes += model_notes(model, self.layer_ids)
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
@@ -390,6 +385,7 @@ class Session:
 
     def _final_header(self, tokens: list[int], ended: str | None) -> Header:
         """Return the header with the response, and with how close the recording is."""
+        self.notes += self._recorder.remarks()
         header = self._header()
         prompt_len = header.prompt_len
         response = None
@@ -446,5 +442,6 @@ class Session:
             token_text=texts,
             name=header.name,
             layer_ids=header.layer_ids,
+            owners=header.owners,
             meta=header.meta,
         )

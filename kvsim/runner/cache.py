@@ -111,15 +111,17 @@ class LiveSource:
     Args:
         sketch: the sequence to be run (`RunningModel.sketch`), without rows that are dropped before
             these layers.
-        layers: those of the block.
+        layers: those of the block; one alone where others read its entries.
         like: an empty tensor of the model's dtype, on its device.
         rotated: keys are rotated to their slots, and cannot be read.
         dropped: how many rows are dropped.
         exact: keep a copy of the keys beside those that a codec rounds.
 
     Attributes:
+        readers: the layers that attend to the entries: those of the block, or all that read the
+            one of it. Methods that concern one of them take its place here (`index`).
         room: rows before the next event.
-        run: rows that went through each layer.
+        run: rows that went through each of the readers.
     """
 
     #: `kvsim.core.setting.Source`
@@ -144,11 +146,12 @@ class LiveSource:
         self.dropped = dropped
         self.rotated = rotated
         self.layers, self._sketch = tuple(layers), sketch
+        self.readers = sketch.readers(layers[0]) if len(layers) == 1 else self.layers
         self._heads, self._group = sketch.n_heads, sketch.group
         self._entry_bytes = sketch.entry_size * like.itemsize
         of_keys = like.new_zeros(len(layers), self._heads, 0, sketch.dim)
         of_values = like.new_zeros(len(layers), self._heads, 0, sketch.value_dim)
-        of_queries = like.new_zeros(len(layers), sketch.n_qheads, 0, sketch.dim)
+        of_queries = like.new_zeros(len(self.readers), sketch.n_qheads, 0, sketch.dim)
         #: of latent attention, which ends a key; no table of values then
         self._latent = sketch.header.latent
         if self._latent is not None:
@@ -157,7 +160,7 @@ class LiveSource:
         self._values = Table(of_values) if self._latent is None else None
         self._exact = Table(of_keys) if exact else None
         self._probe: ProbeRows | None = None
-        self.run = [0] * len(layers)
+        self.run = [0] * len(self.readers)
         self._first_row = 0  # rows before those of the table of queries
         self._first_queries = self._queries.rows  # of the first rows of the text
         # after the last event that acted
@@ -200,8 +203,14 @@ class LiveSource:
     @cached_property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]."""
-        parts = [self._sketch.read("o_proj", slice(layer, layer + 1)) for layer in self.layers]
-        out: Tensor = torch.cat(parts).to(self.positions.device).unflatten(1, (-1, self._group))
+        parts = [self._sketch.read("o_proj", slice(layer, layer + 1)) for layer in self.readers]
+        return self._grouped(torch.cat(parts).to(self.positions.device))
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """x [reader, qhead, ...] with the query heads of each KV head, [L, H, G, ...]."""
+        out: Tensor = x.unflatten(1, (self._heads, self._group))
+        if len(self.layers) < len(self.readers):  # all of them read the entries of one layer
+            out = out.transpose(0, 1).flatten(1, 2)[None]
         return out
 
     @property
@@ -213,8 +222,8 @@ class LiveSource:
 
     def note_probe(self, rows: ProbeRows) -> None:
         """Keep what `repeat_context` returns, of the block's layers."""
-        q, k = (computable(x[list(self.layers)]) for x in (rows.queries, rows.keys))
-        self._probe = ProbeRows(q.unflatten(1, (self._heads, self._group)), k, rows.chunks)
+        q, k = computable(rows.queries[[*self.readers]]), computable(rows.keys[[*self.layers]])
+        self._probe = ProbeRows(self._grouped(q), k, rows.chunks)
 
     def queries(self, start: int, stop: int) -> Tensor:
         """[L, H, G, stop - start, d], after RoPE; PolicyError for rows that are not kept."""
@@ -228,8 +237,7 @@ class LiveSource:
                 f"{self._first_row} are gone; expected a scorer that declares them (query_rows), "
                 "so that a live run keeps them"
             )
-        q: Tensor = rows.unflatten(1, (self._heads, self._group))
-        return computable(q)
+        return computable(self._grouped(rows))
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Only clairvoyant scorers read it, and they are refused before a model runs."""
@@ -251,7 +259,7 @@ class LiveSource:
         return self._keys.append(index, keys, room), self._of_values.append(index, values, room)
 
     def note_queries(self, index: int, queries: Tensor) -> None:
-        """Count new rows of a layer of the block, and keep their queries [qhead, w, d]."""
+        """Count new rows of a reader, and keep their queries [qhead, w, d]."""
         self.run[index] += queries.shape[1]
         if self.reads_queries:
             self._queries.append(index, queries, self.room)
@@ -309,11 +317,12 @@ class LiveSource:
         added to logits. None where a single row sees everything. given: the model's own mask, which
         holds as long as no entry has left. reads: chooses what rows read of the entries.
         """
+        start, layer, run = self.run[index] + self.dropped, self.readers[index], self.run[index]
+        index = min(index, len(self.layers) - 1)
         rows, n = query.shape[2], self._keys.length(index)
-        start, layer = self.run[index] + self.dropped, self.layers[index]
         chooses = reads is not None and reads.chooses(layer, start + rows)
         if not self._padded and not chooses:
-            if n == self.run[index] + rows and not self.dropped:
+            if n == run + rows and not self.dropped:
                 return given
             if rows == 1:
                 return None

@@ -82,7 +82,10 @@ class Decoding:
         self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
         self.sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
-        self.layers = replayed(self.sketch, layers)
+        chosen, owners = replayed(self.sketch, layers), self.sketch.owners
+        # what leaves a layer leaves all that read its entries
+        more = {i for layer in chosen for i in self.sketch.readers(owners[layer])} - {*chosen}
+        self.layers = (*chosen, *sorted(more))
         self.events = self.schedule.rows(prompt_len, n_pos, context_len)
         self._events = deque(self.events)  # that have not fired
         self.tokens: list[int] = []
@@ -104,6 +107,8 @@ class Decoding:
         self._stack = ExitStack()
         self._blocks: list[tuple[Block, LiveSource]] = []
         self._whole: set[int] = set()  # layers of which nothing is ever evicted
+        #: by the number of each layer that reads entries of a block
+        self._evicting: dict[int, LiveLayer] = {}
         self._descent: Descent | None = None
         self._single = not running.continues  # rows after the first go one by one
         if policy.propagation is not None and running.has_states:
@@ -132,7 +137,8 @@ class Decoding:
         like = torch.empty(0, device=self.running.device, dtype=self.running.model.dtype)
         rotated = self._positions == "slot"
         setting, context = settings_of(sketch, policy, self.budget, self.schedule)
-        for run in runs(sketch, self.layers, policy, descent=self._descent):
+        owners = [*dict.fromkeys(sketch.owners[layer] for layer in self.layers)]
+        for run in runs(sketch, owners, policy, descent=self._descent):
             part = sketch if run.rows is None else sketch.only(run.rows)
             dropped = sketch.prompt_len - part.prompt_len
             how: dict[str, Any] = {"rotated": rotated, "dropped": dropped}
@@ -150,9 +156,13 @@ class Decoding:
             )
             self._blocks.append((block, source))
             self._whole.update(run.layers if run.whole else ())
-            for index, layer in enumerate(source.layers):
+            for index, layer in enumerate(source.readers):
                 number = sketch.layer_ids[layer]
-                self.cache.layers[number] = LiveLayer.of(self._parts[number], source, index)
+                part = self._parts[number] if layer in source.layers else None
+                self._evicting[number] = LiveLayer.of(part, source, index)
+            for layer in source.layers:
+                number = sketch.layer_ids[layer]
+                self.cache.layers[number] = self._evicting[number]
 
     @property
     def _positions(self) -> Literal["absolute", "slot"]:
@@ -192,12 +202,14 @@ class Decoding:
             self._make_room(0)
             for layer, part in enumerate(self._parts):
                 keys, values = prefix.keys[layer], prefix.values[layer]
+                if keys is None or values is None:  # it reads the entries of another layer
+                    continue
                 if isinstance(part, LiveLayer) and isinstance(part.source, PagedSource):
                     part.source.begin(part.index, prefix.tokens, keys, values)
                 else:
                     part.update(keys[None], values[None])
-                if isinstance(part, LiveLayer):
-                    part.source.note_queries(part.index, prefix.queries[layer])
+            for layer, reader in self._evicting.items():
+                reader.source.note_queries(reader.index, prefix.queries[layer])
             self.tokens += prefix.tokens
             self._end()
 
@@ -338,24 +350,24 @@ class Decoding:
     def _receive(self, call: KernelCall) -> None:
         if not self._busy:  # another forward of this model
             return
-        part = self.cache.layers[call.layer]
-        if isinstance(part, LiveLayer):
+        part = self._evicting.get(call.layer)
+        if part is not None:
             part.source.note_queries(part.index, call.q)
         if self._observe is not None:
             self._observe(call)
 
     def _mask(self, layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:
         """Return the mask of a layer's kernel: of the block's entries, where it evicts."""
-        part = self.cache.layers[layer]
-        if not self._busy or not isinstance(part, LiveLayer) or self._paging is not None:
+        part = self._evicting.get(layer)
+        if not self._busy or part is None or self._paging is not None:
             return given
         added, reads = self.running.added, self._reads
         return part.source.mask(part.index, query, given, added=added, reads=reads)
 
     def _attend(self, layer: int, query: Tensor, *_: object) -> Tensor | None:
         """Return the attention of new rows over the blocks of a layer that evicts."""
-        part = self.cache.layers[layer]
-        if not self._busy or not isinstance(part, LiveLayer):
+        part = self._evicting.get(layer)
+        if not self._busy or part is None:
             return None
         return cast("PagedSource", part.source).attend(part.index, query)
 
@@ -368,7 +380,7 @@ class Decoding:
     def full_bytes(self) -> int:
         """Bytes that the full cache of the rows so far takes."""
         sketch, itemsize = self.sketch, self.running.model.dtype.itemsize
-        heads = sketch.n_layers * sketch.n_heads
+        heads = len({*sketch.owners}) * sketch.n_heads
         return heads * sketch.entry_size * len(self.tokens) * itemsize
 
     @property
@@ -390,7 +402,7 @@ class Decoding:
             if source.dropped:
                 last = placed(last, source.positions[: n - source.dropped].cpu().numpy(), n)
             by_layer.update(zip(source.layers, last, strict=True))
-        evicted_at = np.stack([by_layer[layer] for layer in self.layers])
+        evicted_at = np.stack([by_layer[self.sketch.owners[layer]] for layer in self.layers])
         reads = None if self._reads is None else self._reads.record(n)
         return Record(
             evicted_at=evicted_at,

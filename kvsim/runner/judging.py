@@ -45,6 +45,7 @@ from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.layers import Residual
+from kvsim.recorder.positions import scales_by_cache
 from kvsim.runner.full import FullPass, compared
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, relative_change
@@ -70,6 +71,11 @@ class Judge:
     def __init__(self, running: RunningModel, trace: Trace, memory: int | None = None) -> None:
         self._ids = check_recorded(trace, running.described)
         running.check_length(trace.n_pos)
+        if scales_by_cache(running.model, trace.n_pos):
+            raise CaptureError(
+                f"queries of {trace.name} have a factor of the length of the cache, and the judge "
+                "runs rows without one; expected a shorter text; run the policy live"
+            )
         self.running, self.trace = running, trace
         self._memory = DEFAULT_MEMORY if memory is None else memory
         self._residual = Residual(running.model)
@@ -274,9 +280,8 @@ class JudgedRows:
         gone = [self._gone(layer, record) for record in self._records]
         heads = max(map(len, gone))
         last = torch.stack([x.repeat_interleave(heads // len(x), 0) for x in gone])
-        window = trace.formulas[layer].window
-        if window is not None:
-            last = torch.minimum(last, (self._pos + window - 1).int())
+        if trace.formulas[layer].reach is not None:
+            last = torch.minimum(last, trace.formulas[layer].last_rows(self._pos).int())
         at = self._rows[:, None].expand(-1, len(key), -1)
         first = self._pos.expand_as(last)
         if self._records[0].codec is None:

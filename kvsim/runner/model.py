@@ -21,9 +21,9 @@ from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import check_logits, device_of, evaluating
+from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
-from kvsim.recorder.models import model_name
+from kvsim.recorder.models import model_name, unwrapped
 from kvsim.recorder.modules import kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import indexed, steady_length
@@ -44,6 +44,7 @@ class RunningModel:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        model = unwrapped(model)
         kernel = kernel_name(model)
         if kernel not in KERNELS:
             raise CaptureError(
@@ -170,6 +171,8 @@ class RunningModel:
 
         Empty where the model has none, and computes them of all rows.
         """
+        if isinstance(rows, int):
+            return last_logits(self.model, rows)
         return {"logits_to_keep": rows} if self._last else {}
 
     def forward(
@@ -196,12 +199,13 @@ class RunningModel:
 class Prefix:
     """The first rows of a sequence, with the full cache: shared by runs that differ later.
 
-    For each layer keys and values [H, n, d] and queries [qhead, n, d]; logits of the last row, [V].
+    For each layer keys and values [H, n, d], None where it holds none, and queries [qhead, n, d];
+    logits of the last row, [V].
     """
 
     tokens: tuple[int, ...]
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
     queries: list[Tensor]
     logits: Tensor
 
@@ -218,6 +222,7 @@ def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
     with torch.inference_mode(), evaluating(model), intercepting(model, receive):
         logits = running.forward(ids, 0, cache, 1)[0]
     keys, values = (
-        [getattr(layer, name)[0] for layer in cache.layers] for name in ("keys", "values")
+        [None if x is None else x[0] for x in (getattr(layer, name) for layer in cache.layers)]
+        for name in ("keys", "values")
     )
     return Prefix(tuple(ids), keys, values, [queries[at] for at in sorted(queries)], logits)

@@ -88,6 +88,11 @@ class PagedSource(LiveSource):
                 "dimensions; expected one size; leave the paging out"
             )
         self._dim = sketch.dim
+        if len(self.readers) > len(layers):
+            raise PolicyError(
+                f"layers {list(self.readers[1:])} read the entries of layer {layers[0]}, expected "
+                "a cache in blocks whose layers each read their own; leave the paging out"
+            )
         self.paging = paging
         heads = self._heads
         self._tables = heads if paging.tables == "head" else 1  # of a layer

@@ -119,11 +119,13 @@ def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
+        **({"owners": list(header.owners)} if header.owners else {}),
         "attention": [
             {
                 "scale": formula.scale,
                 **({} if formula.softcap is None else {"softcap": formula.softcap}),
                 **({} if formula.window is None else {"window": formula.window}),
+                **({} if formula.chunk is None else {"chunk": formula.chunk}),
                 **({"sinks": list(formula.sinks)} if formula.sinks else {}),
                 "rope": ropes.index(rope),
             }
@@ -172,6 +174,7 @@ def read_header(
         context_len=(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None
         ),
+        owners=tuple(_get(attributes, "owners", list, where) if "owners" in attributes else ()),
     )
 
 
@@ -199,12 +202,12 @@ def _converting(attributes: Any, label: str, *keys: str) -> Iterator[None]:
 
 def _formula(attributes: Any, where: str) -> Formula:
     label = f"{where}: the attention of a layer"
-    with _converting(attributes, label, "scale", "softcap", "window", "sinks", "rope"):
-        softcap, window = attributes.get("softcap"), attributes.get("window")
+    with _converting(attributes, label, "scale", "softcap", "window", "chunk", "sinks", "rope"):
+        softcap, sizes = attributes.get("softcap"), {"window", "chunk"} & attributes.keys()
         return Formula(
             _number(attributes["scale"]),
             softcap=None if softcap is None else _number(softcap),
-            window=None if window is None else operator.index(window),
+            **{name: operator.index(attributes[name]) for name in sizes},
             sinks=tuple(_number(sink) for sink in attributes.get("sinks") or ()),
         )
 

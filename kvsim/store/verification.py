@@ -330,6 +330,7 @@ def _kinds(header: Header) -> list[dict[str, Any]]:
             "scale": formula.scale,
             "softcap": formula.softcap,
             "window": formula.window,
+            "chunk": formula.chunk,
             "sinks": bool(formula.sinks),
             "rotary_dim": rope.rotary_dim,
             "layout": rope.layout,

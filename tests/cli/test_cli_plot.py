@@ -313,7 +313,7 @@ def test_layers_with_a_window_are_passed_over(run, tmp_path):
     for figure in ("retention_map", "bursts", "error_over_rows", "over_budgets"):
         status, _, err = run("plot", figure, *asked, "--out", tmp_path / f"{figure}.png")
         assert status == 0, figure
-        assert re.fullmatch(r"Note: 2 of 3 layers have a sliding window .*\n", err), figure
+        assert re.fullmatch(r"Note: 2 of 3 layers do not see the whole text.*\n", err), figure
     status, _, err = run("plot", "bursts", *asked, "--layer", "2", "--out", tmp_path / "x.png")
     assert status == 2
     assert "--layer 2 of memory has a sliding window" in err

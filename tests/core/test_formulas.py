@@ -1,4 +1,4 @@
-"""Formulas of attention (softcap, window, sinks) against float64 loops from the definition."""
+"""Formulas of attention (softcap, window, chunk, sinks) against float64 loops of the definition."""
 
 import dataclasses
 import json
@@ -35,6 +35,8 @@ FORMULAS = {
     "softcap": Formula(0.9, softcap=2.0),
     "window": Formula(0.3, window=7),
     "sinks": Formula(0.3, sinks=SINKS),
+    "chunk": Formula(0.3, chunk=9),
+    "both": Formula(0.3, window=5, chunk=12),
     "all": Formula(0.9, softcap=3.0, window=11, sinks=SINKS),
 }
 #: Those of layers that see the whole text.
@@ -68,7 +70,8 @@ def facts(formula, qhead):
 
 def before(row, formula):
     """What a row sees in full attention."""
-    return [p for p in range(row + 1) if formula.window is None or row - p < formula.window]
+    window, chunk = formula.window or N, formula.chunk or N
+    return [p for p in range(row + 1) if row - p < window and p // chunk == row // chunk]
 
 
 def arrays(seed=0, layers=1, dtype=torch.float64):
@@ -291,13 +294,13 @@ def test_layers_with_a_window_are_left_alone():
 
     assert trace.windowed == (0, 2)
     assert record.layers == (1, 3)
-    assert "2 of 4 layers have a sliding window" in record.remark
-    assert "layers 0, 2 (7 tokens)" in record.remark
+    assert "2 of 4 layers do not see the whole text" in record.remark
+    assert "a sliding window in layers 0, 2 (7 tokens)" in record.remark
     table = kvsim.measure(trace, record, metrics=["output_error", "wipeout"])
     assert sorted(table["layer"].unique().to_list()) == [1, 3]
     with pytest.raises(PolicyError, match="layer 2 of memory has a sliding window of 7"):
         kvsim.replay(trace, kvsim.policy("tova"), 8, layers=[2])
-    with pytest.raises(PolicyError, match="every layer that it holds has a sliding window"):
+    with pytest.raises(PolicyError, match="every layer that it holds masks out"):
         kvsim.replay(make(["window"]), kvsim.policy("tova"), 8)
     with pytest.raises(
         PolicyError, match=r"a sliding window in layers 0, 2 \(7 tokens\); expected"
@@ -307,6 +310,10 @@ def test_layers_with_a_window_are_left_alone():
         *arrays(), prompt_len=12, rope=Rope.default(DIM), formulas=[Formula(0.3, window=N)]
     )
     assert kvsim.replay(wide, kvsim.policy("tova"), 8).layers == (0,)
+    chunks = kvsim.replay(make(["chunk", "window", "plain"]), kvsim.policy("tova"), 8)
+    assert "chunks in layer 0 (9 tokens), a sliding window in layer 1 (7 tokens)" in chunks.remark
+    with pytest.raises(PolicyError, match="layer 0 of memory has chunks of 9 positions"):
+        kvsim.replay(make(["chunk"]), kvsim.policy("tova"), 8, layers=[0])
 
 
 def test_layers_that_share_a_budget_must_be_alike():
@@ -318,7 +325,9 @@ def test_layers_that_share_a_budget_must_be_alike():
 # --- on disk ---
 
 
-@pytest.mark.parametrize("names", [["plain"], ["all", "plain"], ["sinks"], ["softcap", "window"]])
+@pytest.mark.parametrize(
+    "names", [["plain"], ["all", "plain"], ["sinks"], ["softcap", "window", "chunk"]]
+)
 def test_a_trace_keeps_its_formulas(names, tmp_path):
     """What is stored reads back equal, verifies and has the digest of the trace in memory."""
     ropes = [Rope.default(DIM) if i % 2 == 0 else Rope((0.5,), 1.2) for i in range(len(names))]
@@ -342,7 +351,7 @@ def test_the_digest_says_what_is_computed(data):
         st.sampled_from(
             [
                 *({"scale": 0.8}, {"softcap": None}, {"softcap": 3.5}, {"window": None}),
-                *({"window": 12}, {"sinks": ()}, {"sinks": (*SINKS[:3], 0.1)}),
+                *({"window": 12}, {"chunk": 12}, {"sinks": ()}, {"sinks": (*SINKS[:3], 0.1)}),
             ]
         )
     )

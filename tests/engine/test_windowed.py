@@ -125,7 +125,9 @@ def test_refusals_name_the_windows_and_a_way_out():
     with pytest.raises(PolicyError) as differ:
         kvsim.replay(make((WINDOW, PLAIN, WINDOW, sinks)), cake, 40)
     assert "layers 1 and 3 of long differ" in str(differ.value)
-    assert "in their sinks, beside a window in layers 0, 2 (50 tokens);" in str(differ.value)
+    assert "in their sinks, beside a sliding window in layers 0, 2 (50 tokens);" in str(
+        differ.value
+    )
     assert "such as snapkv" in str(differ.value)
 
     narrow = Formula(0.3, window=20)
@@ -138,11 +140,11 @@ def test_refusals_name_the_windows_and_a_way_out():
 def test_without_a_layer_to_replay_the_stored_ones_are_spoken_of():
     """A trace of some layers says nothing of the model's others, and budgets are not dealt."""
     some = make(of=[0, 2], layer_ids=(0, 2), meta={"model": {"layers": 5}})
-    every = "every layer that it holds has a sliding window that is shorter than its 120 tokens"
+    every = "every layer that it holds masks out some of its 120 tokens: a sliding window in"
     for policy in ("tova", "pyramidkv", "cake"):
         with pytest.raises(PolicyError) as said:
             kvsim.replay(some, kvsim.policy(policy), 70)
-        assert f"{every}: layers 0-1 (50 tokens)" in str(said.value)
+        assert f"{every} layers 0-1 (50 tokens)" in str(said.value)
         assert "record other layers of the model, or a text of at most 50" in str(said.value)
     with pytest.raises(PolicyError) as said:
         kvsim.replay(make((WINDOW,) * 2), kvsim.policy("tova"), 70)
@@ -201,9 +203,9 @@ def test_a_remark_on_traces_is_made_once_for_all_policies():
 
     remarks = merged(replay_all(traces, policies, [36, 40], interval=8).remarks)
 
-    windows = [remark for remark in remarks if "have a sliding window" in remark]
+    windows = [remark for remark in remarks if "do not see the whole text" in remark]
     assert len(windows) == 1
-    assert windows[0].startswith("2 of 5 layers have")
+    assert windows[0].startswith("2 of 5 layers do")
     assert len(remarks) == 4  # of three of the policies as well
 
 

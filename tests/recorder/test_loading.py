@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import constants
-from recorder_models import small, tiny
+from recorder_models import exact_attention, small, tiny
 from safetensors.torch import load_file, save_file
 
 from kvsim.errors import CaptureError
@@ -48,6 +48,35 @@ def test_a_local_folder_is_loaded(folder, tmp_path):
     assert trace.meta["model"]["name"] == "small-qwen2"
     expected = capture(small("qwen2"), None, [1, 2], max_new_tokens=2)
     assert torch.allclose(trace.q, expected.q, atol=1e-4)  # weights lie at other addresses
+
+
+def test_the_text_part_of_a_multimodal_model_is_recorded(tmp_path):
+    """A folder of a class for text and images gives what its text part alone gives."""
+    text = small("llama")
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8, projection_dim=32,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text.config, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path / "llava")
+    ids = [3 * i % 60 for i in range(40)]
+
+    trace = capture(str(tmp_path / "llava"), None, ids, max_new_tokens=4)
+
+    expected = capture(text, None, ids, max_new_tokens=4)
+    assert trace.meta["model"]["type"] == "llava"
+    assert trace.meta["notes"] == ["a multimodal model, of which text alone was recorded"]
+    assert trace.tokens.tolist() == expected.tokens.tolist()
+    for name in ("q", "k", "v", "attn_out"):
+        assert torch.allclose(getattr(trace, name), getattr(expected, name), atol=1e-4)
+    for layer in range(trace.n_layers):
+        out = exact_attention(trace, layer)
+        assert torch.allclose(trace.attn_out[layer].double(), out, atol=1e-4)
 
 
 def test_loading_shows_no_progress_bar(folder, capfd):

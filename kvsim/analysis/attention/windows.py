@@ -77,12 +77,12 @@ def log_attention(
         # the rows of a group share their keys: one product per KV head
         z = (queries.flatten(1, 2) @ k[..., :n]).unflatten(1, queries.shape[1:3])
         z = formula.capped(z).sub_(lse[:, :, here, None])
-        hides = 0 if formula.window is not None else rows.start  # where something may be hidden
+        hides = 0 if formula.reach is not None else rows.start  # where something may be hidden
         if n > hides:
             row, pos = (
                 torch.arange(*x, device=z.device) for x in ((rows.start, rows.stop), (hides, n))
             )
-            z[..., hides:].masked_fill_(~sees(row, pos, formula.window), -torch.inf)
+            z[..., hides:].masked_fill_(~sees(row, pos, formula), -torch.inf)
         yield rows, z
 
 
@@ -207,8 +207,8 @@ def window_overlap(
         )
     if layer in trace.windowed:
         raise TraceError(
-            f"layer {layer} of {trace.name} has a sliding window, so later rows cannot attend to "
-            "most keys; expected a layer that sees the whole text"
+            f"layer {layer} of {trace.name} has {trace.formulas[layer].local}, so later "
+            "rows cannot attend to most keys; expected a layer that sees the whole text"
         )
     blocks = row_blocks(domain, trace.n_pos, width)
     scores = np.stack(list(window_scores(trace, layer, blocks, domain)))  # [4, H, D]

@@ -46,11 +46,14 @@ def _of(trace: Trace, record: Record, device: str) -> Bytes:
     rows = slice(trace.prompt_len, trace.n_pos)
     shape = record.evicted_at.shape[:2]
     resident, read = (np.full(shape, np.nan) for _ in range(2))
+    owners = [trace.owners[layer] for layer in record.layers]
     if rows.start < rows.stop:
         for index, evicted_at in enumerate(record.gone_after):
             gone = torch.from_numpy(evicted_at).to(device)
             both = _of_layer(trace, record, index, gone, rows)
             resident[index], read[index] = (x.cpu().numpy() / 8 for x in both)
+            if owners[index] in owners[:index]:  # an earlier layer holds the entries
+                resident[index] = 0
     return Bytes(resident, read)
 
 

@@ -259,13 +259,14 @@ def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
     remarks = []
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []
-    window = config.get("sliding_window")
-    slides = config.get("use_sliding_window", True) and window
-    if slides and (not kinds or any(str(kind).startswith("sliding") for kind in kinds)):
-        remarks.append(
-            f"layers with a sliding window ({window} tokens) are counted as full attention over "
-            "the whole context"
-        )
+    window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
+    sizes = {"sliding window": config.get("use_sliding_window", True) and window, "chunk": chunk}
+    for name, size in sizes.items():
+        if size and (not kinds or any(str(kind).startswith(name[:5]) for kind in kinds)):
+            remarks.append(
+                f"layers with a {name} ({size} tokens) are counted as full attention over the "
+                "whole context"
+            )
     if config.get("quantization_config"):
         remarks.append(
             "quantised weights are counted at the size of the data type; use --dtype-bytes"

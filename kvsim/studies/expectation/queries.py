@@ -39,7 +39,7 @@ class Queries:
         """Why an analysis is None or empty, by its name: what the trace lacks, or has."""
         trace, n = self.trace, self.trace.n_pos
         past = trace.prompt_len if self.cut is None else self.cut
-        window = bool(trace.windowed), f"a sliding window in {windows(trace)}"
+        window = bool(trace.windowed), windows(trace)
         part, later = ("prompt", "response") if self.cut is None else ("past", "row after the cut")
         least = SINK + LEAST_SAMPLES
         checks = {

@@ -48,7 +48,7 @@ class Ranks:
         trace, rows, prompt = self.trace, self.rule.window, self.trace.prompt_len
         reasons = {
             "only some layers of the model": not trace.whole,
-            f"a sliding window in {windows(trace)}": bool(trace.windowed),
+            windows(trace): bool(trace.windowed),
             f"a prompt of {prompt} tokens, no more than ASL's {rows} rows": prompt <= rows,
         }
         return next((why for why, holds in reasons.items() if holds), "")

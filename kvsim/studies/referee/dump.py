@@ -167,7 +167,7 @@ class Dump:
             arrays |= {"interval": self.schedule.interval or 0, "prefill": self.schedule.prefill}
         if self.trace is not None:
             trace, rope = self.trace, self.trace.rope
-            if any(each.softcap or each.window or each.sinks for each in trace.formulas):
+            if any(not each.plain for each in trace.formulas):
                 raise DumpError(
                     f"{self.name}: its attention has a softcap, a window or sinks, for which .npz "
                     "has no place; expected plain attention; write .parquet, and give the trace"
