@@ -31,7 +31,7 @@ from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
 from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
-from kvsim.recorder.hooks import kernel_name
+from kvsim.recorder.modules import kernel_name
 from kvsim.schema import first_of, numbered
 
 #: The models that have a name, in words: those that ship, and one in a package.

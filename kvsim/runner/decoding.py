@@ -158,8 +158,8 @@ class Decoding:
             self._whole.update(run.layers if run.whole else ())
             for index, layer in enumerate(source.readers):
                 number = sketch.layer_ids[layer]
-                part = self._parts[number] if layer in source.layers else None
-                self._evicting[number] = LiveLayer.of(part, source, index)
+                held = self._parts[number] if layer in source.layers else None
+                self._evicting[number] = LiveLayer.of(held, source, index)
             for layer in source.layers:
                 number = sketch.layer_ids[layer]
                 self.cache.layers[number] = self._evicting[number]
