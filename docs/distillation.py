@@ -30,7 +30,7 @@ from transformers.utils import logging
 import kvsim
 from apps.tiny.card import fill, proportion
 from apps.tiny.card import table as markdown
-from apps.tiny.distill import draw, encode
+from apps.tiny.adapt import draw, encode
 from apps.tiny.results import digest
 from drawing import small
 from kvsim.analysis.significance import holm, sign_flip

@@ -269,7 +269,7 @@ def kernel_name(model: PreTrainedModel) -> str:
 @contextmanager
 def intercepting(
     model: PreTrainedModel,
-    receive: Callable[[KernelCall], None],
+    receive: Callable[[KernelCall], None] | None,
     *,
     layers: Collection[int] | None = None,
     masking: Masking | None = None,
@@ -277,9 +277,10 @@ def intercepting(
 ) -> Iterator[None]:
     """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
 
-    receive: called after the kernel, before the output projection; may raise. layers: the layers to
-    intercept, by number; None for all. masking: gives kernels another mask than the model's, which
-    then computes something else. attending: computes instead of the kernel.
+    receive: called after the kernel, before the output projection; may raise. None where kernels
+    are only given masks, or are replaced: then several sequences may run together. layers: the
+    layers to intercept, by number; None for all. masking: gives kernels another mask than the
+    model's, which then computes something else. attending: computes instead of the kernel.
     """
     modules = {
         layer: module
@@ -287,7 +288,7 @@ def intercepting(
         if layers is None or layer in layers
     }
     name = kernel_name(model)
-    interceptor = _Interceptor(modules, name, receive)
+    interceptor = _Interceptor(modules, name, receive or (lambda _: None))
     with _TABLE_LOCK, ExitStack() as stack:
         listed = cast("Kernel | None", ALL_ATTENTION_FUNCTIONS.get(name))
 
@@ -318,7 +319,7 @@ def intercepting(
                 result = original(module, query, key, value, attention_mask, *args, **options)
             else:
                 result = computed, None
-            if id(module) in interceptor.layer_of:
+            if receive is not None and layer is not None:
                 interceptor.intercepted(module, (query, key, value), result[0], options)
             return result
 
@@ -327,6 +328,9 @@ def intercepting(
         stack.callback(table.update, before)
         stack.callback(table.pop, name, None)
         table[name] = kernel
+        if receive is None:
+            yield
+            return
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:
