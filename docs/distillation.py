@@ -3,7 +3,8 @@
 
     python docs/distillation.py DIR         measures the model of `python -m apps.tiny.distill`
     python docs/distillation.py             the page of what is measured already: seconds
-    python docs/distillation.py DIR --trial NAME   a line of a run that is not the main one
+    python docs/distillation.py DIR --trial NAME   a line of a run that is not the main one, or of
+                                                   `python -m apps.tiny.reinforce`
 
 What was measured is kept in `docs/distillation-results.jsonl`, a line for each model, policy and
 budget; `right` has a digit for each prompt. A cell of the same weights and prompts is not measured
@@ -28,9 +29,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import kvsim
+from apps.tiny.adapt import draw, encode
 from apps.tiny.card import fill, proportion
 from apps.tiny.card import table as markdown
-from apps.tiny.distill import draw, encode
 from apps.tiny.results import digest
 from drawing import small
 from kvsim.analysis.significance import holm, sign_flip
@@ -45,7 +46,7 @@ from kvsim.tiny import PATH
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/distillation.md", ROOT / "docs/distillation-results.jsonl"
-FIGURE = "figures/distillation.png"
+FIGURE, CURVES = "figures/distillation.png", "figures/reinforcement.png"
 INTERVAL, N, SEED = 16, 200, "held out"
 #: The policy and the budget of the training, and what else is measured.
 MAIN = ("gkv", 64)
@@ -54,6 +55,8 @@ CELLS = (
     ("adakv+gkv", 64),
     *((name, 96) for name in ("snapkv", "h2o", "expected_attention")),
 )
+#: What models of reinforcement learning are measured by.
+REINFORCED = (*(("gkv", budget) for budget in (48, 64, 80)), ("adakv+gkv", 64), ("snapkv", 96))
 #: Parameters made for thousands of tokens, made smaller.
 PARAMS = {name: {"window": 8} for name in ("gkv", "snapkv", "adakv+gkv")}
 METRICS = ("top_agreement", "response_kl", "output_error")
@@ -81,7 +84,7 @@ def full_right(model: PreTrainedModel, sample: Sample) -> bool:
 
 
 def measured(
-    folder: Path, has: Callable[..., bool], *, only_main: bool
+    folder: Path, has: Callable[..., bool], chosen: Sequence[tuple[str, int]], *, whole: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the results of the model in a folder that are missing: full cache, levels, cells."""
     model, tokenizer = load_model(folder, dtype="float32")
@@ -92,11 +95,10 @@ def measured(
         pairs_of = zip(traces, prompts_held_out, strict=True)
         heads = np.mean([reading_heads(*pair) for pair in pairs_of])
         yield {"part": "full", "right": digits(full), "reading_heads": round(float(heads), 3)}
-    cells = sorted(CELLS, key=lambda pair: pair != MAIN)  # the main one first
-    for name, budget in [MAIN] if only_main else cells:
+    for name, budget in sorted(chosen, key=lambda pair: pair != MAIN):  # the main one first
         if has(part="policy", policy=name, budget=budget):
             continue
-        written = (name, budget) == MAIN and not only_main
+        written = (name, budget) == MAIN and whole
         run = kvsim.live(
             model,
             traces,
@@ -111,7 +113,7 @@ def measured(
         if run.failures:
             raise SystemExit(str(run.failures[0]))
         yield cell(name, budget, run, full, prompts_held_out)
-    for level in () if only_main else LEVELS_MEASURED:
+    for level in LEVELS_MEASURED if whole else ():
         if has(part="level", level=level):
             continue
         more = [each for task in TASKS for each in prompts(EACH, 4242, task=task, level=level)]
@@ -294,6 +296,46 @@ def trials(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown([*head, f"right, `{MAIN[0]}` at {MAIN[1]}", "right, full cache"], body)
 
 
+def reinforced(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the runs of reinforcement learning, beside the start and distillation."""
+    of = {
+        (row["weights"], row["part"], row.get("policy"), row.get("budget")): row
+        for row in rows
+        if row["part"] in ("policy", "full")
+    }
+    main = next(row for row in rows if row["part"] == "training" and "trial" not in row)
+    runs = [row for row in rows if row["part"] == "reinforcement"]
+    models = [("the shipped model", digest(PATH)), ("distilled", main["weights"])]
+    models += [(run["trial"], run["weights"]) for run in runs]
+    body = [
+        [
+            name,
+            *(count(of[weights, "policy", *cell]) for cell in REINFORCED),
+            count(of[weights, "full", None, None]),
+        ]
+        for name, weights in models
+    ]
+    head = ["model", *(f"`{name}`, {budget}" for name, budget in REINFORCED), "full cache"]
+    return markdown(head, body)
+
+
+def curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Reward and length of the responses of reinforcement learning by step, means of ten steps."""
+    runs = [row for row in rows if row["part"] == "reinforcement"]
+    figure, axes = plt.subplots(1, 3, figsize=(9.5, 3.4), layout="constrained")
+    labels = {"reward": "right words", "right": "right responses", "length": "tokens of a response"}
+    for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        for run, colour in zip(runs, COLOURS, strict=False):
+            values = np.array(run[name])
+            tens = values[: len(values) // 10 * 10].reshape(-1, 10).mean(1)
+            scale = 1 if name == "length" else 100
+            at = np.arange(len(tens)) * 10 + 5.5
+            axis.plot(at, scale * tens, color=colour, marker="o", markersize=3, label=run["trial"])
+        axis.set(xlabel="step", ylabel=label if name == "length" else f"{label} [%]")
+    axes[0].legend(fontsize="small")
+    return figure
+
+
 def drawn(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Right answers before and after, and the divergence by step."""
     cells = pairs(rows, "policy")
@@ -337,6 +379,7 @@ def sections(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "policies": policies(pairs(rows, "policy")),
         "levels": levels(rows),
         "trials": trials(rows),
+        "reinforced": reinforced(rows),
     }
 
 
@@ -344,9 +387,10 @@ def write() -> None:
     """Write the generated parts of the page, and its figure."""
     rows = lines()
     PAGE.write_text(fill(PAGE.read_text("utf-8"), sections(rows)), "utf-8")
-    path = ROOT / "docs" / FIGURE
-    drawn(rows).savefig(path, dpi=110, metadata={"Software": None})
-    small(path, path)
+    for name, draw_figure in ((FIGURE, drawn), (CURVES, curves)):
+        path = ROOT / "docs" / name
+        draw_figure(rows).savefig(path, dpi=110, metadata={"Software": None})
+        small(path, path)
 
 
 def add(row: Mapping[str, Any]) -> None:
@@ -364,10 +408,12 @@ def measure(folder: Path, trial: str | None) -> None:
         return RESULTS.exists() and any(keys.items() <= row.items() for row in lines())
 
     run = json.loads(summary.read_text("utf-8")) if summary.exists() else {}
-    if "kl" in run and not has(part="training"):
+    part = "reinforcement" if "reward" in run else "training"
+    if run and not has(part=part):
         name = {"trial": trial} if trial else {}
-        add({"weights": weights, "part": "training", **run, **name})
-    for row in measured(folder, has, only_main=trial is not None):
+        add({"weights": weights, "part": part, **run, **name})
+    chosen = REINFORCED if part == "reinforcement" else [MAIN] if trial else CELLS
+    for row in measured(folder, has, chosen, whole=trial is None):
         print(json.dumps(row), flush=True)
         add({"weights": weights, **row})
 

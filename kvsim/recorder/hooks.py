@@ -278,7 +278,7 @@ def hidden_states(
 @contextmanager
 def intercepting(
     model: PreTrainedModel,
-    receive: Callable[[KernelCall], None],
+    receive: Callable[[KernelCall], None] | None,
     *,
     layers: Collection[int] | None = None,
     masking: Masking | None = None,
@@ -286,9 +286,10 @@ def intercepting(
 ) -> Iterator[None]:
     """Pass every kernel call of `model` to `receive` until the block ends, by an error too.
 
-    receive: called after the kernel, before the output projection; may raise. layers: the layers to
-    intercept, by number; None for all. masking: gives kernels another mask than the model's, which
-    then computes something else. attending: computes instead of the kernel.
+    receive: called after the kernel, before the output projection; may raise. None where kernels
+    are only given masks, or are replaced: then several sequences may run together. layers: the
+    layers to intercept, by number; None for all. masking: gives kernels another mask than the
+    model's, which then computes something else. attending: computes instead of the kernel.
     """
     modules = {
         layer: module
@@ -296,7 +297,7 @@ def intercepting(
         if layers is None or layer in layers
     }
     name = kernel_name(model)
-    interceptor = _Interceptor(modules, name, receive)
+    interceptor = _Interceptor(modules, name, receive or (lambda _: None))
 
     def wrap(original: Kernel) -> Kernel:
         def kernel(
@@ -333,7 +334,7 @@ def intercepting(
                 result = original(module, *inputs, attention_mask, *args, **options)
             else:
                 result = computed if latent is None else latent.expanded(computed, query), None
-            if layer is not None:
+            if receive is not None and layer is not None:
                 interceptor.intercepted(module, inputs, result[0], options, latent)
             return result
 
@@ -344,6 +345,9 @@ def intercepting(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         latents = Latents(modules, stack)
         stack.enter_context(replacing_kernel(name, wrap))
+        if receive is None:
+            yield
+            return
         for home in {sys.modules[type(module).__module__] for module in modules.values()}:
             rotate = vars(home).get(_ROTARY)
             if rotate is not None:

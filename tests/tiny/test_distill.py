@@ -8,30 +8,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from apps.tiny import distill
+from apps.tiny import adapt, distill
 from kvsim.recorder import load_model
 from kvsim.studies.language.ledger import check
 
-SMALL = distill.Settings(steps=2, batch=2, full=0.5, checkpoint=1)
+SMALL = distill.Distilled(steps=2, batch=2, full=0.5, checkpoint=1)
 
 
-def weights(run: distill.Run) -> torch.Tensor:
+def weights(run: adapt.Run[distill.Distilled]) -> torch.Tensor:
     """All parameters of the student as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in run.student.parameters()])
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     """Stopped after a step and loaded again, it is bit for bit the run that was not stopped."""
-    whole = distill.start(SMALL)
-    distill.train(whole, tmp_path / "whole")
-    distill.train(distill.start(SMALL), tmp_path / "parts", until=1)
-    resumed = distill.load(tmp_path / "parts" / "state.pt")
+    whole = distill.TRAINING.start(SMALL)
+    distill.TRAINING.train(whole, tmp_path / "whole")
+    distill.TRAINING.train(distill.TRAINING.start(SMALL), tmp_path / "parts", until=1)
+    resumed = distill.TRAINING.load(tmp_path / "parts" / "state.pt")
     assert resumed.step == 1
     assert not torch.equal(weights(resumed), weights(whole))
     distill.main(["--out", str(tmp_path / "parts"), "--resume"])
     one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
     assert one.read_bytes() == other.read_bytes()
-    shipped, written = distill.start(SMALL), load_file(one)
+    shipped, written = distill.TRAINING.start(SMALL), load_file(one)
     for name, value in whole.student.state_dict().items():
         if name in written:
             expected = 0.25 * shipped.student.state_dict()[name] + 0.75 * value
@@ -43,7 +43,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
 
 def test_the_loss_of_a_batch_falls():
     """Steps on the same sequences bring the student nearer to the teacher under the policy."""
-    run = distill.start(replace(SMALL, steps=4, batch=2, full=0.0, learning_rate=3e-4))
+    run = distill.TRAINING.start(replace(SMALL, steps=4, batch=2, full=0.0, learning_rate=3e-4))
     batch = run.rng.getstate()
     values = []
     for _ in range(4):
@@ -55,8 +55,8 @@ def test_the_loss_of_a_batch_falls():
 
 def test_the_rate_follows_the_recipe():
     """It rises for a twentieth of the steps, and falls as a cosine to nearly nothing."""
-    settings = distill.Settings(steps=100)
-    rates = [distill.rate(settings, step) for step in range(100)]
+    settings = distill.Distilled(steps=100)
+    rates = [adapt.rate(settings, step) for step in range(100)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert max(rates) == 1.0
     assert rates[5:] == sorted(rates[5:], reverse=True)
@@ -65,8 +65,8 @@ def test_the_rate_follows_the_recipe():
 
 def test_sequences_are_prompts_with_their_right_response():
     """Tokens are those of the tokenizer of the model, and the response is right."""
-    sample = distill.draw(distill.start(SMALL).rng)
-    ids, prompt_len = distill.encode(sample)
+    sample = adapt.draw(distill.TRAINING.start(SMALL).rng)
+    ids, prompt_len = adapt.encode(sample)
     _, tokenizer = load_model("tiny")
     assert ids[:prompt_len] == tokenizer(sample.prompt)["input_ids"]
     text = tokenizer.decode(ids[prompt_len:], skip_special_tokens=True)
@@ -83,9 +83,9 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path, capsys):
 
 def test_a_resumed_run_can_end_later(tmp_path):
     """`--resume --steps N` takes the steps that are missing, and keeps the other settings."""
-    distill.train(distill.start(replace(SMALL, steps=1, batch=1)), tmp_path)
+    distill.TRAINING.train(distill.TRAINING.start(replace(SMALL, steps=1, batch=1)), tmp_path)
     distill.main(["--out", str(tmp_path), "--resume", "--steps", "2"])
-    run = distill.load(tmp_path / "state.pt")
+    run = distill.TRAINING.load(tmp_path / "state.pt")
     assert (run.step, run.settings) == (2, replace(SMALL, steps=2, batch=1))
 
 

@@ -91,10 +91,7 @@ class Masks:
 
     def dense(self, layer: int, rows: slice = slice(None)) -> Tensor:
         """Return what rows of a layer see, bool [head, row, pos]; layer: index in `layers`."""
-        last = self.last_row[layer]
-        pos = torch.arange(self.n_pos, device=last.device)
-        row = pos[rows, None]
-        return (pos <= row) & (row <= last.unsqueeze(1))
+        return _visible(self.last_row[layer], rows)
 
     def mask_mod(
         self, layer: int, group: int = 1
@@ -144,6 +141,13 @@ class Masks:
         )
 
 
+def _visible(last_row: Tensor, rows: slice = slice(None)) -> Tensor:
+    """Return what rows see, bool [..., row, pos]; last_row: [..., pos]."""
+    pos = torch.arange(last_row.shape[-1], device=last_row.device)
+    row = pos[rows, None]
+    return (pos <= row) & (row <= last_row.unsqueeze(-2))
+
+
 def _lagging(last_row: Any, events: Sequence[int]) -> Any:
     """The last rows where each event takes effect after the next one."""
     out = last_row.copy()
@@ -159,42 +163,57 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def masking(model: PreTrainedModel, masks: Masks) -> Iterator[None]:
+def masking(model: PreTrainedModel, masks: Masks | Sequence[Masks]) -> Iterator[None]:
     """Let each layer of a model of transformers attend by its masks, with gradients if enabled.
 
-    One sequence of the record's tokens at a time, in one forward without a cache. Layers that the
-    masks do not have, and sliding windows, keep the model's own. Raises CaptureError for a model
-    that cannot be recorded and for a batch of sequences, PolicyError for another length and for
-    masks of layers that the model does not have.
+    One forward without a cache, of the record's tokens; or of several sequences, padded at their
+    ends, with the masks of each. Layers that the masks do not have, and sliding windows, keep the
+    model's own. Raises CaptureError for a model that cannot be recorded, PolicyError for another
+    length or number of sequences, and for masks of layers that the model does not have or that
+    differ between sequences.
     """
     from kvsim.recorder import hooks, modules  # noqa: PLC0415  transformers
 
     added = modules.kernel_name(model) == "eager"
-    index = {layer: at for at, layer in enumerate(masks.layers)}
-    missing = sorted({*index} - {*modules.attention_modules(model)})
-    if missing:
-        raise PolicyError(
-            f"the masks of {masks.labels.get('trace')} are of layers {list(masks.layers)}, and "
-            f"{type(model).__name__} has no layer {missing[0]}; expected masks of a record of this "
-            "model"
-        )
-    masks = masks.to(model.device)
+    batch = [masks] if isinstance(masks, Masks) else [*masks]
+    first, numbers = batch[0], {*modules.attention_modules(model)}
+    for each in batch:
+        missing = sorted({*each.layers} - numbers)
+        if missing or each.layers != first.layers:
+            raise PolicyError(
+                f"the masks of {each.labels.get('trace')} are of layers {list(each.layers)}, "
+                + (
+                    f"and {type(model).__name__} has no layer {missing[0]}; expected masks of a "
+                    "record of this model"
+                    if missing
+                    else f"others of {list(first.layers)}; expected the same layers in a batch"
+                )
+            )
+    n_pos = max(each.n_pos for each in batch)
+    index = {layer: at for at, layer in enumerate(first.layers)}
+    last_row = torch.stack(
+        [
+            torch.nn.functional.pad(each.last_row, (0, n_pos - each.n_pos), value=NEVER)
+            for each in batch
+        ]
+    ).to(model.device)  # of sequence, layer, head and position
 
     def mask(layer: int, query: Tensor, given: Tensor | None) -> Tensor | None:
         if layer not in index:
             return given
-        if query.shape[2] != masks.n_pos:
+        if query.shape[::2] != (len(batch), n_pos):
             raise PolicyError(
-                f"{query.shape[2]} tokens run under masks of {masks.n_pos}; expected the tokens of "
-                f"{masks.labels.get('trace')}, all in one forward without a cache"
+                f"{len(query)} x {query.shape[2]} tokens run under masks of "
+                f"{len(batch)} x {n_pos}; expected the tokens of {first.labels.get('trace')}, all "
+                "in one forward without a cache"
             )
-        visible = masks.dense(index[layer])
-        visible = visible.repeat_interleave(query.shape[1] // len(visible), 0)[None]
+        visible = _visible(last_row[:, index[layer]])
+        visible = visible.repeat_interleave(query.shape[1] // visible.shape[1], 1)
         if given is not None:
             visible = visible & (given if given.dtype == torch.bool else given == 0)
         return hooks.kernel_mask(visible, query, added=added)
 
-    with hooks.intercepting(model, lambda _: None, masking=mask):
+    with hooks.intercepting(model, None, masking=mask):
         yield
 
 

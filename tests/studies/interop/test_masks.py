@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as flex
 
 import kvsim
 from kvsim.analysis.output.error import output_error
-from kvsim.errors import CaptureError, OutputError, PolicyError
+from kvsim.errors import OutputError, PolicyError
 from kvsim.studies.interop.masks import DEFECTS, Masks, masking, read_masks, write_masks
 from kvsim.sweeps.driver import replay_all
 from small_model import small
@@ -121,7 +121,7 @@ def test_a_masked_model_has_the_logits_of_the_runner(trace, record, kernel):
         assert float(model.model.layers[0].self_attn.k_proj.weight.grad.abs().max()) > 0
         full = model(trace.tokens[None]).logits[0, PROMPT - 1 :]
         assert float((full - logits).detach().abs().max()) > 1e-3
-        expecting = pytest.raises(PolicyError, match="5 tokens run under masks of 90")
+        expecting = pytest.raises(PolicyError, match="1 x 5 tokens run under masks of 1 x 90")
         with masking(model, Masks.of(record)), expecting:
             model(trace.tokens[None, :5])
     finally:
@@ -148,9 +148,19 @@ def test_masks_are_of_the_layers_of_the_model(trace, record):
         masking(model, replace(second, layers=(2,))).__enter__()
 
 
-def test_a_batch_of_sequences_is_refused(trace, record):
-    """The masks are those of one sequence, so two in one forward are an error."""
-    with masking(small(), Masks.of(record)), pytest.raises(CaptureError, match="one sequence"):
+def test_a_batch_has_the_masks_of_each_sequence(trace, record):
+    """Rows of each of two sequences see what those of the sequence alone see."""
+    other = kvsim.replay(trace, "tova", BUDGET, interval=INTERVAL)
+    masks = [Masks.of(record), Masks.of(other)]
+    with torch.no_grad():
+        with masking(small(), masks):
+            together = small()(trace.tokens.expand(2, -1)).logits
+        for logits, each in zip(together, masks, strict=True):
+            with masking(small(), each):
+                alone = small()(trace.tokens[None]).logits[0]
+            torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
+    assert float((together[0] - together[1]).abs().max()) > 1e-3
+    with masking(small(), masks[0]), pytest.raises(PolicyError, match="2 x 90 tokens run"):
         small()(trace.tokens.expand(2, -1))
 
 
