@@ -25,6 +25,7 @@ AXES = {
     "k": ("layer", "head", "pos", "dim"),
     "v": ("layer", "head", "pos", "dim"),
     "attn_out": ("layer", "qhead", "pos", "dim"),
+    "gate": ("layer", "qhead", "pos", "dim"),
     "lse": ("layer", "qhead", "pos"),
     "attention": ("layer", "qhead", "row", "pos"),
     "attention_window": ("layer", "qhead", "row", "pos"),

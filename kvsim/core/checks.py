@@ -42,6 +42,7 @@ _ON_REQUEST = {
     "attention": "--attention full (attention=True)",
     "attention_window": "--attention window:N (attention='window:N')",
     "o_proj": "--o-proj (o_proj=True)",
+    "gate": "--o-proj (o_proj=True), if its model has one",
     "residual": "--residual (residual=True)",
     "residual_norm": "this version, which stores it",
     "layer_sensitivity": "--o-proj and --sensitivity, all layers and a response",

@@ -25,7 +25,7 @@ from kvsim.schema import CHUNK
 DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
 
 #: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
-CHECKSUMMED = (*DIGESTED, "o_proj", "residual", "residual_norm", "probe_q", "probe_k")
+CHECKSUMMED = (*DIGESTED, "gate", "o_proj", "residual", "residual_norm", "probe_q", "probe_k")
 
 Array = NDArray[Any]
 

@@ -66,7 +66,10 @@ class Source(Protocol):
 
     @property
     def o_proj(self) -> Tensor:
-        """Output projection of each query head, [L, H, G, d, D]; NeedsError without one."""
+        """Output projection of each query head, [L, H, G, d, D]; NeedsError without one.
+
+        Where a gate acts before it, of values times the mean gate of the prompt.
+        """
 
     @property
     def probe(self) -> ProbeRows:

@@ -156,13 +156,13 @@ class SelectedRows:
         rows: their places in it, int64 [n], ascending.
     """
 
-    _KEPT = ("q", "k", "v", "o_proj")
+    _KEPT = ("q", "k", "v", "gate", "o_proj")
 
     def __init__(self, base: ArraySource, rows: Tensor) -> None:
         self.base, self.rows = base, rows
         self.positions = base.positions[rows]
         self.shapes = {name: base.shapes[name] for name in self._KEPT if name in base.shapes}
-        for name in ("q", "k", "v"):
+        for name in self.shapes.keys() - {"o_proj"}:
             layers, heads, _, dim = self.shapes[name]
             self.shapes[name] = (layers, heads, len(rows), dim)
 

@@ -131,6 +131,7 @@ class Trace(Displayed):
         scale: float | None = None,
         formulas: Sequence[Formula] | None = None,
         attn_out: ArrayLike | None = None,
+        gate: ArrayLike | None = None,
         lse: ArrayLike | None = None,
         o_proj: ArrayLike | None = None,
         residual: ArrayLike | None = None,
@@ -161,6 +162,7 @@ class Trace(Displayed):
                 causal attention: softcap, sliding window, chunks, sinks.
             attn_out: attention output before the output projection [layer, qhead, pos, value_dim];
                 computed if missing.
+            gate: factor of attn_out before the output projection, like attn_out; 1 if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, value_dim, hidden].
             residual: input of each decoder layer [layer, pos, hidden].
@@ -182,6 +184,7 @@ class Trace(Displayed):
         """
         optional = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
         optional |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
+        optional |= {"gate": gate}
         given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
@@ -396,7 +399,7 @@ class Trace(Displayed):
         """Output projection of each query head [layer, qhead, value_dim, hidden].
 
         A layer's attention gives sum_i attn_out[layer, i] @ o_proj[layer, i], and a bias, which
-        depends on no head and is not stored.
+        depends on no head and is not stored; with a `gate`, attn_out times it.
 
         Raises:
             NeedsError: it was not recorded; `kvsim capture --o-proj` does.

@@ -202,7 +202,10 @@ class View:
 
     @property
     def o_proj(self) -> Tensor:
-        """Output projection of each query head, D the hidden size; [L, H, G, d, D]."""
+        """Output projection of each query head, D the hidden size; [L, H, G, d, D].
+
+        Where the model multiplies the output by a gate, that gate's mean over the prompt is in it.
+        """
         return self._share("o_proj", self._source.o_proj)
 
     @property

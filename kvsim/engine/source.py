@@ -148,7 +148,8 @@ class TraceSource:
     @cached_property
     def o_proj(self) -> Tensor:
         """Output projection of each query head, [L, H, G, d, D]."""
-        return self._grouped(self._read("o_proj"))
+        parts = [projections(self._trace, run).to(self._device) for run in self._runs]
+        return self._grouped(_together(parts))
 
     @cached_property
     def probe(self) -> ProbeRows:
@@ -173,6 +174,18 @@ class TraceSource:
             gone = (evicted_at != NEVER).unsqueeze(-1)
             self.keys = self.keys.masked_fill(gone, torch.nan)
             self.values = self.values.masked_fill(gone, torch.nan)
+
+
+def projections(trace: Trace, layers: slice) -> Tensor:
+    """Output projections [layer, qhead, d, D]; with the mean gate of the prompt, if there is one.
+
+    Of the rows that the first event has seen, so without a question behind a context.
+    """
+    out = trace.read("o_proj", layers)
+    if trace.has("gate"):
+        seen = slice(0, trace.context_len or trace.prompt_len)
+        out = out * trace.read("gate", layers, seen).mean(2).unsqueeze(-1)
+    return out
 
 
 def _runs(layers: Sequence[int]) -> list[slice]:

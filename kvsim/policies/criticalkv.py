@@ -4,7 +4,8 @@ Feng et al., "Identify Critical KV Cache in LLM Inference from an Output Perturb
 arXiv 2502.03805. The first stage gives a share of the budget (`first_stage`, by default half) to
 the best entries of the scorer. The rest goes to the entries with the largest products of score and
 projected value, (s_j + epsilon) ||W_o v_j||_1, averaged over the query heads of the group, with W_o
-the output projection.
+the output projection; where the model multiplies the output by a gate first, its mean over the
+prompt is part of W_o.
 
 Deviations. Entries that the scorer protects come first and count in the first stage. Where they
 fill it, or its share is below one entry, the second stage chooses all others. Scores that can be

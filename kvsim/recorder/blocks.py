@@ -116,7 +116,7 @@ def _shape(call: KernelCall) -> tuple[int, ...]:
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
     """Return views of what only this call has of its rows."""
     parts = {"q": call.q, "attn_out": call.out, _PRE_ROPE: call.pre_rope}
-    parts |= {"residual": call.residual, "residual_norm": call.residual_norm}
+    parts |= {"gate": call.gate, "residual": call.residual, "residual_norm": call.residual_norm}
     return {
         name: part.narrow(_row_axis(name), row, count)
         for name, part in parts.items()

@@ -74,6 +74,7 @@ class KernelCall:
             1 everywhere. Works while the call is received.
         up: of latent attention, whose entries are in q, k and v (`kvsim.recorder.latent`), the
             projection from the latent to the kernel's output [qhead, rank, value].
+        gate: factor of the output before the projection, like `out`, if there is one.
         residual: input of the decoder layer [w, hidden], if it is recorded.
         residual_norm: length of each of its rows [w], float32, where the input is what the layer
             before returned.
@@ -91,6 +92,7 @@ class KernelCall:
     rotated_q: Tensor | None
     again: Callable[[Tensor], tuple[Tensor, Tensor]]
     up: Tensor | None = None
+    gate: Tensor | None = None
     residual: Tensor | None = None
     residual_norm: Tensor | None = None
 

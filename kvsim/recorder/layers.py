@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
-from kvsim.recorder.hooks import KernelCall, hidden_states
+from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.hooks import Attention, KernelCall, hidden_states, intercepting
 from kvsim.recorder.modules import attention_modules, decoder_layers
 from kvsim.schema import CHUNK
 
@@ -32,12 +33,14 @@ class ProjectionModules:
     """The output projections of some layers of a model, for one capture.
 
     Each is checked on the first call of its layer: the module's output must be the sum over query
-    heads of the kernel's output times the head's block, plus the bias. So gates between kernel and
-    projection, adapters and the like are refused instead of ignored, and so is a layer without a
-    projection of a usual name, or with one that is no plain matrix (CaptureError).
+    heads of the kernel's output, times the gate if there is one, times the head's block, plus the
+    bias. So norms between kernel and projection, adapters and the like are refused instead of
+    ignored, and so is a layer without a projection of a usual name, or with one that is no plain
+    matrix (CaptureError).
 
     blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views, but of latent
-    attention products with the projection from the latent to values.
+    attention products with the projection from the latent to values. gated: whether something acts
+    on the output of a kernel before its projection (`find_gates`).
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
@@ -63,6 +66,46 @@ class ProjectionModules:
         self.dtype = DTYPES[dtype]
         self.blocks: dict[int, Tensor] = {}
         self._unchecked: dict[int, tuple[Tensor, Tensor]] = {}
+        self.gated = False
+
+    def find_gates(self, model: PreTrainedModel, ids: Sequence[int]) -> None:
+        """Run a few tokens with kernels that return 1, and note whether projections get that."""
+        inputs: list[Tensor] = []
+
+        def ones(_: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+            return torch.ones_like(attention(q, k, v, None))
+
+        with ExitStack() as stack:
+            for module in self.modules.values():
+                stack.enter_context(_inputs(module, inputs))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(evaluating(model))
+            stack.enter_context(intercepting(model, lambda _: None, attending=ones))
+            model(torch.tensor([[*ids[:2]]], device=device_of(model)), use_cache=False)
+        self.gated = any(bool((x != 1).any()) for x in inputs)
+
+    def gate(self, call: KernelCall) -> Tensor | None:
+        """Return what the projection gets where the kernel returns 1, like `call.out`.
+
+        None in a model without gates. A norm is none: the check of the projection finds it.
+        """
+        if not self.gated:
+            return None
+        if call.up is not None:
+            raise CaptureError(
+                f"a gate acts on the output of layer {call.layer}, whose entries are latents; "
+                "expected one or the other"
+            )
+        inputs: list[Tensor] = []
+        with _inputs(self.modules[call.layer], inputs):
+            call.again(call.hidden)
+        heads, rows, dim = call.out.shape
+        if [x.numel() for x in inputs] != [call.out.numel()]:
+            raise CaptureError(
+                f"{self.names[call.layer]} of layer {call.layer} gets {len(inputs)} inputs of "
+                f"another size than the attention output, expected one of it"
+            )
+        return inputs[0].view(rows, heads, dim).transpose(0, 1)
 
     def receive(self, call: KernelCall) -> None:
         """Take a kernel call, before its output goes through the projection."""
@@ -78,7 +121,9 @@ class ProjectionModules:
             )
         block = weight.T.unflatten(0, (heads, dim))
         self.blocks[call.layer] = block if call.up is None else call.up @ block.to(call.up)
-        self._unchecked[call.layer] = call.out[:, :CHUNK], block
+        out = call.out[:, :CHUNK]
+        gated = out if call.gate is None else out * call.gate[:, :CHUNK]
+        self._unchecked[call.layer] = gated, block
 
     @contextmanager
     def checking(self, store: Callable[[], None], guard: Guard = nullcontext) -> Iterator[None]:
@@ -120,8 +165,13 @@ class ProjectionModules:
             raise CaptureError(
                 f"{self.names[layer]} of layer {layer} differs by {error:.3g} (relative) from its "
                 f"weights times the attention output, expected at most {allowed:g}: there is an "
-                "adapter or a gate; merge it into the weights"
+                "adapter or a norm; merge it into the weights"
             )
+
+
+def _inputs(module: nn.Module, inputs: list[Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which the inputs of a module are added to a list."""
+    return module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
 
 
 def _name(layer: int, module: nn.Module) -> str:

@@ -21,6 +21,7 @@ from kvsim.recorder.generation import check_logits, device_of, evaluating, last_
 from kvsim.recorder.hooks import (
     KERNELS,
     Attention,
+    KernelCall,
     intercepting,
     kernel_mask,
 )
@@ -35,11 +36,25 @@ _LOGITS = 1 << 26
 
 
 class LayerEntries(NamedTuple):
-    """Keys and values [H, n, d] of a layer, and its formula."""
+    """Keys and values [H, n, d] of a layer, and its formula.
+
+    gate: of the first rows after the prompt [qhead, w, d], where there is one.
+    """
 
     keys: Tensor
     values: Tensor
     formula: Formula
+    gate: Tensor | None = None
+
+    @classmethod
+    def note(cls, entries: dict[int, LayerEntries], call: KernelCall, prompt_len: int) -> None:
+        """Replace those of the call's layer, and add to its gates."""
+        gate, before = call.gate, entries.get(call.layer)
+        if gate is not None:
+            gate = gate[:, max(0, prompt_len - call.start) :][:, :ROWS]
+            if before is not None and before.gate is not None:
+                gate = torch.cat([before.gate, gate], 1)[:, :ROWS]
+        entries[call.layer] = cls(call.k, call.v, call.formula, gate)
 
 
 def layer_sensitivity(
@@ -158,8 +173,10 @@ class _Copies:
                 kept = kept.repeat_interleave(len(seen) // len(kept), 0)[:, None]
                 fewer = kernel_mask((seen & kept)[None], query, added=self._added)
                 outputs.append(computed(0, fewer))
-                moved = (outputs[-1] - outputs[0])[0].flatten(1).float()
-                added = moved @ self._projections[layer].flatten(0, 1).to(moved)
+                moved = (outputs[-1] - outputs[0])[0].float()  # [w, qhead, d]
+                if of.gate is not None:
+                    moved = moved * of.gate[:, :count].transpose(0, 1).to(moved)
+                added = moved.flatten(1) @ self._projections[layer].flatten(0, 1).to(moved)
                 self._squared[layer] = float(added.double().square().sum())
         return torch.cat(outputs, dim=1)
 

@@ -69,8 +69,7 @@ class Session:
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
         self._described = described
         system = options.system if prompt.system is None else prompt.system
-        encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
-        self.encoded = encoded
+        self.encoded = encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
@@ -229,10 +228,11 @@ class Session:
 
     def _forward(self, progress: Progress) -> tuple[list[int], str | None]:
         with ExitStack() as stack:
-            stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.projections is not None:
+                self.projections.find_gates(self.model, self.encoded.ids)
                 guard = partial(self._leaving_out, "o_proj")
                 stack.enter_context(self.projections.checking(self._store_projections, guard))
+            stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.residual is not None:
                 following = self.residual.following(partial(self._leaving_out, "residual_norm"))
                 stack.enter_context(following)
@@ -264,11 +264,14 @@ class Session:
                 norm = torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).float()
                 kept = rows if self.options.residual else None
                 call = replace(call, residual=kept, residual_norm=norm)
+        if self.projections is not None:
+            with self._leaving_out("o_proj"):
+                call = replace(call, gate=self.projections.gate(call))
         self._recorder.receive(call)
         if self.projections is not None:
             with self._leaving_out("o_proj"):
                 self.projections.receive(call)
-            self._entries[call.layer] = LayerEntries(call.k, call.v, call.formula)
+            LayerEntries.note(self._entries, call, len(self.encoded.ids))
 
     def _begin(self) -> None:
         """Write the header and the prompt, once every layer has been called."""
@@ -310,7 +313,8 @@ class Session:
                 self._left_out.add(name)
                 self.notes.append(f"recorded without {name}: {str(error).partition(';')[0]}")
                 if self._recorder.sink is not None:
-                    self._recorder.sink.drop(name)
+                    for array in (name, "gate") if name == "o_proj" else (name,):
+                        self._recorder.sink.drop(array)
 
     @property
     def _attention_array(self) -> str:
@@ -340,6 +344,7 @@ class Session:
         if self.probe is not None:
             sizes["probe"] = len(self.probe.tokens)
             dtypes |= dict.fromkeys(PROBE, source)
+        dtypes |= {} if call.gate is None else {"gate": source}
         if call.residual is not None:
             sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
         if call.residual_norm is not None:

@@ -131,11 +131,15 @@ class RunningModel:
 
     @cached_property
     def projections(self) -> Tensor | None:
-        """Output projection of each query head [layer, qhead, d, D]; None without such matrices."""
+        """Output projection of each query head [layer, qhead, d, D].
+
+        None without such matrices, or where a gate acts before them.
+        """
         try:
-            return self._projected.o_proj.to(self.device)
+            trace = self._projected
         except CaptureError:
             return None
+        return None if trace.has("gate") else trace.o_proj.to(self.device)
 
     def sketch(
         self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
@@ -144,6 +148,11 @@ class RunningModel:
         self.check_length(n_pos)
         example = self._projected if "o_proj" in policy.scorer.needs else self._plain
         zero = torch.zeros((), dtype=example.dtype)
+        if example.has("gate"):
+            raise CaptureError(
+                f"{policy.name} reads the output projection, before which {model_name(self.model)} "
+                "has a gate, expected none in a live run; replay a recorded trace instead"
+            )
         shapes = example.source.shapes
         arrays = {
             key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")

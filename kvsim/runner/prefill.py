@@ -30,6 +30,7 @@ from kvsim.engine import replay
 from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
+from kvsim.engine.source import projections
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies import as_policy
 from kvsim.recorder.provenance import describe_model
@@ -191,7 +192,7 @@ class _Descending:
         tensors = (call.q, call.k, call.v, call.attn_out, output)
         q, k, v, attn_out, out = (x.to("cpu", self.trace.dtype) for x in tensors)
         rope, formula = self.trace.rope, self.trace.formulas[layer]
-        projection = partial(self.trace.read, "o_proj", slice(layer, layer + 1))
+        projection = partial(projections, self.trace, slice(layer, layer + 1))
         return ComputedLayer(rows, positions, q, k, v, attn_out, out, rope, formula, projection)
 
     def _verify(self, layer: int, computed: ComputedLayer, *, restarted: bool) -> None:

@@ -536,7 +536,7 @@ def unused(layer):
 @pytest.mark.parametrize(
     ("change", "where", "message"),
     [
-        (adapted, [1], r"o_proj of layer 1 differs by 0\.01 .*: there is an adapter or a gate"),
+        (adapted, [1], r"o_proj of layer 1 differs by 0\.01 .*: there is an adapter or a norm"),
         (gated, [1], "o_proj of layer 1 differs by"),
         (renamed, [0, 1], r"layer 0 \(LlamaAttention\) has no output projection, expected a "),
         (packed, [0], r"o_proj of layer 0 is uint8 \[10, 1\], expected a matrix"),

@@ -127,7 +127,9 @@ class _LayerError:
         """Fill rows from their output, which is overwritten, and their mass."""
         gap = rows.out.sub_(rows.full)
         if self._layer.o_proj is not None:
-            concat = gap.flatten(0, 1).transpose(0, 1).flatten(1)  # [w, H * G * d]
+            gate = self._layer.gate
+            passed = gap if gate is None else gap * gate[:, :, rows.at]
+            concat = passed.flatten(0, 1).transpose(0, 1).flatten(1)  # [w, H * G * d]
             self.added[rows.at] = length(concat @ self._layer.o_proj, -1)
         moved = length(gap, -1)
         # an output of exactly 0 that stays 0 has not moved

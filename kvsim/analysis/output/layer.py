@@ -26,7 +26,8 @@ FAINT = 1e-24
 class Layer:
     """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp.
 
-    o_proj: the output projection [H * G * d, D], None where it is not needed.
+    o_proj: the output projection [H * G * d, D], None where it is not needed. gate: factor of the
+    output before it [H, G, T, d]; None without one.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Layer:
     formula: Formula
     rope: Rope
     o_proj: Tensor | None = None
+    gate: Tensor | None = None
 
     @classmethod
     def read(
@@ -47,14 +49,18 @@ class Layer:
         q, k, v = (trace.read(name, only)[0].to(device) for name in ("q", "k", "v"))
         out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(only))
         o_proj = trace.read("o_proj", only)[0].flatten(0, 1).to(device) if projected else None
+        gate = trace.read("gate", only)[0] if projected and trace.has("gate") else None
+        if gate is not None:
+            gate = gate.to(device).unflatten(0, (len(k), -1))
         q, formula, rope = q.unflatten(0, (len(k), -1)), trace.formulas[layer], trace.ropes[layer]
-        return cls(q, k, v, out, lse, formula, rope, o_proj)
+        return cls(q, k, v, out, lse, formula, rope, o_proj, gate)
 
     def per_query_head(self) -> Layer:
         """The same layer with every query head its own KV head."""
         k, v = (x.repeat_interleave(self.q.shape[1], 0) for x in (self.k, self.v))
         q, out, lse = (x.flatten(0, 1).unsqueeze(1) for x in (self.q, self.out, self.lse))
-        return replace(self, q=q, k=k, v=v, out=out, lse=lse)
+        gate = None if self.gate is None else self.gate.flatten(0, 1).unsqueeze(1)
+        return replace(self, q=q, k=k, v=v, out=out, lse=lse, gate=gate)
 
     @cached_property
     def unrotated(self) -> tuple[Tensor, Tensor]:
