@@ -40,7 +40,7 @@ class ProjectionModules:
 
     blocks: after the first call of a layer, its weights [qhead, dim, hidden]; views, but of latent
     attention products with the projection from the latent to values. gated: whether something acts
-    on the output of a kernel before its projection (`find_gates`).
+    on the output of a kernel before its projection.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Collection[int]) -> None:
@@ -68,19 +68,22 @@ class ProjectionModules:
         self._unchecked: dict[int, tuple[Tensor, Tensor]] = {}
         self.gated = False
 
-    def find_gates(self, model: PreTrainedModel, ids: Sequence[int]) -> None:
+    def _find_gates(self, model: PreTrainedModel, ids: Sequence[int]) -> None:
         """Run a few tokens with kernels that return 1, and note whether projections get that."""
         inputs: list[Tensor] = []
 
         def ones(_: int, q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
             return torch.ones_like(attention(q, k, v, None))
 
+        def fits(call: KernelCall) -> None:
+            self._weight(call)
+
         with ExitStack() as stack:
             for module in self.modules.values():
                 stack.enter_context(_inputs(module, inputs))
             stack.enter_context(torch.no_grad())
             stack.enter_context(evaluating(model))
-            stack.enter_context(intercepting(model, lambda _: None, attending=ones))
+            stack.enter_context(intercepting(model, fits, layers=self.modules, attending=ones))
             model(torch.tensor([[*ids[:2]]], device=device_of(model)), use_cache=False)
         self.gated = any(bool((x != 1).any()) for x in inputs)
 
@@ -99,18 +102,16 @@ class ProjectionModules:
         inputs: list[Tensor] = []
         with _inputs(self.modules[call.layer], inputs):
             call.again(call.hidden)
-        heads, rows, dim = call.out.shape
-        if [x.numel() for x in inputs] != [call.out.numel()]:
+        if len(inputs) != 1:
             raise CaptureError(
-                f"{self.names[call.layer]} of layer {call.layer} gets {len(inputs)} inputs of "
-                f"another size than the attention output, expected one of it"
+                f"layer {call.layer} applied its {self.names[call.layer]} {len(inputs)} times, "
+                "expected once"
             )
+        heads, rows, dim = call.out.shape
         return inputs[0].view(rows, heads, dim).transpose(0, 1)
 
-    def receive(self, call: KernelCall) -> None:
-        """Take a kernel call, before its output goes through the projection."""
-        if call.layer in self.blocks:
-            return
+    def _weight(self, call: KernelCall) -> Tensor:
+        """Return the weights of the projection [hidden, qheads x dim], of the kernel's size."""
         what = f"{self.names[call.layer]} of layer {call.layer}"
         weight = _matrix(what, self.modules[call.layer])
         heads, _, dim = call.out.shape
@@ -119,18 +120,33 @@ class ProjectionModules:
                 f"{what} takes {weight.shape[1]} numbers, expected {heads * dim}, {dim} for each "
                 "query head"
             )
-        block = weight.T.unflatten(0, (heads, dim))
+        return weight
+
+    def receive(self, call: KernelCall) -> None:
+        """Take a kernel call, before its output goes through the projection."""
+        if call.layer in self.blocks:
+            return
+        block = self._weight(call).T.unflatten(0, call.out.shape[::2])
         self.blocks[call.layer] = block if call.up is None else call.up @ block.to(call.up)
         out = call.out[:, :CHUNK]
         gated = out if call.gate is None else out * call.gate[:, :CHUNK]
         self._unchecked[call.layer] = gated, block
 
     @contextmanager
-    def checking(self, store: Callable[[], None], guard: Guard = nullcontext) -> Iterator[None]:
+    def checking(
+        self,
+        model: PreTrainedModel,
+        ids: Sequence[int],
+        store: Callable[[], None],
+        guard: Guard = nullcontext,
+    ) -> Iterator[None]:
         """Check each projection when it is first applied, and at the end that all were applied.
 
-        store: called when all are checked. guard: a context for each check.
+        Before that, a run of the first `ids` shows whether there are gates. store: called when all
+        are checked. guard: a context for each check.
         """
+        with guard():
+            self._find_gates(model, ids)
 
         def applied(layer: int, _: nn.Module, __: object, output: Tensor) -> None:
             unchecked = self._unchecked.pop(layer, None)

@@ -229,9 +229,9 @@ class Session:
     def _forward(self, progress: Progress) -> tuple[list[int], str | None]:
         with ExitStack() as stack:
             if self.projections is not None:
-                self.projections.find_gates(self.model, self.encoded.ids)
+                checked = self.model, self.encoded.ids, self._store_projections
                 guard = partial(self._leaving_out, "o_proj")
-                stack.enter_context(self.projections.checking(self._store_projections, guard))
+                stack.enter_context(self.projections.checking(*checked, guard))
             stack.enter_context(intercepting(self.model, self._receive, layers=self.layer_ids))
             if self.residual is not None:
                 following = self.residual.following(partial(self._leaving_out, "residual_norm"))
