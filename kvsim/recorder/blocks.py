@@ -234,7 +234,6 @@ class BlockRecorder:
         self._check_output(call, call.out[:, :rows], *_History(call).attend(call.q[:, :rows], 0))
         ropes, fits = _candidates(self.read_ropes()), list[Rope]()
         if call.pre_rope is not None:
-            ropes += [_NO_ROPE] if call.up is not None else []
             new = call.k[:, call.start : call.start + rows]
             fits, _ = _matching_ropes(call.pre_rope[:, :rows], new, call.start, ropes)
         if self.sink is None:
@@ -277,7 +276,9 @@ class BlockRecorder:
         if not layer.hooked or rotated is None:
             size = call.hidden.shape[1]
             same = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(call.hidden)
-            q, keys = call.again(same.expand(end - start, -1))
+            # a latent, which no position rotates, is longer than what one does
+            part = slice(None if call.up is None else -call.v.shape[2])
+            q, keys = (x[..., part] for x in call.again(same.expand(end - start, -1)))
             layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
             query, key = layer.origin
             if layer.owner != call.layer:  # its keys are checked where they are computed
@@ -291,7 +292,7 @@ class BlockRecorder:
         square = x.square().sum(-1, keepdim=True)
         factor = (x * y).sum(-1, keepdim=True) / square.where(square > 0, 1.0)  # [qhead, w, 1]
         error = float(relative_error(x * factor, y).max())
-        if not fits or not error <= _allowed(q.dtype, rope, end):
+        if not fits or not error <= _allowed(call.out.dtype, rope, end):
             if start > 1:
                 raise _changed("queries and keys", call.layer, start, max(error, least), q.dtype)
             fits = [_UNKNOWN]
@@ -401,7 +402,7 @@ def _matching_ropes(
     The least error, relative, of all. zero: `before` has one row, the key at position 0.
     """
     dtype = compute_dtype(after.dtype)
-    x, y = before.to(dtype), after[..., : before.shape[2]].to(dtype)
+    x, y = before.to(dtype), after.to(dtype)
     at = torch.arange(start, start + after.shape[1], device=after.device)
     fits, least = [], math.inf
     for rope in ropes:

@@ -65,9 +65,8 @@ class KernelCall:
         v: values [head, n, value_dim].
         out: output of the kernel, before the output projection [qhead, w, value_dim].
         formula: the attention that the kernel was called to compute.
-        pre_rope: the new keys [head, w, dim] before RoPE, of latent attention their rotated part
-            alone; None if the module called no `apply_rotary_pos_emb` that returned queries and
-            keys of the kernel's shapes.
+        pre_rope: the new keys [head, w, dim] before RoPE; None if the module called no
+            `apply_rotary_pos_emb` that returned queries and keys of the kernel's shapes.
         rotated_q: the queries [qhead, w, dim] right after that call.
         again: returns the queries [qhead, w, dim] and keys [head, w, dim] that the module computes
             from other inputs [w, hidden] at the same positions; the output of its kernel is then
@@ -180,10 +179,7 @@ class _Interceptor:
             raise unrecordable(f"the kernel of layer {layer} ran outside its attention module")
         self.calls += 1
         query, key, value = inputs if latent is None else (latent.q, latent.k, latent.v)
-        if latent is None:
-            rotated_q, pre_rope = self._rotation(query[0], key[0])
-        else:
-            rotated_q, pre_rope = None, latent.pre_rope
+        rotated_q, pre_rope = self._rotation(query[0], key[0])
         call = KernelCall(
             layer=layer,
             module=module,
@@ -204,14 +200,15 @@ class _Interceptor:
 
     def _again(self, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
         args, named = self.arguments
+        without = functools.partial(_without_cache, rows=len(hidden))
         self.recomputed = []
         try:
             with torch.no_grad():
                 # its hooks do not run
                 module.forward(
                     hidden[None],
-                    *map(_without_cache, args),
-                    **{key: _without_cache(x) for key, x in named.items()},
+                    *map(without, args),
+                    **{key: without(x) for key, x in named.items()},
                 )
             return self.recomputed[0]
         finally:
@@ -256,10 +253,12 @@ def _chunk(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def _without_cache(argument: Any) -> Any:
-    """Return an argument for a module that runs again, to which it may write."""
+def _without_cache(argument: Any, rows: int) -> Any:
+    """Return an argument for a module that runs again on rows alone, to which it may write."""
     if isinstance(argument, Cache):
         return None
+    if isinstance(argument, Tensor) and argument.dim() == 4:  # a mask over the cached entries too
+        return argument[..., -rows:]
     return copy.copy(argument) if isinstance(argument, MutableMapping) else argument
 
 

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
 
-#: Names in attention modules of the projection to latent and unrotated key, and of that from the
-#: latent to keys and values of heads.
-_DOWN, _UP = "kv_a_proj_with_mqa", "kv_b_proj"
+#: The name in attention modules of the projection from the latent to keys and values of heads.
+_UP = "kv_b_proj"
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,12 @@ class Absorbed:
         k: entries [1, 1, n, dim].
         v: latents [1, 1, n, rank]; a view of k.
         up: projection from the latent to the values of each query head [qhead, rank, value].
-        pre_rope: rotated part of the new entries before RoPE [1, w, rotated].
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     up: Tensor
-    pre_rope: Tensor
 
     def expanded(self, out: Tensor, like: Tensor) -> Tensor:
         """Return output over latents [1, w, qhead, rank] as the kernel's, in the dtype of like."""
@@ -52,25 +49,20 @@ class Absorbed:
 class Latents:
     """What the modules of latent attention compute of their entries, while they run.
 
-    modules: attention modules by layer; those without the two projections have no latent. stack:
-    holds the hooks.
+    modules: attention modules by layer; those without the projection have no latent. stack: holds
+    the hooks.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], stack: ExitStack) -> None:
         self._up: dict[int, nn.Module] = {}
-        self._raw: dict[int, Tensor] = {}
         self._latent: dict[int, Tensor] = {}
         self._history: dict[int, Tensor] = {}  # of all entries at the last call
         for layer, module in modules.items():
             children = dict(module.named_children())
-            if _DOWN in children and _UP in children:
+            if _UP in children:
                 self._up[layer] = children[_UP]
-                down, up = partial(self._note_raw, layer), partial(self._note_latent, layer)
-                stack.enter_context(children[_DOWN].register_forward_hook(down))
-                stack.enter_context(children[_UP].register_forward_pre_hook(up))
-
-    def _note_raw(self, layer: int, _: nn.Module, __: object, output: Tensor) -> None:
-        self._raw[layer] = output.flatten(0, -2)
+                note = partial(self._note_latent, layer)
+                stack.enter_context(children[_UP].register_forward_pre_hook(note))
 
     def _note_latent(self, layer: int, _: nn.Module, args: tuple[Any, ...]) -> None:
         self._latent[layer] = args[0].flatten(0, -2)
@@ -83,9 +75,9 @@ class Latents:
         keep: entries of later calls follow these. Raises CaptureError where keys and values do not
         follow from the latents.
         """
-        if layer is None or layer not in self._latent or layer not in self._raw:
+        if layer is None or layer not in self._latent:
             return None
-        raw, latent = self._raw.pop(layer), self._latent.pop(layer)
+        latent = self._latent.pop(layer)
         rows, n, (_, heads, _, of_value) = query.shape[2], key.shape[2], value.shape
         if len(latent) < n and layer in self._history:  # the cache holds expanded heads
             latent = torch.cat([self._history[layer][: n - len(latent)], latent])
@@ -108,9 +100,8 @@ class Latents:
         up = both[:, size:].mT
         absorbed = query[..., :size].to(dtype) @ both[:, :size]
         k = torch.cat([rotated, latent[None, None].to(key)], dim=-1)
-        before = _ordered(raw[:, rank:], rotated[0, 0, -rows:])
         q = torch.cat([query[..., size:].to(dtype), absorbed], dim=-1)
-        return Absorbed(q, k, k[..., -rank:], up, before[None])
+        return Absorbed(q, k, k[..., -rank:], up)
 
     def _unknown(self, layer: int, what: str) -> CaptureError:
         return CaptureError(
@@ -118,20 +109,3 @@ class Latents:
             f"{_UP} of the latent, and one rotated part for all heads; this model cannot be "
             "recorded"
         )
-
-
-def _ordered(raw: Tensor, rotated: Tensor) -> Tensor:
-    """Return unrotated vectors [w, d] in the order of the rotated ones.
-
-    Some models rotate neighbouring dimensions and store them apart, as halves. Rotation keeps the
-    length of each pair, up to one factor.
-    """
-    apart = torch.cat([raw[:, 0::2], raw[:, 1::2]], dim=1)
-
-    def difference(x: Tensor, pairs: int) -> float:
-        shape = (2, -1) if pairs == 1 else (-1, 2)
-        sizes = [y.double().unflatten(1, shape).norm(dim=pairs) for y in (x, rotated)]
-        a, b = (y / y.norm(dim=1, keepdim=True).clamp(min=1e-30) for y in sizes)
-        return float((a - b).abs().max())
-
-    return apart if difference(apart, 1) < min(difference(raw, 1), difference(raw, 2)) else raw
