@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.folder import Saved, lacking
 from kvsim.analysis.results import REQUESTED, labelled
+from kvsim.analysis.table import OF_RECORD
 from kvsim.analysis.verdict import lines
 from kvsim.core.policy import Even, Policy
 from kvsim.core.record import Record
@@ -151,7 +152,7 @@ def _run(run: Run | Saved) -> Iterable[Markup]:
             :6
         ]
         means = summarise(labelled(run.table), names)
-        hidden = ("params", "share", "interval", "prefill")
+        hidden = [name for name in OF_RECORD if name not in ("policy", "budget")]
         yield _table(means.with_columns(budget=REQUESTED).drop(hidden))
 
 

@@ -26,7 +26,15 @@ from kvsim.analysis.evidence import EVIDENCE, ranking
 from kvsim.analysis.folder import Tabular, as_table
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import metric as metric_named
-from kvsim.analysis.results import REQUESTED, extent, is_live, labelled, mixed
+from kvsim.analysis.results import (
+    HELD,
+    REQUESTED,
+    extent,
+    is_live,
+    labelled,
+    mixed,
+    of_policies,
+)
 from kvsim.analysis.significance import (
     ALPHA,
     FEWEST,
@@ -48,10 +56,7 @@ from kvsim.analysis.summaries import (
 )
 from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
-from kvsim.core.policy import Policy
 from kvsim.errors import PolicyError, suggest
-from kvsim.policies import policy
-from kvsim.policies.naming import examples
 from kvsim.schema import FIDELITY, first_of, plural, schedule
 
 VERDICTS = ("better", "worse", "undecided", "equal")
@@ -60,6 +65,7 @@ VERDICTS = ("better", "worse", "undecided", "equal")
 COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("policy", "params", "requested"), pl.String),
     "entries": pl.Float64,
+    "per_query_head": pl.Boolean,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
     **dict.fromkeys(("metric", "unit"), pl.String),
@@ -131,7 +137,8 @@ def compare(
 
     Returns:
         A Comparison. Its table has for each policy (its label, `params`, schedule) and budget (as
-        `requested`, and its mean in `entries`): `rank`; the `mean` over `n` prompts with its 95 %
+        `requested`, and its mean in `entries`; `per_query_head`, where each query head has as
+        many): `rank`; the `mean` over `n` prompts with its 95 %
         bootstrap interval; `leads`, on how many prompts no other is better; the paired `difference`
         to `against` with its interval, its p-value and that after correction, the `verdict`, and
         where it is undecided how many prompts are `needed` if the difference stays as it is (at
@@ -161,16 +168,18 @@ def compare(
         raise PolicyError(f"target is {target!r}; expected a value of {metric}, a finite number")
     higher = entry.better == "higher"
     table = labelled(table)
+    facts = of_policies(table, "looks_ahead", "bounds", "per_query_head")
+    outside = set(facts.filter(pl.col("looks_ahead") | ~HELD)["policy"])
     rows, values, traces, remarks = _values(table, metric)
     names = rows["policy"].unique(maintain_order=True).to_list()
     measured = table.drop_nulls(["policy", "value"])["policy"].unique(maintain_order=True)
-    unranked = [x for x in measured if x not in names and not _is_reference(x)]
+    unranked = [x for x in measured if x not in names and x not in outside]
     if against is not None and against not in names:
         raise PolicyError(
             f"no policy {against!r}{suggest(against, names)} to compare with; there is "
             f"{', '.join(names)}"
         )
-    references = [name for name in names if _is_reference(name)]
+    references = [name for name in names if name in outside]
     ranked = ~rows["policy"].is_in(references).to_numpy()
     rows = _ranked(rows, values, ranked, higher=higher)
     rows, comparisons = _tested(rows, values, ranked, against, higher=higher)
@@ -224,10 +233,10 @@ def _values(
             "another metric"
         )
     sizes = (
-        table.select("policy", "trace", "budget", requested=REQUESTED)
+        table.select("policy", "trace", "budget", "per_query_head", requested=REQUESTED)
         .unique()
         .group_by("policy", "requested")
-        .agg(entries=pl.col("budget").mean())
+        .agg(pl.col("per_query_head").any(), entries=pl.col("budget").mean())
     )
     weakest = of_metric.group_by(KEYS).agg(WEAKEST)
     rows = means.select(KEYS).unique(maintain_order=True)
@@ -257,23 +266,6 @@ def _values(
             f"{first_of(left_out)} ({cell['policy']} at budget {cell['requested']} has none)"
         )
     return rows, values[:, shared], tuple(names.filter(shared)), remarks
-
-
-def _is_reference(label: str) -> bool:
-    """Whether a policy is no candidate: no budget binds it, or it looks ahead."""
-    built = policy_of(label)
-    return built is not None and (built.clairvoyant or "held" not in built.bounds)
-
-
-def policy_of(label: str) -> Policy | None:
-    """Return the policy of a label; None where the name is a user's own, or of another version."""
-    name = label.partition(" (")[0]
-    if ":" in name:  # to build it would run the code that the name points at
-        return None
-    try:
-        return policy(name, **examples(name))
-    except PolicyError:
-        return None
 
 
 def _ranked(

@@ -10,8 +10,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +20,27 @@ import polars as pl
 from kvsim.core.header import printable
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
-from kvsim.policies import policy
-from kvsim.policies.model import model_of
 from kvsim.schema import first_of, schedule
+from kvsim.store.metadata import object_at
 
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")
+
+#: Facts about the policy of a value; several words are separated by commas. looks_ahead: it reads
+#: what a cache could not know. bounds: what the budget bounds (`Policy.bounds`), empty where it has
+#: no effect. access: "read" where rows read a part of what is held, "stored" where entries are
+#: stored in another form. per_query_head: each query head has a set of `budget` entries. changed:
+#: parameters that differ from their defaults, null where these are not known.
+FACTS: dict[str, Any] = {
+    "looks_ahead": pl.Boolean,
+    "bounds": pl.String,
+    "access": pl.String,
+    "per_query_head": pl.Boolean,
+    "changed": pl.String,
+}
+
+#: Results whose budget bounds what is held, or the rows that propagate.
+HELD = pl.col("bounds").str.contains("held", literal=True)
 
 #: The budget as requested: a share of the tokens such as "25%", or the number of entries.
 REQUESTED = pl.coalesce("share", pl.col("budget").cast(pl.String))
@@ -74,7 +89,12 @@ def check_distinct(traces: Sequence[Trace]) -> None:
 
 def model_name(trace: Trace) -> str | None:
     """Return the name of a trace's model, of a path or hub id the last part; None if unknown."""
-    return printable(str(model_of(trace)["name"])).rstrip("/").rpartition("/")[2] or None
+    return printable(_model(trace)).rstrip("/").rpartition("/")[2] or None
+
+
+def _model(trace: Trace) -> str:
+    """The name of a trace's model, a path or a hub id; empty if unknown."""
+    return str(object_at(trace.meta, "model").get("name", ""))
 
 
 def several_models(traces: Iterable[tuple[str | None, str]]) -> str:
@@ -135,19 +155,24 @@ def of_model(table: pl.DataFrame) -> list[str]:
 
 def _where(trace: Trace) -> str:
     """The path of a trace, and the model that it is of where that is known."""
-    name = model_of(trace)["name"]
+    name = _model(trace)
     where = "a trace in memory" if trace.path is None else str(trace.path)
     return f"{where} (of {name})" if name else where
 
 
 @dataclass(frozen=True)
 class Result:
-    """A policy as it was replayed; params: the JSON of its parameters, keys in order."""
+    """A policy as it was replayed.
+
+    params: the JSON of its parameters, keys in order. changed: those that differ from their
+    defaults; None where these are not known.
+    """
 
     policy: str
     params: str
     interval: int | None
     prefill: bool | None
+    changed: frozenset[str] | None = field(default=None, compare=False)
 
     @cached_property
     def parameters(self) -> Params:
@@ -163,11 +188,11 @@ class Result:
 def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
     """The results of a Table, by the values of `COLUMNS`, in the order of the Table.
 
-    Raises PolicyError where parameters are no JSON object.
+    Raises PolicyError where parameters are no JSON object, or the Table has no column `changed`.
     """
-    rows = table.filter(pl.col("policy").is_not_null()).select(COLUMNS).unique(maintain_order=True)
+    rows = of_policies(table, "changed").select(*COLUMNS, "changed").unique(maintain_order=True)
     out = {}
-    for name, params, *terms in rows.iter_rows():
+    for name, params, interval, prefill, changed in rows.iter_rows():
         try:
             parameters = json.loads(params or "")
         except ValueError:
@@ -177,8 +202,23 @@ def results(table: pl.DataFrame) -> dict[tuple[Any, ...], Result]:
                 f"the parameters of {name} are {params!r}; expected a JSON object, as kvsim "
                 "writes it"
             )
-        out[name, params, *terms] = Result(name, json.dumps(parameters, sort_keys=True), *terms)
+        names = None if changed is None else frozenset(filter(None, changed.split(",")))
+        text = json.dumps(parameters, sort_keys=True)
+        result = Result(name, text, interval, prefill, names)
+        out[name, params, interval, prefill] = result
     return out
+
+
+def of_policies(table: pl.DataFrame, *facts: str) -> pl.DataFrame:
+    """The rows of policies of a Table. Raises PolicyError where it lacks one of `FACTS`."""
+    rows = table.filter(pl.col("policy").is_not_null())
+    for name in facts:
+        if name not in rows or (name != "changed" and rows[name].null_count()):
+            raise PolicyError(
+                f"the table has no {name!r} of its policies; expected the columns that "
+                "kvsim.measure writes; measure or replay again"
+            )
+    return rows
 
 
 def differing(result: Result, other: Result) -> frozenset[str]:
@@ -196,22 +236,10 @@ def main(results: Sequence[Result]) -> Result:
 
     def rank(result: Result) -> tuple[int, int]:
         near = sum(len(differing(result, other)) == 1 for other in results)
-        default = _defaults(result.policy)
-        changed = sum(default.get(name) != value for name, value in result.parameters.items())
-        return -near, changed
+        given = (name for name, value in result.parameters.items() if value is not None)
+        return -near, len([*given] if result.changed is None else result.changed)
 
     return min(results, key=rank)
-
-
-@cache
-def _defaults(name: str) -> Params:
-    """Default parameters by name; empty for policies outside the catalogue."""
-    if ":" in name:  # a user's own: to ask it would run the code that the name points at
-        return {}
-    try:
-        return MappingProxyType(json.loads(json.dumps(dict(policy(name).params))))
-    except PolicyError:
-        return {}
 
 
 def in_words(params: Params) -> str:
@@ -243,14 +271,10 @@ def labels(results: Sequence[Result]) -> dict[Result, str]:
     for name, of_policy in by_policy.items():
         base = main(list({result.params: result for result in of_policy}.values()))
         varied = frozenset[str]().union(*(differing(result, base) for result in of_policy))
-        default = _defaults(name)
-        if not default and len(varied) > 1:  # of a user's own: several vary around the main one
-            default = base.parameters
-        changed = {
-            key
-            for key in varied & base.parameters.keys()
-            if key not in default or base.parameters[key] != default[key]
-        }
+        known = base.changed
+        if known is None:  # of several, results vary around the main one
+            known = frozenset() if len(varied) > 1 else varied
+        changed = varied & known & base.parameters.keys()
         for result in of_policy:
             differ = sorted(differing(result, base) | changed)
             remarks = [in_words({x: result.parameters.get(x) for x in differ})]

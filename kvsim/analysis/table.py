@@ -17,7 +17,7 @@ from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.output.metrics import METRICS as OUTPUT
 from kvsim.analysis.registry import METRICS, metric
-from kvsim.analysis.results import model_name
+from kvsim.analysis.results import FACTS, model_name
 from kvsim.analysis.subject import Analysis, LiveSubject, Subject, Walk
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress, resolve_device
@@ -40,6 +40,7 @@ TYPES: dict[str, Any] = {
     "share": pl.String,
     "interval": pl.Int64,
     "prefill": pl.Boolean,
+    **FACTS,
     **dict.fromkeys(("metric", "variant"), pl.String),
     **dict.fromkeys(("layer", "head", "qhead", "event"), pl.Int64),
     **dict.fromkeys(("value", "chance"), pl.Float64),
@@ -102,7 +103,8 @@ def measure(
         length and depth), policy, budget, layer, head (KV head) or qhead (query head), value,
         chance (its value by chance alone, if known) and fidelity. Policy, budget and schedule are
         null in rows about the trace. Without `events`, a row has the last event or the mean over
-        events (`Metric.over_events`).
+        events (`Metric.over_events`). Facts about the policy are in the columns of
+        `kvsim.analysis.results.FACTS`.
 
     Raises:
         PolicyError: an unknown metric, a metric of records without a record, or regret without
@@ -299,7 +301,7 @@ def subjects_of(
 
 
 #: The columns about a record, null in rows about a trace.
-OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill")
+OF_RECORD = ("policy", "params", "budget", "share", "interval", "prefill", *FACTS)
 #: The columns in which the rows of a block differ.
 _OF_ROW = ("value", "chance", "head", "qhead", "event")
 
@@ -309,10 +311,14 @@ RowArrays = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 
 def columns_of(record: Record) -> dict[str, Any]:
     """The columns of a Table that say which record of a trace a row is about."""
-    params = dict(record.params)
-    if record.compress != "prompt":  # another result, as with another parameter
-        params["compress"] = record.compress
-    return {name: getattr(record, name) for name in OF_RECORD} | {"params": json.dumps(params)}
+    # another result, as with another parameter
+    other = {} if record.compress == "prompt" else {"compress": record.compress}
+    return {name: getattr(record, name) for name in OF_RECORD} | {
+        "params": json.dumps({**record.params, **other}),
+        "bounds": ",".join(record.bounds),
+        "access": ",".join(record.access),
+        "changed": None if record.changed is None else ",".join((*record.changed, *other)),
+    }
 
 
 def blocks_of(

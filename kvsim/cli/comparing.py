@@ -169,7 +169,7 @@ def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         fronts = {comparison.metric: row["front"], "wipeout": row["wipeout_front"]}
         share = row["requested"] if row["requested"].endswith("%") else None
         cells = {
-            "budget": show.budget_text(round(row["entries"]), share, row["policy"]),
+            "budget": show.budget_text(round(row["entries"]), share, row["per_query_head"]),
             "policy": row["policy"],
             "rank": show.number(row["rank"], "d"),
             "mean": show.interval(form, row["mean"], row["low"], row["high"]),

@@ -127,7 +127,6 @@ def live(
         show_run(
             run,
             recorded,
-            policies,
             Protection(),
             shown,
             out,

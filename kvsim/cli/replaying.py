@@ -17,7 +17,7 @@ from kvsim.schema import plural
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.core.policy import Policy, Protection
+    from kvsim.core.policy import Protection
     from kvsim.core.record import Record
     from kvsim.core.trace import Trace
     from kvsim.sweeps import Run
@@ -108,7 +108,7 @@ def replay(
                 progress=report,
             )
         shown = metric or available(SUMMARY, opened)
-        show_run(run, opened, policies, protect, shown, out, as_json=as_json, required=metric or ())
+        show_run(run, opened, protect, shown, out, as_json=as_json, required=metric or ())
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None
 
@@ -127,7 +127,6 @@ def folder_state(out: Path | None) -> str:
 def show_run(
     run: Run,
     opened: Sequence[Trace],
-    policies: Sequence[Policy],
     protect: Protection,
     metrics: Sequence[str],
     out: Path | None,
@@ -154,7 +153,7 @@ def show_run(
     if as_json:
         show.echo_json(_document(run, shown, out))
     else:
-        _print(opened, policies, protect, run, shown, out)
+        _print(opened, protect, run, shown, out)
         echo_responses(run.responses.to_dicts(), whole=whole)
         if shown and (missing := [name for name in required if name not in measured]):
             where = "these traces" if len(opened) > 1 else "this trace"
@@ -196,7 +195,6 @@ def _trace_metrics(table: pl.DataFrame, shown: Sequence[str]) -> pl.DataFrame:
 
 def _print(
     traces: Sequence[Trace],
-    policies: Sequence[Policy],
     protect: Protection,
     run: Run,
     shown: Sequence[str],
@@ -219,9 +217,9 @@ def _print(
         show.echo_text(f"Every policy also protects {names}.")
     show.echo_text()
     show.echo_verdict(show.verdict(run.table, shown))
-    summary, free = summarise(run.table, shown), unbounded(policies)
+    summary = summarise(run.table, shown)
     if summary.height:
-        show.echo_results(summary, free)
+        show.echo_results(summary)
         show.echo_text()
     of_trace = _trace_metrics(run.table, shown)
     if of_trace.height:
@@ -233,7 +231,7 @@ def _print(
         show.echo_text(fidelity_line(run.table))
     else:
         show.echo_text("No values: none of the metrics can be computed on these traces.")
-    lines = (_selection_line(record, free, many=len(traces) > 1) for record in run.records)
+    lines = (_selection_line(record, many=len(traces) > 1) for record in run.records)
     for line in filter(None, dict.fromkeys(lines)):
         show.echo_text(line)
     show.echo_notes(run.remarks)
@@ -241,20 +239,15 @@ def _print(
         show.echo_text(f"Written to {out}: run.json, records.zarr, results.parquet.")
 
 
-def unbounded(policies: Sequence[Policy]) -> list[str]:
-    """Return the names of the policies for which the budget means nothing."""
-    return [policy.name for policy in policies if not policy.bounds]
-
-
-def _selection_line(record: Record, free: Sequence[str], *, many: bool) -> str:
+def _selection_line(record: Record, *, many: bool) -> str:
     """Return in words after which layer a record's policy dropped rows of the prompt.
 
-    free: policies for which the budget means nothing; many: there are other traces.
+    many: there are other traces.
     """
     selection = record.selection
     if selection is None:
         return ""
-    budget = "" if record.policy in free else f", budget {record.budget}"
+    budget = f", budget {record.budget}" if record.bounds else ""
     rows, layer = f"{selection.counts[-1]} of {record.prompt_len} tokens", selection.layer
     if layer is None:
         outcome = "no rows are dropped, every layer works on the whole prompt"

@@ -63,7 +63,7 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
     show.echo_text()
     if summary.height:
         show.echo_verdict(document)
-        show.echo_results(summary, ["full"])
+        show.echo_results(summary)
     echo_responses(document["responses"], whole=whole)
 
 

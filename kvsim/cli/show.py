@@ -51,8 +51,6 @@ _COLUMNS = {
     "peak_share": ("peak\nbytes", ".0%"),
     "exact": ("exact", ".0%"),
 }
-#: Columns of a summary that identify the cell of a row.
-_KEYS = ("policy", "params", "budget", "share", "interval", "prefill", "model")
 
 
 def one_line(text: str) -> str:
@@ -194,33 +192,32 @@ def brackets(prompts: int) -> str:
 
 def echo_results(
     summary: pl.DataFrame,
-    unbounded: Iterable[str],
     more: Callable[[dict[str, Any]], dict[str, str]] = lambda _: {},
 ) -> None:
     """Print the table of a sweep, a line per policy and budget; `more` computes further columns.
 
-    unbounded: policies without a budget, printed once.
+    Policies on which the budget has no effect are printed once.
     """
     import polars as pl
 
-    from kvsim.analysis.results import Result, labels
+    from kvsim.analysis.results import labelled
+    from kvsim.analysis.table import OF_RECORD
 
-    free = set(unbounded)
-    shown = [name for name in summary.columns if name not in _KEYS and summary[name].count()]
+    keys = (*OF_RECORD, "model")
+    shown = [name for name in summary.columns if name not in keys and summary[name].count()]
     model = ["model"] if "model" in summary else []
-    once = pl.struct("policy", *model).is_first_distinct()
-    repeated = pl.col("policy").is_in(free) & ~once
-    policies = summary.select("policy", "params").unique(maintain_order=True).rows()
-    names = labels([Result(name, params, None, None) for name, params in policies])
-    summary = _flagged(summary.filter(~repeated), free)
+    once = pl.struct("policy", "params", *model).is_first_distinct()
+    summary = _flagged(summary.filter(once | (pl.col("bounds") != "")))
+    labels = labelled(summary.with_columns(interval=None, prefill=None))["policy"]
     warned, rows = summary["unfair"].any(), []
-    for row in summary.to_dicts():
-        bounded = row["policy"] not in free
+    for row, label in zip(summary.to_dicts(), labels, strict=True):
+        bounded = bool(row["bounds"])
+        budget = budget_text(row["budget"], row["share"], row["per_query_head"])
         compress = json.loads(row["params"]).get("compress", "prompt")
         after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
         line = {
-            "policy": names[Result(row["policy"], row["params"], None, None)],
-            "budget": budget_text(row["budget"], row["share"], row["policy"]) if bounded else "-",
+            "policy": label,
+            "budget": budget if bounded else "-",
             "evicts after": after if bounded else "never",
         }
         line |= {name: row[name] or "unknown" for name in model}
@@ -247,44 +244,33 @@ UNFAIR_NOTE = (
 )
 
 
-def _flagged(summary: pl.DataFrame, unbounded: Iterable[str]) -> pl.DataFrame:
+def _flagged(summary: pl.DataFrame) -> pl.DataFrame:
     """Return a summary with a column `unfair`: rows see more than under another bounded policy.
 
     A reader alone evicts nothing: its budget is of what rows read.
     """
     import polars as pl
 
-    from kvsim.analysis.comparison import policy_of
-    from kvsim.analysis.results import REQUESTED
+    from kvsim.analysis.results import HELD, REQUESTED
     from kvsim.analysis.summaries import sees_more
 
     if "entries_seen" not in summary:
         return summary.with_columns(unfair=pl.lit(value=False))
-    free = {*unbounded}
-    for label in summary["policy"].unique():
-        policy = policy_of(label)
-        if policy is not None and "held" not in policy.bounds:
-            free.add(label)
-    seen = pl.when(~pl.col("policy").is_in(free)).then("entries_seen")
+    seen = pl.when(HELD).then("entries_seen")
     model = pl.col("model") if "model" in summary else pl.lit("")
     sizes = summary.select(seen=seen, size=REQUESTED, model=model)
     more = sizes.select(sees_more("seen", ["size", "model"]))
     return summary.with_columns(unfair=more.to_series())
 
 
-def budget_text(budget: int, share: str | None, policy: str = "") -> str:
+def budget_text(budget: int, share: str | None, per_query_head: bool = False) -> str:
     """Return the entries, and the share of the trace if the budget was given as a share.
 
     Those of a policy that keeps a set for each query head are marked: it holds several times as
     many.
     """
     text = str(budget) if share is None else f"{budget} ({share})"
-    if policy:
-        from kvsim.analysis.comparison import policy_of
-
-        built = policy_of(policy)
-        text += " per query head" * (built is not None and built.per_query_head)
-    return text
+    return text + " per query head" * per_query_head
 
 
 def errors_once(failures: Sequence[Failure]) -> Iterator[tuple[Failure, str]]:

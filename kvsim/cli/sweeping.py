@@ -356,7 +356,7 @@ def _show(
     shard: tuple[int, int] | None = None,
 ) -> None:
     """Print the results, or what of them is there, and end with the right status."""
-    from kvsim.cli.replaying import fidelity_line, means, unbounded
+    from kvsim.cli.replaying import fidelity_line, means
     from kvsim.sweeps.run import PREDICTIONS, summarise
 
     standing, total = _standing(plan, kept, run.parameters["done"]), len(plan.cells)
@@ -369,7 +369,7 @@ def _show(
     elif shard is None:
         if summary.height:
             show.echo_verdict(show.verdict(run.table, metrics))
-            show.echo_results(summary.head(_LINES), unbounded(plan.policies))
+            show.echo_results(summary.head(_LINES))
             hidden = summary.height - _LINES
             show.echo_text(f"... and {plural(hidden, 'line')}\n" if hidden > 0 else "")
             show.echo_text(means(run.table, metrics))

@@ -111,6 +111,7 @@ class Policy(Displayed):
         codec: as what entries are stored; None for as recorded.
         scaled: lengths that shrink with the budget where they do not fit it.
         lengths: all lengths that may shrink.
+        default: the policy of this name with default parameters; None where it is not known.
 
     Raises:
         PolicyError: a field out of its bounds, or pieces that do not go together.
@@ -129,6 +130,7 @@ class Policy(Displayed):
     codec: Codec | None = None
     scaled: tuple[Length, ...] = ()
     lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
+    default: Policy | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self, self.name)
@@ -328,7 +330,8 @@ class Policy(Displayed):
         parts = self.name.split("+")
         for depth in {each.depth for each in self.lengths} & set(range(len(parts))):
             parts[depth] = parts[depth].removesuffix("@scaled") + "@scaled"
-        return replace(self, name="+".join(parts), scaled=self.lengths)
+        default = self.default and self.default.fitted()
+        return replace(self, name="+".join(parts), scaled=self.lengths, default=default)
 
     def remark(self, budget: int) -> str:
         """Remark for readers of results at this budget; empty if there is no reason for one."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.delegates import Displayed
+from kvsim.core.policy import Policy
 from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Codec, Spec
@@ -116,6 +117,12 @@ class Record(Displayed):
         trace, digest: name of the trace, and its SHA-256; empty in memory.
         positions: "slot" where keys are rotated to their slot in the cache, else "absolute".
         per_query_head: the head axis counts query heads.
+        looks_ahead: the policy reads what a cache could not know: a bound, and no candidate.
+        bounds: what the budget bounds, as `Policy.bounds`; nothing where it has no effect.
+        access: "read" where rows read a part of what is held, "stored" where entries are stored in
+            another form.
+        changed: names of the parameters that differ from their defaults; None where these are not
+            known, as for a policy of the user's own.
         internals: decisions of the events, on request.
     """
 
@@ -132,6 +139,10 @@ class Record(Displayed):
     digest: str = ""
     positions: str = "absolute"
     per_query_head: bool = False
+    looks_ahead: bool = False
+    bounds: tuple[str, ...] = ("held",)
+    access: tuple[str, ...] = ()
+    changed: tuple[str, ...] | None = None
     #: the budget as a share of the trace, such as "25%", if it was requested as one
     share: str | None = None
     #: whether the events follow the policy's own schedule, which was not overridden
@@ -206,6 +217,24 @@ class Record(Displayed):
         return (self.evicted_at > number + later) & (np.arange(self.n_pos) <= number)
 
 
+def fields_of(policy: Policy) -> dict[str, Any]:
+    """Return the fields of a Record that follow from its policy."""
+    params, changed, access = policy.params, None, {"read": policy.reader, "stored": policy.codec}
+    if policy.default is not None:
+        default = policy.default.params
+        changed = tuple(name for name, value in params.items() if default.get(name, ...) != value)
+    return {
+        "policy": policy.name,
+        "params": params,
+        "per_query_head": policy.per_query_head,
+        "looks_ahead": policy.clairvoyant,
+        "bounds": tuple(sorted(policy.bounds)),
+        "access": tuple(name for name, piece in access.items() if piece is not None),
+        "changed": changed,
+        "codec": policy.codec,
+    }
+
+
 def record_document(record: Record) -> dict[str, Any]:
     """Return what is stored of a record next to `evicted_at`, ready for JSON."""
     document = {name: getattr(record, name) for name in _STORED} | {"params": dict(record.params)}
@@ -227,8 +256,8 @@ def record_of(
 ) -> Record:
     """Return the record of a `record_document`; bits: of what was read, if anything says so."""
     stored: dict[str, Any] = {name: document[name] for name in _STORED if name in document}
-    for name in ("layers", "layer_ids"):
-        stored[name] = tuple(stored[name])
+    for name in ("layers", "layer_ids", "bounds", "access", "changed"):
+        stored[name] = None if stored[name] is None else tuple(stored[name])
     if "selection" in document:
         chosen = document["selection"]
         pairs = {name: tuple(chosen[name]) for name in ("dropped", "counts")}

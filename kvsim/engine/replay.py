@@ -14,7 +14,7 @@ from kvsim.core.arguments import resolve_budget, share_of
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
-from kvsim.core.record import Plans, Record
+from kvsim.core.record import Plans, Record, fields_of
 from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
@@ -147,8 +147,7 @@ def run(
     restarted = descent is not None and descent.selection.restarted
     return Record(
         evicted_at=evicted_at,
-        policy=policy.name,
-        params=policy.params,
+        **fields_of(policy),
         budget=budget,
         interval=schedule.interval,
         prefill=schedule.prefill,
@@ -158,12 +157,10 @@ def run(
         trace=trace.name,
         digest=trace.digest if trace.path is not None else "",
         positions="slot" if restarted else policy.positions,
-        per_query_head=policy.per_query_head,
         own_schedule=schedule == policy.schedule,
         remark=remark(trace, policy, budget, schedule, descent, evicted_at, reads),
         selection=None if descent is None else descent.selection,
         reads=reads,
-        codec=policy.codec,
         layer_ids=tuple(trace.layer_ids[layer] for layer in chosen),
         internals=tuple(plans),
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import Floats, mean_known
 from kvsim.analysis.axes import trace_head, trace_layer
-from kvsim.analysis.comparison import compare, policy_of
+from kvsim.analysis.comparison import compare
 from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.evidence import ranking as ranks
 from kvsim.analysis.folder import Tabular, as_table
@@ -23,7 +23,7 @@ from kvsim.analysis.kept.coverage import BINS, MIDDLE, kept_coverage, retained_p
 from kvsim.analysis.kept.states import gone_of
 from kvsim.analysis.output.error import check_record
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, check_models, labelled
+from kvsim.analysis.results import REQUESTED, check_models, labelled, of_policies
 from kvsim.analysis.summaries import averages, main_variants, split_by
 from kvsim.analysis.table import fidelity
 from kvsim.core.arguments import listed
@@ -156,8 +156,7 @@ def _metrics(table: pl.DataFrame, *others: str) -> list[str]:
 
 def _costs(table: pl.DataFrame) -> list[str]:
     """The metrics of `COSTS` by which the policies of a table compare."""
-    policies = map(policy_of, table["policy"].drop_nulls().unique())
-    if any(policy is not None and (policy.reader or policy.codec) for policy in policies):
+    if (of_policies(table, "access")["access"] != "").any():
         return ["bytes_held", "bytes_read"]
     return ["entries_seen"]
 

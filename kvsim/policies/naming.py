@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from kvsim.core.arguments import listed
@@ -60,6 +61,19 @@ def policy(name: str, **params: Any) -> Policy:
     parts that do not go together.
     """
     name = canonical(name)
+    return replace(_built(name, params), default=_default(name))
+
+
+@cache
+def _default(name: str) -> Policy | None:
+    """The policy with its default parameters; None for the user's own, and where one has none."""
+    try:
+        return None if ":" in name else _built(name, {})
+    except PolicyError:
+        return None
+
+
+def _built(name: str, params: dict[str, Any]) -> Policy:
     protect = _protect(name, params.pop("protect", None))
     chain, behind = _parse(name)
     part, innermost = chain[-1]
@@ -210,30 +224,6 @@ def parts_of(name: str) -> list[tuple[str, dict[str, str]]]:
     return out
 
 
-def lengths_remark(policies: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Remark on lengths that a part has in one policy and not in another, by name and parameters.
-
-    Empty where there are none. A policy with several values of a length is compared by all of them.
-    """
-    values: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for name, params in policies:
-        try:
-            parts = [] if ":" in name else parts_of(name)
-        except PolicyError:  # a name that was given to pieces
-            continue
-        for part, keys in parts:
-            for key, taken in keys.items():
-                if type(params.get(taken)) is int:
-                    of_policy = values.setdefault((part, key), {}).setdefault(name, [])
-                    of_policy += [] if params[taken] in of_policy else [params[taken]]
-    remarks = []
-    for (part, key), of_policies in values.items():
-        if len({tuple(each) for each in of_policies.values()}) > 1:
-            each = (f"{'/'.join(map(str, x))} in {name}" for name, x in of_policies.items())
-            remarks.append(f"{key} of {part} is {', '.join(each)}")
-    return "; ".join(remarks)
-
-
 def hidden_key(name: str, key: str) -> tuple[str, str] | None:
     """The part of `name` whose parameter `key` one before it has too; its key in `--set`.
 
@@ -245,13 +235,6 @@ def hidden_key(name: str, key: str) -> tuple[str, str] | None:
         if keys.get(key, key) != key and not shared:
             return part, keys[key].replace("scorer__", "scorer.")
     return None
-
-
-def examples(name: str) -> dict[str, Any]:
-    """An example of each parameter of `name` that has no default, as `policy` takes it."""
-    chain, behind = _parse(name)
-    entries = [*(entry for _, entry in chain if entry is not None), *behind]
-    return {key: value for entry in entries for key, value in entry.required.items()}
 
 
 def has_parameter(name: str, key: str) -> bool:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
-from kvsim.core.record import Record
+from kvsim.core.record import Record, fields_of
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, remark, whole
 from kvsim.engine.depth import Descent
@@ -406,8 +406,7 @@ class Decoding:
         reads = None if self._reads is None else self._reads.record(n)
         return Record(
             evicted_at=evicted_at,
-            policy=policy.name,
-            params=policy.params,
+            **fields_of(policy),
             budget=self.budget,
             interval=schedule.interval,
             prefill=schedule.prefill,
@@ -423,6 +422,5 @@ class Decoding:
             ),
             closed=True,
             reads=reads,
-            codec=policy.codec,
             layer_ids=tuple(self.sketch.layer_ids[layer] for layer in self.layers),
         )

@@ -20,7 +20,7 @@ from kvsim.core.delegates import Displayed
 from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
-from kvsim.policies.naming import lengths_remark
+from kvsim.policies.description import lengths_remark
 from kvsim.sweeps.parts import check_output
 
 

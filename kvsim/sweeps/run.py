@@ -12,9 +12,9 @@ import polars as pl
 
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import REQUESTED, of_model
+from kvsim.analysis.results import FACTS, REQUESTED, of_model, of_policies
 from kvsim.analysis.summaries import last_events, level_shares, main_variants, over_layers
-from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
+from kvsim.analysis.table import BESIDE, OF_RECORD, REGRET, check_arrays, choose, names_of
 from kvsim.core.arguments import resolve_budget, share_of
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
@@ -229,7 +229,7 @@ def summarise(
 ) -> pl.DataFrame:
     """One row per policy, parameters and budget as requested, with the mean of each metric.
 
-    And for each model, where traces are of several.
+    And for each model, where traces are of several. Facts about the policy (`FACTS`) stand with it.
 
     Means over layers and heads within a trace, then over traces, of each metric's main variant;
     layers of some metrics are added up (`layer_error`; `Metric.layers`).
@@ -246,9 +246,9 @@ def summarise(
     model = of_model(table)
     keys = ["policy", "params", "requested", "interval", "prefill", *model]
     chosen = last_events(
-        table.with_columns(requested=REQUESTED, main=pl.col("variant") == main).filter(
-            pl.col("policy").is_not_null() & pl.col("metric").is_in(metrics)
-        )
+        of_policies(table, *FACTS)
+        .with_columns(requested=REQUESTED, main=pl.col("variant") == main)
+        .filter(pl.col("metric").is_in(metrics))
     )
     whole = over_layers(chosen, [*keys, "trace", "metric", "variant"])
     within = whole.group_by(*keys, "trace", "metric", maintain_order=True).agg(
@@ -263,14 +263,13 @@ def summarise(
     exact = levels.group_by(keys).agg(
         exact=pl.col("share").filter(pl.col("fidelity") == "exact").sum()
     )
-    of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share").first())
+    of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share", *FACTS).first())
     sizes = of_trace.group_by(keys).agg(
-        pl.col("budget").mean().round().cast(pl.Int64), pl.col("share").first()
+        pl.col("budget").mean().round().cast(pl.Int64), pl.col("share", *FACTS).first()
     )
     for more in (chance, exact, sizes):
         wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
     measured = [name for name in metrics if name in wide.columns]
     if "retained_iou" in measured:
         measured.insert(measured.index("retained_iou") + 1, "iou_chance")
-    cell = ("policy", "params", "budget", "share", "interval", "prefill", *model)
-    return wide.select(*cell, *measured, "exact")
+    return wide.select(*OF_RECORD, *model, *measured, "exact")

@@ -27,6 +27,7 @@ from kvsim.analysis.significance import (
 from kvsim.analysis.summaries import Interval
 from kvsim.analysis.table import COLUMNS as OF_TABLE
 from kvsim.errors import PolicyError
+from tests.facts import facts
 
 
 def table(values, metric="output_error", budget=64, traces=None, **more):
@@ -38,7 +39,7 @@ def table(values, metric="output_error", budget=64, traces=None, **more):
             row |= {"trace": traces[place] if traces else f"t{place}", "policy": policy}
             row |= {"metric": metric, "variant": METRICS[metric].main, "unit": "relative"}
             row |= {"interval": 32, "prefill": True, "budget": budget, "value": value}
-            rows.append(row | more)
+            rows.append(row | facts(policy) | more)
     return pl.DataFrame(rows, schema=OF_TABLE)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -14,6 +15,7 @@ import kvsim
 from kvsim.analysis.results import Result, differing, labelled, labels, main, results
 from kvsim.analysis.table import COLUMNS
 from kvsim.core.policy import Protection
+from kvsim.core.record import fields_of
 from kvsim.errors import PolicyError
 
 HOSTILE = "<script>|`*&\n"
@@ -22,6 +24,12 @@ HOSTILE = "<script>|`*&\n"
 def result(policy="mine", interval=None, prefill=True, **params):
     """A result of made-up parameters."""
     return Result(policy, json.dumps(params, sort_keys=True), interval, prefill)
+
+
+def of(policy):
+    """A result of a policy, which knows what it changes."""
+    changed = frozenset(fields_of(policy)["changed"])
+    return replace(result(policy.name, **policy.params), changed=changed)
 
 
 def frame(*found):
@@ -42,13 +50,9 @@ def test_ablations_are_called_by_what_they_change():
 
 def test_of_two_the_default_is_the_main_one():
     """Whichever comes first in the Table; what is protected is said in words."""
-    plain, changed = (
-        result(one.name, **one.params)
-        for one in (kvsim.policy("ams"), kvsim.policy("ams", credit=False))
-    )
-    kept = kvsim.policy("tova", protect=Protection(4, 8))
-    protected = result("tova", **kept.params)
-    tova = result("tova", **kvsim.policy("tova").params)
+    plain, changed = of(kvsim.policy("ams")), of(kvsim.policy("ams", credit=False))
+    protected = of(kvsim.policy("tova", protect=Protection(4, 8)))
+    tova = of(kvsim.policy("tova"))
 
     assert main([changed, plain]) == plain
     assert labels([changed, plain])[changed] == "ams (credit=False)"
@@ -59,7 +63,7 @@ def test_a_policy_without_its_default_is_called_by_what_it_has():
     """Of two windows neither is `ams`; what all results set alike is not named."""
     settings = ({"window": 16}, {"window": 32}, {"window": 16, "credit": False})
     built = [kvsim.policy("ams", recent=8, **each) for each in settings]
-    found = [result(each.name, **each.params) for each in built]
+    found = [of(each) for each in built]
 
     assert list(labels(found[:2]).values()) == ["ams (window=16)", "ams (window=32)"]
     assert list(labels([found[0], found[2]]).values()) == ["ams", "ams (credit=False)"]

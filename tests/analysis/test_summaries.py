@@ -27,13 +27,14 @@ from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.run import fidelity_shares, summarise
+from tests.facts import facts
 
 
 def row(trace, policy, value, **more):
     """One value of a Table."""
     known = {"metric": "output_error", "variant": "", "unit": "relative", "params": "{}"}
     known |= {"budget": 64, "layer": 0, "fidelity": "open"}
-    return {"trace": trace, "policy": policy, "value": value, **known, **more}
+    return {"trace": trace, "policy": policy, "value": value, **facts(policy), **known, **more}
 
 
 def table(*rows):

@@ -14,6 +14,7 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.plots.style import requested_order, series
 from kvsim.plots.summary import over_budgets, pareto, ranking
+from tests.facts import facts
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def table():
                     row |= {"trace": str(trace), "policy": policy, "budget": budget}
                     row |= {"metric": name, "variant": METRICS[name].main, "layer": 0}
                     row |= {"params": "{}", "value": value, "unit": METRICS[name].unit}
-                    rows.append(row | {"fidelity": "open"})
+                    rows.append(row | facts(policy) | {"fidelity": "open"})
     return pl.DataFrame(rows, schema=COLUMNS)
 
 
@@ -97,7 +98,9 @@ def test_bytes_are_axes_of_the_front(table):
 @pytest.mark.parametrize("name", ["quest", "tova+int8"])
 def test_readers_and_codecs_are_compared_by_bytes(table, name):
     """Rows see entries that are not read, or stored in fewer bytes; entries only if requested."""
-    policies = pl.col("policy").replace({table["policy"][0]: name})
+    known = {"policy": name, **facts(name)}
+    other = pl.col("policy") == table["policy"][0]
+    policies = [pl.when(other).then(pl.lit(x)).otherwise(y).alias(y) for y, x in known.items()]
     sizes = table.filter(metric="entries_seen")
     parts = [sizes.with_columns(metric=pl.lit(cost)) for cost in ("bytes_held", "bytes_read")]
     whole = pl.concat([table, *parts]).with_columns(policies)

@@ -12,7 +12,8 @@ import kvsim
 from kvsim.core.policy import Protection, Schedule
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.policies import ACCESS, CATALOGUE, describe, names, parameters
-from kvsim.policies.naming import declared, hidden_key, lengths_remark, parts_of
+from kvsim.policies.description import lengths_remark
+from kvsim.policies.naming import declared, hidden_key, parts_of
 from kvsim.testing.strategies import make_case
 
 

@@ -19,6 +19,7 @@ from kvsim.errors import OutputError, PolicyError
 from kvsim.report import write_report
 from kvsim.schema import FIDELITY, FIDELITY_MEANING
 from kvsim.sweeps.driver import replay_all
+from tests.facts import facts
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
@@ -59,7 +60,8 @@ def saved(folder, values, **more):
                 row = dict.fromkeys(COLUMNS)
                 row |= {"trace": f"t{trace}", "policy": policy, "metric": name, "value": value}
                 row |= {"variant": METRICS[name].main, "budget": 64, "layer": 0, "params": "{}"}
-                rows.append(row | {"unit": METRICS[name].unit, "fidelity": "open"} | more)
+                row |= {"unit": METRICS[name].unit, "fidelity": "open"}
+                rows.append(row | facts(policy) | more)
     pl.DataFrame(rows, schema=COLUMNS).write_parquet(folder / "results.parquet")
     bind(folder, {"budgets": ["64"], "remarks": [HOSTILE]})
     return folder

@@ -16,6 +16,7 @@ import torch
 
 import kvsim
 from kvsim.analysis.folder import read_run
+from kvsim.analysis.results import FACTS
 from kvsim.core.policy import Policy, Scorer
 from kvsim.errors import CaptureError, NeedsError, OutputError, PolicyError
 from kvsim.recorder import capture
@@ -147,7 +148,7 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
     assert set(lived.table["fidelity"]) == {"closed"}
     keys = ["policy", "budget", "interval", "prefill", "layer", "head"]
     first = pl.col("layer") == 0, pl.col("metric") == "retained_iou"
-    keys += ["variant", "value"]
+    keys += ["variant", "value", *FACTS]
     a, b = (run.table.filter(*first).select(keys).sort(keys) for run in (lived, replayed))
     assert a.height == 36  # policies, budgets, heads, three variants
     assert a.equals(b)

@@ -15,7 +15,6 @@ Open loop, but for the first layer; as the error where that layer alone evicts, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -25,7 +24,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.results import task_of
-from kvsim.analysis.table import measure
+from kvsim.analysis.table import columns_of, measure
 from kvsim.analysis.wide_table import wide
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
@@ -39,7 +38,7 @@ RATIOS = tuple(i / 10 for i in range(1, 10))
 
 #: Columns of `reconstruction_table`.
 RECONSTRUCTION_COLUMNS: dict[str, Any] = {
-    **dict.fromkeys(("trace", "task", "policy", "params"), pl.String),
+    **dict.fromkeys(("trace", "task", "policy", "params", "changed"), pl.String),
     **dict.fromkeys(("cut", "rows"), pl.Int64),
     "ratio": pl.Float64,
     **dict.fromkeys(("budget", "layer"), pl.Int64),
@@ -107,11 +106,10 @@ def reconstruction_table(
                 table[name].to_numpy().reshape(shape) for name in ("value", "fidelity")
             )
             for ratio, record, errors, level in zip(budgets, records, values, levels, strict=True):
+                columns = columns_of(record)
                 yield of_trace | {
-                    "policy": policy.name,
-                    "params": json.dumps(dict(record.params)),
+                    **{name: columns[name] for name in ("policy", "params", "changed", "budget")},
                     "ratio": ratio,
-                    "budget": record.budget,
                     "head_error": errors[1],
                     "relative_head_error": errors[0],
                     "fidelity": level[0],

@@ -160,7 +160,7 @@ class _Demo:
             number = f"{len(POLICIES)} policies at {len(BUDGETS)} budgets"
             echo_text(f"Replayed {number}, at one interval.\n")
             echo_verdict(best)
-            echo_results(summary, ["full"], partial(self._times, seconds, recorded=first))
+            echo_results(summary, partial(self._times, seconds, recorded=first))
             echo_text(f"\n{means(run.table, shown)}" if first else "")
             by = next(name for name in ranking(run.table, shown) if name in rows[0])
             echo_text(f"{fidelity_line(run.table)}\n{read(rows, by)}")

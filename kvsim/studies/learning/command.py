@@ -174,7 +174,7 @@ def _print(learning: Learning) -> None:
         f"Measured on {plural(len(learning.held_out), 'prompt')} that it has not seen.\n"
     )
     show.echo_verdict(show.verdict(learning.run.table, learning.metrics))
-    show.echo_results(summarise(learning.run.table, learning.metrics), ())
+    show.echo_results(summarise(learning.run.table, learning.metrics))
     show.echo_failures(learning.run.failures)
 
 

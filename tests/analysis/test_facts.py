@@ -1,0 +1,122 @@
+"""Facts about policies: columns that are written where a value is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import polars as pl
+import pytest
+
+import kvsim
+from kvsim.analysis.results import FACTS, labelled
+from kvsim.core.pieces import Scorer
+from kvsim.core.policy import Protection
+from kvsim.core.record import fields_of
+from kvsim.errors import PolicyError
+from kvsim.plots.summary import pareto
+from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.run import summarise
+from traces import random_trace
+
+
+@dataclass(frozen=True)
+class Ahead(Scorer):
+    """Of the user's own: it scores by the rows that are still to come."""
+
+    clairvoyant: ClassVar[bool] = True
+
+    def score(self, view):
+        """Earlier entries stay."""
+        return -view.pos.float()
+
+
+#: looks_ahead, bounds, access, per_query_head, changed of policies, by hand.
+CASES = [
+    ("full", {}, (False, "", "", False, "")),
+    ("tova", {}, (False, "held", "", False, "")),
+    ("tova", {"protect": Protection(sink=2)}, (False, "held", "", False, "protect")),
+    ("oracle", {}, (True, "held", "", False, "")),
+    ("snapkv@original", {"window": 4}, (False, "held", "", True, "window")),
+    ("ams", {"window": 4, "credit": False}, (False, "held", "", False, "credit,window")),
+    ("gemfilter", {"layer": 0}, (False, "held", "", False, "layer")),
+    ("pyramidinfer", {}, (False, "", "", False, "")),  # it keeps shares of its own
+    ("topk", {}, (True, "read", "read", False, "")),
+    ("topp", {"p": 0.9}, (True, "", "read", False, "p")),
+    ("tova+quest", {"page": 4}, (False, "held,read", "read", False, "page")),
+    ("tova+quest+int8", {}, (False, "held,read", "read,stored", False, "")),
+    ("qfilter", {"calibration": "prefix:4"}, (False, "held", "", False, None)),
+    ("qfilter", {"calibration": "oracle"}, (True, "held", "", False, None)),
+    (Ahead(), {}, (True, "held", "", False, None)),
+]
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """A trace of two layers."""
+    return random_trace(n=40, prompt_len=24, layers=2, dim=128)
+
+
+@pytest.mark.parametrize(("policy", "params", "expected"), CASES)
+def test_facts_of_a_policy_are_columns(trace, policy, params, expected):
+    """Each value says of its policy whether it looks ahead, what is bounded, read and changed."""
+    built = kvsim.policy(policy, **params) if isinstance(policy, str) else policy
+    table = kvsim.measure(trace, kvsim.replay(trace, built, 12, interval=8), ["entries_seen"])
+
+    assert table.select(*FACTS).unique().rows() == [expected]
+
+
+def test_a_schedule_that_compresses_the_context_is_a_change(trace):
+    """It stands with the parameters, as in `params`."""
+    record = replace(kvsim.replay(trace, "tova", 12), compress="both")
+    table = kvsim.measure(trace, record, ["entries_seen"])
+
+    assert table["changed"].unique().to_list() == ["compress"]
+
+
+def test_a_scaled_length_is_a_default_of_its_preset():
+    """A given length is not, also where it is that of the paper."""
+    paper = kvsim.policy("snapkv").params["window"]
+    scaled, given = (kvsim.policy("snapkv", **x).fitted() for x in ({}, {"window": paper}))
+    written = kvsim.policy("snapkv@scaled", window=paper)
+
+    assert fields_of(scaled)["changed"] == ()
+    assert scaled.default == kvsim.policy("snapkv@scaled").default
+    assert fields_of(written)["changed"] == ("window",)
+    assert (given.name, fields_of(given)["changed"]) == ("snapkv", ())
+
+
+def test_what_looks_ahead_by_a_parameter_has_no_rank(trace):
+    """Its label says nothing of that, nor does the name of a policy of the user's own."""
+    policies = [
+        kvsim.policy("tova"),
+        kvsim.policy("qfilter", calibration="oracle"),
+        replace(kvsim.policy("tova"), name="mine", scorer=Ahead()),
+    ]
+    run = replay_all([trace], policies, [12], interval=8, metrics=["output_error"])
+    ranks = dict(kvsim.compare(run).table.select("policy", "rank").iter_rows())
+
+    assert ranks == {"tova": 1, "qfilter": None, "mine": None}
+
+
+@pytest.mark.parametrize(
+    ("function", "fact"),
+    [
+        (kvsim.compare, "looks_ahead"),
+        (kvsim.compare, "bounds"),
+        (lambda table: pareto(table, "output_error"), "access"),
+        (summarise, "per_query_head"),
+        (labelled, "changed"),
+    ],
+)
+def test_a_table_without_facts_is_refused(trace, function, fact):
+    """In one line that names the column and says what to do; null is no fact."""
+    record = kvsim.replay(trace, "tova", 12, interval=8)
+    table = kvsim.measure(trace, record, ["output_error", "entries_seen"])
+    function(table)
+    lacking = [table.drop(fact)]
+    if fact != "changed":  # null for defaults that are not known
+        lacking.append(table.with_columns(pl.lit(None, FACTS[fact]).alias(fact)))
+    for each in lacking:
+        with pytest.raises(PolicyError, match=f"has no '{fact}' of its .*; measure or replay"):
+            function(each)
