@@ -62,11 +62,11 @@ class Replayed:
             "of a run those to show, by default all.",
         ),
     ] = None
-    interval: values.Interval = None
-    prefill: values.Prefill = None
-    own_schedule: values.OwnSchedule = False
+    interval: Annotated[int | None, values.option("interval")] = None
+    prefill: Annotated[bool | None, values.option("prefill")] = None
+    own_schedule: Annotated[bool, values.option("own_schedule")] = False
     settings: values.Settings = None
-    fit: values.Fit = False
+    fit: Annotated[bool, values.option("fit")] = False
 
 
 @grouped

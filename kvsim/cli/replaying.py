@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvsim.cli import show, values
-from kvsim.cli.groups import Chosen, Computing, Folder, Judging, Protected, Schedule, grouped
+from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.values import Stop
+from kvsim.experiment import Protected
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -47,25 +46,15 @@ def replay(
     traces: values.TracePaths,
     chosen: Chosen,
     budget: values.Budgets,
-    schedule: Schedule,
-    protected: Protected,
-    metric: Annotated[
-        list[str] | None,
-        values.several(
-            "NAME[,NAME...]",
-            "What to measure, as `kvsim metrics` lists it; default: everything with --out, "
-            "without it what the table shows.",
+    options: Annotated[
+        dict[str, Any],
+        offered(
+            *(*SCHEDULE, "metrics", "regret", "memory", "device", "jobs"),
+            metrics="everything with --out, without it what the table shows",
         ),
-    ] = None,
-    regret: Annotated[
-        bool,
-        typer.Option(
-            "--regret", help="Show how much more attention the best possible kept sets retain."
-        ),
-    ] = False,
-    *,
+    ],
+    protected: Annotated[dict[str, Any], offered(of=Protected)],
     judging: Judging,
-    computing: Computing,
     folder: Folder,
     as_json: values.Json = False,
 ) -> None:
@@ -76,7 +65,7 @@ def replay(
     continues.
     """
     folder.check()
-    memory, out = values.parse_memory(computing.memory), folder.out
+    out, metric, regret = folder.out, options["metrics"], options["regret"]
 
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
@@ -85,29 +74,25 @@ def replay(
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, *REGRET]))
     choose(metric, beside=BESIDE if regret else (), judged=bool(judging.by))
-    protect = Protection(protected.sink, protected.recent, prompt=protected.protect_prompt)
+    protect = Protection(**protected)
     policies = chosen.built(protect)
     opened = values.open_traces(traces)
+    usual = available(SUMMARY, opened)
     try:
         with folder.replacing(), show.bar("cells") as report:
             run = replay_all(
                 opened,
                 policies,
                 budget,
-                **vars(schedule),
-                metrics=metric if metric or out is not None else available(SUMMARY, opened),
-                regret=regret,
+                **options | {"metrics": metric if metric or out is not None else usual},
                 judge=judging.by,
                 events=folder.events,
-                memory=memory,
-                device=computing.device,
-                jobs=computing.jobs,
                 out=out,
                 resume=folder.resume,
                 accounts=out is not None,
                 progress=report,
             )
-        shown = metric or available(SUMMARY, opened)
+        shown = metric or usual
         show_run(run, opened, policies, protect, shown, out, as_json=as_json, required=metric or ())
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None

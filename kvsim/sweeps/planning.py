@@ -68,8 +68,9 @@ class Plan(NamedTuple):
         schedules = grid.schedules(policies)
         cells = grid.cells(traces)
         names = grid.chosen(traces) if metrics is None else metrics
-        options = {x: getattr(grid, x) for x in ("regret", "events", "memory", "device", "records")}
-        options |= {"judge": named(grid.judge)} if grid.judge else {}
+        judge, device = grid.options["judge"], grid.options["device"]
+        options = {x: grid.options[x] for x in ("regret", "events", "memory", "device")}
+        options |= {"records": grid.records} | ({"judge": named(judge)} if judge else {})
         options |= {} if accounts else {"accounts": False}
         return Plan(
             traces=traces,
@@ -82,7 +83,7 @@ class Plan(NamedTuple):
             document=_document(grid, policies, traces, len(cells)),
             compute=replayed,
             records=grid.records,
-            check=partial(check_judge, grid.judge, traces, grid.device),
+            check=partial(check_judge, judge, traces, device),
         )
 
     def share(self, shard: tuple[int, int] | None) -> Sequence[Task]:
@@ -178,12 +179,16 @@ def _parameters(
     grid: Grid, policies: Sequence[Policy], schedules: Sequence[Terms]
 ) -> dict[str, Any]:
     """Parameters of a run, ready for JSON."""
-    names = ("budgets", "layers", "metrics", "regret", "judge", "events", "memory", "device")
     return {
         "policies": params_of(policies),
         "schedules": [described(terms) for terms in schedules],
-        **{name: getattr(grid, name) for name in names},
+        "budgets": grid.budgets,
+        **{name: x for name, x in grid.options.items() if name not in _ELSEWHERE},
     }
+
+
+#: Options that `run.json` has among schedules and parameters of policies.
+_ELSEWHERE = ("prefill", "compress", "fit", "protect")
 
 
 def _document(
