@@ -206,12 +206,12 @@ class Folder:
             if given and self.out is None:
                 raise OptionError(f"--{flag} is about the run in --out; give --out DIR as well")
         if self.out is not None and not self.overwrite:
-            from kvsim.sweeps.parts import check_output
+            from kvsim.sweeps.output import check_output
 
             check_output(self.out, resume=self.resume)
 
     def replacing(self) -> AbstractContextManager[None]:
         """Let a run be written in the place of the one in the folder, if that was requested."""
-        from kvsim.sweeps.parts import replaced
+        from kvsim.sweeps.output import replaced
 
         return replaced(self.out) if self.out is not None and self.overwrite else nullcontext()

@@ -65,10 +65,10 @@ def live(
     folder.check()
 
     from kvsim.analysis.live.table import choose_live
+    from kvsim.analysis.overview import LIVE_SUMMARY
     from kvsim.core.policy import Protection
     from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.run import LIVE_SUMMARY
 
     choose_live(options["metrics"])
     policies = chosen.built()

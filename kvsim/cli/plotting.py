@@ -77,7 +77,7 @@ def plot(
         typer.Argument(
             metavar="TRACE|RUN",
             help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
-            "results, such as pareto, also folders that `kvsim replay --out` wrote.",
+            "results, such as pareto, also folders that `kvsim replay`, `sweep` or `live` wrote.",
         ),
     ],
     out: Annotated[Path, values.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
@@ -131,7 +131,7 @@ def plot(
     flags |= {"metric": metric, "ratio": ratio, "zoom": zoom}
     _check_flags(name, figure, flags)
     keywords = flags | {"metrics": metric, "zoom": None if zoom is None else _positions(zoom)}
-    # folders that `kvsim replay --out` wrote
+    # folders of runs
     runs = [source for source in sources if (Path(source) / "run.json").is_file()]
     given: dict[str, Any] = {
         "policy": replayed.policy,
@@ -373,7 +373,7 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     from kvsim.core.arguments import resolve_budget
     from kvsim.engine import replay
-    from kvsim.sweeps.run import shared_prefill
+    from kvsim.sweeps.terms import shared_prefill
 
     budget = resolve_budget(size, trace.n_pos)
     interval, prefill = schedule["interval"], shared_prefill(**schedule)

@@ -100,7 +100,7 @@ def replay(
 
 def folder_state(out: Path | None) -> str:
     """Return what is in the folder of a sweep that is over."""
-    from kvsim.sweeps.parts import is_complete
+    from kvsim.sweeps.output import is_complete
 
     if out is None or not out.exists():
         return "nothing was written"
@@ -126,8 +126,8 @@ def show_run(
     whole: print all of what the model of a live run wrote. required: metrics that a note names if
     they are not among them.
     """
+    from kvsim.analysis.overview import PREDICTIONS
     from kvsim.analysis.table import REGRET
-    from kvsim.sweeps.run import PREDICTIONS
 
     if not run.records and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
@@ -151,7 +151,7 @@ def show_run(
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     return {
         **run.describe(),
@@ -187,7 +187,7 @@ def _print(
     shown: Sequence[str],
     out: Path | None,
 ) -> None:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     for trace in traces:
         show.echo_text(
@@ -257,8 +257,8 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     """Return what the numbers of a table of these metrics are means over."""
     import polars as pl
 
+    from kvsim.analysis.overview import PREDICTIONS
     from kvsim.analysis.results import of_model
-    from kvsim.sweeps.run import PREDICTIONS
 
     values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
     traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())

@@ -306,8 +306,8 @@ def _show(
     shard: tuple[int, int] | None = None,
 ) -> None:
     """Print the results, or what of them is there, and end with the right status."""
+    from kvsim.analysis.overview import PREDICTIONS, summarise
     from kvsim.cli.replaying import fidelity_line, means, unbounded
-    from kvsim.sweeps.run import PREDICTIONS, summarise
 
     standing, total = _standing(plan, kept, run.parameters["done"]), len(plan.cells)
     metrics = [name for name in plan.metrics if name in set(run.table["metric"])]
@@ -332,9 +332,12 @@ def _show(
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:
         raise Stop(f"interrupted, {standing}{again}", 130)
-    failed, missing = len({failure.cell for failure in run.failures}), run.parameters["missing"]
-    counts = {"failed": failed, "are missing": missing if shard is None else 0}
-    if any(counts.values()):
-        words = " and ".join(f"{n} of {total} cells {what}" for what, n in counts.items() if n)
-        again = "; run the sweep again" if counts["are missing"] else ""
-        raise Stop(f"error: {words}, the others are done{again}", 1)
+    failed = len({failure.cell for failure in run.failures})
+    missing, alone = (run.parameters[x] for x in ("missing", "missing_traces"))
+    left = shard is None and missing + alone > 0
+    words = [f"{failed} of {total} cells failed"] * (failed > 0)
+    words += [f"{missing} of {total} cells are missing"] * (left and missing > 0)
+    words += [f"metrics of {plural(alone, 'trace')} alone are missing"] * (left and alone > 0)
+    if words:
+        again = "; run the sweep again" if left else ""
+        raise Stop(f"error: {' and '.join(words)}, the others are done{again}", 1)

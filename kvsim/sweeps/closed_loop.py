@@ -34,13 +34,13 @@ from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps import tasks
-from kvsim.sweeps.cells import Cell, Progress
+from kvsim.sweeps.cells import Cell, Progress, cells_of
 from kvsim.sweeps.driver import begin, finish
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan
 from kvsim.sweeps.remote import kept_in
-from kvsim.sweeps.run import cells_of, check_names, described, params_of, shared_terms
 from kvsim.sweeps.tasks import Task, outcome_of, tasks_of
+from kvsim.sweeps.terms import check_names, described, params_of, shared_terms
 
 
 @with_bar("cells")

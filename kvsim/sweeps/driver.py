@@ -31,9 +31,9 @@ from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
-from kvsim.sweeps.run import measurable, shared_terms
 from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Outcome, Task, replayed
+from kvsim.sweeps.terms import measurable, shared_terms
 from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
 
 #: Seconds between looks at what other processes have finished.

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
+from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available
 from kvsim.core.checks import resolve_device
@@ -25,8 +26,8 @@ from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
-from kvsim.sweeps.cells import Cell
-from kvsim.sweeps.run import SUMMARY, Terms, cells_of, check_names, measurable, shared_terms
+from kvsim.sweeps.cells import Cell, cells_of
+from kvsim.sweeps.terms import Terms, check_names, measurable, shared_terms
 
 #: Most bytes of a configuration, and most cells of a sweep.
 _DOCUMENT = 4 << 20

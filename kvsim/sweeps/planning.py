@@ -18,9 +18,10 @@ from kvsim.errors import ConfigError
 from kvsim.sweeps.cells import Cell, flops_of, in_cell_order, named
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
-from kvsim.sweeps.run import Terms, cell_remarks, described, params_of
+from kvsim.sweeps.remarks import cell_remarks
 from kvsim.sweeps.shards import Kept
 from kvsim.sweeps.tasks import Compute, Task, replayed, tasks_of
+from kvsim.sweeps.terms import Terms, described, params_of
 
 
 def grid_from(config: str | Path | Mapping[str, Any] | Grid | None, **more: Any) -> Grid:
@@ -154,7 +155,9 @@ class Plan(NamedTuple):
         notes = (*self.notes, *cell_remarks(done))
         remarks = dict.fromkeys((*notes, *(text for key in wanted for text in parts[key].remarks)))
         counts = {"cells": len(self.cells), "done": len(done)}
+        of_traces = keys.pop(-1)  # tasks that measure a trace alone
         counts["missing"] = sum(map(missing, keys.values()))
+        counts["missing_traces"] = sum(missing([key]) for key in of_traces)
         return Run(
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,

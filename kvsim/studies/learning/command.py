@@ -93,7 +93,7 @@ def learn(
 
 
 def _document(learning: Learning) -> dict[str, Any]:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     network, run = learning.network, learning.run
     document: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _document(learning: Learning) -> dict[str, Any]:
 
 
 def _print(learning: Learning) -> None:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     network = learning.network
     sees = ", ".join(network.groups)

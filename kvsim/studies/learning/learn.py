@@ -10,6 +10,7 @@ from typing import Unpack
 import polars as pl
 import torch
 
+from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import available
 from kvsim.core.arguments import listed, resolve_budget
@@ -30,7 +31,7 @@ from kvsim.studies.learning.training import Projecting, fit
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.held_out import split
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.run import SUMMARY, measurable
+from kvsim.sweeps.terms import measurable
 
 #: Groups of features that a scorer of any model may use without looking ahead.
 CAUSAL = tuple(group for group in SIZES if group not in ("projections", "future"))
