@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -268,13 +267,10 @@ def build_policies(
     setting gives to the budget (`Policy.fitted`).
     """
     from kvsim.core.policy import Protection
-    from kvsim.policies import policy
+    from kvsim.policies import variants
 
-    built = [
-        policy(name, **dict(zip(lists, combination, strict=True)))
-        for name, lists in settings_of(names, settings or ()).items()
-        for combination in itertools.product(*lists.values())
-    ]
+    given = settings_of(names, settings or ()).items()
+    built = [each for name, lists in given for each in variants(name, lists)]
     fitted = (each.fitted() if fit else each for each in built)
     return [replace(each, protect=each.protect | (protect or Protection())) for each in fitted]
 

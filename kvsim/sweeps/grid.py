@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvsim.engine.layers import replayed
 from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
 from kvsim.experiment import Keys, Options
 from kvsim.policies import policy as build
+from kvsim.policies import variants
 from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
@@ -84,12 +84,8 @@ class Grid:
         for name, settings in self.policies:
             if isinstance(name, Policy):
                 policies.append(name)
-                continue
-            lists = [_listed(value) for value in settings.values()]
-            policies += [
-                build(name, **dict(zip(settings, values, strict=True)))
-                for values in itertools.product(*lists)
-            ]
+            else:
+                policies += variants(name, {key: _listed(x) for key, x in settings.items()})
         policies = [each.fitted() for each in policies] if self.options["fit"] else policies
         check_names(policies)
         protect = self.options["protect"]
