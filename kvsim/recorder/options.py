@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from kvsim.core.options import Help
-from kvsim.core.parameters import AtLeast, Between, Finite, check_fields, parameters
-from kvsim.errors import CaptureError, PolicyError, suggest
+from kvsim.core.options import Help, given_options
+from kvsim.core.parameters import AtLeast, Between, Finite, check_fields
+from kvsim.errors import CaptureError, PolicyError
 
 Progress = Callable[[int, int], None]
 
@@ -125,14 +125,7 @@ class Options:
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
         """Return the options of a call; raise TypeError for an unknown keyword."""
-        names = parameters(cls)
-        for name in keywords:
-            if name not in names:
-                raise TypeError(
-                    f"capture has no option {name!r}{suggest(name, names)}; "
-                    f"options: {', '.join(names)}"
-                )
-        return cls(**keywords)
+        return cls(**given_options(cls, keywords, "capture", CaptureError))
 
     def __post_init__(self) -> None:
         try:
