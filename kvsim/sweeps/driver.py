@@ -129,7 +129,9 @@ def replay_all(
         **options: the options of `kvsim.experiment.ReplayOptions`.
 
     Without `metrics` it measures everything that the traces have the arrays for. With several
-    `jobs`, a script needs `if __name__ == "__main__":`.
+    `jobs`, a script needs `if __name__ == "__main__":`. `judge` takes True for the model that a
+    trace names, or what `kvsim.recorder.load_model` takes; records that its pass cannot show have a
+    remark instead. Policies that no budget binds have no regret. `out` may be the URL of a store.
 
     Returns:
         The Run: records, without what only measuring needs, and one Table. A cell that fails is
