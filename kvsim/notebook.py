@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.folder import Saved, lacking
+from kvsim.analysis.overview import PREDICTIONS, SUMMARY, summarise
 from kvsim.analysis.results import REQUESTED, labelled
 from kvsim.analysis.table import OF_RECORD
 from kvsim.analysis.verdict import lines
@@ -29,7 +30,6 @@ from kvsim.errors import PolicyError
 from kvsim.schema import plural, schedule, visible
 from kvsim.store.metadata import object_at
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.run import PREDICTIONS, SUMMARY, summarise
 
 #: Rows and columns of the picture of a record, and the shades between gone and retained.
 _ROWS, _COLUMNS, _SHADES = 24, 48, 5

@@ -12,14 +12,17 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import streamlit as st
 
 import kvsim
 from kvsim import Trace
 from kvsim.cli.shared import parse_set
+from kvsim.core.options import declared
+from kvsim.core.parameters import AtLeast, Between, parameters
 from kvsim.errors import KvsimError, PolicyError
+from kvsim.experiment import Experiment
 from kvsim.policies import ACCESS, CATALOGUE, Entry, access_names, has_parameter, names
 from kvsim.policies.ams import AMS
 from kvsim.samples import SAMPLES, sample_trace
@@ -35,6 +38,9 @@ HERE = "the chosen trace, replayed here"
 
 #: What a policy has behind its eviction, and what it does without.
 BEHIND = {"reader": "reads all", "codec": "exact"}
+
+#: Options of experiments by name, whose help and defaults widgets have.
+OPTIONS = {option.name: option for option in declared(Experiment)}
 
 #: The option for no policy.
 NONE = "none"
@@ -70,6 +76,11 @@ def number(
 def switch(label: str, key: str, about: str, *, on: bool = False) -> bool:
     """Choose yes or no."""
     return st.sidebar.toggle(label, on, key=key, bind="query-params", help=about)
+
+
+def about(name: str) -> str:
+    """Return the help of an option of experiments."""
+    return OPTIONS[name].help.text
 
 
 def root() -> Path:
@@ -250,15 +261,17 @@ def settings(name: str, typed: Mapping[str, Any]) -> dict[str, Any]:
 def budget(trace: Trace) -> int:
     """Choose the entries per KV head, about a quarter of the trace by default."""
     most = max(2, trace.n_pos)
-    about = "entries that stay in each KV head, protected ones included"
     start = min(most, part(trace, 4))
-    return number("Budget", "budget", (1, most), start, step=16, help=about)
+    return number("Budget", "budget", (1, most), start, step=16, help=about("budgets"))
 
 
 def interval(trace: Trace) -> int | None:
     """Choose the rows between events; None for the policy's own schedule."""
-    ends, about = (0, max(2, trace.n_pos)), "rows between events; 0 is the policy's own schedule"
-    return number("Interval", "interval", ends, part(trace, 12), step=16, help=about) or None
+    ends, text = (
+        (0, max(2, trace.n_pos)),
+        f"{about('interval')} Here 0 is the policy's own schedule.",
+    )
+    return number("Interval", "interval", ends, part(trace, 12), step=16, help=text) or None
 
 
 def event(rows: Sequence[int], where: Where, label: str = "After the event of row") -> int:
@@ -272,43 +285,53 @@ def event(rows: Sequence[int], where: Where, label: str = "After the event of ro
     return int(where.select_slider(label, rows, rows[-1], key="event", bind="query-params"))
 
 
+def _least(name: str) -> float:
+    """Return the lower bound of a parameter of AMS."""
+    bound = get_args(parameters(AMS)[name].hint)[1]
+    return float(bound.limit if isinstance(bound, AtLeast) else cast("Between", bound).least)
+
+
 def ams(trace: Trace, budget: int) -> dict[str, Any]:
     """Choose the parameters of AMS: by default lengths of `ams@scaled`, the rest is the paper's."""
     scaled = cast("AMS", kvsim.policy("ams@scaled").at(budget).allocator)
 
-    def whole(label: str, name: str, least: int, how: str) -> int:
+    def whole(label: str, name: str, how: str) -> int:
         value: int = getattr(scaled, name)
         # a length follows the budget until it is changed
         last = st.session_state.get(f"scaled {name}")
         if last is not None and st.session_state.get(name) == last:
             st.session_state[name] = value
         st.session_state[f"scaled {name}"] = value
-        return number(label, name, (least, max(2, trace.n_pos, value)), value, box, help=how)
+        ends = int(_least(name)), max(2, trace.n_pos, value)
+        return number(label, name, ends, value, box, help=how)
 
-    def share(label: str, name: str, least: float, how: str) -> float:
-        value = float(getattr(scaled, name))
+    def share(label: str, name: str, how: str) -> float:
+        value, step = float(getattr(scaled, name)), 0.01
+        least = math.ceil(_least(name) / step) * step  # above 0 where 0 is not allowed
         return float(
-            box.slider(label, least, 1.0, value, 0.01, key=name, bind="query-params", help=how)
+            box.slider(label, least, 1.0, value, step, key=name, bind="query-params", help=how)
         )
+
+    def among(label: str, name: str) -> str:
+        return str(choose(label, name, get_args(parameters(AMS)[name].hint), where=box))
 
     box = st.sidebar.expander("Segments", expanded=True)
     values: dict[str, Any] = {
-        "segment_mass": share("Segment mass", "segment_mass", 0.01, "mass that a segment holds"),
-        "min_segment": whole("Shortest", "min_segment", 1, "entries, at least"),
-        "max_segment": whole("Longest", "max_segment", 1, "entries, at most"),
-        "min_quota": whole("Least quota", "min_quota", 0, "entries that each one keeps"),
+        "segment_mass": share("Segment mass", "segment_mass", "mass that a segment holds"),
+        "min_segment": whole("Shortest", "min_segment", "entries, at least"),
+        "max_segment": whole("Longest", "max_segment", "entries, at most"),
+        "min_quota": whole("Least quota", "min_quota", "entries that each one keeps"),
     }
     box = st.sidebar.expander("Mass and credit")
     values |= {
-        "credit_decay": share("Credit decay", "credit_decay", 0.0, "weight of earlier events"),
-        "credit_mix": share("Credit mix", "credit_mix", 0.0, "weight of what is observed now"),
-        "window": whole("Window", "window", 1, "rows that vote"),
+        "credit_decay": share("Credit decay", "credit_decay", "weight of earlier events"),
+        "credit_mix": share("Credit mix", "credit_mix", "weight of what is observed now"),
+        "window": whole("Window", "window", "rows that vote"),
     }
     box = st.sidebar.expander("More")
-    fills = ["head_max", "global_max", "head_mean", "observed", "zero"]
     return values | {
-        "mode": choose("Mode", "mode", ["strict", "reference"], where=box),
-        "suffix_fill": choose("Recent entries count as", "suffix_fill", fills, where=box),
-        "sink": whole("Sinks", "sink", 0, "first entries, protected"),
-        "recent": whole("Recent", "recent", 0, "last entries, protected"),
+        "mode": among("Mode", "mode"),
+        "suffix_fill": among("Recent entries count as", "suffix_fill"),
+        "sink": whole("Sinks", "sink", "first entries, protected"),
+        "recent": whole("Recent", "recent", "last entries, protected"),
     }

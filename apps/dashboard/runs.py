@@ -30,6 +30,7 @@ from kvsim.analysis.verdict import answer
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import access_names, names
 from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.terms import INTERVAL
 
 from . import cache, controls, elements
 
@@ -42,7 +43,6 @@ COMBINED = ("h2o", "snapkv", "tova")
 BUDGETS = ("64", "128")
 #: Budgets for traces of at least so many tokens.
 LONG, SHARES = 2048, ("10%", "25%")
-INTERVAL = 32
 MEASURED = (
     *("weighted_error", "layer_error", "output_error", "retained_mass", "wipeout", "retained_iou"),
     *("middle_coverage", "burst_share", "entries_seen", "bytes_held", "bytes_read"),
@@ -202,12 +202,11 @@ def _replayed(trace: Trace) -> Run:
         list(sizes),
         key="budgets",
         bind="query-params",
-        help="entries per KV head, or a share of the trace",
+        help=controls.about("budgets"),
     )
-    about = "computes the best possible kept sets on the terms of each policy, which takes longer"
-    regret = controls.switch("Regret", "regret", about)
-    about = "applies what was kept to the recorded model, whose predictions then rank the policies"
-    judge = trace.whole and trace.tokens is not None and controls.switch("Judge", "judge", about)
+    regret = controls.switch("Regret", "regret", controls.about("regret"))
+    judged = trace.whole and trace.tokens is not None
+    judge = judged and controls.switch("Judge", "judge", controls.about("judge"))
     if not policies or not budgets:
         st.info("Choose at least one policy and one budget.")
         st.stop()

@@ -1,9 +1,14 @@
-"""Options that stand together in several commands, each group declared once.
+"""Options of commands, from their declarations and in groups.
 
-A command with a parameter of one of these types has the options of its fields in that place:
+A command with a parameter of a dataclass has the options of its fields in that place, and one of
+`offered` names has the options that `kvsim.experiment` or a study declares:
 
     @grouped
-    def replay(traces: shared.TracePaths, schedule: Schedule, folder: Folder) -> None: ...
+    def replay(
+        traces: shared.TracePaths,
+        options: Annotated[dict[str, Any], offered("interval", "prefill")],
+        folder: Folder,
+    ) -> None: ...
 """
 
 from __future__ import annotations
@@ -14,46 +19,93 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from kvsim.cli import shared
 from kvsim.cli.shared import OptionError
+from kvsim.core.options import Declared, declared
+from kvsim.experiment import Experiment
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
     from kvsim.core.trace import Trace
 
 
+class Offered(NamedTuple):
+    """Options of a command: their declarations, and what it does without some of them."""
+
+    options: tuple[Declared, ...]
+    unset: dict[str, str]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """The parameters that typer reads."""
+        return [
+            inspect.Parameter(
+                each.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if (form := shared.form_of(each)).text or unset else each.default,
+                annotation=Annotated[
+                    form.kind | None if unset else form.kind, shared.option_of(each, unset)
+                ],
+            )
+            for each in self.options
+            for unset in (self.unset.get(each.name, each.help.unset),)
+        ]
+
+    def taken(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Take the values of the options out of those of a command, converted."""
+        return {
+            each.name: shared.form_of(each).convert(given.pop(each.name)) for each in self.options
+        }
+
+
+def offered(*names: str, of: type = Experiment, **unset: str) -> Offered:
+    """Return options of a declaration by name, in this order; without names, all of them.
+
+    unset: what the command does without an option of this name, in words.
+    """
+    every = {each.name: each for each in declared(of)}
+    return Offered(tuple(every[name] for name in names or every), unset)
+
+
+#: When policies that are compared evict.
+SCHEDULE = ("interval", "prefill", "compress", "own_schedule")
+
+
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the fields of its groups one by one, as options."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        if name not in groups:
-            options.append(
-                parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-            )
-            continue
-        of_fields = get_type_hints(groups[name], include_extras=True)
-        for each in fields(groups[name]):
-            default = inspect.Parameter.empty if each.default is MISSING else each.default
-            options.append(
-                inspect.Parameter(
-                    each.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=of_fields[each.name],
+        kind = hints[name]
+        offer = next((note for note in get_args(kind) if isinstance(note, Offered)), None)
+        if offer is not None:
+            groups[name] = offer
+            options += offer.parameters()
+        elif is_dataclass(kind):
+            groups[name] = kind
+            of_fields = get_type_hints(kind, include_extras=True)
+            for each in fields(kind):
+                default = inspect.Parameter.empty if each.default is MISSING else each.default
+                options.append(
+                    inspect.Parameter(
+                        each.name,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        default=default,
+                        annotation=of_fields[each.name],
+                    )
                 )
-            )
+        else:
+            options.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         for name, group in groups.items():
-            of_group: Any = group
-            given[name] = of_group(**{each.name: given.pop(each.name) for each in fields(group)})
+            if isinstance(group, Offered):
+                given[name] = group.taken(given)
+            else:
+                given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
         command(**given)
 
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
@@ -67,7 +119,7 @@ class Chosen:
 
     policy: shared.PolicyNames
     settings: shared.Settings = None
-    fit: shared.Fit = False
+    fit: Annotated[bool, shared.option("fit")] = False
 
     def built(self, protect: Protection | None = None) -> list[Policy]:
         """The policies, which all protect what is given."""
@@ -75,93 +127,16 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """When policies evict; the names are those of `replay_all` and `live`."""
-
-    interval: shared.Interval = None
-    prefill: shared.Prefill = None
-    compress: shared.Compress = None
-    own_schedule: shared.OwnSchedule = False
-
-
-@dataclass(frozen=True)
-class Protected:
-    """What every policy protects."""
-
-    sink: Annotated[
-        int,
-        typer.Option(
-            min=0, help="First positions that every policy protects; not with asl and its like."
-        ),
-    ] = 0
-    recent: Annotated[
-        int, typer.Option(min=0, help="Last positions that every policy protects.")
-    ] = 0
-    protect_prompt: Annotated[
-        bool, typer.Option("--protect-prompt", help="Every policy protects the prompt.")
-    ] = False
-
-
-@dataclass(frozen=True)
 class Judging:
     """The model that judges what replays decided."""
 
-    judge: shared.Judge = False
+    judge: Annotated[bool, shared.option("judge")] = False
     model: shared.JudgingModel = None
 
     @property
     def by(self) -> bool | str:
         """The model by name, True for that of the traces, or False."""
         return self.model or self.judge
-
-
-@dataclass(frozen=True)
-class Computing:
-    """What replays run on."""
-
-    memory: shared.Memory = None
-    device: shared.Device = "cpu"
-    jobs: shared.Jobs = None
-
-
-@dataclass(frozen=True)
-class Writing:
-    """The response that a model writes under each policy."""
-
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Tokens of the response that the model writes under each policy, 0 for none; "
-            "default: none of recorded traces, 512 of --prompts.",
-        ),
-    ] = None
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the most likely token; above 0, tokens are drawn.")
-    ] = 0.0
-    seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0
-
-
-@dataclass(frozen=True)
-class Paged:
-    """A cache in blocks; the names are those of `live`."""
-
-    paged: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Hold the cache in blocks of N entries, as serving engines do, and attend through "
-            "block tables; what an event leaves is compacted, and blocks are freed.",
-        ),
-    ] = None
-    block_tables: Annotated[
-        Literal["layer", "head"],
-        typer.Option(
-            help="With --paged: one block table for all heads of a layer, where heads with fewer "
-            "entries are padded; or one for each head."
-        ),
-    ] = "layer"
 
 
 @dataclass(frozen=True)
@@ -212,9 +187,9 @@ class Loading:
 class Folder:
     """The run folder, and what is measured for it."""
 
-    events: shared.Events = False
-    out: shared.RunFolder = None
-    resume: shared.Resume = False
+    events: Annotated[bool, shared.option("events")] = False
+    out: Annotated[Path | None, shared.option("out", parser=shared.local_path)] = None
+    resume: Annotated[bool, shared.option("resume")] = False
     overwrite: shared.Overwrite = False
 
     def check(self) -> None:
@@ -231,12 +206,12 @@ class Folder:
             if given and self.out is None:
                 raise OptionError(f"--{flag} is about the run in --out; give --out DIR as well")
         if self.out is not None and not self.overwrite:
-            from kvsim.sweeps.parts import check_output
+            from kvsim.sweeps.output import check_output
 
             check_output(self.out, resume=self.resume)
 
     def replacing(self) -> AbstractContextManager[None]:
         """Let a run be written in the place of the one in the folder, if that was requested."""
-        from kvsim.sweeps.parts import replaced
+        from kvsim.sweeps.output import replaced
 
         return replaced(self.out) if self.out is not None and self.overwrite else nullcontext()

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.groups import (
-    Chosen,
-    Folder,
-    Loading,
-    NewPrompts,
-    Paged,
-    Schedule,
-    Writing,
-    grouped,
-)
+from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, NewPrompts, grouped, offered
 from kvsim.cli.replaying import folder_state, show_run
 from kvsim.cli.shared import OptionError, Stop
 
@@ -47,22 +38,15 @@ def live(
     new: NewPrompts,
     chosen: Chosen,
     budget: shared.Budgets,
-    schedule: Schedule,
-    layer: Annotated[
-        str | None,
-        typer.Option(
-            "--layers", metavar="N,A-B,...", help="Only these layers evict; default: all."
+    options: Annotated[
+        dict[str, Any],
+        offered(
+            *(*SCHEDULE, "layers", "max_new_tokens", "temperature", "seed"),
+            *("metrics", "paged", "block_tables"),
+            max_new_tokens="none of recorded traces, 512 of --prompts",
+            metrics="everything of a running model",
         ),
-    ] = None,
-    writing: Writing,
-    metric: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]",
-            "What to measure, as `kvsim metrics` lists it; default: everything of a running model.",
-        ),
-    ] = None,
-    paged: Paged,
+    ],
     folder: Folder,
     printed: Shown,
 ) -> None:
@@ -81,19 +65,18 @@ def live(
     folder.check()
 
     from kvsim.analysis.live.table import choose_live
+    from kvsim.analysis.overview import LIVE_SUMMARY
     from kvsim.core.policy import Protection
     from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
-    from kvsim.sweeps.run import LIVE_SUMMARY
 
-    choose_live(metric)
+    choose_live(options["metrics"])
     policies = chosen.built()
     for each in policies:
         check_live(each)
-    layers = shared.parse_layers(layer)
     recorded = shared.open_traces(traces or [])
-    usual = 0 if prompts is None else 512
-    new_tokens = usual if writing.max_new_tokens is None else writing.max_new_tokens
+    if options["max_new_tokens"] is None:
+        options["max_new_tokens"] = 0 if prompts is None else 512
     try:
         with ExitStack() as stack, show.bar("cells") as report:
             decoder, tokenizer = loading.loaded(recorded)
@@ -103,6 +86,7 @@ def live(
                 at = record_to or Path(stack.enter_context(TemporaryDirectory(prefix="kvsim-")))
                 repeats = any("probe_q" in each.scorer.needs for each in policies)
                 probe = "repeat" if repeats else None
+                new_tokens = options["max_new_tokens"]
                 recorded = _record(decoder, tokenizer, prompts, at, new_tokens, probe)
             stack.enter_context(folder.replacing())
             run = run_live(
@@ -111,19 +95,13 @@ def live(
                 policies,
                 budget,
                 tokenizer=tokenizer,
-                **vars(schedule),
-                **vars(paged),
-                layers=layers,
-                max_new_tokens=new_tokens,
-                temperature=writing.temperature,
-                seed=writing.seed,
-                metrics=metric,
+                **options,
                 events=folder.events,
                 out=out,
                 resume=folder.resume,
                 progress=report,
             )
-        shown = metric or LIVE_SUMMARY
+        shown = options["metrics"] or LIVE_SUMMARY
         show_run(
             run,
             recorded,

@@ -62,11 +62,11 @@ class Replayed:
             "of a run those to show, by default all.",
         ),
     ] = None
-    interval: shared.Interval = None
-    prefill: shared.Prefill = None
-    own_schedule: shared.OwnSchedule = False
+    interval: Annotated[int | None, shared.option("interval")] = None
+    prefill: Annotated[bool | None, shared.option("prefill")] = None
+    own_schedule: Annotated[bool, shared.option("own_schedule")] = False
     settings: shared.Settings = None
-    fit: shared.Fit = False
+    fit: Annotated[bool, shared.option("fit")] = False
 
 
 @grouped
@@ -77,7 +77,7 @@ def plot(
         typer.Argument(
             metavar="TRACE|RUN",
             help="Recorded traces, or the shipped 'sample' and 'sample-smollm2'; for figures of "
-            "results, such as pareto, also folders that `kvsim replay --out` wrote.",
+            "results, such as pareto, also folders that `kvsim replay`, `sweep` or `live` wrote.",
         ),
     ],
     out: Annotated[Path, shared.path_option("FILE", "The file to write: .png, .svg or .pdf.")],
@@ -374,7 +374,7 @@ def _labels_of(name: str, table: pl.DataFrame) -> list[str]:
 def _planned(trace: Trace, policy: Policy, size: str, schedule: Mapping[str, Any]) -> Data:
     from kvsim.core.arguments import resolve_budget
     from kvsim.engine import replay
-    from kvsim.sweeps.run import shared_prefill
+    from kvsim.sweeps.terms import shared_prefill
 
     budget = resolve_budget(size, trace.n_pos)
     interval, prefill = schedule["interval"], shared_prefill(**schedule)

@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli import shared
+from kvsim.cli.groups import grouped, offered
 from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, echo_json, echo_text
-from kvsim.recorder.options import Declared, Options, declared
+from kvsim.core.parameters import parameters
+from kvsim.recorder.options import Options
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
-#: Types of options that the command line takes as another type, and their conversion from it.
-_FORMS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
-    str | Sequence[str]: (list[str] | None, lambda texts: texts or ()),
-    Sequence[int] | None: (str | None, shared.parse_layers),
-    bool | str: (str | None, lambda text: text or False),
-}
+#: Options of the command; progress is always shown.
+_OFFERED = [name for name in parameters(Options) if name != "progress"]
 
 
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `options` of a command by an option for each field of `Options`.
-
-    Progress is always shown.
-    """
-    offered = [option for option in declared(Options) if option.name != "progress"]
-    hints = get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name == "options":
-            parameters += map(_parameter, offered)
-        else:
-            parameters.append(parameter.replace(annotation=hints[name]))
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        fields = {option.name: given.pop(option.name) for option in offered}
-        for option in offered:
-            if option.kind in _FORMS:
-                fields[option.name] = _FORMS[option.kind][1](fields[option.name])
-        command(**given, options=Options(**fields, progress=True))
-
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
-    return run
-
-
-def _parameter(option: Declared) -> inspect.Parameter:
-    name, described = f"--{option.name.replace('_', '-')}", option.help
-    if option.kind == bool | None or option.default is True:
-        name += f"/--no-{name[2:]}"
-    info = typer.Option(name, help=described.text, metavar=described.metavar, min=option.least)
-    kind = _FORMS[option.kind][0] if option.kind in _FORMS else option.kind
-    return inspect.Parameter(
-        option.name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None if option.kind in _FORMS else option.default,
-        annotation=Annotated[kind, info],
-    )
-
-
-@_with_options
+@grouped
 def capture(
     *,
     context: typer.Context,
@@ -100,7 +56,7 @@ def capture(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Record only the first prompts of the file.")
     ] = None,
-    options: Options,
+    given: Annotated[dict[str, Any], offered(*_OFFERED, of=Options)],
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -129,6 +85,7 @@ def capture(
     the others, and `kvsim trace recover` turns the incomplete one into a trace.
     """
     _check_prompts(model, prompt, prompts, limit)
+    options = Options(**given, progress=True)
     if options.resume and is_url(out):
         raise OptionError(
             f"--out is {out}; expected a local folder, in which --resume finds traces"

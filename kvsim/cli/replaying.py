@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvsim.cli import shared, show
-from kvsim.cli.groups import Chosen, Computing, Folder, Judging, Protected, Schedule, grouped
+from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.shared import Stop
+from kvsim.experiment import Protected
 from kvsim.schema import plural
 
 if TYPE_CHECKING:
@@ -47,25 +46,15 @@ def replay(
     traces: shared.TracePaths,
     chosen: Chosen,
     budget: shared.Budgets,
-    schedule: Schedule,
-    protected: Protected,
-    metric: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]",
-            "What to measure, as `kvsim metrics` lists it; default: everything with --out, "
-            "without it what the table shows.",
+    options: Annotated[
+        dict[str, Any],
+        offered(
+            *(*SCHEDULE, "metrics", "regret", "memory", "device", "jobs"),
+            metrics="everything with --out, without it what the table shows",
         ),
-    ] = None,
-    regret: Annotated[
-        bool,
-        typer.Option(
-            "--regret", help="Show how much more attention the best possible kept sets retain."
-        ),
-    ] = False,
-    *,
+    ],
+    protected: Annotated[dict[str, Any], offered(of=Protected)],
     judging: Judging,
-    computing: Computing,
     folder: Folder,
     as_json: shared.Json = False,
 ) -> None:
@@ -76,7 +65,7 @@ def replay(
     continues.
     """
     folder.check()
-    memory, out = shared.parse_memory(computing.memory), folder.out
+    out, metric, regret = folder.out, options["metrics"], options["regret"]
 
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
@@ -85,29 +74,25 @@ def replay(
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, *REGRET]))
     choose(metric, beside=BESIDE if regret else (), judged=bool(judging.by))
-    protect = Protection(protected.sink, protected.recent, prompt=protected.protect_prompt)
+    protect = Protection(**protected)
     policies = chosen.built(protect)
     opened = shared.open_traces(traces)
+    usual = available(SUMMARY, opened)
     try:
         with folder.replacing(), show.bar("cells") as report:
             run = replay_all(
                 opened,
                 policies,
                 budget,
-                **vars(schedule),
-                metrics=metric if metric or out is not None else available(SUMMARY, opened),
-                regret=regret,
+                **options | {"metrics": metric if metric or out is not None else usual},
                 judge=judging.by,
                 events=folder.events,
-                memory=memory,
-                device=computing.device,
-                jobs=computing.jobs,
                 out=out,
                 resume=folder.resume,
                 accounts=out is not None,
                 progress=report,
             )
-        shown = metric or available(SUMMARY, opened)
+        shown = metric or usual
         show_run(run, opened, protect, shown, out, as_json=as_json, required=metric or ())
     except KeyboardInterrupt:  # at any other moment than those that a sweep handles
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None
@@ -115,7 +100,7 @@ def replay(
 
 def folder_state(out: Path | None) -> str:
     """Return what is in the folder of a sweep that is over."""
-    from kvsim.sweeps.parts import is_complete
+    from kvsim.sweeps.output import is_complete
 
     if out is None or not out.exists():
         return "nothing was written"
@@ -140,8 +125,8 @@ def show_run(
     whole: print all of what the model of a live run wrote. required: metrics that a note names if
     they are not among them.
     """
+    from kvsim.analysis.overview import PREDICTIONS
     from kvsim.analysis.table import REGRET
-    from kvsim.sweeps.run import PREDICTIONS
 
     if not run.records and run.interrupted:
         raise Stop("interrupted, no cell was done and nothing was written", 130)
@@ -165,7 +150,7 @@ def show_run(
 
 
 def _document(run: Run, shown: Sequence[str], out: Path | None) -> dict[str, Any]:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     return {
         **run.describe(),
@@ -200,7 +185,7 @@ def _print(
     shown: Sequence[str],
     out: Path | None,
 ) -> None:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     for trace in traces:
         show.echo_text(
@@ -265,8 +250,8 @@ def means(table: pl.DataFrame, shown: Sequence[str]) -> str:
     """Return what the numbers of a table of these metrics are means over."""
     import polars as pl
 
+    from kvsim.analysis.overview import PREDICTIONS
     from kvsim.analysis.results import of_model
-    from kvsim.sweeps.run import PREDICTIONS
 
     values = table.drop_nulls("value").filter(pl.col("metric").is_in(list(shown)))
     traces = values.group_by("metric", maintain_order=True).agg(pl.col("trace").n_unique())

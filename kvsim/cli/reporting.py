@@ -17,8 +17,8 @@ def report(
         list[str],
         typer.Argument(
             metavar="RUN|TRACE",
-            help="Folders that `kvsim replay --out` wrote, and recorded traces to analyse, or "
-            "the shipped 'sample' and 'sample-smollm2'; paths or URLs.",
+            help="Folders that `kvsim replay`, `sweep` or `live` wrote, and recorded traces to "
+            "analyse, or the shipped 'sample' and 'sample-smollm2'; paths or URLs.",
         ),
     ],
     out: Annotated[Path, path_option("FILE", "The page to write.")] = Path("report.html"),

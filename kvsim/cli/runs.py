@@ -23,8 +23,8 @@ def describe_run(path: Path | str) -> tuple[dict[str, Any], pl.DataFrame]:
     """Return the document of a saved run, and the summary of its values."""
     from kvsim.analysis.folder import RECORDS, read_run
     from kvsim.analysis.live.table import responses
+    from kvsim.analysis.overview import LIVE_SUMMARY, PREDICTIONS, SUMMARY, summarise
     from kvsim.store.records import read_records
-    from kvsim.sweeps.run import LIVE_SUMMARY, PREDICTIONS, SUMMARY, summarise
 
     saved = read_run(path)
     closed = saved.parameters.get("loop") == "closed"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from kvsim.core.options import Declared, declared
 from kvsim.errors import KvsimError, PolicyError, suggest
+from kvsim.experiment import Experiment
 from kvsim.schema import is_url, size_in_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | N
     parts = [part.strip() for value in values for part in value.split(",")]
     if not all(parts):
         given = ",".join(values)
-        raise OptionError(f"--{param.name} is {given!r}; expected names or numbers between commas")
+        raise OptionError(f"{param.opts[0]} is {given!r}; expected names or numbers between commas")
     return list(dict.fromkeys(parts))
 
 
@@ -69,14 +70,104 @@ def parse_device(name: str | None) -> str | None:
         raise OptionError(f"--{error}") from error
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-PolicyNames = Annotated[
-    list[str],
-    several(
-        "NAME[,NAME...]",
-        "Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
-    ),
+class Stop(Exception):  # noqa: N818  the end of a command, not an error of the program
+    """Ends a command with a line on standard error and a status other than 0."""
+
+    def __init__(self, line: str, status: int) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+class OptionError(KvsimError, ValueError):
+    """An option with a bad value."""
+
+
+def parse_memory(text: str | None) -> int | None:
+    """Parse a size, if one is given: 500MB, 2GB, 1GiB, or a number of bytes."""
+    size = None if text is None else size_in_bytes(text)
+    if size is None and text is not None:
+        raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
+    return size
+
+
+def parse_ranges(text: str, option: str, expected: str) -> list[int]:
+    """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(-\d{1,7})|(\d{1,7})(?:-(\d{1,7}))?", part.strip())
+        ends = [] if match is None else [int(number) for number in match.groups() if number]
+        if not ends or ends[-1] < ends[0]:
+            raise OptionError(f"{option} is {text!r}; expected {expected}")
+        numbers += range(ends[0], ends[-1] + 1)
+    return numbers
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """Parse numbers of layers, if any are given."""
+    expected = "numbers and ranges between commas, such as 0,4-7,-1"
+    return None if text is None else parse_ranges(text, "--layers", expected)
+
+
+class Form(NamedTuple):
+    """How the command line takes a value: its type, whether that is text, and the conversion."""
+
+    kind: Any
+    text: bool = True
+    convert: Callable[[Any], Any] = lambda given: given
+    callback: Callable[..., Any] | None = None
+
+
+#: Types of options that the command line takes as text.
+_FORMS: dict[Any, Form] = {
+    str | Sequence[str]: Form(list[str] | None, convert=lambda texts: texts or ()),
+    Sequence[int] | None: Form(str | None, convert=parse_layers),
+    int | Sequence[int] | None: Form(str | None, convert=parse_layers),
+    int | str | None: Form(str | None, convert=parse_memory),
+    bool | str: Form(str | None, convert=lambda text: text or False),
+}
+
+
+def form_of(option: Declared) -> Form:
+    """Return how the command line takes an option."""
+    if "[," in (option.help.metavar or ""):
+        return Form(list[str] | None, callback=split)
+    callback = parse_device if option.name == "device" else None
+    return _FORMS.get(option.kind, Form(option.kind, text=False, callback=callback))
+
+
+def option_of(option: Declared, unset: str = "", **changes: Any) -> Any:
+    """Return what typer reads of an option; unset: what the command does without it, in words."""
+    flag = option.help.flag or f"--{option.name.replace('_', '-')}"
+    if option.kind == bool | None or option.default is True:
+        flag += f"/--no-{flag[2:]}"
+    given: dict[str, Any] = {
+        "help": option.help.text + f"  [default: {unset}]" * bool(unset),
+        "metavar": option.help.metavar,
+        "min": option.least,
+        "callback": form_of(option).callback,
+    }
+    return typer.Option(flag, **given | changes)
+
+
+_OPTIONS = {each.name: each for each in declared(Experiment)}
+DEVICES = _OPTIONS["device"].help.text
+
+
+def option(name: str, **changes: Any) -> Any:
+    """Return what typer reads of an option of `Experiment`; changes: keywords of `typer.Option`."""
+    return option_of(_OPTIONS[name], _OPTIONS[name].help.unset, **changes)
+
+
+PolicyNames = Annotated[list[str], option("policies")]
+Budgets = Annotated[list[str], option("budgets")]
+Memory = Annotated[str | None, option("memory")]
+Device = Annotated[str, option("device")]
+Resume = Annotated[bool, option("resume")]
+ModelDevice = Annotated[str, option("device", help=f"Where the model runs: {DEVICES}")]
+TracePaths = Annotated[
+    list[str], typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text)
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -86,62 +177,7 @@ Settings = Annotated[
         "that has it; of several values each is tried.",
     ),
 ]
-Budgets = Annotated[
-    list[str],
-    several(
-        "N|P%[,...]",
-        "Entries per KV head that stay after an event, or a share of the trace's length.",
-    ),
-]
-Interval = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Rows between events. All policies then have the same events, one of them after the "
-        "prompt; default: 32 for two or more policies, the schedule of its paper for one.",
-    ),
-]
-OwnSchedule = Annotated[
-    bool,
-    typer.Option(
-        "--own-schedule",
-        help="Each policy evicts when its paper says, instead of all after the same rows.",
-    ),
-]
-Fit = Annotated[
-    bool,
-    typer.Option(
-        "--fit",
-        help="Scale windows and segments that exceed half of the budget, by the budgets that the "
-        "papers' values are meant for: POLICY@scaled.",
-    ),
-]
-Prefill = Annotated[
-    bool | None,
-    typer.Option(
-        "--prefill/--no-prefill",
-        help="Whether an event follows the prompt; default: yes, unless policies keep their own "
-        "schedule.",
-    ),
-]
-Compress = Annotated[
-    Literal["prompt", "context", "both"] | None,
-    typer.Option(
-        help="What the event after the prompt compresses: with context it fires before the "
-        "question, of traces that say where their context ends; default: prompt."
-    ),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Processes here, with one thread each.  [default: one for small work, else one per "
-        "processor]",
-    ),
-]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-DEVICES = "cpu, cuda, or auto for a GPU if there is one."
-Device = Annotated[str, typer.Option(callback=parse_device, help=DEVICES)]
 RecordedModel = Annotated[
     str,
     typer.Option(
@@ -149,53 +185,15 @@ RecordedModel = Annotated[
         "GGUF file, or a hub id."
     ),
 ]
-Judge = Annotated[
-    bool,
-    typer.Option(
-        "--judge",
-        help="Apply what was decided to the model that was recorded, in one forward pass, and "
-        "measure its predictions; they rank the policies.",
-    ),
-]
 JudgingModel = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="Judge by this model, as `kvsim live` takes it."),
-]
-ModelDevice = Annotated[
-    str, typer.Option(callback=parse_device, help=f"Where the model runs: {DEVICES}")
-]
-RunFolder = Annotated[
-    Path | None,
-    path_option(
-        "DIR",
-        "Write run.json, records.zarr and results.parquet to a new folder; what is done is there "
-        "at once.",
-    ),
-]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume",
-        help="Go on in --out: cells that are done there are not computed again. The results are "
-        "those of this command.",
-    ),
 ]
 ShowText = Annotated[
     bool,
     typer.Option(
         "--show-text",
         help="Print all of what the model wrote in a live run; by default parts of a few texts.",
-    ),
-]
-Events = Annotated[
-    bool, typer.Option("--events", help="Write a row for every event to the results of --out.")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory of each process for a block of layers, such as 500MB or 2GB; larger traces "
-        "are replayed block by block.  [default: 2GiB]",
     ),
 ]
 Runs = Annotated[
@@ -215,26 +213,6 @@ BudgetsOfRuns = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
 ]
-TracePaths = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="TRACE",
-        help="Recorded traces: their paths or URLs, folders of traces, or 'sample' and "
-        "'sample-smollm2', which ship.",
-    ),
-]
-
-
-class Stop(Exception):  # noqa: N818  the end of a command, not an error of the program
-    """Ends a command with a line on standard error and a status other than 0."""
-
-    def __init__(self, line: str, status: int) -> None:
-        super().__init__(line)
-        self.status = status
-
-
-class OptionError(KvsimError, ValueError):
-    """An option with a bad value."""
 
 
 def paths_of(traces: Iterable[str]) -> list[Path | str]:
@@ -271,35 +249,9 @@ def parse_set(text: str) -> tuple[str, Value]:
     return key, value
 
 
-def parse_memory(text: str | None) -> int | None:
-    """Parse a size, if one is given: 500MB, 2GB, 1GiB, or a number of bytes."""
-    size = None if text is None else size_in_bytes(text)
-    if size is None and text is not None:
-        raise OptionError(f"--memory is {text!r}; expected a size such as 500MB, 2GB or 1GiB")
-    return size
-
-
 def quiet_transformers() -> None:
     """Silence transformers but for errors: its remarks would mix with our output."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def parse_ranges(text: str, option: str, expected: str) -> list[int]:
-    """Parse numbers and ranges: 0,4-7,-1, where negative numbers count from the end."""
-    numbers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(-\d{1,7})|(\d{1,7})(?:-(\d{1,7}))?", part.strip())
-        ends = [] if match is None else [int(number) for number in match.groups() if number]
-        if not ends or ends[-1] < ends[0]:
-            raise OptionError(f"{option} is {text!r}; expected {expected}")
-        numbers += range(ends[0], ends[-1] + 1)
-    return numbers
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    """Parse numbers of layers, if any are given."""
-    expected = "numbers and ranges between commas, such as 0,4-7,-1"
-    return None if text is None else parse_ranges(text, "--layers", expected)
 
 
 def build_policies(
@@ -315,13 +267,10 @@ def build_policies(
     setting gives to the budget (`Policy.fitted`).
     """
     from kvsim.core.policy import Protection
-    from kvsim.policies import policy
+    from kvsim.policies import variants
 
-    built = [
-        policy(name, **dict(zip(lists, combination, strict=True)))
-        for name, lists in settings_of(names, settings or ()).items()
-        for combination in itertools.product(*lists.values())
-    ]
+    given = settings_of(names, settings or ()).items()
+    built = [each for name, lists in given for each in variants(name, lists)]
     fitted = (each.fitted() if fit else each for each in built)
     return [replace(each, protect=each.protect | (protect or Protection())) for each in fitted]
 

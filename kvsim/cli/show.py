@@ -165,7 +165,7 @@ def selection_dict(record: Record) -> dict[str, Any] | None:
 
 def fidelity_shares(table: pl.DataFrame) -> dict[str, float]:
     """Return for each fidelity label its share among the values of a run."""
-    from kvsim.sweeps.run import fidelity_shares as shares_of
+    from kvsim.analysis.overview import fidelity_shares as shares_of
 
     return dict(sorted(shares_of(table).select("fidelity", "share").iter_rows()))
 

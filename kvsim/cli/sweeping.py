@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.groups import Computing, Judging, grouped
+from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import is_url, plural
 
@@ -25,47 +25,6 @@ if TYPE_CHECKING:
 
 #: Most lines of the table that is printed; the others are in the results.
 _LINES = 60
-
-
-@dataclass(frozen=True)
-class Swept:
-    """Policies, budgets and what of them is measured; a configuration has its own."""
-
-    policy: Annotated[list[str] | None, shared.several("NAME[,NAME...]", "Policies.")] = None
-    budget: Annotated[list[str] | None, shared.several("N|P%[,...]", "Entries, or shares.")] = None
-    settings: shared.Settings = None
-    fit: shared.Fit = False
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="RANGES", help="Layers of the traces, such as 0,4-7.  [default: all]"),
-    ] = None
-    metric: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]",
-            "What to measure, as `kvsim metrics` lists it; default: the main metrics.",
-        ),
-    ] = None
-    records: Annotated[
-        bool, typer.Option("--records", help="Keep what each cell would have kept, too.")
-    ] = False
-
-
-@dataclass(frozen=True)
-class Schedules:
-    """When policies evict, in one way or several."""
-
-    interval: Annotated[
-        list[str] | None,
-        shared.several(
-            "N|own[,...]",
-            "Rows between events; own: each policy's own schedule. Default: 32 for two or "
-            "more policies, the schedule of its paper for one.",
-        ),
-    ] = None
-    own_schedule: shared.OwnSchedule = False
-    prefill: shared.Prefill = None
-    compress: shared.Compress = None
 
 
 @dataclass(frozen=True)
@@ -134,18 +93,19 @@ def sweep(
         ),
     ] = None,
     *,
-    swept: Swept,
-    schedules: Schedules,
-    judging: Judging,
-    computing: Computing,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|URL",
-            help="Folder for the results, or the URL of one in a store, such as s3://. The same "
-            "command goes on with what is there; any number of processes may work on one folder.",
+    swept: Annotated[
+        dict[str, Any],
+        offered(
+            *("policies", "budgets", "fit", "layers", "metrics", "records", "intervals"),
+            *("prefill", "compress", "memory", "device"),
+            metrics="the main metrics",
         ),
-    ] = None,
+    ],
+    settings: shared.Settings = None,
+    own_schedule: Annotated[bool, shared.option("own_schedule")] = False,
+    judging: Judging,
+    jobs: Annotated[int | None, shared.option("jobs")] = None,
+    out: Annotated[str | None, shared.option("out", metavar="DIR|URL")] = None,
     spread: Spread,
     look: Look,
     as_json: shared.Json = False,
@@ -160,24 +120,15 @@ def sweep(
     from kvsim.sweeps.remote import kept_in
     from kvsim.sweeps.shards import Shards
 
-    interval = schedules.interval
-    given = {
-        "policies": swept.policy,
-        "budgets": swept.budget,
-        "intervals": ["own"] if schedules.own_schedule and not interval else interval,
-        "set": swept.settings,
-        "fit": swept.fit or None,
-        "prefill": schedules.prefill,
-        "compress": schedules.compress,
-        "layers": swept.layers,
-        "metrics": swept.metric,
-        "records": swept.records or None,
-        "judge": judging.by or None,
-        "memory": computing.memory,
-        "device": None if computing.device == "cpu" else computing.device,
-    }
-    if schedules.own_schedule and interval:
+    if own_schedule and swept["intervals"]:
         raise OptionError("--interval and --own-schedule were both given; expected one of them")
+    given = {
+        **{name: value for name, value in swept.items() if name == "prefill" or value},
+        "intervals": ["own"] if own_schedule else swept["intervals"],
+        "set": settings,
+        "judge": judging.by or None,
+        "device": None if swept["device"] == "cpu" else swept["device"],
+    }
     spread.check(out, folder_only=look.status or look.collect)
     part = None if spread.shard is None else _shard(spread.shard)
     kept = kept_in(out)
@@ -202,7 +153,7 @@ def sweep(
             plan,
             kept,
             shard=part,
-            jobs=computing.jobs,
+            jobs=jobs,
             scheduler=spread.scheduler,
             progress=report,
         )
@@ -233,11 +184,10 @@ def _grid(source: Sequence[str], given: dict[str, Any], kept: Kept) -> Grid:
             return kept.grid()
         raise OptionError("nothing to sweep; give CONFIG.yaml, or traces, --policy and --budget")
     for name, option in {"policies": "--policy", "budgets": "--budget"}.items():
-        if not given[name]:
+        if not given.get(name):
             raise OptionError(f"{option} is missing; give one, or several between commas")
-    numbers = shared.parse_layers(given["layers"])
     document = {name: value for name, value in given.items() if value is not None}
-    document |= {"layers": numbers, "traces": [str(path) for path in shared.paths_of(source)]}
+    document["traces"] = [str(path) for path in shared.paths_of(source)]
     settings = shared.settings_of(given["policies"], document.pop("set", None) or [])
     document["policies"] = [{name: lists} for name, lists in settings.items()]
     document["intervals"] = [int(x) if x.isdecimal() else x for x in given["intervals"] or ()]
@@ -356,8 +306,8 @@ def _show(
     shard: tuple[int, int] | None = None,
 ) -> None:
     """Print the results, or what of them is there, and end with the right status."""
+    from kvsim.analysis.overview import PREDICTIONS, summarise
     from kvsim.cli.replaying import fidelity_line, means
-    from kvsim.sweeps.run import PREDICTIONS, summarise
 
     standing, total = _standing(plan, kept, run.parameters["done"]), len(plan.cells)
     metrics = [name for name in plan.metrics if name in set(run.table["metric"])]
@@ -382,9 +332,12 @@ def _show(
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:
         raise Stop(f"interrupted, {standing}{again}", 130)
-    failed, missing = len({failure.cell for failure in run.failures}), run.parameters["missing"]
-    counts = {"failed": failed, "are missing": missing if shard is None else 0}
-    if any(counts.values()):
-        words = " and ".join(f"{n} of {total} cells {what}" for what, n in counts.items() if n)
-        again = "; run the sweep again" if counts["are missing"] else ""
-        raise Stop(f"error: {words}, the others are done{again}", 1)
+    failed = len({failure.cell for failure in run.failures})
+    missing, alone = (run.parameters[x] for x in ("missing", "missing_traces"))
+    left = shard is None and missing + alone > 0
+    words = [f"{failed} of {total} cells failed"] * (failed > 0)
+    words += [f"{missing} of {total} cells are missing"] * (left and missing > 0)
+    words += [f"metrics of {plural(alone, 'trace')} alone are missing"] * (left and alone > 0)
+    if words:
+        again = "; run the sweep again" if left else ""
+        raise Stop(f"error: {' and '.join(words)}, the others are done{again}", 1)

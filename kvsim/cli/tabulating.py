@@ -82,10 +82,10 @@ def _means(
     import polars as pl
 
     from kvsim.analysis.evidence import ranking
+    from kvsim.analysis.overview import LIVE_SUMMARY, SUMMARY
     from kvsim.analysis.registry import METRICS
     from kvsim.analysis.registry import metric as metric_named
     from kvsim.analysis.summaries import averages, main_variants, split_by
-    from kvsim.sweeps.run import LIVE_SUMMARY, SUMMARY
 
     measured = set(table.drop_nulls(["policy", "value"])["metric"])
     if metrics is None:

@@ -14,6 +14,7 @@ from kvsim.policies.naming import (
     has_parameter,
     names,
     policy,
+    variants,
 )
 from kvsim.policies.naming import parameter_names as parameters
 
@@ -32,4 +33,5 @@ __all__ = [
     "names",
     "parameters",
     "policy",
+    "variants",
 ]

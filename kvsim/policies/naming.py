@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -38,6 +39,12 @@ def as_policies(given: PolicyLike | Iterable[PolicyLike]) -> list[Policy]:
     """Return one policy or several as `Policy` objects (`as_policy`)."""
     several: list[PolicyLike] = listed(given)
     return [as_policy(each) for each in several]
+
+
+def variants(name: str, settings: Mapping[str, Iterable[Any]]) -> list[Policy]:
+    """Return a policy for each combination of values of its settings."""
+    combinations = itertools.product(*settings.values())
+    return [policy(name, **dict(zip(settings, each, strict=True))) for each in combinations]
 
 
 def policy(name: str, **params: Any) -> Policy:

@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvsim.core.options import takes_options
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
 from kvsim.recorder.models import load_model, unwrapped
-from kvsim.recorder.options import Options, check_in_memory, takes_options
+from kvsim.recorder.options import Options, check_in_memory
 from kvsim.recorder.prompts import (
     Labels,
     Prompt,
@@ -28,7 +29,7 @@ from kvsim.schema import is_url
 from kvsim.store.publication import check_target, check_writable
 
 
-@takes_options
+@takes_options(Options)
 def capture(
     model: PreTrainedModel | str | Path,
     tokenizer: Any,
@@ -93,7 +94,7 @@ def capture(
     return session.existing() or session.run()
 
 
-@takes_options
+@takes_options(Options)
 def capture_many(
     model: PreTrainedModel | str | Path,
     tokenizer: Any,

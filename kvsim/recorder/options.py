@@ -1,38 +1,26 @@
 """Options of `capture` and `capture_many`, each declared once.
 
-`Options` has a field for each. `takes_options` gives its fields to the Python functions, as
-keywords with types and defaults and as lines of the docstring; `kvsim.cli.recording` gives them to
-the command line, and so to docs/cli.md. Importing this module loads none of the large libraries.
+`Options` has a field for each (`kvsim.core.options`). Importing this module loads none of the large
+libraries.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self
 
-from kvsim.core.parameters import AtLeast, Between, Finite, check_fields, parameters
-from kvsim.errors import CaptureError, PolicyError, suggest
+from kvsim.core.options import Help, given_options
+from kvsim.core.parameters import AtLeast, Between, Finite, check_fields
+from kvsim.errors import CaptureError, PolicyError
 
 Progress = Callable[[int, int], None]
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 #: Tokens of a chunk of a probe by default, as in KVzip's paper.
 PROBE_CHUNK = 2048
 
 _PROBE = r"repeat(?::0*([1-9]\d{0,8}))?"
-
-
-@dataclass(frozen=True)
-class Help:
-    """Text of an option for docstrings and `--help`, and how its value is written there."""
-
-    text: str
-    metavar: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,14 +125,7 @@ class Options:
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
         """Return the options of a call; raise TypeError for an unknown keyword."""
-        names = parameters(cls)
-        for name in keywords:
-            if name not in names:
-                raise TypeError(
-                    f"capture has no option {name!r}{suggest(name, names)}; "
-                    f"options: {', '.join(names)}"
-                )
-        return cls(**keywords)
+        return cls(**given_options(cls, keywords, "capture", CaptureError))
 
     def __post_init__(self) -> None:
         try:
@@ -211,44 +192,6 @@ class Options:
                 "rows, such as 'window:64'"
             )
         return min(int(window[1]), n_pos)
-
-
-class Declared(NamedTuple):
-    """One option."""
-
-    name: str
-    kind: Any
-    default: Any
-    help: Help
-    least: float | None
-
-
-def declared(options: type) -> Iterator[Declared]:
-    """Yield the fields of a dataclass of options, with what their annotations say."""
-    for name, parameter in parameters(options).items():
-        kind, *notes = get_args(parameter.hint)
-        text = next(note for note in notes if isinstance(note, Help))
-        least = next((note.limit for note in notes if isinstance(note, AtLeast)), None)
-        yield Declared(name, kind, parameter.default, text, least)
-
-
-def takes_options(function: Function) -> Function:
-    """Show the fields of `Options` as the keywords of a function that takes `**options`.
-
-    They replace `**options` in the signature and its line in the docstring.
-    """
-    signature = inspect.signature(function)
-    *parameters, options = signature.parameters.values()
-    keyword = options.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-    wrapper = textwrap.TextWrapper(100, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    lines = []
-    for name, kind, default, text, _ in declared(Options):
-        parameters.append(keyword.replace(name=name, default=default, annotation=kind))
-        lines.append(wrapper.fill(f"{name}: {text.text}"))
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    if function.__doc__ is not None:  # python -OO
-        function.__doc__ = re.sub(r" +\*\*options: .*", "\n".join(lines), function.__doc__)
-    return function
 
 
 def check_in_memory(options: Options) -> None:

@@ -40,7 +40,7 @@ def write_report(
     """Write the page of runs and traces together.
 
     Args:
-        runs: folders that `kvsim replay --out` wrote.
+        runs: folders of runs.
         out: the file to write.
         base: the policy that all others are compared with, by default the first that evicts.
         traces: what to analyse; where there are runs, traces that they replayed.

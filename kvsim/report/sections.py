@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from kvsim.analysis.evidence import OUTCOMES, ranking
 from kvsim.analysis.folder import Saved
+from kvsim.analysis.overview import fidelity_shares
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import few
@@ -24,7 +25,6 @@ from kvsim.report.html import details, lines, section, table_of, tag
 from kvsim.report.study import Study
 from kvsim.report.traces import SECTIONS
 from kvsim.schema import FIDELITY_MEANING, LABELS, merged, plural, schedule
-from kvsim.sweeps.run import fidelity_shares
 
 
 def sections(

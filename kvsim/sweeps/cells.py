@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, available, in_order, measure
+from kvsim.core.arguments import resolve_budget, share_of
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -24,6 +26,7 @@ from kvsim.errors import KvsimError, TraceError, error_line
 from kvsim.policies.oracle import Oracle
 from kvsim.store import open_trace
 from kvsim.sweeps.outcome import Failure
+from kvsim.sweeps.terms import Terms
 from kvsim.sweeps.workers import Lost
 
 #: Called with (cells done, cells, what is being done).
@@ -47,6 +50,21 @@ class Cell(NamedTuple):
     share: str | None
     schedule: Schedule
     layers: tuple[int, ...] | None = None
+
+
+def cells_of(
+    traces: Sequence[Trace],
+    policies: Sequence[Policy],
+    budgets: Sequence[int | str],
+    schedules: Sequence[Terms],
+) -> list[Cell]:
+    """Return every cell, with its budget in entries and its schedule."""
+    cells: list[Cell] = []
+    for trace, policy, budget, terms in itertools.product(traces, policies, budgets, schedules):
+        entries = resolve_budget(budget, trace.n_pos)
+        events = policy.schedule.override(*terms)
+        cells.append(Cell(len(cells), trace, policy, entries, share_of(budget), events))
+    return cells
 
 
 def flops_of(trace: Trace, layers: int) -> float:

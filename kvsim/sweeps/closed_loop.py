@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import polars as pl
 
@@ -15,14 +15,15 @@ from kvsim.analysis.subject import LiveSubject
 from kvsim.analysis.table import names_of
 from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
+from kvsim.core.options import given_options, takes_options
 from kvsim.core.outcome import Outcome
-from kvsim.core.parameters import integer
 from kvsim.core.policy import PolicyLike
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
 from kvsim.errors import PolicyError
+from kvsim.experiment import LiveOptions
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
@@ -33,16 +34,17 @@ from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps import tasks
-from kvsim.sweeps.cells import Cell, Progress
+from kvsim.sweeps.cells import Cell, Progress, cells_of
 from kvsim.sweeps.driver import begin, finish
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan
 from kvsim.sweeps.remote import kept_in
-from kvsim.sweeps.run import cells_of, check_names, described, params_of, shared_terms
 from kvsim.sweeps.tasks import Task, outcome_of, tasks_of
+from kvsim.sweeps.terms import check_names, described, params_of, shared_terms
 
 
 @with_bar("cells")
+@takes_options(LiveOptions)
 def live(
     model: Any,
     traces: Traces,
@@ -50,22 +52,8 @@ def live(
     budgets: int | str | Iterable[int | str],
     *,
     tokenizer: Any = None,
-    interval: int | None = None,
-    prefill: bool | None = None,
-    compress: Literal["prompt", "context", "both"] | None = None,
-    own_schedule: bool = False,
-    fit: bool = False,
-    layers: Sequence[int] | None = None,
-    max_new_tokens: int = 0,
-    temperature: float = 0.0,
-    seed: int = 0,
-    metrics: str | Sequence[str] | None = None,
-    events: bool = False,
-    paged: int | None = None,
-    block_tables: Literal["layer", "head"] = "layer",
-    out: str | Path | None = None,
-    resume: bool = False,
     progress: Progress | bool | None = None,
+    **options: Unpack[LiveOptions],
 ) -> Run:
     """Run every policy at every budget on the model itself, over recorded prompts.
 
@@ -73,31 +61,39 @@ def live(
     made of the model: the cache is compressed, and memory freed. The recorded response is fed to
     the model (teacher-forced), so that records and values compare with those of `replay_all`; with
     max_new_tokens the model also writes a response of its own to each prompt, which is compared
-    with the right answer. Values have fidelity `closed`.
+    with the right answer. Values have fidelity `closed`. One sequence runs at a time.
 
-    model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes. layers: those
-    that evict, by number; all that see the whole text by default. temperature, seed: of the tokens
-    that are written; 0 takes the likeliest. paged: hold the cache in blocks of so many entries and
-    attend through block tables, one for each layer or head (`block_tables`), as serving engines do;
-    values stay the same but for rounding. The other arguments are as for `replay_all`.
-    One sequence runs at a time.
+    Args:
+        model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes.
+        traces: one or several, as for `kvsim.sweep`.
+        policies: one or several.
+        budgets: one or several.
+        tokenizer: the model's, where the model is no name.
+        progress: called with (cells done, cells, what is being done); True shows a bar.
+        **options: the options of `kvsim.experiment.LiveOptions`.
 
-    Raises, before any cell runs: PolicyError for a policy that a running model cannot follow
-    (`kvsim.runner.checks.check_live`); NeedsError for a trace without tokens; CaptureError for
-    another model or tokenizer than the recorded ones, by configuration, the digest of the weights
-    and what the model computes with the full cache (`kvsim.runner.recorded`); and what
-    `replay_all` raises.
+    Raises, before any cell runs:
+        PolicyError: a policy that a running model cannot follow (`kvsim.runner.checks.check_live`).
+        NeedsError: a trace without tokens.
+        CaptureError: another model or tokenizer than the recorded ones, by configuration, the
+            digest of the weights and what the model computes with the full cache
+            (`kvsim.runner.recorded`).
+        KvsimError: what `replay_all` raises.
     """
     show = check_progress(progress)
+    given = given_options(LiveOptions, options, "live", PolicyError)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
-    metrics = None if metrics is None else names_of(metrics)
-    policies = [each.fitted() for each in policies] if fit else policies
+    metrics = None if given["metrics"] is None else names_of(given["metrics"])
+    layers = None if given["layers"] is None else listed(given["layers"])
+    policies = [each.fitted() for each in policies] if given["fit"] else policies
     check_names(policies)
     check_distinct(traces)
-    terms, shared = shared_terms(policies, (interval, prefill, compress), own_schedule=own_schedule)
-    new_tokens = integer(max_new_tokens)
-    if new_tokens is None or new_tokens < 0:
-        raise PolicyError(f"max_new_tokens is {max_new_tokens!r}; expected how many tokens, or 0")
+    terms, shared = shared_terms(
+        policies,
+        (given["interval"], given["prefill"], given["compress"]),
+        own_schedule=given["own_schedule"],
+    )
+    new_tokens = given["max_new_tokens"]
     chosen = choose_live(metrics)
     cells = cells_of(traces, policies, budgets, [terms])
     for cell in cells:
@@ -115,21 +111,19 @@ def live(
         "policies": params_of(policies),
         "budgets": [str(budget) for budget in budgets],
         "schedules": [described(terms)],
-        "layers": None if layers is None else list(layers),
-        "max_new_tokens": new_tokens,
-        "temperature": temperature,
-        "seed": seed,
+        "layers": layers,
         "metrics": None if metrics is None else list(metrics),
-        "events": events,
+        **{name: given[name] for name in ("max_new_tokens", "temperature", "seed", "events")},
         "memory": None,
         "device": str(running.device),
         "regret": False,
     }
     paging = None
-    if paged is not None:
-        paging = Paging(paged, block_tables)
-        parameters |= {"paged": paged, "block_tables": block_tables}
-    writing = Writing(new_tokens, temperature, seed) if new_tokens else None
+    if given["paged"] is not None:
+        paging = Paging(given["paged"], given["block_tables"])
+        parameters |= {name: given[name] for name in ("paged", "block_tables")}
+    sampling = given["temperature"], given["seed"]
+    writing = Writing(new_tokens, *sampling) if new_tokens else None
 
     def loop_of(trace: Trace) -> ClosedLoop:
         if paging is not None:
@@ -137,13 +131,13 @@ def live(
         return ClosedLoop(running, trace, tokenizer, writing, paging)
 
     of_task = ("policies", "budgets", "metrics", "schedules")
-    options = {name: x for name, x in parameters.items() if name not in of_task}
-    executor = Loops(loop_of, traces, list(chosen), layers, events=events)
+    of_tasks = {name: x for name, x in parameters.items() if name not in of_task}
+    executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
     plan = Plan(
         traces=traces,
         policies=policies,
         cells=cells,
-        tasks=tasks_of(cells, list(chosen), options | {"records": True}, together=1),
+        tasks=tasks_of(cells, list(chosen), of_tasks | {"records": True}, together=1),
         metrics=list(chosen),
         parameters=parameters,
         notes=tuple(filter(None, [shared])),
@@ -151,8 +145,8 @@ def live(
         compute=executor.compute,
         check=executor.check,
     )
-    kept = kept_in(out)
-    begin(plan, kept, resume=resume)
+    kept = kept_in(given["out"])
+    begin(plan, kept, resume=given["resume"])
     run = finish(plan, kept, progress=show and (lambda now: show(*now.steps, now.label)))
     return replace(run, notes=(*run.notes, *([] if paging is None else paging.notes)))
 

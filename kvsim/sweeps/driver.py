@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_type_hints
 
 from kvsim.analysis.folder import replace_run
 from kvsim.analysis.table import BESIDE, choose
 from kvsim.core.arguments import listed
-from kvsim.core.checks import check_progress, resolve_device
+from kvsim.core.checks import check_progress
+from kvsim.core.options import given_options, takes_options
 from kvsim.core.policy import PolicyLike
 from kvsim.engine import check_cell
 from kvsim.errors import ConfigError, PolicyError
+from kvsim.experiment import Options, ReplayOptions, Spread, SweepOptions
 from kvsim.files import lock
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
@@ -25,13 +27,13 @@ from kvsim.schema import plural
 from kvsim.store.opening import Traces, as_traces
 from kvsim.sweeps.cells import Cell, Progress
 from kvsim.sweeps.cluster import on_a_cluster
-from kvsim.sweeps.grid import Grid, Keys, Options
+from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
-from kvsim.sweeps.run import measurable, shared_terms
 from kvsim.sweeps.shards import Kept, Shards
 from kvsim.sweeps.tasks import Outcome, Task, replayed
+from kvsim.sweeps.terms import measurable, shared_terms
 from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
 
 #: Seconds between looks at what other processes have finished.
@@ -57,58 +59,63 @@ Shown = Callable[[Standing], None]
 
 
 @with_bar("cells", lambda standing: (*standing.steps, standing.label))
+@takes_options(SweepOptions)
 def sweep(
     config: str | Path | Mapping[str, Any] | Grid | None = None,
     /,
     *,
-    out: str | Path | None = None,
-    jobs: int | None = 1,
     shard: tuple[int, int] | None = None,
     scheduler: str | None = None,
     progress: Shown | bool | None = None,
-    **grid: Unpack[Keys],
+    **options: Unpack[SweepOptions],
 ) -> Run:
     """Replay a grid of policies, parameters, budgets and intervals over traces, and measure it.
-
-    config: a YAML file (docs/sweeps.md), or the same keys as a mapping or as keywords, each one
-    value or several: traces (objects, paths, URLs, folders of traces, names of samples), policies
-    (objects, names, or `{name: {parameter: values}}`), budgets, intervals, metrics and more
-    (`kvsim.sweeps.grid.Keys`). out: a folder that any number of processes may
-    compute at the same time, each of them what no other one has done; the same call goes on with
-    what is there. It may be the URL of a store, where no process can claim a task. jobs: processes
-    on this machine, each with one thread; None chooses. With several, a script needs
-    `if __name__ == "__main__":`, as for any use of multiprocessing. shard: (i, n), every n-th task,
-    from the i-th on. scheduler: computes on the workers of a dask cluster, by its address or the
-    file that it writes. progress: called with a Standing; True shows a bar, in notebooks too.
 
     The values are those of `kvsim.replay` and `kvsim.measure`, cell by cell, and so is the Table of
     the Run. A cell that fails stops no other one. Ctrl-C ends the sweep; what is done is kept.
 
-    Raises ConfigError for what is no grid, PolicyError for an unknown policy, parameter or metric,
-    TraceError for a trace that cannot be opened, OutputError for a folder that cannot be written,
-    ClusterError for a cluster that cannot be reached.
+    Any number of processes may compute the folder `out` at the same time, each of them what no
+    other one has done; the same call goes on with what is there. It may be the URL of a store,
+    where no process can claim a task. With several `jobs`, a script needs
+    `if __name__ == "__main__":`, as for any use of multiprocessing.
+
+    Args:
+        config: a YAML file (docs/sweeps.md), or the keys of one as a mapping or as keywords. Each
+            of traces, policies, budgets and intervals is one value or several; a policy with
+            settings is `{name: {parameter: values}}`.
+        shard: (i, n), every n-th task, from the i-th on.
+        scheduler: computes on the workers of a dask cluster, by its address or the file that it
+            writes.
+        progress: called with a Standing; True shows a bar, in notebooks too.
+        **options: the options of `kvsim.experiment.SweepOptions`.
+
+    Raises:
+        ConfigError: what is no grid.
+        PolicyError: an unknown policy, parameter or metric.
+        TraceError: a trace that cannot be opened.
+        OutputError: a folder that cannot be written.
+        ClusterError: a cluster that cannot be reached.
     """
     progress = check_progress(progress)
-    plan = Plan.of(grid_from(config, **grid))
-    kept = kept_in(out)
+    of_sweep, of_grid = get_type_hints(Spread), dict[str, Any](options)
+    spread = {name: of_grid.pop(name) for name in of_sweep if name in of_grid}
+    own = given_options(Spread, spread, "sweep")
+    plan = Plan.of(grid_from(config, **of_grid))
+    kept = kept_in(own["out"])
     begin(plan, kept)
-    return finish(plan, kept, jobs=jobs, shard=shard, scheduler=scheduler, progress=progress)
+    return finish(plan, kept, jobs=own["jobs"], shard=shard, scheduler=scheduler, progress=progress)
 
 
 @with_bar("cells")
+@takes_options(ReplayOptions)
 def replay_all(
     traces: Traces,
     policies: PolicyLike | Iterable[PolicyLike],
     budgets: int | str | Iterable[int | str],
     *,
-    interval: int | None = None,
-    own_schedule: bool = False,
-    jobs: int | None = 1,
-    out: str | Path | None = None,
-    resume: bool = False,
     accounts: bool = True,
     progress: Progress | bool | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ReplayOptions],
 ) -> Run:
     """Replay every policy at every budget over every trace, and measure the outcome.
 
@@ -116,18 +123,15 @@ def replay_all(
         traces: one or several: objects, paths, folders, names of samples.
         policies: one or several: objects or names.
         budgets: one or several: entries per KV head, or shares such as `25%`.
-        interval: rows between events, the same events for every policy. Without one, two or more
-            policies act after the prompt and every `INTERVAL` rows, and one keeps the schedule of
-            its paper.
-        own_schedule: each policy keeps the schedule of its paper.
-        jobs: processes on this machine, each with one thread; None chooses, by the size of the
-            work. With several, a script needs `if __name__ == "__main__":`.
-        out: a new run folder, or the URL of a store. It is a run once `run.json` is in it.
-        resume: go on with what is in `out`; cells that are done are not computed again.
         accounts: keep what readers read (`Record.reads`); False frees it once it is measured, where
             there is no `out`.
         progress: called with (cells done, cells, what is being done); True shows a bar.
-        options: those of `Grid`. Without `metrics`, everything that the traces have the arrays for.
+        **options: the options of `kvsim.experiment.ReplayOptions`.
+
+    Without `metrics` it measures everything that the traces have the arrays for. With several
+    `jobs`, a script needs `if __name__ == "__main__":`. `judge` takes True for the model that a
+    trace names, or what `kvsim.recorder.load_model` takes; records that its pass cannot show have a
+    remark instead. Policies that no budget binds have no regret. `out` may be the URL of a store.
 
     Returns:
         The Run: records, without what only measuring needs, and one Table. A cell that fails is
@@ -141,6 +145,7 @@ def replay_all(
         OutputError: the folder cannot be written.
         TraceError: two traces have one name.
     """
+    given = given_options(ReplayOptions, options, "replay_all")
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
     if not (traces and policies and budgets):
         raise PolicyError(
@@ -148,33 +153,33 @@ def replay_all(
             "expected at least one of each"
         )
     show = check_progress(progress)
-    terms = interval, options.get("prefill"), options.get("compress")
+    interval, own_schedule = given["interval"], given["own_schedule"]
+    terms = interval, given["prefill"], given["compress"]
     shared_terms(policies, terms, own_schedule=own_schedule)
-    metrics, judged = options.pop("metrics", None), bool(options.get("judge"))
-    regret = options.get("regret", False)
+    metrics, regret, judged = given["metrics"], given["regret"], bool(given["judge"])
     if metrics is None:
         chosen = choose(None, beside=BESIDE if regret else (), judged=judged)
     else:
         chosen = measurable(metrics, traces, regret=regret, judged=judged)
-    given: dict[str, Any] = dict(options)
-    grid = Grid(
-        traces=tuple(traces),
-        policies=tuple((each, {}) for each in policies),
-        budgets=tuple(map(str, budgets)),
-        intervals=(None,) if own_schedule else () if interval is None else (interval,),
-        metrics=tuple(chosen),
-        records=True,
-        **given | {"device": resolve_device(given.get("device", "cpu"))},
+    grid = Grid.of(
+        {name: given[name] for name in get_type_hints(Options)}
+        | {"traces": traces, "policies": policies, "budgets": budgets}
+        | {"intervals": [None] if own_schedule else interval}
+        | {"metrics": [*chosen], "records": True}
     )
+    out = given["out"]
     plan = Plan.of(grid, list(chosen), accounts=accounts or out is not None)
     if metrics is None:
         plan = plan._replace(parameters={**plan.parameters, "metrics": None})
     for cell in plan.cells:
-        check_cell(cell.trace, cell.policy, cell.budget, grid.memory, cell.schedule)
+        check_cell(cell.trace, cell.policy, cell.budget, grid.options["memory"], cell.schedule)
     kept = kept_in(out)
-    begin(plan, kept, resume=resume)
+    begin(plan, kept, resume=given["resume"])
     return finish(
-        plan, kept, jobs=jobs, progress=show and (lambda now: show(*now.steps, now.label))
+        plan,
+        kept,
+        jobs=given["jobs"],
+        progress=show and (lambda now: show(*now.steps, now.label)),
     )
 
 

@@ -2,108 +2,81 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, get_type_hints
 
 import yaml
 
+from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available
 from kvsim.core.checks import resolve_device
-from kvsim.core.parameters import check_fields, integer
-from kvsim.core.policy import Policy, PolicyLike, Protection, Scorer
+from kvsim.core.options import given_options
+from kvsim.core.parameters import integer
+from kvsim.core.policy import Policy, Protection, Scorer
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replayed
 from kvsim.errors import ConfigError, KvsimError, TraceNotFoundError, local_path, suggest
+from kvsim.experiment import Keys, Options
 from kvsim.policies import policy as build
+from kvsim.policies import variants
 from kvsim.samples import SAMPLES
 from kvsim.schema import is_url, size_in_bytes
 from kvsim.store import open_trace
-from kvsim.store.opening import Traces, paths_of
-from kvsim.sweeps.cells import Cell
-from kvsim.sweeps.run import SUMMARY, Terms, cells_of, check_names, measurable, shared_terms
+from kvsim.store.opening import paths_of
+from kvsim.sweeps.cells import Cell, cells_of
+from kvsim.sweeps.terms import Terms, check_names, measurable, shared_terms
 
 #: Most bytes of a configuration, and most cells of a sweep.
 _DOCUMENT = 4 << 20
 _CELLS = 1_000_000
-
-Compress = Literal["prompt", "context", "both"]
-
-
-class Options(TypedDict, total=False):
-    """What cells have in common, as keywords; their meanings are `Grid`'s."""
-
-    prefill: bool | None
-    compress: Compress | None
-    layers: int | Sequence[int] | None
-    metrics: str | Sequence[str] | None
-    protect: Protection | Mapping[str, Any]
-    fit: bool
-    regret: bool
-    judge: bool | str
-    events: bool
-    memory: int | str | None
-    device: str
-
-
-class Keys(Options, total=False):
-    """The keys of a configuration, as keywords of `kvsim.sweep`."""
-
-    traces: Traces
-    policies: PolicyLike | Mapping[str, Any] | Sequence[PolicyLike | Mapping[str, Any]]
-    budgets: int | str | Sequence[int | str]
-    intervals: int | str | Sequence[int | str | None] | None
-    records: bool
 
 
 @dataclass(frozen=True)
 class Grid:
     """Every policy at every budget and interval over every trace.
 
-    traces: paths, URLs, and names of traces that ship. policies: names, each alone or with
-    settings, of which a list of values stands for as many policies. budgets: entries, or shares
-    (`25%`). intervals: rows between events; None for each policy's own schedule; by default one
-    schedule for all (`kvsim.sweeps.run.shared_terms`). layers: numbers of layers in the trace, all
-    by default. metrics: names; by default the main ones that the traces have the arrays for.
-    protect: what every policy protects. fit: windows and segments are scaled to the budget
-    (`Policy.fitted`). records: keep them too. memory, device: as for `kvsim.replay`; events: as for
-    `kvsim.measure`.
-
-    prefill: whether the event after the prompt fires; an interval brings it along. compress: after
-    what it fires, as for `kvsim.replay`.
-
-    regret: compute the optimum on the terms of each cell, and measure by how much it retains more
-    (`regret`, `regret_gap` and `possible_share`; `oracle_regret` by name). Policies that no budget
-    binds have none. judge: apply the records of a trace to the model in one forward pass
-    (`kvsim.judge`), and measure its predictions (`response_kl`, `nll_increase`, `top_agreement`,
-    `stream_error`, of fidelity `judged`). True takes the model that the trace names, a name what
-    `kvsim.recorder.load_model` takes. Records that no such pass can show have a remark instead.
-
-    Raises ConfigError for a value of another kind.
+    traces: paths, URLs, and objects. policies: names or objects, each with settings, of which a
+    list of values stands for as many policies. budgets: entries, or shares (`25%`). intervals: rows
+    between events, None for each policy's own schedule; by default one schedule for all
+    (`kvsim.sweeps.terms.shared_terms`). records: keep them too. options: all of
+    `kvsim.experiment.Options`, checked.
     """
 
     traces: tuple[str | Trace, ...]
     policies: tuple[tuple[str | Policy, Mapping[str, Any]], ...]
     budgets: tuple[str, ...]
-    intervals: tuple[int | None, ...] = ()
-    prefill: bool | None = None
-    compress: Compress | None = None
-    layers: tuple[int, ...] | None = None
-    metrics: tuple[str, ...] | None = None
-    protect: Protection = field(default_factory=Protection)
-    fit: bool = False
-    regret: bool = False
-    judge: bool | str = False
-    events: bool = False
-    records: bool = False
-    memory: int | None = None
-    device: str = "cpu"
+    intervals: tuple[int | None, ...]
+    records: bool
+    options: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        check_fields(self, "grid", ConfigError)
+    @staticmethod
+    def of(given: Mapping[str, Any], folder: Path = Path()) -> Grid:
+        """Build a grid from values by the keys `kvsim.experiment.Keys`; None stands for a default.
+
+        folder: from which relative paths of traces are seen. Raises ConfigError for a value of
+        another kind.
+        """
+        for key in ("traces", "policies", "budgets"):
+            if not given.get(key):
+                raise ConfigError(f"{key} is missing; expected one or a list")
+        read = {
+            key: _READERS[key](value) if key in _READERS else value
+            for key, value in given.items()
+            if value is not None and key != "traces"
+        }
+        checked = given_options(Keys, read, "grid")
+        checked["protect"] = _protection(checked["protect"])
+        return Grid(
+            traces=tuple(_traces(_listed(given["traces"]), folder)),
+            policies=checked["policies"],
+            budgets=checked["budgets"],
+            intervals=checked["intervals"] or (),
+            records=checked["records"],
+            options={name: checked[name] for name in get_type_hints(Options)},
+        )
 
     def built(self) -> list[Policy]:
         """The policies, one for each combination of settings."""
@@ -111,15 +84,12 @@ class Grid:
         for name, settings in self.policies:
             if isinstance(name, Policy):
                 policies.append(name)
-                continue
-            lists = [_listed(value) for value in settings.values()]
-            policies += [
-                build(name, **dict(zip(settings, values, strict=True)))
-                for values in itertools.product(*lists)
-            ]
-        policies = [each.fitted() for each in policies] if self.fit else policies
+            else:
+                policies += variants(name, {key: _listed(x) for key, x in settings.items()})
+        policies = [each.fitted() for each in policies] if self.options["fit"] else policies
         check_names(policies)
-        return [replace(each, protect=each.protect | self.protect) for each in policies]
+        protect = self.options["protect"]
+        return [replace(each, protect=each.protect | protect) for each in policies]
 
     def opened(self) -> list[Trace]:
         """The traces, of which nothing but their metadata is read."""
@@ -129,15 +99,17 @@ class Grid:
 
     def chosen(self, traces: Sequence[Trace]) -> list[str]:
         """The metrics by name, checked against the arrays of the traces."""
-        wanted = available(SUMMARY, traces) if self.metrics is None else self.metrics
-        return list(measurable(wanted, traces, regret=self.regret, judged=bool(self.judge)))
+        options = self.options
+        names = available(SUMMARY, traces) if options["metrics"] is None else options["metrics"]
+        judged = bool(options["judge"])
+        return list(measurable(names, traces, regret=options["regret"], judged=judged))
 
     def schedules(self, policies: Sequence[Policy]) -> list[tuple[Terms, str]]:
         """The schedules of policies that are compared, and a remark on each."""
         return [
             shared_terms(
                 policies,
-                (interval, self.prefill, self.compress),
+                (interval, self.options["prefill"], self.options["compress"]),
                 own_schedule=bool(self.intervals) and interval is None,
             )
             for interval in self.intervals or (None,)
@@ -158,7 +130,7 @@ class Grid:
             (cell.trace.name, id(cell.policy), cell.budget, cell.share, cell.schedule): cell
             for cell in cells
         }
-        layers = {trace.name: replayed(trace, self.layers) for trace in traces}
+        layers = {trace.name: replayed(trace, self.options["layers"]) for trace in traces}
         return [
             cell._replace(number=number, layers=layers[cell.trace.name])
             for number, cell in enumerate(different.values())
@@ -174,8 +146,6 @@ class Grid:
         policies = [_spelled(name, given) for name, given in self.policies]
         objects = any(isinstance(x, Trace) and x.path is None for x in self.traces)
         objects = objects or not all(policies)
-        special = {"traces", "policies", "protect"}
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in special}
         return {
             "traces": traces,
             "policies": [
@@ -183,8 +153,11 @@ class Grid:
                 for spelled, (name, _) in zip(policies, self.policies, strict=True)
             ],
             **({"objects": True} if objects else {}),
-            **{x: list(y) if isinstance(y, tuple) else y for x, y in plain.items()},
-            "protect": dict(vars(self.protect)),
+            "budgets": list(self.budgets),
+            "intervals": list(self.intervals),
+            "records": self.records,
+            **{x: list(y) if isinstance(y, tuple) else y for x, y in self.options.items()},
+            "protect": dict(vars(self.options["protect"])),
         }
 
 
@@ -248,18 +221,12 @@ def _grid(document: object, folder: Path) -> Grid:
             "it is of a run of the model, or of traces or policies that were given as objects; "
             "expected paths and names; continue with the command or the call that began it"
         )
-    names = [f.name for f in fields(Grid)]
+    names = [*get_type_hints(Keys)]
     for key in document:
         if key not in (*names, *_NOTES):
             close = suggest(str(key), names)
             raise ConfigError(f"unknown key {key!r}{close}; known: {', '.join(names)}")
-    for key in ("traces", "policies", "budgets"):
-        if not document.get(key):
-            raise ConfigError(f"{key} is missing; expected one or a list")
-    given = {key: value for key, value in document.items() if key in names and value is not None}
-    given["traces"] = tuple(_traces(_listed(given["traces"]), folder))
-    readers = ((key, _READERS[key], value) for key, value in given.items() if key in _READERS)
-    return Grid(**given | {key: read(value) for key, read, value in readers})
+    return Grid.of({key: x for key, x in document.items() if key not in _NOTES}, folder)
 
 
 def _kind(value: object) -> str:
@@ -297,7 +264,7 @@ def _interval(value: object) -> int | None:
 
 
 def _budget(value: object) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if integer(value) is None and not isinstance(value, str):
         raise ConfigError(f"budgets has {value!r}; expected entries (128) or a share (25%)")
     return str(value)
 
@@ -368,7 +335,6 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "intervals": lambda given: tuple(map(_interval, _listed(given))),
     "layers": lambda given: tuple(sorted(_whole("layers", each) for each in _listed(given))),
     "metrics": lambda given: tuple(map(str, _listed(given))),
-    "protect": _protection,
     "memory": _size,
     "device": resolve_device,
 }

@@ -21,7 +21,7 @@ from kvsim.core.record import Record
 from kvsim.errors import OutputError, local_path
 from kvsim.files import published, unbroken
 from kvsim.policies.description import lengths_remark
-from kvsim.sweeps.parts import check_output
+from kvsim.sweeps.output import check_output
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,13 @@ class Run(Displayed):
     def save(self, out: str | Path) -> Path:
         """Write `run.json`, `records.zarr` and `results.parquet` into a new folder `out`.
 
-        The folder appears whole or not at all. Raises OutputError where something is there already.
+        The folder appears whole or not at all. Raises OutputError where something is there
+        already, other than an empty folder.
         """
         folder = local_path(out, OutputError)
         check_output(folder)
+        if folder.is_dir():
+            folder.rmdir()  # it is empty
         with published(folder) as draft, unbroken():
             draft.mkdir()
             self.write(draft)

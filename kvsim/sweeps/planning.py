@@ -18,9 +18,10 @@ from kvsim.errors import ConfigError
 from kvsim.sweeps.cells import Cell, flops_of, in_cell_order, named
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
-from kvsim.sweeps.run import Terms, cell_remarks, described, params_of
+from kvsim.sweeps.remarks import cell_remarks
 from kvsim.sweeps.shards import Kept
 from kvsim.sweeps.tasks import Compute, Task, replayed, tasks_of
+from kvsim.sweeps.terms import Terms, described, params_of
 
 
 def grid_from(config: str | Path | Mapping[str, Any] | Grid | None, **more: Any) -> Grid:
@@ -68,8 +69,9 @@ class Plan(NamedTuple):
         schedules = grid.schedules(policies)
         cells = grid.cells(traces)
         names = grid.chosen(traces) if metrics is None else metrics
-        options = {x: getattr(grid, x) for x in ("regret", "events", "memory", "device", "records")}
-        options |= {"judge": named(grid.judge)} if grid.judge else {}
+        judge, device = grid.options["judge"], grid.options["device"]
+        options = {x: grid.options[x] for x in ("regret", "events", "memory", "device")}
+        options |= {"records": grid.records} | ({"judge": named(judge)} if judge else {})
         options |= {} if accounts else {"accounts": False}
         return Plan(
             traces=traces,
@@ -82,7 +84,7 @@ class Plan(NamedTuple):
             document=_document(grid, policies, traces, len(cells)),
             compute=replayed,
             records=grid.records,
-            check=partial(check_judge, grid.judge, traces, grid.device),
+            check=partial(check_judge, judge, traces, device),
         )
 
     def share(self, shard: tuple[int, int] | None) -> Sequence[Task]:
@@ -153,7 +155,9 @@ class Plan(NamedTuple):
         notes = (*self.notes, *cell_remarks(done))
         remarks = dict.fromkeys((*notes, *(text for key in wanted for text in parts[key].remarks)))
         counts = {"cells": len(self.cells), "done": len(done)}
+        of_traces = keys.pop(-1)  # tasks that measure a trace alone
         counts["missing"] = sum(map(missing, keys.values()))
+        counts["missing_traces"] = sum(missing([key]) for key in of_traces)
         return Run(
             tuple(_joined([records[key] for key in keys[cell.number]]) for cell in done if records),
             table,
@@ -178,12 +182,16 @@ def _parameters(
     grid: Grid, policies: Sequence[Policy], schedules: Sequence[Terms]
 ) -> dict[str, Any]:
     """Parameters of a run, ready for JSON."""
-    names = ("budgets", "layers", "metrics", "regret", "judge", "events", "memory", "device")
     return {
         "policies": params_of(policies),
         "schedules": [described(terms) for terms in schedules],
-        **{name: getattr(grid, name) for name in names},
+        "budgets": grid.budgets,
+        **{name: x for name, x in grid.options.items() if name not in _ELSEWHERE},
     }
+
+
+#: Options that `run.json` has among schedules and parameters of policies.
+_ELSEWHERE = ("prefill", "compress", "fit", "protect")
 
 
 def _document(

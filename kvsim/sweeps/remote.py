@@ -18,7 +18,7 @@ from kvsim.analysis.folder import CONFIG, RECORDS, RUN
 from kvsim.errors import OutputError, local_path
 from kvsim.schema import is_url
 from kvsim.store.remote import filesystem, is_web, store_errors
-from kvsim.sweeps.parts import PARTS
+from kvsim.sweeps.output import PARTS
 from kvsim.sweeps.shards import Kept, Shards
 
 #: Files of a part; the last one makes it one.

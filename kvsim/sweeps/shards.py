@@ -33,9 +33,10 @@ from kvsim.core.record import Record
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, lock, replace_file
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
+from kvsim.sweeps.encoding import decode_records, encode_records
 from kvsim.sweeps.grid import Grid, read_grid
 from kvsim.sweeps.outcome import Failure
-from kvsim.sweeps.parts import PARTS, decode_records, encode_records, locked, taken
+from kvsim.sweeps.output import PARTS, locked, taken
 from kvsim.sweeps.tasks import Outcome, Task
 
 #: Most bytes of a Table or the records of a part.

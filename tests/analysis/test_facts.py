@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.results import FACTS, labelled
 from kvsim.core.pieces import Scorer
 from kvsim.core.policy import Protection
@@ -16,7 +17,6 @@ from kvsim.core.record import fields_of
 from kvsim.errors import PolicyError
 from kvsim.plots.summary import pareto
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.run import summarise
 from traces import random_trace
 
 

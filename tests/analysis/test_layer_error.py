@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import averages, between_levels, compare, per_prompt, stages
 from kvsim.errors import NeedsError
@@ -18,7 +19,6 @@ from kvsim.recorder import load_model
 from kvsim.schema import NEVER
 from kvsim.studies.language import tasks
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.run import summarise
 from kvsim.testing import strategies
 from reference import metrics as loop_metrics
 from tests.reference.masked import masked_logits

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvsim
+from kvsim.analysis.overview import fidelity_shares, summarise
 from kvsim.analysis.summaries import (
     RESAMPLES,
     Interval,
@@ -26,7 +27,6 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.run import fidelity_shares, summarise
 from tests.facts import facts
 
 

@@ -20,11 +20,11 @@ import torch
 import kvsim
 from harness import matrix_rate, report
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.table import available, measure
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.samples import sample_trace
-from kvsim.sweeps.run import SUMMARY
 
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "knorm"),

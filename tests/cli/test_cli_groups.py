@@ -1,11 +1,25 @@
-"""Options of commands that stand in groups."""
+"""Options of commands: in groups, and as they are declared."""
 
 import ast
+import inspect
+import typing
 from pathlib import Path
 
 import pytest
 
 import kvsim
+from kvsim.cli import living, replaying, sweeping
+from kvsim.core.options import declared
+from kvsim.errors import KvsimError
+from kvsim.experiment import Experiment, Keys, LiveOptions, ReplayOptions, SweepOptions
+from kvsim.studies.learning.command import learn as learn_command
+from kvsim.studies.learning.learn import learn
+from kvsim.studies.learning.options import LearnOptions
+from kvsim.studies.tuning.command import tune as tune_command
+from kvsim.studies.tuning.options import TuneOptions
+from kvsim.studies.tuning.search import tune
+from kvsim.sweeps import replay_all
+from kvsim.sweeps.grid import Grid
 
 FILES = [*Path(kvsim.__file__).parent.rglob("cli/*.py")]
 FILES += Path(kvsim.__file__).parent.glob("studies/*/command.py")
@@ -21,3 +35,70 @@ def test_no_function_of_a_command_has_more_than_twelve_parameters(file):
     ]
     long = [node.name for node in functions if len(node.args.args) + len(node.args.kwonlyargs) > 12]
     assert long == []
+
+
+PUBLIC = [each for name in kvsim.__all__ if inspect.isfunction(each := getattr(kvsim, name))]
+
+
+@pytest.mark.parametrize("function", [*PUBLIC, replay_all, tune, learn], ids=lambda f: f.__name__)
+def test_no_public_function_has_more_than_twelve_parameters_of_its_own(function):
+    """Options that a declaration has are its `**options`, and not its own."""
+    code = inspect.unwrap(function, stop=lambda f: not hasattr(f, "__wrapped__")).__code__
+
+    assert code.co_argcount + code.co_kwonlyargcount <= 12
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (kvsim.sweep, SweepOptions),
+        (kvsim.live, LiveOptions),
+        (replay_all, ReplayOptions),
+        (tune, TuneOptions),
+        (learn, LearnOptions),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_python_has_the_declared_options(function, options):
+    """Signature and docstring show each with its default and help; another one is refused."""
+    shown = inspect.signature(function).parameters
+    text = " ".join(inspect.getdoc(function).split())
+
+    for option in declared(options):
+        assert shown[option.name].default == option.default
+        assert f"{option.name}: {option.help.text}" in text
+    needed = [x for x in shown.values() if x.default is x.empty and x.name != "options"]
+    with pytest.raises((TypeError, KvsimError), match="intervall"):
+        function(*(["sample"] * len(needed)), intervall=3)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (replaying.replay, Experiment),
+        (sweeping.sweep, Experiment),
+        (living.live, Experiment),
+        (tune_command, TuneOptions),
+        (learn_command, LearnOptions),
+    ],
+    ids=lambda x: x.__name__,
+)
+def test_the_command_line_has_the_declared_options(command, options):
+    """Help, bounds and defaults of options are those of the declaration."""
+    known = {option.name: option for option in declared(options)}
+    shown = inspect.signature(command).parameters
+    common = [name for name in shown if name in known and name not in ("device", "traces")]
+
+    assert len(common) >= 7
+    for name in common:
+        info = typing.get_args(shown[name].annotation)[1]
+        assert info.help.startswith(known[name].help.text)
+        assert info.min == known[name].least
+        assert shown[name].default in (known[name].default, None, inspect.Parameter.empty)
+
+
+def test_a_configuration_has_the_declared_keys():
+    """A grid that is written has all of them and no other one."""
+    grid = Grid.of({"traces": "sample", "policies": "tova", "budgets": 8})
+
+    assert set(grid.document()) == {option.name for option in declared(Keys)}

@@ -23,12 +23,13 @@ from damage import edit_header
 from families import FAMILIES, ids
 from kvsim.cli import recording
 from kvsim.cli.shared import OptionError, parse_layers
+from kvsim.core.options import declared
 from kvsim.errors import CaptureError, PolicyError, TraceError, TraceExistsError
 from kvsim.recorder import Options, Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder import models as loading
 from kvsim.recorder.generation import StopStrings
 from kvsim.recorder.modules import attention_modules
-from kvsim.recorder.options import declared, select_layers
+from kvsim.recorder.options import select_layers
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.studies.layers.ranking import ranking
 from mutations import reseal_folder

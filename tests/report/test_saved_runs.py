@@ -14,6 +14,7 @@ import run_mutations
 
 import kvsim
 from kvsim.analysis.folder import bind, read_run
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.verdict import answer
 from kvsim.core.record import record_document
 from kvsim.errors import OutputError
@@ -21,7 +22,6 @@ from kvsim.store import inputs
 from kvsim.store.inputs import digests
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.run import summarise
 from traces import random_trace
 
 

@@ -169,6 +169,20 @@ def test_a_part_counts_for_the_cells_that_it_has(grid, small_blocks, tmp_path):
     assert run.table.equals(kvsim.sweep(**grid).table)
 
 
+def test_what_is_missing_counts_cells_and_traces_apart(grid, paths):
+    """The metrics of a trace alone are no cell; nothing is missing once all is done."""
+    plan, kept = Plan.of(grid_from(None, **grid)), shards.Kept()
+    nothing = plan.run(kept).parameters
+    for task in plan.tasks:
+        if task.cells:
+            kept.add(task, tasks.replayed(task))
+    cells = plan.run(kept).parameters
+
+    assert (nothing["missing"], nothing["missing_traces"]) == (len(plan.cells), len(paths))
+    assert (cells["missing"], cells["missing_traces"]) == (0, len(paths))
+    assert cells["done"] == len(plan.cells)
+
+
 def test_the_same_cell_twice_is_one(grid, tmp_path):
     """Budgets given twice, and an interval that is the policy's own, are computed once."""
     twice = {"policies": ["tova"], "budgets": [12, "12"], "intervals": [1, "own"], "records": True}

@@ -38,7 +38,7 @@ def test_a_configuration_crosses_lists_of_parameters(tmp_path):
     assert grid.traces == (str(tmp_path / "a.zarr"), str(tmp_path / "b.zarr"))
     assert grid.budgets == ("64", "25%")
     assert grid.intervals == (32, None)
-    assert grid.memory == 1 << 30
+    assert grid.options["memory"] == 1 << 30
     built = grid.built()
     assert [(p.name, p.params.get("window"), p.params.get("pool_kernel")) for p in built] == [
         ("tova", None, None),
@@ -63,7 +63,7 @@ def test_a_grid_names_the_device_that_auto_stands_for(monkeypatch, gpu, device):
 
     grid = grid_of({**LEAST, "device": "auto"}, Path(), where="test")
 
-    assert grid.device == grid.document()["device"] == device
+    assert grid.options["device"] == grid.document()["device"] == device
 
 
 def test_every_entry_takes_the_device_auto(monkeypatch, paths):

@@ -11,8 +11,10 @@ from probes import repeated
 
 import kvsim
 from kvsim.analysis.output.optimum import OptimumTerms
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import REGRET
+from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.errors import (
     BudgetError,
@@ -26,7 +28,6 @@ from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.policies.oracle import Oracle
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.run import resolve_budget, summarise
 
 
 def make_trace(name="a", tokens=80, **more):
@@ -255,6 +256,8 @@ def test_a_run_is_never_saved_over_anything(tmp_path):
         run.save(tmp_path)
 
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    (tmp_path / "empty").mkdir()
+    assert (run.save(tmp_path / "empty") / "run.json").is_file()
 
 
 def test_bad_budgets_are_found_before_any_work():

@@ -71,8 +71,7 @@ def _settings() -> tuple[Settings, list[str], st.delta_generator.DeltaGenerator]
     if second != controls.NONE:
         names.append(second)
     budget, interval = controls.budget(trace), controls.interval(trace)
-    about = "scales windows and segments to the budget, as `kvsim replay --fit`; off: the lengths "
-    fit = controls.switch("Fit lengths to the budget", "fit", f"{about}of the papers", on=True)
+    fit = controls.switch("Fit lengths to the budget", "fit", controls.about("fit"), on=True)
     about = "for policies whose layers share one budget: replay all of them, which takes longer"
     all_layers = controls.switch("All layers", "all", about)
     try:

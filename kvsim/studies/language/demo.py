@@ -142,9 +142,9 @@ class _Demo:
         returns sentences about the cells of the table, given the metric that ranks them.
         """
         from kvsim.analysis.evidence import ranking
+        from kvsim.analysis.overview import SUMMARY, summarise
         from kvsim.analysis.table import available
         from kvsim.cli.replaying import fidelity_line, means
-        from kvsim.sweeps.run import SUMMARY, summarise
 
         first, shown = not prefix, available(SUMMARY, [trace])
         run, seconds = self._replay(trace, judge=first)

@@ -9,31 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.groups import grouped
+from kvsim.cli.groups import grouped, offered
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
+from kvsim.studies.learning.options import LearnOptions
 
 if TYPE_CHECKING:
     from kvsim.studies.learning.learn import Learning
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The scorer that is learned."""
-
-    features: Annotated[
-        list[str] | None,
-        shared.several(
-            "GROUP[,...]",
-            "What it may see of an entry: position, attention, keys, values; default: all of "
-            "these. projections of keys and values bind it to one model; future, with --ahead, "
-            "looks ahead.",
-        ),
-    ] = None
-    hidden: Annotated[
-        int, typer.Option(min=0, help="Width of the hidden layer; 0 for a linear score.")
-    ] = 32
-    ahead: Annotated[int, typer.Option(min=0, help="Rows that the group future looks ahead.")] = 0
 
 
 @dataclass(frozen=True)
@@ -54,12 +36,6 @@ class Compared:
             "NAME[,...]", "Policies to compare with; default: h2o, tova, snapkv and random."
         ),
     ] = None
-    metric: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,...]", "What to measure on the prompts held out; default: as `kvsim sweep`."
-        ),
-    ] = None
 
 
 @grouped
@@ -78,24 +54,14 @@ def learn(
         ),
     ],
     *,
-    scorer: Learned,
-    interval: Annotated[int, typer.Option(min=1, help="Rows between events.")] = 32,
-    rounds: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Replays of each prompt; after the first it keeps what was learned so far."
+    options: Annotated[
+        dict[str, Any],
+        offered(
+            *("features", "hidden", "ahead", "interval", "rounds", "held_out", "metrics", "seed"),
+            of=LearnOptions,
         ),
-    ] = 2,
-    held_out: Annotated[
-        float,
-        typer.Option(
-            min=0, max=0.99, help="Share of the prompts that it does not learn from, 0 for none."
-        ),
-    ] = 0.3,
+    ],
     compared: Compared,
-    seed: Annotated[
-        int, typer.Option(min=0, help="The seed of the split, the pairs and the network.")
-    ] = 0,
     overwrite: shared.Overwrite = False,
     as_json: shared.Json = False,
 ) -> None:
@@ -107,24 +73,18 @@ def learn(
     from kvsim.studies.learning.learn import AGAINST, CAUSAL
     from kvsim.studies.learning.learn import learn as learned
 
-    groups = scorer.features or [*CAUSAL, *(["future"] * (scorer.ahead > 0))]
+    if options["features"] is None and options["ahead"] > 0:
+        options["features"] = [*CAUSAL, "future"]
     with show.bar("steps") as report:
         learning = learned(
             shared.open_traces(traces),
             budget,
             out,
-            features=groups,
-            hidden=scorer.hidden,
-            ahead=scorer.ahead,
-            interval=interval,
-            rounds=rounds,
-            held_out=held_out,
             test=None if compared.test is None else shared.open_traces(compared.test),
             against=compared.against or AGAINST,
-            metrics=compared.metric,
-            seed=seed,
             overwrite=overwrite,
             progress=report,
+            **options,
         )
     if as_json:
         show.echo_json(_document(learning))
@@ -133,7 +93,7 @@ def learn(
 
 
 def _document(learning: Learning) -> dict[str, Any]:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     network, run = learning.network, learning.run
     document: dict[str, Any] = {
@@ -154,7 +114,7 @@ def _document(learning: Learning) -> dict[str, Any]:
 
 
 def _print(learning: Learning) -> None:
-    from kvsim.sweeps.run import summarise
+    from kvsim.analysis.overview import summarise
 
     network = learning.network
     sees = ", ".join(network.groups)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import polars as pl
 import torch
 
+from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.summaries import averages
 from kvsim.analysis.table import available
 from kvsim.core.arguments import listed, resolve_budget
+from kvsim.core.options import given_options, takes_options
 from kvsim.core.policy import PolicyLike, Schedule
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
@@ -24,11 +26,12 @@ from kvsim.policies.learned import Network
 from kvsim.policies.model import common_model
 from kvsim.store.opening import Traces, as_traces
 from kvsim.studies.learning.lessons import Lesson, Pairs
+from kvsim.studies.learning.options import LearnOptions
 from kvsim.studies.learning.training import Projecting, fit
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.held_out import split
 from kvsim.sweeps.outcome import Run
-from kvsim.sweeps.run import INTERVAL, SUMMARY, measurable
+from kvsim.sweeps.terms import measurable
 
 #: Groups of features that a scorer of any model may use without looking ahead.
 CAUSAL = tuple(group for group in SIZES if group not in ("projections", "future"))
@@ -66,26 +69,17 @@ class Learning:
         return None if self.run is None else averages(self.run)
 
 
+@takes_options(LearnOptions)
 def learn(
     traces: Traces,
     budgets: int | str | Iterable[int | str],
     out: str | Path,
     *,
-    features: str | Sequence[str] = CAUSAL,
-    hidden: int = 32,
-    ahead: int = 0,
-    interval: int = INTERVAL,
-    rounds: int = 2,
-    pairs: int = 32,
-    steps: int = 1500,
-    fixed: bool = False,
-    held_out: float = 0.3,
     test: Traces | None = None,
     against: PolicyLike | Iterable[PolicyLike] = AGAINST,
-    metrics: str | Sequence[str] | None = None,
-    seed: int = 0,
     overwrite: bool = False,
     progress: Progress | None = None,
+    **options: Unpack[LearnOptions],
 ) -> Learning:
     """Learn a scorer that imitates the optimum, and compare it with others on unseen prompts.
 
@@ -95,46 +89,32 @@ def learn(
         traces: of the prompts; they are split at random.
         budgets: entries per KV head to learn for, or shares of each trace such as `25%`.
         out: the file to write; its policy is `learned:FILE`.
-        features: groups of features (`kvsim.policies.features`); a scorer with `projections`
-            replays on traces of the same model alone.
-        hidden: width of the hidden layer; 0 for a linear score.
-        ahead: rows that the group `future` looks ahead; such a scorer is clairvoyant.
-        interval: rows between events.
-        rounds: replays of each prompt and budget; after the first, by what was learned so far.
-        pairs: of each head at each event.
-        steps: of the optimiser.
-        fixed: leave the hidden layer as it was drawn, and fit the last one alone.
-        held_out: share of the prompts that it does not learn from, from 0 to below 1. With fewer
-            than 4 prompts none are held out.
         test: prompts to compare on instead, such as those of another model.
         against: policies to compare with.
-        metrics: by name; by default those of a sweep.
-        seed: of the split, the pairs and the network.
         overwrite: replace the file.
         progress: called with (steps done, steps, current step).
+        **options: the options of `LearnOptions`.
 
     Raises:
         PolicyError: an unknown group of features, numbers out of range, nothing to learn from, or
             `projections` from traces of several models.
         OutputError: there is a file, or it cannot be written.
     """
-    groups = _groups(features, ahead)
+    chosen = given_options(LearnOptions, options, "learn", PolicyError)
+    ahead, interval, seed = chosen["ahead"], chosen["interval"], chosen["seed"]
+    groups = _groups(CAUSAL if chosen["features"] is None else chosen["features"], ahead)
     given = as_traces(traces)
     sizes: list[int | str] = listed(budgets)
-    _check(given, sizes, (hidden, interval - 1, rounds - 1, pairs - 1, steps - 1), held_out)
-    file = local_path(out, OutputError)
-    if "+" in str(file):
-        raise PolicyError(
-            f"out is {file}; expected a path without +, which stands between the parts of a policy"
-        )
-    check_output(file, overwrite=overwrite)
-    trained, rest = (given, as_traces(test)) if test is not None else split(given, held_out, seed)
+    file, held_out = _target(out, overwrite=overwrite), chosen["held_out"]
+    _check(given, sizes)
+    trained, rest = split(given, held_out, seed) if test is None else (given, as_traces(test))
     rivals: list[PolicyLike] = [*as_policies(against)]
-    measured = tuple(measurable(available(SUMMARY, rest) if metrics is None else metrics, rest))
-    lesson = Lesson(groups, ahead, pairs)
+    measured = _measured(chosen["metrics"], rest)
+    lesson = Lesson(groups, ahead, chosen["pairs"])
     schedule, random = Schedule(interval=interval), torch.Generator().manual_seed(seed)
     projecting = "projections" in groups
-    model = _one_size(common_model(trained, _ONE_MODEL), trained) if projecting else {}
+    model = common_model(trained, _ONE_MODEL) if projecting else {}
+    rounds = chosen["rounds"]
     report, total = progress or (lambda *_: None), (rounds + projecting) * (len(trained) + 1)
     facts = {
         "traces": {trace.name: trace.digest for trace in trained},
@@ -175,7 +155,9 @@ def learn(
             )
         joined = Pairs.joined(parts)
         mean, spread, weights = fit(
-            joined, [hidden] * (hidden > 0), steps=steps, seed=seed, fixed=fixed
+            joined,
+            [chosen["hidden"]] * (chosen["hidden"] > 0),
+            **{name: chosen[name] for name in ("steps", "seed", "fixed")},
         )
         network = Network(
             *(groups, mean, spread, weights, ahead, interval, facts, lesson.vectors, model)
@@ -197,6 +179,27 @@ def learn(
     )
 
 
+def _target(out: str | Path, *, overwrite: bool) -> Path:
+    file = local_path(out, OutputError)
+    if "+" in str(file):
+        raise PolicyError(
+            f"out is {file}; expected a path without +, which stands between the parts of a policy"
+        )
+    check_output(file, overwrite=overwrite)
+    return file
+
+
+def _check(traces: Sequence[Trace], budgets: Sequence[int | str]) -> None:
+    if not traces or not budgets:
+        raise PolicyError(
+            f"{len(traces)} traces and {len(budgets)} budgets; expected at least one of both"
+        )
+
+
+def _measured(metrics: str | Sequence[str] | None, traces: Sequence[Trace]) -> tuple[str, ...]:
+    return tuple(measurable(available(SUMMARY, traces) if metrics is None else metrics, traces))
+
+
 def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:
     """Groups of features in the order of `SIZES`. Raises PolicyError for other names."""
     groups: list[str] = listed(given)
@@ -212,24 +215,3 @@ def _groups(given: str | Sequence[str], ahead: int) -> tuple[str, ...]:
             "one group, and rows to look ahead for the group future alone"
         )
     return tuple(group for group in SIZES if group in groups)
-
-
-def _one_size(model: dict[str, Any], traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return the model of traces with keys and values of one size, or raise PolicyError."""
-    if any(trace.dim != trace.value_dim for trace in traces):
-        raise PolicyError(
-            "features have projections, and values of the traces have another size than keys; "
-            "expected one size; leave projections out"
-        )
-    return model
-
-
-def _check(
-    traces: Sequence[Trace], budgets: Sequence[int | str], numbers: Sequence[int], held_out: float
-) -> None:
-    if not traces or not budgets or min(numbers) < 0 or not 0 <= held_out < 1:
-        raise PolicyError(
-            f"{len(traces)} traces, {len(budgets)} budgets, {held_out:g} held out; expected at "
-            "least one of both, a share from 0 to below 1, a hidden width of at least 0, and at "
-            "least 1 as interval, rounds, pairs and steps"
-        )

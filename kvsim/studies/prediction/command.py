@@ -6,10 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from kvsim.cli import shared, show
-from kvsim.cli.groups import Chosen, Folder, Loading, Schedule, grouped
+from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, grouped, offered
 from kvsim.cli.replaying import finish, folder_state
 from kvsim.cli.shared import Stop
 from kvsim.schema import plural, schedule
@@ -55,13 +53,8 @@ def fidelity(
     traces: shared.TracePaths,
     chosen: Chosen,
     budget: shared.Budgets,
-    schedule: Schedule,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Tokens of the response that the model writes under each policy, 0: none."
-        ),
-    ] = 0,
+    schedule: Annotated[dict[str, Any], offered(*SCHEDULE)],
+    max_new_tokens: Annotated[int, shared.option("max_new_tokens")] = 0,
     *,
     loading: Loading,
     out: Annotated[
@@ -101,7 +94,7 @@ def fidelity(
     recorded = shared.open_traces(traces)
     for trace in recorded if calibration is not None else ():
         check_arrays(trace, ["layer_error"])
-    terms = vars(schedule)
+    terms = schedule
     try:
         decoder, tokenizer = loading.loaded(recorded)
         with show.bar("cells run") as report:
@@ -233,7 +226,7 @@ def predict(
     traces: shared.TracePaths,
     chosen: Chosen,
     budget: shared.Budgets,
-    schedule: Schedule,
+    schedule: Annotated[dict[str, Any], offered(*SCHEDULE)],
     calibration: Annotated[
         Path | None,
         shared.path_option(
@@ -262,7 +255,7 @@ def predict(
             metrics=["layer_error"],
             device=device,
             progress=report,
-            **vars(schedule),
+            **schedule,
         )
     rows = prediction.predict(run.table, fitted).to_dicts()
     remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])

@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import shared, show
-from kvsim.cli.groups import Judging, grouped
+from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import plural
+from kvsim.studies.tuning.options import TuneOptions
 
 if TYPE_CHECKING:
     from kvsim.studies.tuning.search import Tuning
-
-
-@dataclass(frozen=True)
-class Searching:
-    """The settings that are tried, and the prompts that they are tried on."""
-
-    search: Annotated[
-        list[str] | None,
-        shared.several(
-            "NAME[,NAME...]", "The parameters to search; default: all that have a range or choices."
-        ),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="[POLICY.]KEY=VALUE", help="A parameter that is not searched."
-        ),
-    ] = None
-    trials: Annotated[int, typer.Option(min=1, help="Settings to try.")] = 50
-    held_out: Annotated[
-        float,
-        typer.Option(
-            min=0, max=0.99, help="Share of the prompts that the search does not see, 0 for none."
-        ),
-    ] = 0.5
-    seed: Annotated[int, typer.Option(min=0, help="The seed of the split and the search.")] = 0
 
 
 @grouped
@@ -68,10 +42,18 @@ def tune(
     ] = None,
     *,
     judging: Judging,
-    searching: Searching,
-    interval: shared.Interval = None,
-    prefill: shared.Prefill = None,
-    device: shared.Device = "cpu",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="[POLICY.]KEY=VALUE", help="A parameter that is not searched."
+        ),
+    ] = None,
+    options: Annotated[
+        dict[str, Any],
+        offered(
+            "search", "trials", "held_out", "seed", "interval", "prefill", "device", of=TuneOptions
+        ),
+    ],
     out: Annotated[
         Path | None,
         shared.path_option(
@@ -93,10 +75,9 @@ def tune(
 
     if out is not None:
         check_output(out, advice="give another --out")
-    names = None
-    if searching.search is not None:
-        names = [key.replace("scorer.", "scorer__") for key in searching.search]
-    (given,) = shared.settings_of([policy], searching.settings or ()).values()
+    if options["search"] is not None:
+        options["search"] = [key.replace("scorer.", "scorer__") for key in options["search"]]
+    (given,) = shared.settings_of([policy], settings or ()).values()
     fixed = {key: value for key, (value, *_) in given.items()}
     if any(len(each) > 1 for each in given.values()):
         raise OptionError(
@@ -107,29 +88,23 @@ def tune(
         tuning = tuned(
             *(opened, policy, budget, metric),
             judge=judging.by,
-            search=names,
             fixed=fixed,
-            trials=searching.trials,
-            held_out=searching.held_out,
-            seed=searching.seed,
-            interval=interval,
-            prefill=prefill,
-            device=device,
+            **options,
             progress=report,
         )
-    options = " ".join(
+    found = " ".join(
         f"--set {setting(key, x)}" for key, x in {**fixed, **tuning.parameters}.items()
     )
-    document = _document(tuning, options)
+    document = _document(tuning, found)
     if out is not None:
-        terms = {"fixed": fixed, "interval": interval, "prefill": prefill, "device": device}
+        terms = {"fixed": fixed, **{x: options[x] for x in ("interval", "prefill", "device")}}
         digests = {"traces": {trace.name: trace.digest for trace in opened}}
         text = json.dumps({**document, **terms, **digests, **provenance()}, indent=2)
         write_file(out, f"{text}\n")
     if as_json:
         show.echo_json(document)
     else:
-        _print(tuning, options)
+        _print(tuning, found)
     if tuning.interrupted:
         raise Stop(f"interrupted after {plural(tuning.trials.height, 'trial')}", 130)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import polars as pl
@@ -23,10 +23,12 @@ from kvsim.analysis.summaries import WEAKEST, Interval, averages, main_variants,
 from kvsim.analysis.table import BESIDE, available, choose
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.checks import resolve_device
+from kvsim.core.options import given_options, takes_options
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, PolicyError, suggest
 from kvsim.policies import declared, policy
 from kvsim.schema import FIDELITY, plural
+from kvsim.studies.tuning.options import TuneOptions
 from kvsim.studies.tuning.space import Dimension, dimension
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.held_out import FEWEST, split
@@ -76,22 +78,16 @@ class Tuning:
     interrupted: bool
 
 
+@takes_options(TuneOptions)
 def tune(
     traces: Sequence[Trace],
     name: str,
     budget: int | str,
     metric: str | None = None,
     *,
-    judge: bool | str = False,
-    search: Sequence[str] | None = None,
     fixed: Mapping[str, Any] | None = None,
-    trials: int = 50,
-    held_out: float = 0.5,
-    seed: int = 0,
-    interval: int | None = None,
-    prefill: bool | None = None,
-    device: str = "cpu",
     progress: Progress | None = None,
+    **options: Unpack[TuneOptions],
 ) -> Tuning:
     """Search the parameters of a policy for the best mean of a metric over prompts.
 
@@ -105,43 +101,30 @@ def tune(
         budget: entries per KV head, or a share of each trace such as `25%`.
         metric: by name, one of a replay that has a better direction. By default the best evidence
             (`EVIDENCE`): response_kl with a judge, else the first that all traces have arrays for.
-        judge: apply every setting to the model, as for `replay_all`.
-        search: parameters to search, by default all that have a range or choices, but for seeds.
         fixed: parameters with other values than the default; they are not searched.
-        trials: settings to try, besides the default one.
-        held_out: share of the prompts that the search does not see, from 0 to below 1. With fewer
-            than 4 prompts none are held out.
-        seed: of the split and of the search.
-        interval: rows between events, as for `replay_all`.
-        prefill: whether the prefill event fires, as for `replay_all`.
-        device: cpu, cuda or auto.
         progress: called with (trials done, trials, what is being done).
+        **options: the options of `TuneOptions`.
 
     Raises:
         PolicyError: the metric has no better direction, there is nothing to search, or the default
             setting cannot be replayed.
         KvsimError: optuna is not installed.
     """
+    given = given_options(TuneOptions, options, "tune", PolicyError)
+    judge, trials, seed = given["judge"], given["trials"], given["seed"]
     metric = metric or available(EVIDENCE[0 if judge else 1 :], traces)[0]
     entry = metric_named(metric)
     choose([metric], beside=BESIDE, judged=bool(judge))
     if entry.better is None or entry.kind == "trace":
         raise PolicyError(f"{metric} says of no policy that it is better; expected another metric")
-    if not traces or not 0 <= held_out < 1 or trials < 1:
-        raise PolicyError(
-            f"{len(traces)} traces, {trials} trials, {held_out:g} held out; expected at least one "
-            "trace and trial, and a share from 0 to below 1"
-        )
+    if not traces:
+        raise PolicyError("no traces; expected at least one to tune on")
     sizes = [resolve_budget(budget, trace.n_pos) for trace in traces]
-    space = _space(name, max(sizes), search, fixed or {})
-    searched, kept_back = split(traces, held_out, seed)
-    terms: dict[str, Any] = {
-        "interval": interval,
-        "prefill": prefill,
-        "device": resolve_device(device),
-        "judge": judge,
-    }
-    terms["regret"] = bool(entry.beside)
+    space = _space(name, max(sizes), given["search"], fixed or {})
+    searched, kept_back = split(traces, given["held_out"], seed)
+    own = ("search", "trials", "held_out", "seed")
+    terms = {name: value for name, value in given.items() if name not in own}
+    terms |= {"device": resolve_device(given["device"]), "regret": bool(entry.beside)}
     objective = _Objective(name, budget, metric, fixed or {}, terms)
     sign = 1 if entry.better == "higher" else -1
     report = progress or (lambda *_: None)

@@ -261,7 +261,7 @@ def test_prompts_to_test_on_may_be_others(paths, tmp_path):
         ({"budgets": "x%"}, BudgetError, "x%"),
         ({"out": "a+b.safetensors"}, PolicyError, "path without [+]"),
         ({"out": "s3://bucket/s.safetensors"}, OutputError, "a URL; expected a path on this"),
-        ({"held_out": 1}, PolicyError, "1 held out"),
+        ({"held_out": 1}, PolicyError, "held_out is 1"),
         ({"rounds": 0}, PolicyError, "rounds"),
         ({"against": "tovaa"}, PolicyError, "unknown policy 'tovaa'"),
         ({"metrics": "output_eror"}, PolicyError, "output_eror"),

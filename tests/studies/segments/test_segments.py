@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
+from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
 from kvsim.schema import NEVER
 from kvsim.studies.segments.segments import NEAR, ams_segments, proxy_segments
 from kvsim.sweeps import cells
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.run import summarise
 from kvsim.testing.strategies import make_case
 from reference.strategies import evictions
 

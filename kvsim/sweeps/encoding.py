@@ -1,87 +1,21 @@
-"""What a run folder may be written over, and the records of its parts as bytes."""
+"""The records of a finished task as bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.analysis.folder import CONFIG, RUN, is_run
 from kvsim.core.record import Plans, Record, record_document, record_of
-from kvsim.errors import OutputError
-from kvsim.files import check_writable, hidden, lock
 from kvsim.store.archive import decode_arrays, encode_arrays
 
-PARTS = "parts"
 _PLAN_ARRAYS = [f.name for f in fields(Plans) if f.name not in ("row", "layers", "notes")]
 
 Arrays = dict[str, NDArray[Any]]
-
-
-def check_output(path: Path, *, resume: bool = False) -> None:
-    """Raise OutputError unless a run can be written to `path`, or one that is there continued."""
-    begun = (path / CONFIG).is_file()
-    if not (resume and begun) and (path.exists() or path.is_symlink()):
-        raise taken(str(path), begun=begun)
-    check_writable(path.parent)
-
-
-def taken(where: str, *, begun: bool) -> OutputError:
-    """Return the error of a folder in which something is; begun: a run of kvsim."""
-    what = "; give another --out or move it away"
-    if begun:
-        what = " and holds a run; continue it with the same command and --resume, or give another "
-        what += "--out"
-    return OutputError(f"{where} exists{what}, nothing was changed")
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[None]:
-    """Let a run be written in the place of the one at `path`, which is removed once that is there.
-
-    If nothing is written, the old one stays. Raises OutputError for what is no run folder, and for
-    one that another process writes to.
-    """
-    if not path.exists() and not path.is_symlink():
-        yield
-        return
-    if not path.is_dir() or not is_run(path):
-        raise OutputError(f"{path} exists and is no run folder; expected one to replace")
-    if any(map(locked, (path / PARTS).glob("*.claim"))):
-        raise OutputError(f"{path} is being written by another process; wait for it")
-    old = hidden(path, "old")
-    path.rename(old)
-    try:
-        yield
-    finally:
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(path)
-
-
-def locked(claim: Path) -> bool:
-    """Whether a process holds a claim."""
-    try:
-        with claim.open("rb") as file:
-            return not lock(file, wait=False)
-    except FileNotFoundError:
-        return False
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a folder holds a run of which nothing is left to do."""
-    try:
-        return bool(json.loads((folder / RUN).read_bytes()).get("missing", 0) == 0)
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _encoded(meta: object, arrays: Arrays) -> bytes:

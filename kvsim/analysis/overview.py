@@ -1,0 +1,93 @@
+"""One row per policy and budget of a run: what commands and notebooks show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from kvsim.analysis.registry import METRICS
+from kvsim.analysis.results import FACTS, REQUESTED, of_model, of_policies
+from kvsim.analysis.summaries import last_events, level_shares, main_variants, over_layers
+from kvsim.analysis.table import OF_RECORD, REGRET
+
+#: Metrics of the summary, in the order in which they are shown.
+SUMMARY = (
+    *("entries_seen", "output_error", "layer_error", "weighted_error", "retained_mass", "wipeout"),
+    *("retained_iou", "needle_recall", "needle_wipeout"),  # of traces with a needle
+)
+
+#: What the model itself says, live or as a judge of the replay.
+PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
+
+#: The same of a running model.
+LIVE_SUMMARY = (
+    *(*PREDICTIONS, "layer_error", "output_error"),
+    *("retained_iou", "needle_recall", "answer_right", "answer_kept", "peak_share"),
+)
+
+
+def fidelity_shares(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
+    """Return the share of each level of fidelity among the values that a summary shows.
+
+    Of the metrics of `SUMMARY` and `LIVE_SUMMARY`, or of all in a Table that has none of them.
+    Each counts once in a layer of a cell, however many heads and events have values, so that the
+    share of a run is the same whatever else was measured. Columns are those of `level_shares`.
+    """
+    measured = {*METRICS} & {*table.drop_nulls(["policy", "value"])["metric"]}
+    shown = measured & {*SUMMARY, *LIVE_SUMMARY} or measured
+    of_cell = ("trace", "policy", "params", "budget", "share", "interval", "prefill", "metric")
+    values = main_variants(table, shown).drop_nulls("value")
+    values = values.unique([*of_cell, "layer", "fidelity"], maintain_order=True)
+    return level_shares(values, by)
+
+
+def summarise(
+    table: pl.DataFrame, metrics: Sequence[str] = (*PREDICTIONS, *SUMMARY, *REGRET)
+) -> pl.DataFrame:
+    """One row per policy, parameters and budget as requested, with the mean of each metric.
+
+    And for each model, where traces are of several. Facts about the policy (`FACTS`) stand with it.
+
+    Means over layers and heads within a trace, then over traces, of each metric's main variant;
+    layers of some metrics are added up (`layer_error`; `Metric.layers`).
+    `wipeout` is that of 32-token regions of which nothing is left, after the last event;
+    `iou_chance` stands beside `retained_iou`; `exact` is the share of the values of the row whose
+    fidelity is exact (`fidelity_shares`). Null where a policy has no value of the
+    main variant, whatever others it has: the segments of a policy that makes none are not counted
+    by those of its proxy. Metrics that this version does not know have no column.
+    """
+    metrics = [name for name in metrics if name in METRICS]
+    main = pl.col("metric").replace_strict(
+        {name: METRICS[name].main for name in metrics}, default=None, return_dtype=pl.String
+    )
+    model = of_model(table)
+    keys = ["policy", "params", "requested", "interval", "prefill", *model]
+    chosen = last_events(
+        of_policies(table, *FACTS)
+        .with_columns(requested=REQUESTED, main=pl.col("variant") == main)
+        .filter(pl.col("metric").is_in(metrics))
+    )
+    whole = over_layers(chosen, [*keys, "trace", "metric", "variant"])
+    within = whole.group_by(*keys, "trace", "metric", maintain_order=True).agg(
+        pl.col("value", "chance").filter(pl.col("main")).mean()
+    )
+    means = within.group_by(*keys, "metric", maintain_order=True).agg(
+        pl.col("value").mean(), pl.col("chance").mean()
+    )
+    wide = means.pivot(on="metric", index=keys, values="value", maintain_order=True)
+    chance = means.filter(pl.col("metric") == "retained_iou").select(*keys, iou_chance="chance")
+    levels = fidelity_shares(table.with_columns(requested=REQUESTED), keys)
+    exact = levels.group_by(keys).agg(
+        exact=pl.col("share").filter(pl.col("fidelity") == "exact").sum()
+    )
+    of_trace = chosen.group_by(*keys, "trace").agg(pl.col("budget", "share", *FACTS).first())
+    sizes = of_trace.group_by(keys).agg(
+        pl.col("budget").mean().round().cast(pl.Int64), pl.col("share", *FACTS).first()
+    )
+    for more in (chance, exact, sizes):
+        wide = wide.join(more, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    measured = [name for name in metrics if name in wide.columns]
+    if "retained_iou" in measured:
+        measured.insert(measured.index("retained_iou") + 1, "iou_chance")
+    return wide.select(*OF_RECORD, *model, *measured, "exact")

@@ -1,0 +1,285 @@
+"""The options of an experiment, each declared once.
+
+Keywords of `kvsim.sweep`, `kvsim.live` and `kvsim.sweeps.replay_all`, keys of a configuration,
+options of commands, controls of the dashboard and parameters in `run.json` follow from here
+(`kvsim.core.options`). Importing this module loads none of the large libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+
+from kvsim.core.options import Help
+from kvsim.core.parameters import AtLeast, Finite
+
+if TYPE_CHECKING:
+    from kvsim.core.policy import PolicyLike, Protection
+    from kvsim.store.opening import Traces
+else:
+    PolicyLike = Protection = Traces = Any
+
+Compress = Literal["prompt", "context", "both"]
+
+
+class Interval(TypedDict, total=False):
+    """When policies that are compared evict."""
+
+    interval: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Rows between events. All policies then have the same events, one of them after the "
+            "prompt; default: 32 for two or more policies, the schedule of its paper for one."
+        ),
+    ]
+    own_schedule: Annotated[
+        bool,
+        Help(
+            "Each policy evicts when its paper says, instead of all after the same rows.",
+            default=False,
+        ),
+    ]
+
+
+class Prefill(TypedDict, total=False):
+    """Whether an event follows the prompt."""
+
+    prefill: Annotated[
+        bool | None,
+        Help(
+            "Whether an event follows the prompt; default: yes, unless policies keep their own "
+            "schedule."
+        ),
+    ]
+
+
+class OfCells(Prefill, total=False):
+    """What all cells have in common, replays and live runs."""
+
+    compress: Annotated[
+        Compress | None,
+        Help(
+            "What the event after the prompt compresses: with context it fires before the "
+            "question, of traces that say where their context ends; default: prompt."
+        ),
+    ]
+    fit: Annotated[
+        bool,
+        Help(
+            "Scale windows and segments that exceed half of the budget, by the budgets that the "
+            "papers' values are meant for: POLICY@scaled.",
+            default=False,
+        ),
+    ]
+    layers: Annotated[
+        int | Sequence[int] | None,
+        Help("Evict in these layers of the traces alone; default: all.", "N,A-B,..."),
+    ]
+    metrics: Annotated[
+        str | Sequence[str] | None,
+        Help("What to measure, as `kvsim metrics` lists it.", "NAME[,NAME...]", flag="--metric"),
+    ]
+    events: Annotated[bool, Help("Write a row for every event to the results.", default=False)]
+
+
+class Computing(TypedDict, total=False):
+    """What replays run on."""
+
+    memory: Annotated[
+        int | str | None,
+        Help(
+            "Memory of each process for a block of layers, such as 500MB or 2GB; larger traces "
+            "are replayed block by block.",
+            "SIZE",
+            unset="2GiB",
+        ),
+    ]
+    device: Annotated[str, Help("cpu, cuda, or auto for a GPU if there is one.", default="cpu")]
+
+
+class Jobs(TypedDict, total=False):
+    """How many processes compute."""
+
+    jobs: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Processes here, with one thread each.",
+            default=1,
+            unset="one for small work, else one per processor",
+        ),
+    ]
+
+
+class Judging(TypedDict, total=False):
+    """The model that judges what replays decided."""
+
+    judge: Annotated[
+        bool | str,
+        Help(
+            "Apply what was decided to the model that was recorded, in one forward pass, and "
+            "measure its predictions; they rank the policies.",
+            default=False,
+        ),
+    ]
+
+
+class Protected(TypedDict, total=False):
+    """What every policy protects; keys of `protect`."""
+
+    sink: Annotated[
+        int,
+        AtLeast(0),
+        Help("First positions that every policy protects; not with asl and its like.", default=0),
+    ]
+    recent: Annotated[
+        int, AtLeast(0), Help("Last positions that every policy protects.", default=0)
+    ]
+    prompt: Annotated[
+        bool, Help("Every policy protects the prompt.", default=False, flag="--protect-prompt")
+    ]
+
+
+class Options(OfCells, Computing, Judging, total=False):
+    """What replays of a grid have in common."""
+
+    protect: Annotated[
+        Protection | Protected,
+        Help("What every policy protects: sink, recent, prompt.", default={}),
+    ]
+    regret: Annotated[
+        bool,
+        Help(
+            "Show how much more attention the best possible kept sets retain.",
+            default=False,
+        ),
+    ]
+
+
+class Keys(Options, total=False):
+    """The keys of a configuration."""
+
+    traces: Annotated[
+        Traces,
+        Help(
+            "Recorded traces: their paths or URLs, folders of traces, or 'sample' and "
+            "'sample-smollm2', which ship.",
+            "TRACE",
+        ),
+    ]
+    policies: Annotated[
+        PolicyLike | Mapping[str, Any] | Sequence[PolicyLike | Mapping[str, Any]],
+        Help(
+            "Policies, as `kvsim policies` lists them, or module:NAME for your own policy.",
+            "NAME[,NAME...]",
+            flag="--policy",
+        ),
+    ]
+    budgets: Annotated[
+        int | str | Sequence[int | str],
+        Help(
+            "Entries per KV head that stay after an event, or a share of the trace's length.",
+            "N|P%[,...]",
+            flag="--budget",
+        ),
+    ]
+    intervals: Annotated[
+        int | str | Sequence[int | str | None] | None,
+        Help(
+            "Rows between events; own: each policy's own schedule. Default: 32 for two or more "
+            "policies, the schedule of its paper for one.",
+            "N|own[,...]",
+            flag="--interval",
+        ),
+    ]
+    records: Annotated[bool, Help("Keep what each cell would have kept, too.", default=False)]
+
+
+class Out(TypedDict, total=False):
+    """The run folder."""
+
+    out: Annotated[
+        str | Path | None,
+        Help(
+            "The run folder: run.json, results.parquet and records.zarr; what is done is there at "
+            "once.",
+            "DIR",
+        ),
+    ]
+
+
+class Spread(Jobs, Out, total=False):
+    """Where a sweep is computed and kept."""
+
+
+class Resume(Out, total=False):
+    """The run folder, and whether a run that is there is continued."""
+
+    resume: Annotated[
+        bool,
+        Help(
+            "Go on with the run that is there: cells that are done are not computed again. The "
+            "results are those of this call.",
+            default=False,
+        ),
+    ]
+
+
+class Writing(TypedDict, total=False):
+    """The response that a model writes under each policy."""
+
+    max_new_tokens: Annotated[
+        int,
+        AtLeast(0),
+        Help(
+            "Tokens of the response that the model writes under each policy, 0 for none.",
+            default=0,
+        ),
+    ]
+    temperature: Annotated[
+        float,
+        Finite(),
+        AtLeast(0),
+        Help("0 takes the most likely token; above 0, tokens are drawn.", default=0.0),
+    ]
+    seed: Annotated[int, Help("The seed of the draws.", default=0)]
+
+
+class Paged(TypedDict, total=False):
+    """A cache in blocks."""
+
+    paged: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Hold the cache in blocks of N entries, as serving engines do, and attend through "
+            "block tables; what an event leaves is compacted, and blocks are freed.",
+            "N",
+        ),
+    ]
+    block_tables: Annotated[
+        Literal["layer", "head"],
+        Help(
+            "Of a cache in blocks: one block table for all heads of a layer, where heads with "
+            "fewer entries are padded; or one for each head.",
+            default="layer",
+        ),
+    ]
+
+
+class SweepOptions(Keys, Spread, total=False):
+    """Keywords of `kvsim.sweep`."""
+
+
+class ReplayOptions(Options, Interval, Jobs, Resume, total=False):
+    """Keywords of `kvsim.sweeps.replay_all`."""
+
+
+class LiveOptions(OfCells, Interval, Writing, Paged, Resume, total=False):
+    """Keywords of `kvsim.live`."""
+
+
+class Experiment(SweepOptions, ReplayOptions, LiveOptions, total=False):
+    """Every option."""
