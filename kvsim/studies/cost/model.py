@@ -266,9 +266,10 @@ def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
             "the whole context"
         )
     if others := _without_entries(config):
+        kinds = ", ".join(dict.fromkeys(others))
         remarks.append(
-            f"{len(others)} layers without keys and values ({', '.join(dict.fromkeys(others))}) are "
-            "left out, with their weights, FLOPs and states"
+            f"{len(others)} layers without keys and values ({kinds}) are left out, with their "
+            "weights, FLOPs and states"
         )
     if config.get("quantization_config"):
         remarks.append(
