@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -226,8 +227,40 @@ def _help(command: Any, path: list[str]) -> str:
     return text.getvalue()
 
 
+def census() -> str:
+    """Families of the last census: recorded, refused with the reason, and not built."""
+    found = json.loads((ROOT / "docs/families-census.json").read_text("utf-8"))
+    kinds = {"": "causal language models", "vl": "multimodal, text alone"}
+    names = (*kinds.values(), "variants")
+    groups: dict[str, dict[str, Any]] = {kind: {} for kind in names}
+    for name, each in found["families"].items():
+        groups[kinds.get(name.partition("#")[2], "variants")][name] = each
+    results = ("recorded", "refused", "foreign", "wrong", "not built")
+    lines = [f"| | total | {' | '.join(results)} |", "| --- |" + " ---: |" * 6]
+    for kind, families in groups.items():
+        counts = (sum(x["result"] == result for x in families.values()) for result in results)
+        lines.append(f"| {kind} | {len(families)} | {' | '.join(map(str, counts))} |")
+    lines += ["", f"transformers {found['transformers']}.", ""]
+    every = {name: each for families in groups.values() for name, each in families.items()}
+    recorded = [name for name, each in every.items() if each["result"] == "recorded"]
+    plain = [name for name in recorded if not {"others", "notes"} & every[name].keys()]
+    lines += [f"Recorded, all layers, with everything: {', '.join(f'`{x}`' for x in plain)}.", ""]
+    lines += ["| family | recorded | layers without attention, and what is left out |"]
+    lines += ["| --- | --- | --- |"]
+    for name in (x for x in recorded if x not in plain):
+        other = ", ".join(dict.fromkeys(every[name].get("others", {}).values()))
+        notes = (note.partition(":")[0] for note in every[name].get("notes", ()))
+        lines.append(f"| `{name}` | yes | {'; '.join(filter(None, (other, *notes)))} |")
+    for name, each in every.items():
+        if each["result"] != "recorded":
+            reason = each["reason"].partition("; ")[0].replace("|", "or")
+            lines.append(f"| `{name}` | {each['result']} | {reason} |")
+    return "\n".join(lines)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "access": access,
+    "census": census,
     "commands": commands,
     "figures": figures,
     "lengths": lengths,

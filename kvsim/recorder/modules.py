@@ -151,7 +151,12 @@ def _placed(
             "relative positions)"
         )
     known = {id(module): name for name, module in model.named_modules()}
-    names = [known.get(id(module), type(module).__name__) for module in called]
+    if unknown := next((each for each in called if id(each) not in known), None):
+        raise unrecordable(
+            f"a {type(unknown).__name__} called the kernel of transformers' table, expected a "
+            f"module of {kind}"
+        )
+    names = [known[id(module)] for module in called]
     for name in names:
         if names.count(name) > 1:
             raise unrecordable(

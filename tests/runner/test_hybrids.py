@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xfail(
     run=False,
 )
 
-PROMPT, LENGTH, BUDGET = 60, 90, 40
+PROMPT, LENGTH, BUDGET = 60, 74, 40
 TOKENS = torch.randint(1, 64, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -64,8 +64,7 @@ def by_rows(model: PreTrainedModel, record: kvsim.Record) -> Tensor:
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("name", "policy"), [*zip(HYBRIDS, ["h2o", "snapkv"] * 3, strict=True)])
 def test_one_layer_that_evicts_keeps_what_the_replay_keeps(name, policy):
     """Below the only layer that evicts nothing changes, so that live and replay decide alike."""
     _, running, trace = recorded(name)
@@ -91,7 +90,7 @@ def test_one_layer_that_evicts_keeps_what_the_replay_keeps(name, policy):
     assert live.cache_bytes == 2 * itemsize * shape[3] * entries
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "falcon_h1"])
 def test_the_closed_loop_has_the_logits_of_masks(name):
     """Evicted entries are masked out row by row, and other layers keep the model's own states."""
     model, running, trace = recorded(name)
@@ -113,7 +112,7 @@ def kvsim_logprobs(trace: kvsim.Trace) -> np.ndarray:
     return np.array(trace.response_logprobs)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "falcon_h1"])
 def test_the_judge_has_the_logits_of_masks(name):
     """One forward under each record, from the states of the rows before its first eviction."""
     model, running, trace = recorded(name)

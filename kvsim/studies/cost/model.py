@@ -35,6 +35,9 @@ _FOREIGN = {
     "kv_lora_rank": "latent attention, which caches no keys and values of heads",
 }
 
+#: Kinds of layers that cache no keys and values.
+_STATES = ("linear_attention", "conv", "mamba", "recurrent", "mlp", "moe")
+
 _SAY = "expected the config.json of a decoder model such as Llama, Mistral, Qwen2, Qwen3 or Gemma"
 
 
@@ -206,7 +209,7 @@ def _model(config: Mapping[str, Any], name: str, number_bytes: float | None) -> 
     matrices = 2 if kind in _TWO_MATRICES else 3
     return Model(
         name=name,
-        n_layers=size("num_hidden_layers"),
+        n_layers=size("num_hidden_layers") - len(_without_entries(config)),
         n_qheads=qheads,
         n_heads=heads,
         dim=dim,
@@ -254,6 +257,12 @@ def _number_bytes(config: Mapping[str, Any], name: str) -> float:
     )
 
 
+def _without_entries(config: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of the layers that hold a state, a convolution or nothing."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    return [kind for kind in (kinds if isinstance(kinds, list) else ()) if kind in _STATES]
+
+
 def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the parts of a model that the arithmetic leaves out."""
     remarks = []
@@ -267,6 +276,12 @@ def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
                 f"layers with a {name} ({size} tokens) are counted as full attention over the "
                 "whole context"
             )
+    if others := _without_entries(config):
+        kinds = ", ".join(dict.fromkeys(others))
+        remarks.append(
+            f"{len(others)} layers without keys and values ({kinds}) are left out, with their "
+            "weights, FLOPs and states"
+        )
     if config.get("quantization_config"):
         remarks.append(
             "quantised weights are counted at the size of the data type; use --dtype-bytes"

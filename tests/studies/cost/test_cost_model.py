@@ -115,6 +115,15 @@ def test_sizes_of_numbers_are_1_to_8_bytes(size):
         Model.from_config(LLAMA, number_bytes=size)
 
 
+def test_layers_without_entries_hold_no_bytes():
+    """A hybrid holds keys and values in its attention layers alone, and a remark says so."""
+    kinds = [*["linear_attention"] * 3, "full_attention"] * 8
+    hybrid = Model.from_config({**LLAMA, "layer_types": kinds})
+
+    assert hybrid.kv_bytes(1000) == LLAMA_8B.kv_bytes(1000) / 4
+    assert "24 layers without keys and values (linear_attention) are left out" in hybrid.remarks[0]
+
+
 def test_sliding_windows_are_remarked():
     """What is counted otherwise than it is, is said."""
     model = Model.from_config({**LLAMA, "model_type": "mistral", "sliding_window": 4096})
