@@ -32,6 +32,7 @@ _FOREIGN = {
     "num_local_experts": "a mixture of experts",
     "num_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
+    "num_kv_shared_layers": "layers that read the keys and values of others",
     "kv_lora_rank": "latent attention, which caches no keys and values of heads",
 }
 

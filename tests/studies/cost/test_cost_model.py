@@ -143,6 +143,7 @@ def test_sliding_windows_are_remarked():
         ({"vocab_size": 0}, r"vocab is 0; expected an integer from 1 to 1e\+06"),
         ({"num_local_experts": 8}, "a mixture of experts"),
         ({"kv_lora_rank": 512}, "latent attention"),
+        ({"num_kv_shared_layers": 4}, "read the keys and values of others"),
         ({"torch_dtype": "mystery"}, "dtype is 'mystery'"),
     ],
 )
