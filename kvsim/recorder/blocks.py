@@ -255,10 +255,10 @@ class BlockRecorder:
             )
         first = next((layer.shape for layer in self.layers.values()), shape)
         if shape != first:
-            raise unrecordable(
+            raise CaptureError(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"earlier layers {first}; expected the same; layers of one shape can be recorded "
-                "alone (--layers)"
+                f"earlier layers {first}; expected the same; record layers of one shape alone "
+                "(--layers)"
             )
 
     def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:
