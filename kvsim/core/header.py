@@ -100,6 +100,10 @@ class Header:
         """Whether all layers compute plain causal attention, with one scale and one rotation."""
         return self.formulas[0].plain and len({*zip(self.formulas, self.ropes, strict=True)}) == 1
 
+    def readers(self, layer: int) -> tuple[int, ...]:
+        """Return the layers that read the entries of a layer with its own, by place, it first."""
+        return tuple(i for i, owner in enumerate(self.owners) if owner == layer) or (layer,)
+
     def within(self, n_pos: int) -> Header:
         """Return the header for `n_pos` positions: windows that mask nothing out are dropped."""
         return replace(self, formulas=tuple(each.within(n_pos) for each in self.formulas))

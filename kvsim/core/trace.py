@@ -244,10 +244,6 @@ class Trace(Displayed):
             base=self,
         )
 
-    def readers(self, layer: int) -> tuple[int, ...]:
-        """Return the layers that read the entries of a layer, by their place, itself first."""
-        return tuple(i for i, owner in enumerate(self.owners) if owner == layer)
-
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.
 
@@ -300,8 +296,8 @@ class Trace(Displayed):
     @cached_property
     def windowed(self) -> tuple[int, ...]:
         """Layers, by their place, whose window or chunks mask something out for some row."""
-        reaches = [formula.reach or self.n_pos for formula in self.formulas]
-        return tuple(i for i, reach in enumerate(reaches) if reach < self.n_pos)
+        n_pos = self.n_pos
+        return tuple(i for i, x in enumerate(self.formulas) if (x.reach or n_pos) < n_pos)
 
     @property
     def whole(self) -> bool:

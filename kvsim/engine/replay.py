@@ -179,7 +179,7 @@ def _replay(
     settings: the one of all events, and of the event that ends the context if there are both.
     """
     part, places = trace if run.rows is None else trace.only(run.rows), run.layers
-    if len(trace.readers(places[0])) > 1:
+    if len(trace.header.readers(places[0])) > 1:
         part, places = read_together(trace, places[0]), (0,)
     events = schedule.rows(part.prompt_len, part.n_pos, part.context_len)
     setting, context = settings

@@ -56,7 +56,9 @@ def read_together(trace: Trace, layer: int) -> Trace:
         layer_ids=(trace.layer_ids[layer],),
         owners=(),
     )
-    return Trace(SharedEntries(trace.source, trace.readers(layer)), header, dtype=trace.dtype)
+    return Trace(
+        SharedEntries(trace.source, trace.header.readers(layer)), header, dtype=trace.dtype
+    )
 
 
 class TraceSource:

@@ -146,7 +146,7 @@ class LiveSource:
         self.dropped = dropped
         self.rotated = rotated
         self.layers, self._sketch = tuple(layers), sketch
-        self.readers = sketch.readers(layers[0]) if len(layers) == 1 else self.layers
+        self.readers = sketch.header.readers(layers[0]) if len(layers) == 1 else self.layers
         self._heads, self._group = sketch.n_heads, sketch.group
         self._entry_bytes = sketch.entry_size * like.itemsize
         of_keys = like.new_zeros(len(layers), self._heads, 0, sketch.dim)

@@ -84,7 +84,9 @@ class Decoding:
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
-        more = {i for layer in chosen for i in self.sketch.readers(owners[layer])} - {*chosen}
+        more = {i for layer in chosen for i in self.sketch.header.readers(owners[layer])} - {
+            *chosen
+        }
         self.layers = (*chosen, *sorted(more))
         self.events = self.schedule.rows(prompt_len, n_pos, context_len)
         self._events = deque(self.events)  # that have not fired
