@@ -30,7 +30,7 @@ _PRE_ROPE = "pre_rope"
 _NO_ROPE, _UNKNOWN = Rope(()), Rope((), layout="unknown")
 
 #: Share of the tolerance beyond which factors of queries at different positions differ.
-_FACTOR = 0.05
+_FACTOR = 0.3
 
 
 class MemorySink:
@@ -281,10 +281,10 @@ class BlockRecorder:
             q, keys = (x[..., part] for x in call.again(same.expand(end - start, -1)))
             layer.origin = layer.origin or [x[:, :1].clone() for x in (q, keys)]
             query, key = layer.origin
-            if layer.owner != call.layer:  # its keys are checked where they are computed
-                fits = self.layers[layer.owner].ropes
-            else:
-                fits, least = _matching_ropes(key, keys, start, layer.ropes, zero=True)
+            # keys of another layer do not depend on the input
+            shared = keys.shape == call.k.shape and torch.equal(keys, call.k)
+            pair = (query, q) if shared else (key, keys)
+            fits, least = _matching_ropes(*pair, start, layer.ropes, zero=True)
             rope = fits[0] if fits else rope
             zero, at = (torch.arange(*ends, device=q.device) for ends in ((0, 1), (start, end)))
             rotated = rope.rotate(rope.unrotate(query.to(dtype), zero), at)

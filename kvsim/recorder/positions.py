@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,8 +161,13 @@ def _of_table(buffer: Tensor) -> list[float]:
     """Return the frequencies of a table [pos, 2 f] of sines, then cosines (GPT-J); else none."""
     if buffer.dim() != 2 or len(buffer) < 2 or not buffer.is_floating_point():
         return []
-    sine, cosine = buffer[:2].to("cpu", torch.float64).tensor_split(2, dim=1)
+    at = [0, *(2**i for i in range((len(buffer) - 1).bit_length()))]  # 1, 2, 4, ...
+    sine, cosine = buffer[at].to("cpu", torch.float64).tensor_split(2, dim=1)
     if sine.shape != cosine.shape or bool(sine[0].any()) or not bool((cosine[0] == 1).all()):
         return []
-    frequencies: list[float] = torch.atan2(sine[1], cosine[1]).tolist()
-    return frequencies
+    angles = torch.atan2(sine, cosine)
+    frequencies, turn = angles[1], 2 * math.pi
+    for pos, angle in zip(at[2:], angles[2:], strict=True):  # each halves the error
+        frequencies = (angle + turn * ((frequencies * pos - angle) / turn).round()) / pos
+    out: list[float] = frequencies.tolist()
+    return out

@@ -6,7 +6,7 @@ import cmath
 import functools
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -149,6 +149,24 @@ def test_a_token_has_the_same_keys_and_queries_at_all_positions_before_rope(name
         assert (x - x[:, :1]).abs().max() > 0.1 * x.abs().max()
 
 
+def test_layers_with_keys_of_another_layer_are_rotated_as_their_queries():
+    """Their keys do not depend on their input."""
+    kind = KINDS["one tensor a call"]
+    changes = {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["full_attention"] * 4,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    }
+    trace = kvsim.capture(
+        replace(kind, changes={**kind.changes, **changes}).build(), None, ids(40), max_new_tokens=8
+    )
+
+    assert torch.equal(trace.k[3], trace.k[1])
+    assert set(trace.ropes) == set(recorded("one tensor a call")[1].ropes)
+
+
 def test_positions_of_three_axes_have_the_order_of_the_configuration():
     """ERNIE-VL holds frequencies in the order of its axes and rotates text in the usual one."""
     sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -192,6 +210,22 @@ def test_a_factor_of_queries_is_stated():
         f"layers 0-1: queries have a factor of their position, 1 to {size:.4g}, which they keep "
         "before RoPE"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["one tensor a call, from a table", "a slice", "one tensor a call"]
+)
+def test_rotations_in_16_bits_are_those_of_32(name, dtype):
+    """Also from a table of 16 bits; rounding is no factor of queries."""
+    if recorded(name)[1] is None:
+        return
+    trace = kvsim.capture(KINDS[name].build().to(dtype), None, ids(40), max_new_tokens=8)
+
+    for rope, expected in zip(trace.ropes, recorded(name)[1].ropes, strict=True):
+        assert (rope.layout, rope.rotary_dim) == (expected.layout, expected.rotary_dim)
+        assert rope.inv_freq == pytest.approx(expected.inv_freq, rel=1e-2, abs=1e-4)
+    assert not [note for note in trace.meta["notes"] if "before RoPE" in note]
 
 
 def test_an_unknown_rotation_is_stated_and_policies_that_undo_it_are_refused(tmp_path):
