@@ -14,7 +14,6 @@ Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +24,7 @@ import polars as pl
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.table import JUDGED
@@ -41,7 +40,7 @@ from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies.model import model_of
 from kvsim.policies.naming import codec_of
 from kvsim.recorder import load_model
-from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import Attention, KernelCall, intercepting, kernel_mask
 from kvsim.recorder.layers import Residual
@@ -79,12 +78,7 @@ class Judge:
         self.running, self.trace = running, trace
         self._memory = DEFAULT_MEMORY if memory is None else memory
         self._residual = Residual(running.model)
-        self._before: tuple[int, DynamicCache] | None = None
-        if not running.continues:
-            raise CaptureError(
-                f"{running.described['name']} starts from empty states in a forward of several "
-                "rows, expected those of the rows before; compare live runs (kvsim live)"
-            )
+        running.check_states()
 
     @cached_property
     def _full(self) -> FullPass:
@@ -163,7 +157,7 @@ class Judge:
                 moved[:, place, first - trace.prompt_len :] = change.cpu().numpy()
 
             running = self.running
-            before = deepcopy(self._states(start)) if running.has_states else None
+            before = running.filled(self._ids[:start]) if running.has_states else None
             with (
                 torch.inference_mode(),
                 evaluating(running.model),
@@ -174,17 +168,7 @@ class Judge:
             logits = torch.cat([logits[:, : logits.shape[1] - own.shape[1]], own], dim=1)
         return logits, moved
 
-    def _states(self, start: int) -> DynamicCache:
-        """Return a cache of the rows before `start`, for the states of layers without entries."""
-        if self._before is None or self._before[0] != start:
-            cache = full_cache(self.running.model)
-            with torch.inference_mode(), evaluating(self.running.model):
-                if start:
-                    self.running.forward(self._ids[:start], 0, cache, 1)
-            self._before = start, cache
-        return self._before[1]
-
-    def _forward(self, start: int, count: int, before: DynamicCache | None) -> Tensor:
+    def _forward(self, start: int, count: int, before: Cache | None) -> Tensor:
         """Run the rows from `start` on of so many records; returns what predicts [B, w, V].
 
         The last logits are of the row before the last token. before: a cache of the rows before

@@ -77,12 +77,27 @@ class RunningModel:
         """
         if not self.has_states:
             return True
-        ids, cache = [1, 2, 3, 4, 5, 6], full_cache(self.model)
+        ids, cache = [1, 2, 3, 4, 5, 6], self.filled([1, 2, 3])
         with torch.inference_mode(), evaluating(self.model):
             expected = self.forward(ids, 0, full_cache(self.model), 3)
-            self.forward(ids[:3], 0, cache, 1)
             error = relative_error(self.forward(ids[3:], 3, cache, 3)[None], expected[None])
         return float(error.max()) <= tolerance(DTYPES[expected.dtype])
+
+    def check_states(self) -> None:
+        """Raise CaptureError where a forward of several rows starts from empty states."""
+        if not self.continues:
+            raise CaptureError(
+                f"{model_name(self.model)} starts from empty states in a forward of several rows, "
+                "expected those of the rows before; compare live runs (kvsim live)"
+            )
+
+    def filled(self, ids: Sequence[int]) -> Cache:
+        """Return a cache of all of these tokens."""
+        cache = full_cache(self.model)
+        with torch.inference_mode(), evaluating(self.model):
+            if ids:
+                self.forward(ids, 0, cache, 1)
+        return cache
 
     @cached_property
     def described(self) -> dict[str, Any]:
