@@ -90,15 +90,11 @@ class ProjectionModules:
     def gate(self, call: KernelCall) -> Tensor | None:
         """Return what the projection gets where the kernel returns 1, like `call.out`.
 
-        None in a model without gates. A norm is none: the check of the projection finds it.
+        None in a model without gates, and of latents. The check of the projection finds a norm, and
+        a gate of those.
         """
-        if not self.gated:
+        if not self.gated or call.up is not None:
             return None
-        if call.up is not None:
-            raise CaptureError(
-                f"a gate acts on the output of layer {call.layer}, whose entries are latents; "
-                "expected one or the other"
-            )
         inputs: list[Tensor] = []
         with _inputs(self.modules[call.layer], inputs):
             call.again(call.hidden)
