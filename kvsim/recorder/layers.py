@@ -104,7 +104,7 @@ class ProjectionModules:
                 "expected once"
             )
         heads, rows, dim = call.out.shape
-        return inputs[0].view(rows, heads, dim).transpose(0, 1)
+        return inputs[0].reshape(rows, heads, dim).transpose(0, 1)
 
     def _weight(self, call: KernelCall) -> Tensor:
         """Return the weights of the projection [hidden, qheads x dim], of the kernel's size."""
