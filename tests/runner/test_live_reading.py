@@ -151,7 +151,7 @@ def test_readers_that_a_running_model_cannot_follow_are_refused(running):
     for each in (policy, kvsim.policy("int8")):
         with (
             Decoding(running, each, BUDGET, **sizes) as decoding,
-            pytest.raises(ValueError, match="choose what they read or see rounded entries"),
+            pytest.raises(ValueError, match="choose what they read, see rounded entries or leave"),
         ):
             decoding.begin(prefix)
 

@@ -17,6 +17,7 @@ import reference
 from kvsim.analysis.table import fidelity, selection_fidelity
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.recorder import load_model
+from kvsim.recorder.modules import attention_modules
 from kvsim.runner.decoder import Decoder
 from live_runs import older
 from reference import propagation
@@ -578,6 +579,7 @@ def test_what_cannot_be_recomputed_is_refused(recorded):
 def test_a_model_without_the_known_parts_is_refused(monkeypatch):
     """Families whose final norm is elsewhere are named as unknown."""
     model = make_model("llama", 2)
+    attention_modules(model)  # measured by a forward
     monkeypatch.setattr(model.model, "rotary_emb", None)
 
     with pytest.raises(CaptureError, match="expected one of these families"):
