@@ -6,6 +6,7 @@ import pytest
 
 from kvsim.errors import CaptureError, TraceError
 from kvsim.recorder import Prompt, capture, capture_many, read_prompts
+from kvsim.recorder.modules import attention_modules
 from kvsim.testing.strategies import make_case
 from small_model import TEMPLATE, small, words_tokenizer
 from traces import changed
@@ -22,7 +23,8 @@ def chat(content, role="user"):
 
 def refused(prompt, message, *, tokenizer=None, out=None, **options):
     """Check that two prompts, of which the second is bad, are refused by one line."""
-    ran = []
+    ran: list[int] = []
+    attention_modules(small())  # measured by a forward
     handle = small().register_forward_pre_hook(lambda *_: ran.append(1))
     try:
         with pytest.raises(CaptureError, match=message) as caught:
