@@ -154,6 +154,9 @@ class _Earlier(_Seen):
     def attn(self, last: int, group: str | None = None) -> Tensor:
         return self._view.attn(last + 1, group)[..., :-1, :]  # type: ignore[arg-type]
 
+    def logits(self, last: int) -> Tensor:
+        return self._view.logits(last + 1)[..., :-1, :]
+
 
 class _Unordered(_Seen):
     """Entries in the order in which a cache holds them."""
@@ -195,6 +198,12 @@ class _ByQueryHead(_Seen):
     def attn(self, last: int, group: str | None = None) -> Tensor:
         weights = self._view.attn(last).flatten(1, 2)
         return weights.unsqueeze(2) if group is None else weights
+
+    def logits(self, last: int) -> Tensor:
+        return self._view.logits(last).flatten(1, 2).unsqueeze(2)
+
+    def log_attn(self, last: int) -> Tensor:
+        return self._view.log_attn(last).flatten(1, 2).unsqueeze(2)
 
 
 @dataclass(frozen=True)
