@@ -14,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
+from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Protection, Scores, Uniform, Wrapper
@@ -145,7 +146,7 @@ class _Rotated(_Seen):
         logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
         hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
         weights = logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-        return weights if group is None else getattr(weights, group)(2)
+        return reduce_group(weights, group)  # type: ignore[arg-type]
 
 
 class _Earlier(_Seen):
