@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from rulings import Case, Release, shared
+from conformance.rulings import Case, Release, shared
 from torch import Tensor
 
 from kvsim.core.policy import Schedule
@@ -25,6 +25,24 @@ from kvsim.core.trace import Trace
 from kvsim.studies.referee.dump import Dump
 
 Cache = list[tuple[Any, Any]]
+
+#: The newest commit of each repository when it was run.
+COMMITS = {
+    "FasterDecoding/SnapKV": "e216ddc84c5bd210378cbdbbba12ba02102aa640",
+    "FMInference/H2O": "ac75c2a8a9e76832b2a4139b9363373b56336bfb",
+    "mit-han-lab/streaming-llm": "2e5042606d69933d88fbf909bd77907456b9b4dd",
+    "schwartz-lab-NLP/TOVA": "9c7d09bfff64cfc92cfb5f9d7e138cb04866e5a7",
+    "Zefan-Cai/KVCache-Factory": "c97f9d706d63d1b56e980f8b81b2a924c21162b3",
+    "Zefan-Cai/R-KV": "d15c9767e67c2bd9807128fecc35223fa2484a69",
+    "microsoft/G-KV": "6db3b2ee0846dea897c9afa9247d19f860491b49",
+    "EIT-NLP/AdaptiveMassSegment": "7eb32cd75600c55888f223dddd2827a81d4f6a80",
+    "antgroup/cakekv": "c4675ce21b1d6f62d262f9a8dc0ad1e1e8ee4edd",
+    "GATECH-EIC/LaCache": "0f27c33bc1974c1f8a93656bca2dbb9641ef0937",
+    "NVlabs/RocketKV": "63637c8eb4b06b5eb83cd687723b0eeb19f48f65",
+    "FFY0/AdaKV": "efe4e2eea0099bf497f0c175ac5440a915d89f83",
+    "AI-Lab-China-Merchants-Bank/LagKV": "2a9d19e7d17dbf49c5c596d2980ef0728ea121ec",
+    "mit-han-lab/duo-attention": "fe93c314ae87306ef6629dc16713250b4718ffe7",
+}
 
 # ------------------------------------------------------------------------- modules of a checkout
 
@@ -84,7 +102,10 @@ def dumped(
     for row in rows:
         new = slice(seen, row + 1)
         grown = [
-            (torch.cat([k, trace.k[x, None, :, new]], 2), torch.cat([v, trace.v[x, None, :, new]], 2))
+            (
+                torch.cat([k, trace.k[x, None, :, new]], 2),
+                torch.cat([v, trace.v[x, None, :, new]], 2),
+            )
             for x, (k, v) in enumerate(caches)
         ]
         seen, caches = row + 1, step(grown, row)
@@ -112,7 +133,10 @@ def each_layer(trace: Trace, step: Callable[..., tuple[Any, Any]]) -> Callable[[
 
     def steps(caches: Cache, row: int) -> Cache:
         queries = (trace.q[layer, None, :, : row + 1] for layer in _layers(trace))
-        return [step(layer, q, *cache) for layer, (q, cache) in enumerate(zip(queries, caches))]
+        return [
+            step(layer, q, *cache)
+            for layer, (q, cache) in enumerate(zip(queries, caches, strict=True))
+        ]
 
     return steps
 
@@ -131,10 +155,12 @@ def attention(q: Tensor, keys: Tensor, at: Tensor, scale: float) -> Tensor:
 
 def places(trace: Trace, layer: int, keys: Tensor) -> Tensor:
     """Positions of a layer's cached keys, [1, h, n]."""
-    return torch.tensor([[positions(*pair) for pair in zip(trace.k[layer], keys[0])]])
+    return torch.tensor([[positions(*pair) for pair in zip(trace.k[layer], keys[0], strict=True)]])
 
 
-def after_prompt(name: str, trace: str, policy: str, budget: int, step: Any, **settings: Any) -> Case:
+def after_prompt(
+    name: str, trace: str, policy: str, budget: int, step: Any, **settings: Any
+) -> Case:
     """The case of a rule that acts on the prompt alone."""
     source = shared(trace)
     rows = [source.prompt_len - 1]
@@ -192,7 +218,7 @@ def h2o(checkouts: Path) -> Release:
         dump = dumped(trace, steps, each_layer(trace, step), budget=budget, interval=1)
         return Case(name, "by-query-head", "h2o", dump)
 
-    cases = [case("h2o-32", 32, 12), case("h2o-128", 128, 4)]
+    cases = [case("h2o-32", 32, 4), case("h2o-128", 128, 2)]
     how = "unmodified file; the attention that it is given is computed from the trace"
     return Release("FMInference/H2O", f"`H2OKVCache_LayerWise` of `{file}`", cases, how)
 
@@ -202,11 +228,11 @@ def streaming_llm(checkouts: Path) -> Release:
     file = "streaming_llm/kv_cache.py"
     code = loaded(checkouts / "mit-han-lab+streaming-llm" / file)
     trace = shared("sample")
-    rows = range(trace.prompt_len - 1, trace.prompt_len + 10)
+    rows = range(trace.prompt_len - 1, trace.prompt_len + 3)
     cache = code.StartRecentKVCache(4, 60)
-    after = dumped(trace, rows, lambda caches, row: cache(caches), budget=64, interval=1)
+    after = dumped(trace, rows, lambda caches, _: cache(caches), budget=64, interval=1)
     before = dumped(
-        trace, rows, lambda caches, row: cache.evict_for_space(caches, 1), budget=64, interval=1
+        trace, rows, lambda caches, _: cache.evict_for_space(caches, 1), budget=64, interval=1
     )
     cases = [
         Case("streaming-after", "sample", "streaming_llm", after),
@@ -235,7 +261,7 @@ def tova(checkouts: Path) -> Release:
         dump = dumped(trace, steps, each_layer(trace, step), budget=budget, interval=1)
         return Case(name, "sample", "tova", dump)
 
-    cases = [case("tova-32", 32, 16), case("tova-128", 128, 4)]
+    cases = [case("tova-32", 32, 5), case("tova-128", 128, 2)]
     how = "unmodified file; a cache of lists stands in for that of transformers 4.36"
     return Release("schwartz-lab-NLP/TOVA", "`TOVACache.reduce` of `src/tova_cache.py`", cases, how)
 
@@ -246,7 +272,12 @@ def factory(checkouts: Path) -> Release:
     code = loaded(checkouts / "Zefan-Cai+KVCache-Factory" / file)
 
     def case(
-        name: str, trace: str, kind: str, policy: str, budget: int, run: dict[str, Any],
+        name: str,
+        trace: str,
+        kind: str,
+        policy: str,
+        budget: int,
+        run: dict[str, Any],
         **settings: Any,
     ) -> Case:
         n_layers = shared(trace).n_layers
@@ -271,9 +302,24 @@ def factory(checkouts: Path) -> Release:
         case("factory-snapkv-kv", "sample", snap, "snapkv", 64, average, **of_average),
         case("factory-snapkv-kv-max", "sample", snap, "snapkv", 64, largest, **of_largest),
         case("factory-pyramidkv", "random-16", pyramids, "pyramidkv", 64, pyramid, **of_pyramid),
-        case("factory-pyramidkv-short", "random-16", pyramids, "pyramidkv", 160, pyramid, **of_pyramid),
+        case(
+            "factory-pyramidkv-short",
+            "random-16",
+            pyramids,
+            "pyramidkv",
+            160,
+            pyramid,
+            **of_pyramid,
+        ),
         case("factory-h2o", queries, "H2OKVCluster", "h2o", 64, {"window_size": 32}),
-        case("factory-streaming", "sample", "StreamingLLMKVCluster", "streaming_llm", 64, {"window_size": 60}),
+        case(
+            "factory-streaming",
+            "sample",
+            "StreamingLLMKVCluster",
+            "streaming_llm",
+            64,
+            {"window_size": 60},
+        ),
         case("factory-l2norm", "sample", "L2NormCluster", "knorm", 64, {}),
     ]
     runs = f"clusters of `{file}`: SnapKV, PyramidKV, H2O, StreamingLLM, L2Norm"
@@ -283,9 +329,7 @@ def factory(checkouts: Path) -> Release:
 def rkv(checkouts: Path) -> Release:
     """R1KV over events; its package does not import at this commit, two modules are missing."""
     folder = checkouts / "Zefan-Cai+R-KV" / "rkv"
-    with standing_in(
-        matplotlib=stub("matplotlib"), rkv=stub("rkv", __path__=[str(folder)])
-    ):
+    with standing_in(matplotlib=stub("matplotlib"), rkv=stub("rkv", __path__=[str(folder)])):
         utils = loaded(folder / "utils.py", "rkv.utils")
         names = {x: getattr(utils, x) for x in ("cal_similarity", "compute_attention_scores")}
         package = stub("rkv.compression", __path__=[str(folder / "compression")], **names)
@@ -315,8 +359,8 @@ def rkv(checkouts: Path) -> Release:
     options = {"window": 8, "pool_kernel": 7}
     cases = [
         case("rkv-96", r1(96), "rkv@original", 96, 1),
-        case("rkv-64-events", r1(64), "rkv@original", 64, 5),
-        case("rkv-64-slots", r1(64), "rkv@original", 64, 5, slot_order="topk"),
+        case("rkv-64-events", r1(64), "rkv@original", 64, 3),
+        case("rkv-64-slots", r1(64), "rkv@original", 64, 3, slot_order="topk"),
         case("rkv-snapkv", snap, "snapkv@gkv", 64, 1, **options),
         case("rkv-streaming", streaming, "streaming_llm", 64, 3),
     ]
@@ -328,6 +372,29 @@ def rkv(checkouts: Path) -> Release:
     return Release("Zefan-Cai/R-KV", runs, cases, how)
 
 
+def lagkv(checkouts: Path) -> Release:
+    """LagKV compresses in `update`; after the prompt it equals a budget."""
+    code = loaded(checkouts / "AI-Lab-China-Merchants-Bank+LagKV" / "lag_kv.py")
+
+    def case(name: str, lag: int, ratio: float) -> Case:
+        source = shared("sample")
+        parts, tail = divmod(source.prompt_len - 4, lag)
+        budget = 4 + (parts - 1) * int(ratio * lag) + lag + tail
+        cache = code.LagKV(None, ratio, 4, lag)
+        cache.key_cache, cache.value_cache, cache._seen_tokens = [], [], 0
+
+        def step(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            cache.update(k.clone(), v.clone(), layer)
+            return cache.key_cache[layer], cache.value_cache[layer]
+
+        return after_prompt(name, "sample", "lagkv", budget, step, sink=4, lag=lag)
+
+    cases = [case("lagkv-32", 32, 0.25), case("lagkv-64", 64, 0.5)]
+    how = "unmodified file; a cache of lists stands in for that of older transformers"
+    repository = "AI-Lab-China-Merchants-Bank/LagKV"
+    return Release(repository, "`LagKV` of `lag_kv.py`, after the prompt", cases, how)
+
+
 RELEASES = {
     "SnapKV": snapkv,
     "H2O": h2o,
@@ -335,4 +402,5 @@ RELEASES = {
     "TOVA": tova,
     "KVCache-Factory": factory,
     "R-KV": rkv,
+    "LagKV": lagkv,
 }

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from released import (
+from conformance.released import (
     after_prompt,
     attention,
     dumped,
@@ -20,7 +20,7 @@ from released import (
     standing_in,
     stub,
 )
-from rulings import Case, Release, shared
+from conformance.rulings import Case, Release, shared
 from torch import Tensor, nn
 
 from kvsim.core.trace import Trace
@@ -40,8 +40,9 @@ def gkv(checkouts: Path) -> Release:
             score = loaded(files / "score_based.py", "gkv.model.compression.score_based")
             streaming = loaded(files / "streamingllm.py", "gkv.model.compression.streamingllm")
 
-    def case(name: str, policy: str, budget: int, events: int, run: dict[str, Any], **settings: Any
-             ) -> Case:
+    def case(
+        name: str, policy: str, budget: int, events: int, run: dict[str, Any], **settings: Any
+    ) -> Case:
         trace = shared("sample")
         rule = score.ScoreBasedKV(budget=budget, window_size=16, triton_similarity=False, **run)
         scores: dict[int, Any] = {}
@@ -72,8 +73,8 @@ def gkv(checkouts: Path) -> Release:
     redundancy = {"suppressing_redundancy": True}
     cached = {"enable_score_cache": True, "alpha": 0.8}
     cases = [
-        case("gkv", "gkv@release", 64, 4, redundancy | cached | {"mix_lambda": 0.5}, cosine="raw"),
-        case("gkv-global", "global_max", 96, 4, cached),
+        case("gkv", "gkv@release", 64, 3, redundancy | cached | {"mix_lambda": 0.5}, cosine="raw"),
+        case("gkv-global", "global_max", 96, 3, cached),
         case("gkv-snapkv", "snapkv@gkv", 64, 3, {"enable_pooling": True}),
         case("gkv-rkv", "rkv@gkv", 64, 3, redundancy | {"enable_pooling": True, "mix_lambda": 0.1}),
         sinks(),
@@ -93,14 +94,14 @@ def lacache(checkouts: Path) -> Release:
         rule = code.LaCache(budget, span, 0)
         steps = range(first - 1, first + rows)
         part = _cut(trace, first)
-        dump = dumped(part, steps, lambda caches, row: rule(caches), budget=budget, interval=1)
+        dump = dumped(part, steps, lambda caches, _: rule(caches), budget=budget, interval=1)
         return Case(name, f"random-16:{first}", policy, dump, {"span": span})
 
     cases = [
-        case("lacache-short", "lacache@release", 140, 240, 12, 8),
-        case("lacache-long", "lacache@release", 64, 280, 4, 8),
-        case("lacache-ladder", "lacache", 140, 240, 2, 8),
-        case("lacache-larger", "lacache@release", 140, 240, 4, 4),
+        case("lacache-short", "lacache@release", 140, 240, 4, 8),
+        case("lacache-long", "lacache@release", 64, 280, 1, 8),
+        case("lacache-ladder", "lacache", 140, 240, 1, 8),
+        case("lacache-larger", "lacache@release", 140, 240, 1, 4),
     ]
     return Release("GATECH-EIC/LaCache", f"`LaCache` of `{file}`", cases)
 
@@ -122,19 +123,27 @@ def cake(checkouts: Path) -> Release:
         return x.repeat_interleave(times, 1)
 
     names = {x: getattr(typing, x) for x in ("List", "Union", "Optional", "Tuple")}
-    llama = stub("llama", apply_rotary_pos_emb=rotated, repeat_kv=repeated,
-                 BaseModelOutputWithPast=object,
-                 logger=SimpleNamespace(warning_once=lambda text: None), **names)
-    flash = stub("flash", _flash_attention_forward=lambda q, *more, **options: q)
+    llama = stub(
+        "llama",
+        apply_rotary_pos_emb=rotated,
+        repeat_kv=repeated,
+        BaseModelOutputWithPast=object,
+        logger=SimpleNamespace(warning_once=lambda _: None),
+        **names,
+    )
+    flash = stub("flash", _flash_attention_forward=_queries)
     config = stub("config", LlamaConfig=object)
     root = "transformers__models__llama__"
-    with standing_in(**{
-        "cake": stub("cake", __path__=[str(folder)]),
-        "cake__model": stub("cake.model", __path__=[str(folder / "model")]),
-        "transformers__cache_utils": stub("cache_utils", Cache=cache, **kinds),
-        "transformers__modeling_flash_attention_utils": flash,
-        f"{root}modeling_llama": llama, f"{root}configuration_llama": config,
-    }):
+    with standing_in(
+        **{
+            "cake": stub("cake", __path__=[str(folder)]),
+            "cake__model": stub("cake.model", __path__=[str(folder / "model")]),
+            "transformers__cache_utils": stub("cache_utils", Cache=cache, **kinds),
+            "transformers__modeling_flash_attention_utils": flash,
+            f"{root}modeling_llama": llama,
+            f"{root}configuration_llama": config,
+        }
+    ):
         loaded(folder / "utils.py", "cake.utils")
         caches = loaded(folder / "cake_cache.py", "cake.cake_cache")
         forward = loaded(folder / "model/modify_llama.py", "cake.model.modify_llama")
@@ -144,21 +153,34 @@ def cake(checkouts: Path) -> Release:
         layers, heads = source.n_layers, source.q.shape[1]
         prefill = [caches.CakeprefillKVCache(budget, window, 2, 2, heads, layers)] * layers
         options = SimpleNamespace(
-            prefill=[True] * layers, decoding_evict=[None] * layers, prefill_cake_evict=prefill,
-            window_size=[window] * layers, key_size=[budget - window] * layers,
-            tau1=1.0, tau2=1.0, gamma=200.0,
+            prefill=[True] * layers,
+            decoding_evict=[None] * layers,
+            prefill_cake_evict=prefill,
+            window_size=[window] * layers,
+            key_size=[budget - window] * layers,
+            tau1=1.0,
+            tau2=1.0,
+            gamma=200.0,
         )
 
         def step(given: Any, row: int) -> Any:
             held = caches.CakeCache()
             for layer, (k, v) in enumerate(given):
                 module = SimpleNamespace(
-                    config=options, layer_idx=layer, training=False, attention_dropout=0.0,
-                    num_heads=heads, num_key_value_heads=source.n_heads, head_dim=source.dim,
-                    num_key_value_groups=heads // source.n_heads, is_causal=True,
-                    _flash_attn_uses_top_left_mask=False, o_proj=lambda x: x,
+                    config=options,
+                    layer_idx=layer,
+                    training=False,
+                    attention_dropout=0.0,
+                    num_heads=heads,
+                    num_key_value_heads=source.n_heads,
+                    head_dim=source.dim,
+                    num_key_value_groups=heads // source.n_heads,
+                    is_causal=True,
+                    _flash_attn_uses_top_left_mask=False,
+                    o_proj=lambda x: x,
                     q_proj=_Returns(source.q[layer, :, : row + 1]),
-                    k_proj=_Returns(k[0]), v_proj=_Returns(v[0]),
+                    k_proj=_Returns(k[0]),
+                    v_proj=_Returns(v[0]),
                 )
                 hidden = torch.zeros(1, row + 1, 1)
                 forward.llama_attn_forward_cake(
@@ -183,6 +205,11 @@ def cake(checkouts: Path) -> Release:
     return Release("antgroup/cakekv", runs, cases, how)
 
 
+def _queries(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand for a kernel whose output is not looked at."""
+    return q
+
+
 class _Returns(nn.Module):
     """A projection that returns the states [head, n, dim] of a trace."""
 
@@ -202,21 +229,42 @@ def rocketkv(checkouts: Path) -> Release:
     with standing_in(attention=package):
         loaded(folder / "utils.py", "attention.utils")
         code = loaded(folder / "rocket.py", "attention.rocket")
-    interface = stub("interface", flash_attn_func=lambda q, k, v, causal: q)
+
+    def rotate(q: Tensor, k: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    interface = stub("interface", flash_attn_func=_queries)
 
     def case(name: str, trace: str, budget: int, kernel: int) -> Case:
         source = shared(trace)
         heads, dim = source.q.shape[1], source.dim
-        forward = code.rocket_forward(True, 32, 2.0, budget, 32, kernel)
+        forward = code.rocket_forward(
+            fattn=True,
+            topk=32,
+            compression_ratio=2.0,
+            prompt_budget=budget,
+            window_size=32,
+            kernel_size=kernel,
+        )
 
         def step(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
             module = SimpleNamespace(layer_idx=layer, config=SimpleNamespace(num_hidden_layers=99))
             hidden = torch.zeros(1, q.shape[2], 1)
             with standing_in(flash_attn=stub("f"), flash_attn__flash_attn_interface=interface):
                 _, held = forward(
-                    module, hidden, hidden, lambda a, b, **more: (a, b), True, None,
-                    _Returns(q[0]), _Returns(k[0]), _Returns(v[0]), lambda x: x,
-                    dim, heads, source.n_heads,
+                    module,
+                    hidden,
+                    hidden,
+                    rotate,
+                    True,  # noqa: FBT003 - their signature
+                    None,
+                    _Returns(q[0]),
+                    _Returns(k[0]),
+                    _Returns(v[0]),
+                    lambda x: x,
+                    dim,
+                    heads,
+                    source.n_heads,
                 )
             return held
 
@@ -244,9 +292,18 @@ def adakv(checkouts: Path) -> Release:
 
         def step(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
             cluster = code.AdaptiveSnapKVCluster(
-                32, 7, "maxpool", budget, floor, 0, False, layer_idx=layer,
-                num_hidden_layers=source.n_layers, num_key_value_groups=groups,
-                gqa_support=group, gqa_func="mean",
+                window_size=32,
+                kernel_size=7,
+                pooling="maxpool",
+                base_capacity=budget,
+                floor_alpha=floor,
+                skip=0,
+                normalize=False,
+                layer_idx=layer,
+                num_hidden_layers=source.n_layers,
+                num_key_value_groups=groups,
+                gqa_support=group,
+                gqa_func="mean",
             )
             keys, values = cluster.update_kv(k, q, v)
             sizes = cluster.head_lens.tolist()
@@ -264,35 +321,13 @@ def adakv(checkouts: Path) -> Release:
     return Release("FFY0/AdaKV", f"`AdaptiveSnapKVCluster` of `{file}`", cases, how)
 
 
-def lagkv(checkouts: Path) -> Release:
-    """LagKV compresses in `update`; after the prompt it equals a budget."""
-    code = loaded(checkouts / "AI-Lab-China-Merchants-Bank+LagKV" / "lag_kv.py")
-
-    def case(name: str, lag: int, ratio: float) -> Case:
-        source = shared("sample")
-        parts, tail = divmod(source.prompt_len - 4, lag)
-        budget = 4 + (parts - 1) * int(ratio * lag) + lag + tail
-        cache = code.LagKV(None, ratio, 4, lag)
-        cache.key_cache, cache.value_cache, cache._seen_tokens = [], [], 0
-
-        def step(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
-            cache.update(k.clone(), v.clone(), layer)
-            return cache.key_cache[layer], cache.value_cache[layer]
-
-        return after_prompt(name, "sample", "lagkv", budget, step, sink=4, lag=lag)
-
-    cases = [case("lagkv-32", 32, 0.25), case("lagkv-64", 64, 0.5)]
-    how = "unmodified file; a cache of lists stands in for that of older transformers"
-    repository = "AI-Lab-China-Merchants-Bank/LagKV"
-    return Release(repository, "`LagKV` of `lag_kv.py`, after the prompt", cases, how)
-
-
 def ams(checkouts: Path) -> Release:
     """The press of the release in decoding, given attention of the trace at its own positions."""
     folder = checkouts / "EIT-NLP+AdaptiveMassSegment" / "kvpress"
     base = folder / "presses"
-    empty = {"utils": stub("kvpress.utils", extract_keys_and_values=None,
-                           get_prerope_query_states=None)}
+    empty = {
+        "utils": stub("kvpress.utils", extract_keys_and_values=None, get_prerope_query_states=None)
+    }
     with standing_in(
         kvpress=stub("kvpress", __path__=[str(folder)]),
         kvpress__presses=stub("kvpress.presses", __path__=[str(base)]),
@@ -324,15 +359,21 @@ def ams(checkouts: Path) -> Release:
         dump = dumped(
             trace, rows, each_layer(trace, step), budget=budget, interval=interval, prefill=False
         )
-        settings = {"min_segment": 8, "max_segment": 64, "window": 16, "min_quota": 2,
-                    "recent": run.get("always_keep_last", 0)}
+        settings = {
+            "sink": 0,
+            "min_segment": 8,
+            "max_segment": 64,
+            "window": 16,
+            "min_quota": 2,
+            "recent": run.get("always_keep_last", 0),
+        }
         return Case(name, "sample", policy, dump, settings)
 
     run = {"window_size": 16, "min_seg_len": 8, "max_seg_len": 64, "min_keep_per_segment": 2}
     cases = [
-        case("ams", "ams@release", 64, 32, 5, **run),
-        case("ams-tova", "ams@release+tova@kvpress", 64, 32, 5, **run),
-        case("ams-recent", "ams@release", 96, 32, 4, **run, always_keep_last=8),
+        case("ams", "ams@release", 64, 32, 3, **run),
+        case("ams-tova", "ams@release+tova@kvpress", 64, 32, 3, **run),
+        case("ams-recent", "ams@release", 96, 32, 2, **run, always_keep_last=8),
     ]
     how = "unmodified files, which read the attention of the trace's rows at their own positions"
     runs = "`AdaptiveMassSegmentWrapperHeadPress` around `TOVAPress`"
@@ -356,8 +397,10 @@ def duo(checkouts: Path) -> Release:
         code = loaded(checkouts / "mit-han-lab+duo-attention" / file)
     trace = shared("sample")
     config = SimpleNamespace(
-        num_hidden_layers=trace.n_layers, num_attention_heads=trace.q.shape[1],
-        num_key_value_heads=trace.n_heads, hidden_size=trace.q.shape[1] * trace.dim,
+        num_hidden_layers=trace.n_layers,
+        num_attention_heads=trace.q.shape[1],
+        num_key_value_heads=trace.n_heads,
+        hidden_size=trace.q.shape[1] * trace.dim,
     )
     model = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)]))
     cache = code.DuoAttentionStaticKVCache(model, [[0] * 4] * trace.n_layers, 1, 472, 4, 28)
@@ -382,6 +425,5 @@ MORE = {
     "LaCache": lacache,
     "RocketKV": rocketkv,
     "AdaKV": adakv,
-    "LagKV": lagkv,
     "DuoAttention": duo,
 }

@@ -1,6 +1,6 @@
 """The rulings of docs/rulings.md: their traces, their dumps, and the command that writes them anew.
 
-    python tests/conformance/rulings.py CHECKOUTS [NAME ...]
+    PYTHONPATH=tests python -m conformance.rulings CHECKOUTS [NAME ...]
 
 CHECKOUTS is a folder with a checkout of each repository, OWNER+NAME; NAME limits the drivers of
 released.py that are run. The dumps in docs/rulings hold kept sets alone, no code and no text.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conformance.released_rules import RULES
 
 import kvsim
 from kvsim.core.attention import Rope
@@ -88,6 +89,14 @@ def ruled(case: Case) -> dict[str, Any]:
     policy = kvsim.policy(case.policy, **case.settings)
     ruling = kvsim.conform(case.dump, policy, trace=shared(case.trace))
     first = ruling.apart[0] if ruling.apart else None
+    explained = [each.name for each in ruling.deviations]
+    if first and not explained:
+        explained = [
+            name
+            for name, (base, rule) in RULES.items()
+            if case.policy.startswith(base)
+            and kvsim.conform(case.dump, rule(policy), trace=shared(case.trace)).equal
+        ][:1]
     return {
         "dump": case.name,
         "trace": case.trace,
@@ -107,14 +116,15 @@ def ruled(case: Case) -> dict[str, Any]:
             "evicts": len(first.missing),
             "gap": None if first.gap is None else float(f"{first.gap:.2g}"),
         },
-        "explained": [each.name for each in ruling.deviations],
+        "counts": all(not (each.extra and each.missing) for each in ruling.apart),
+        "explained": explained,
     }
 
 
 def main() -> None:
     """Run the drivers, and write dumps and results."""
-    from released import RELEASES
-    from released_more import MORE
+    from conformance.released import COMMITS, RELEASES
+    from conformance.released_more import MORE
 
     checkouts, *names = sys.argv[1:]
     FOLDER.mkdir(exist_ok=True)
@@ -127,12 +137,21 @@ def main() -> None:
             case.dump.save(FOLDER / f"{case.name}.npz", overwrite=True)
         facts = results.get(name, {})
         facts |= {"repository": release.repository, "runs": release.runs, "how": release.how}
+        facts["commit"] = COMMITS[release.repository]
         facts["cases"] = [ruled(case) for case in release.cases]
         results[name] = facts
         for each in facts["cases"]:
             first = each["first"] or ""
-            print(name, each["dump"], each["compared"], each["apart"], each["ties"], first,
-                  each["explained"], flush=True)
+            print(
+                name,
+                each["dump"],
+                each["compared"],
+                each["apart"],
+                each["ties"],
+                first,
+                each["explained"],
+                flush=True,
+            )
     text = json.dumps(results, indent=1) + "\n"
     RESULTS.write_text(text, "utf-8")
 
