@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import rulings
 import typer
 import validity
 
@@ -268,6 +269,9 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "parameters": parameters,
     "policies": policies,
     "policy_names": policy_names,
+    "ruling_cases": rulings.cases,
+    "ruling_costs": rulings.costs,
+    "ruling_releases": rulings.releases,
     "prediction": validity.prediction,
     "validity": validity.part,
 }

@@ -37,6 +37,7 @@ from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Allocator, Plan, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
+from kvsim.errors import PolicyError
 from kvsim.policies.chunkkv import sums
 
 #: Norms of keys count as at least this.
@@ -79,6 +80,11 @@ class Paged(Allocator):
         live, always = view.live[:, heads], protected[:, heads]
         shared = scores.double()
         if self.heads == "all":
+            if bool((view.pos != view.pos[:, :1]).any()):
+                raise PolicyError(
+                    f"paged: heads hold different entries before the event after row {view.row}; "
+                    "expected the same, because they share pages; set heads=group"
+                )
             shared = shared.sum(1, keepdim=True)
         if view.is_prompt and self.prompt == "entries":
             chosen = select(shared, view.budget.expand(live.shape[:2]), always, live)

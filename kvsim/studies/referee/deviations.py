@@ -14,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
+from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
 from kvsim.core.policy import Protection, Scores, Uniform, Wrapper
@@ -145,7 +146,7 @@ class _Rotated(_Seen):
         logits = torch.einsum("lhgwd,lhnd->lhgwn", queries, view.keys) * view.scale
         hidden = (view.pos[:, :, None] > rows[:, None]) | ~view.live[:, :, None]  # [L, H, w, n]
         weights = logits.masked_fill(hidden.unsqueeze(2), -torch.inf).softmax(-1)
-        return weights if group is None else getattr(weights, group)(2)
+        return reduce_group(weights, group)  # type: ignore[arg-type]
 
 
 class _Earlier(_Seen):
@@ -153,6 +154,17 @@ class _Earlier(_Seen):
 
     def attn(self, last: int, group: str | None = None) -> Tensor:
         return self._view.attn(last + 1, group)[..., :-1, :]  # type: ignore[arg-type]
+
+    def logits(self, last: int) -> Tensor:
+        return self._view.logits(last + 1)[..., :-1, :]
+
+
+class _Grouped(_Seen):
+    """Each group of query heads as one head, with their mean attention."""
+
+    def attn(self, last: int, group: str | None = None) -> Tensor:
+        weights = self._view.attn(last, "mean")
+        return weights.unsqueeze(2) if group is None else weights
 
 
 class _Unordered(_Seen):
@@ -196,12 +208,18 @@ class _ByQueryHead(_Seen):
         weights = self._view.attn(last).flatten(1, 2)
         return weights.unsqueeze(2) if group is None else weights
 
+    def logits(self, last: int) -> Tensor:
+        return self._view.logits(last).flatten(1, 2).unsqueeze(2)
+
+    def log_attn(self, last: int) -> Tensor:
+        return self._view.log_attn(last).flatten(1, 2).unsqueeze(2)
+
 
 @dataclass(frozen=True)
 class _Seeing(Wrapper):
-    """The scorer inside on another view: queries rotated to the event, or an earlier window."""
+    """The scorer inside on another view of the window."""
 
-    kind: Literal["rotated", "earlier"]
+    kind: Literal["rotated", "earlier", "grouped"]
 
     rows: ClassVar[Any] = property(lambda self: self.scorer.rows + 1)
     query_rows: ClassVar[Any] = property(
@@ -209,7 +227,8 @@ class _Seeing(Wrapper):
     )
 
     def score(self, view: View) -> Scores:
-        seen: Any = _Rotated(view) if self.kind == "rotated" else _Earlier(view)
+        views = {"rotated": _Rotated, "earlier": _Earlier, "grouped": _Grouped}
+        seen: Any = views[self.kind](view)
         return self.inner(seen)
 
 
@@ -266,9 +285,10 @@ class _Scrambled(Wrapper):
         return Protection()
 
 
-def _seeing(kind: Literal["rotated", "earlier"], case: DumpCase) -> DumpCase | None:
+def _seeing(kind: Literal["rotated", "earlier", "grouped"], case: DumpCase) -> DumpCase | None:
     scorer = case.policy.scorer
-    if not hasattr(scorer, "window"):
+    pooled = getattr(scorer, "pool", None) is not None
+    if not hasattr(scorer, "window") or (kind == "grouped" and not pooled):
         return None
     return _changed(case, scorer=_Seeing(scorer=scorer, kind=kind))
 
@@ -365,6 +385,10 @@ _CHANGES: dict[str, tuple[str, Callable[[DumpCase], DumpCase | None]]] = {
     "window-rotated, top-k-order": ("both window-rotated and top-k-order", _rotated_and_scrambled),
     "max-of-heads": ("the maximum over query heads instead of the mean", partial(_reduced, "max")),
     "first-head": ("the first query head of each group alone", partial(_reduced, "first")),
+    "mean-before-pool": (
+        "attention is averaged over each group before it is pooled, not after (RocketKV)",
+        partial(_seeing, "grouped"),
+    ),
     "mean-of-all-heads": (
         "the mean over all query heads of the layer instead of each group",
         partial(_reduced, "all"),

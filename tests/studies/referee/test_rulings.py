@@ -1,0 +1,69 @@
+"""The dumps of docs/rulings: every ruling of the page is reached again, and deviations are seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance.rulings import FOLDER, RESULTS, Case, ruled
+
+import kvsim
+from kvsim.errors import PolicyError
+from kvsim.studies.referee.dump import Dump, read_dump
+
+RELEASES = json.loads(RESULTS.read_text("utf-8"))
+CASES = {each["dump"]: each for facts in RELEASES.values() for each in facts["cases"]}
+
+
+def case_of(name):
+    """A dump, and what it is compared with."""
+    facts = CASES[name]
+    dump = read_dump(FOLDER / f"{name}.npz")
+    return Case(name, facts["trace"], facts["policy"], dump, facts["settings"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_ruling_is_reached_again(name):
+    """The referee says of a dump what the page says: sets, first difference, explanation."""
+    assert ruled(case_of(name)) == CASES[name]
+
+
+@pytest.mark.parametrize("name", ["snapkv-64", "h2o-32", "gkv", "ams"])
+def test_one_exchanged_entry_is_seen(name):
+    """A dump in which one head keeps another entry differs there, and no deviation explains it."""
+    case = case_of(name)
+    *earlier, row = sorted(case.dump.kept)
+    sets = case.dump.kept[row].copy()
+    held = np.ones(row + 1, bool)
+    if earlier:
+        held[: earlier[-1] + 1] = case.dump.kept[earlier[-1]][1, 2]
+    leaves, stays = np.flatnonzero(held & ~sets[1, 2])[0], np.flatnonzero(sets[1, 2])[-20]
+    sets[1, 2, [stays, leaves]] = False, True
+    result = ruled(replace(case, dump=replace(case.dump, kept={**case.dump.kept, row: sets})))
+    first = result["first"]
+    assert (result["apart"], first["row"], first["layer"], first["head"]) == (1, row, 1, 2)
+    assert result["explained"] == []
+
+
+def test_every_dump_is_ruled():
+    """No dump is without a row of the page, and at least ten implementations have one."""
+    assert sorted(path.stem for path in FOLDER.glob("*.npz")) == sorted(CASES)
+    assert len(RELEASES) >= 10
+
+
+@pytest.mark.parametrize(
+    "name", ["dropkv", "rkv@original", "rkv@ams", "morphkv@original", "paged+tova"]
+)
+def test_a_dump_of_any_sets_is_ruled(name):
+    """Deviations that do not fit a policy are left out, and do not end the ruling."""
+    trace = kvsim.open_trace("sample")
+    record = kvsim.replay(trace, "random", 64, interval=16, prefill=True)
+    kept = Dump.of_record(record).kept
+    dump = Dump({row: kept[row] for row in record.events[:2]}, (0, 1, 2), budget=64)
+    if name.startswith("paged"):
+        with pytest.raises(PolicyError, match="paged: heads hold different entries"):
+            kvsim.conform(dump, name, trace=trace, interval=16, prefill=True)
+    else:
+        assert not kvsim.conform(dump, name, trace=trace, interval=16, prefill=True).equal
