@@ -147,10 +147,11 @@ class _Interceptor:
         """Return a function that applies RoPE as `rotate` does, and notes what it rotated."""
 
         @functools.wraps(rotate)
-        def wrapper(q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
-            result = rotate(q, k, *args, **options)
+        def wrapper(*args: Any, **options: Any) -> Any:
+            result = rotate(*args, **options)
             here = self.running is not None and threading.get_ident() == self.thread
             if here and isinstance(result, tuple):  # some families rotate q and k in two calls
+                k = args[1] if len(args) > 1 else options["k"]
                 self.rotations.append((result[0][0], k[0], result[1][0]))  # [head, w, dim]
             return result
 

@@ -229,6 +229,9 @@ def _float64(trace: kvsim.Trace) -> float | None:
             logits = formula.softcap * torch.tanh(logits / formula.softcap)
         back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
         logits[:, (back < 0) | (back >= (formula.window or len(back)))] = -torch.inf
+        if formula.chunk is not None:
+            chunk = torch.arange(len(back)) // formula.chunk
+            logits[:, chunk[:, None] != chunk] = -torch.inf
         sinks = torch.tensor(formula.sinks, dtype=torch.float64)
         if formula.sinks:
             logits = torch.cat([logits, sinks[:, None, None].expand(-1, len(back), 1)], dim=-1)
