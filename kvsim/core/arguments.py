@@ -1,11 +1,13 @@
-"""Arguments as users give them: one value where several are expected, and budgets as shares."""
+"""Arguments as users give them: one value for several, values of layers, budgets as shares."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from typing import TypeVar, cast
 
-from kvsim.errors import BudgetError
+from kvsim.core.parameters import integer
+from kvsim.errors import BudgetError, TraceError
 
 T = TypeVar("T")
 
@@ -34,3 +36,14 @@ def resolve_budget(budget: int | str, n_pos: int) -> int:
     if not 0 < share <= 100:
         raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
     return max(1, int(n_pos * share / 100 + 1e-9))
+
+
+def of_layers(name: str, values: Iterable[T], where: str) -> tuple[T, ...]:
+    """Return a value for each layer, integers as such; `Header.check` says whether they fit."""
+    try:
+        whole = ((value, integer(value)) for value in values)
+        return tuple(value if number is None else cast("T", number) for value, number in whole)
+    except TypeError:
+        raise TraceError(
+            f"{where}: {name} is {reprlib.repr(values)}, expected a list with one for each layer"
+        ) from None

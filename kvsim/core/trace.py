@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
+from kvsim.core.arguments import of_layers
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.checks import (
     DTYPES,
@@ -198,11 +198,11 @@ class Trace(Displayed):
         header = Header(
             prompt_len=prompt_len,
             context_len=context_len,
-            formulas=_of_layers("formulas", formulas, name),
-            ropes=(rope,) * n_layers if isinstance(rope, Rope) else _of_layers("rope", rope, name),
-            layer_ids=_of_layers("layer_ids", ids, name),
+            formulas=of_layers("formulas", formulas, name),
+            ropes=(rope,) * n_layers if isinstance(rope, Rope) else of_layers("rope", rope, name),
+            layer_ids=of_layers("layer_ids", ids, name),
             name=name,
-            owners=_of_layers("owners", owners, name),
+            owners=of_layers("owners", owners, name),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
@@ -445,14 +445,3 @@ class Trace(Displayed):
         if not len(at) or not len(to):
             return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self.dtype)
         return self.full_attention.weights(range(self.n_layers)[layer], at, to)
-
-
-def _of_layers(name: str, values: Iterable[T], where: str) -> tuple[T, ...]:
-    """Return a value for each layer, integers as such; `Header.check` says whether they fit."""
-    try:
-        whole = ((value, integer(value)) for value in values)
-        return tuple(value if number is None else cast("T", number) for value, number in whole)
-    except TypeError:
-        raise TraceError(
-            f"{where}: {name} is {reprlib.repr(values)}, expected a list with one for each layer"
-        ) from None

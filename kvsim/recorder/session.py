@@ -52,9 +52,8 @@ class Session:
     """One capture, checked as far as possible before the model runs.
 
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
-    to write the trace; None keeps it in memory. described: the model, by `describe_model`. Raises
-    CaptureError for a prompt that cannot be encoded, a layer that the model does not have, a model
-    without what an option needs, or stop strings without a tokenizer.
+    to write the trace; None keeps it in memory. described: by `describe_model`. Raises CaptureError
+    for a prompt, a layer or an option that the model or its tokenizer has nothing for.
     """
 
     def __init__(
@@ -106,8 +105,7 @@ class Session:
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
         )
-        requested = self.out is not None if options.o_proj is None else options.o_proj
-        if requested:
+        if options.o_proj or (options.o_proj is None and self.out is not None):
             with self._leaving_out("o_proj"):
                 self.projections = ProjectionModules(model, self.layer_ids)
         with self._leaving_out("residual_norm"):
