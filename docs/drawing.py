@@ -40,6 +40,7 @@ OTHERS = {
     "figures/knowledge.png": "docs/learned.py",
     "figures/access.png": "docs/access.py",
     "figures/distillation.png": "docs/distillation.py",
+    "figures/reinforcement.png": "docs/distillation.py",
     "figures/needle-tiny.png": "docs/needle.py",
     "figures/needle-smollm2.png": "docs/needle.py",
     "figures/needle.png": "the commands of quickstart.md that need SmolLM2",
