@@ -72,7 +72,7 @@ def live(
         progress: called with (cells done, cells, what is being done); True shows a bar.
         **options: the options of `kvsim.experiment.LiveOptions`.
 
-    Raises, before any cell runs:
+    Raises:
         PolicyError: a policy that a running model cannot follow (`kvsim.runner.checks.check_live`).
         NeedsError: a trace without tokens.
         CaptureError: another model or tokenizer than the recorded ones, by configuration, the
