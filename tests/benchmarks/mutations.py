@@ -57,7 +57,8 @@ BUDGET, POSITIONS = 48, 300
 #: Facts of the header that are compared; the name and `meta` are labels.
 COMPARED = {
     *("prompt_len", "context_len", "formulas", "ropes", "layer_ids", "labels", "source_dtypes"),
-    *("spans", "name", "meta", "layer_sensitivity"),
+    *("spans", "name", "meta", "layer_sensitivity", "owners", "latent", "other_layers"),
+    "readers",  # of the owners
 }
 
 
@@ -197,6 +198,7 @@ def content(trace: Trace) -> dict[str, Any]:
     header = trace.header
     facts = [header.prompt_len, header.formulas, header.ropes, header.layer_ids]
     facts += [header.labels, header.spans, header.context_len, header.layer_sensitivity]
+    facts += [header.owners, header.latent, header.other_layers]
     return {**arrays, "facts": facts, "sources": header.source_dtypes, "text": trace.token_text}
 
 
