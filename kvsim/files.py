@@ -125,7 +125,10 @@ def published(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 if not (overwrite and draft.is_dir() and target.is_dir()):
                     _check_free(path, overwrite=overwrite, advice="give another path")
                 with unbroken():
-                    move(draft, target, aside)
+                    if overwrite or draft.is_file():
+                        move(draft, target, aside)
+                    else:  # fails where a folder that is not empty has appeared meanwhile
+                        draft.rename(target)
                     moved = True
         finally:
             with unbroken():

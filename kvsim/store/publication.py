@@ -128,8 +128,10 @@ def _rename(folder: Path, path: Path, *, overwrite: bool) -> None:
     check_target(path, overwrite=overwrite)
     aside = hidden(path, "old")
     try:
-        # renaming to a folder that is not empty fails, so a race cannot lose anything
-        move(folder, path, aside)
+        if overwrite:
+            move(folder, path, aside)
+        else:  # fails where a folder that is not empty has appeared meanwhile
+            folder.rename(path)
     except OutputError as error:
         raise TraceError(str(error)) from error
     except OSError as error:

@@ -886,6 +886,22 @@ def test_two_threads_and_one_path(tmp_path, whole):
     assert open_trace(tmp_path / "a.zarr").digest == whole.digest
 
 
+def test_a_trace_that_appears_at_the_last_moment_stays(tmp_path, whole, monkeypatch):
+    """Between the last look and the renaming another process publishes: its trace is kept."""
+    record(tmp_path / "a.zarr")
+    before = (tmp_path / "a.zarr" / "zarr.json").stat()
+    for home in ("store.publication", "store.writer", "recorder.capturing"):
+        monkeypatch.setattr(f"kvsim.{home}.check_target", lambda *_, **__: None)
+
+    with pytest.raises(TraceExistsError, match="exists, expected a free path"):
+        record(tmp_path / "a.zarr")
+
+    monkeypatch.undo()
+    assert (tmp_path / "a.zarr" / "zarr.json").stat().st_mtime_ns == before.st_mtime_ns
+    (left,) = find_drafts(tmp_path)
+    assert open_trace(recover(left.path, out=tmp_path / "b.zarr")).digest == whole.digest
+
+
 def test_an_interrupted_series_keeps_what_is_complete_and_what_is_not(tmp_path):
     """Of several prompts the first is a trace, the second a draft, the third was not begun."""
     prompts = [Prompt(name, ids(PROMPT)) for name in ("one", "two", "three")]
