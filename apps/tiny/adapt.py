@@ -1,4 +1,4 @@
-"""What both trainings under eviction share: a run that stops and continues, and its command.
+"""A training under eviction: a run that stops and continues, and its command.
 
 `apps.tiny.distill` and `apps.tiny.reinforce` have a step each.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the result of a run, whichever its step is.
+    """Settings that determine the result of a run, whichever its step is.
 
     Attributes:
         steps: total number of optimiser steps.
@@ -170,12 +170,11 @@ class Training(Generic[S]):
         names = [each.name for each in fields(defaults) if each.name not in left_out]
         for name in names:
             default = getattr(defaults, name)
-            kind = type(default)
-            parser.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=kind if kind is not bool else lambda text: text == "True",
-                help=f"{default} by default",
-            )
+            kind: dict[str, Any] = {"type": type(default)}
+            if isinstance(default, bool):
+                kind = {"action": argparse.BooleanOptionalAction}
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, default=None, help=f"{default} by default", **kind)
         parser.add_argument("--threads", type=int, default=1)
         parser.add_argument("--minutes", type=float, help="stop with a checkpoint after this time")
         parser.add_argument(

@@ -5,11 +5,11 @@
 
 The model samples a group of responses to each prompt while the policy evicts from its cache. The
 reward is the share of the words that are right, because nearly all groups are right or wrong as a
-whole (`--exact True`: 1 for a response that is right in all words, else 0). Rewards standardised
+whole (`--exact`: 1 for a response that is right in all words, else 0). Rewards standardised
 within the group weigh the tokens (equation 6). The pass with gradients sees what the sampler's rows
-saw. A leash holds the distribution with the full cache to that of the start. `--masked False`
-trains without the sparse mask, `--corrected False` without the ratio to the sampler. Checkpoints,
-`--resume` and the written model are as for `apps.tiny.distill`.
+saw. A leash holds the distribution with the full cache to that of the start. `--no-masked` trains
+without the sparse mask, `--no-corrected` without the ratio to the sampler. Checkpoints, `--resume`
+and the written model are as for `apps.tiny.distill`.
 """
 
 from __future__ import annotations

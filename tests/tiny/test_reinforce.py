@@ -44,3 +44,10 @@ def test_other_rewards_and_passes_run(switch):
     values = reinforce.take_step(reinforce.TRAINING.start(replace(SMALL, **switch)))
     assert values["right"] <= values["reward"] or switch.get("exact")
     assert (values["reward"] == values["right"]) == switch.get("exact", False)
+
+
+def test_switches_of_the_command_are_flags(tmp_path, capsys):
+    """A switch takes no value, so that no text can pass for the other one."""
+    with pytest.raises(SystemExit):
+        reinforce.main(["--out", str(tmp_path), "--masked", "no"])
+    assert "unrecognized arguments: no" in capsys.readouterr().err
