@@ -12,8 +12,7 @@ list of chunks and the seal were renewed too, `verify` must find the change, or 
 leaves out by definition may differ. Anything else is a finding, printed with the seed of its case;
 case i of a run has the seed `--seed` + i.
 
-`--runs` changes run folders instead, as `run_mutations.py` says, and `--dumps` dumps of kept sets
-(`dump_mutations.py`).
+`--runs` changes run folders instead, as `run_mutations.py` says.
 """
 
 from __future__ import annotations
@@ -453,7 +452,6 @@ def main() -> None:
     """Run cases and print their outcomes."""
     parser = options(__doc__, 300)
     parser.add_argument("--runs", action="store_true", help="change run folders and not traces")
-    parser.add_argument("--dumps", action="store_true", help="change dumps of kept sets instead")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -462,11 +460,6 @@ def main() -> None:
 
             run = run_mutations.OriginalRun(folder)
             campaign(lambda seed: run_mutations.run_case([run], seed, folder), given)
-        elif given.dumps:
-            import dump_mutations
-
-            dumps = dump_mutations.Originals(folder)
-            campaign(lambda seed: dump_mutations.run_case(dumps, seed, folder), given)
         else:
             originals = list(originals_in(folder))
             for original in originals:
