@@ -8,9 +8,7 @@ import torch
 import kvsim
 from kvsim import plots
 from kvsim.analysis.output.error import output_error
-from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
-from kvsim.studies.layers import figures as module
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.tables import diagnose, distribution, selection_table
 from traces import random_trace
@@ -74,16 +72,6 @@ def test_the_retention_map_shows_what_is_held_and_not_read(trace):
     assert labels[:3] == ["seen", "held, not read", "evicted"]
 
 
-def test_the_legend_of_the_retention_map_names_its_colours(trace, records):
-    """Seen, evicted, and evicted although needed."""
-    figure = plots.retention_map(trace, records)
-
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[:2] == ["seen", "evicted"]
-    assert "5%" in labels[2]
-    assert len(labels) == 3
-
-
 def test_the_retention_map_marks_the_needle():
     """A bar over the positions of the needle in each panel, which the legend names."""
     sample = kvsim.open_trace(kvsim.sample_trace("smollm2"))
@@ -130,13 +118,6 @@ def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
 
     assert cells.shape == (10, 10)
     assert cells[9, 0] == 4
-
-
-def test_equal_figures_are_equal_files(trace, records, tmp_path):
-    """No date or version makes two runs differ."""
-    paths = [plots.save(plots.error_over_rows(trace, records), tmp_path / f"{i}.png") for i in "ab"]
-
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 # ------------------------------------------------------------------------------------------ layers
@@ -198,20 +179,6 @@ def test_variance_curves_show_threshold_and_selection(layered):
     )
 
 
-def test_many_curves_have_no_names():
-    """More traces than colours are drawn alike, without a legend."""
-    found = []
-    for seed in range(11):
-        trace = deep(seed, name=f"d{seed}")
-        found.append(diagnose(trace, ranking(trace, ASL(window=16)), 32))
-
-    many, few = plots.variance_curves(found), plots.variance_curves(found[:2])
-
-    assert many.legends == []
-    assert len(few.legends[0].get_texts()) == 2
-    assert "11 traces" in many.get_suptitle()
-
-
 def test_the_grid_names_its_layers(layered):
     """A cell per first layer and look-back, with the layer or `never`, hatched where cut short."""
     trace, found = layered
@@ -247,22 +214,6 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
     assert "fidelity: exact" in figure.get_suptitle()
 
 
-def test_a_wide_rank_pattern_is_pooled(layered, monkeypatch):
-    """Neighbours share a column: the geometric mean of their ranks, and the title says so."""
-    _, found = layered
-    whole = np.asarray(plots.rank_pattern(found[0]).axes[0].images[0].get_array())
-    monkeypatch.setattr(module, "_PIXELS", 5)
-
-    figure = plots.rank_pattern(found[0])
-
-    pooled = np.asarray(figure.axes[0].images[0].get_array())
-    factor = -(-whole.shape[1] // 5)
-    np.testing.assert_allclose(pooled[:, 0], np.exp(np.log(whole[:, :factor]).mean(1)))
-    rest = (pooled.shape[1] - 1) * factor
-    np.testing.assert_allclose(pooled[:, -1], np.exp(np.log(whole[:, rest:]).mean(1)))
-    assert f"geometric mean of {factor}" in figure.get_suptitle()
-
-
 def test_the_bump_chart_follows_the_best_tokens(layered):
     """A path per token, labelled with position and text that cannot be taken for mathematics."""
     trace, found = layered
@@ -280,39 +231,6 @@ def test_the_bump_chart_follows_the_best_tokens(layered):
     assert r"7 t7\n" in labels
     red = [text.get_text().split()[0] for text in axis.texts if text.get_color() == "#c8102e"]
     assert sorted(red) == ["10", "40"]
-
-
-def test_the_bump_chart_explains_what_it_shows(layered):
-    """Colours, lines and labels are named, those alone that are there, and none within the axes."""
-    trace, found = layered
-    one = found[0]
-    bare = diagnose(trace, one.ranking, 100)
-    best = one.ranking.ranks[-1].argsort()[:3].tolist()
-    assert not {10, 40} & {*best}
-
-    shown = plots.rank_bumps(one, trace, tokens=70)
-    few = plots.rank_bumps(one, trace, tokens=3)
-    without = plots.rank_bumps(bare, tokens=70)
-
-    (full,), (plain,) = shown.axes, without.axes
-    assert "dark to light: ranks 1 to 70 there; red: gold; labels: position and text" in (
-        shown.get_suptitle()
-    )
-    assert full.get_ylabel() == "rank, of 70 (dotted: k = 16)"
-    assert full.get_xlabel() == "layer (dashed: selection layer)"
-    assert len(full.texts) == 70  # a label for each token, and nothing else
-    assert "gold" not in few.get_suptitle()
-    assert "labels: position (" in without.get_suptitle()
-    assert plain.get_xlabel() == "layer"
-
-
-def test_k_is_within_the_bump_chart(layered):
-    """The axis of ranks reaches to k, also where no path does."""
-    trace, found = layered
-    (axis,) = plots.rank_bumps(found[1], trace, tokens=1).axes
-
-    assert found[1].curve.k == 34
-    assert axis.get_ylim()[0] > 34.5
 
 
 def test_attention_of_the_layers_is_masked_after_the_row(layered):
@@ -371,21 +289,6 @@ def test_gold_recall_names_regret(layered):
     np.testing.assert_array_equal(axis.get_lines()[0].get_ydata(), found[0].recall)
 
 
-def test_the_legend_of_gold_recall_hides_no_line():
-    """For one line, and for as many as have names, the legend lies below the axes."""
-    trace = deep()
-    ranked = ranking(trace, ASL(window=16))
-    found = [diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(7)]
-
-    for some in (found[:1], found):
-        figure = plots.gold_recall(some)
-        figure.draw_without_rendering()
-        box = figure.legends[0].get_window_extent()
-        assert box.y1 <= figure.axes[0].get_tightbbox().y0
-        assert box.y0 >= 0
-        assert figure.axes[0].get_window_extent().height > 0.5 * 3.6 * figure.dpi
-
-
 def test_overlap_stands_beside_chance(layered):
     """Jaccard from the second layer on, chance and equal scores dotted."""
     _, found = layered
@@ -417,12 +320,3 @@ def test_shallow_models_have_every_figure(layers):
     ):
         figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))
-
-
-def test_rows_that_a_layer_does_not_have_are_blank():
-    """A row of the prompt that did not go on sees nothing and misses nothing."""
-    last = np.array([9, 0, 9, 2, 9], np.int32)  # rows 1 and 3 never entered the layer
-    cells = _cells(last, np.zeros((5, 5), dtype=bool))
-
-    assert (cells[[1, 3]] == 0).all()
-    assert cells[4].tolist() == [1, 3, 1, 3, 1]

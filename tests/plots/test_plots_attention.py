@@ -155,13 +155,6 @@ def test_sparsity_over_p_is_that_of_loops(traces, table):
     assert curve(figure.axes[3], "mean")[0.05] == pytest.approx(cells["value"].mean())
 
 
-def test_sparsity_of_one_layer_has_no_mean_line(table):
-    """The layer that was requested alone."""
-    axis = sparsity_curves(table, layers=[1]).axes[0]
-
-    assert [line.get_label() for line in axis.lines] == ["layer 1"]
-
-
 def test_sparsity_names_axes_and_fidelity(table):
     """p, share, and what can be trusted how far; at two budgets rows name theirs."""
     more = pl.concat([table, table.with_columns(budget=pl.col("budget") + 8)])
@@ -176,17 +169,6 @@ def test_sparsity_names_axes_and_fidelity(table):
     assert "(fidelity: exact, open)" in figure.get_suptitle()
     assert titles[:2] == ["full cache: all keys", "tova, budget 24: all keys"]
     assert "streaming_llm, budget 32: all keys" in titles
-
-
-def test_many_layers_have_a_colour_bar(table):
-    """Where a legend would have more entries than fit."""
-    deep = pl.concat([table.with_columns(layer=pl.col("layer") + 2 * i) for i in range(6)])
-
-    figure = sparsity_curves(deep)
-
-    assert figure.legends == []
-    assert figure.axes[-1].get_ylabel() == "layer (dashed: mean)"
-    assert figure.axes[-1].get_ylim() == (0, 11)
 
 
 def test_a_table_without_sparsity_is_an_error(table):

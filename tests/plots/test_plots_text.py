@@ -112,27 +112,6 @@ def test_states_are_those_of_the_head_after_the_event(trace, record):
     assert len({*found.codes}) == 3
 
 
-def test_no_token_becomes_markup(trace, record):
-    """The page has one pre and spans, and the text of each run is that of its tokens."""
-    page = token_html(trace, record)
-
-    read = Read()
-    read.feed(page)
-    read.close()
-    assert read.tags[0] == ("pre", ["style"])
-    assert {(tag, *names) for tag, names in read.tags[1:]} == {("span", "style", "title")}
-    assert read.other == []
-    expected = []
-    for state, token in zip(
-        states(record, 1, 0, max(record.events)), trace.token_text, strict=True
-    ):
-        if not expected or expected[-1][0] != state:
-            expected.append((state, ""))
-        expected[-1] = state, expected[-1][1] + shown(token)
-    assert read.runs == expected
-    page.encode("utf-8")  # no lone surrogate is left
-
-
 def test_a_part_of_the_page_holds_these_tokens_alone():
     """Positions start to stop; the states are those of the whole."""
     trace = made([f"w{i} " for i in range(90)])
@@ -271,21 +250,6 @@ def test_bars_of_hostile_tokens_have_names_that_fit():
     assert not any(tick.get_parse_math() for tick in axis.get_yticklabels())
     figure.draw_without_rendering()
     assert axis.get_window_extent().width > 0.5 * figure.bbox.width
-
-
-def test_a_long_caption_stands_above_the_text():
-    """Its lines make the figure higher."""
-    traces = [made(["word "], name=name) for name in ("short", "a name " * 60)]
-    figures = [
-        token_text(one, kvsim.replay(one, kvsim.policy("tova"), budget=20, interval=25))
-        for one in traces
-    ]
-
-    for figure in figures:
-        figure.draw_without_rendering()
-        title = figure._suptitle.get_window_extent()
-        assert title.y0 >= figure.axes[0].get_window_extent().y1
-        assert title.x0 >= 0
 
 
 def test_what_cannot_be_shown_is_an_error(trace, record):
