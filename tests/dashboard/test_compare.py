@@ -141,16 +141,6 @@ def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
         assert list(own["best"]) == front(wanted.with_columns(seen=seen["mean"])).to_list()
 
 
-def test_the_cost_can_be_bytes(opened, ran):
-    """Those that the cache takes, by the link or the control; the axis says which."""
-    app = opened(ran, "compare", run="several", cost="bytes_held")
-    shown = app.dataframe[2].value
-
-    own = shown[shown["metric"] == "output_error"]
-    assert list(own["seen"]) == averages(table_of(ran, metric="bytes_held"))["mean"].to_list()
-    assert "bytes of the cache" in app.get("plotly_chart")[2].proto.spec
-
-
 def test_regret_is_shown_where_it_was_asked_for(opened, ran):
     """And where it was not, how to ask for it."""
     app = opened(ran, "compare", run="several")
@@ -216,26 +206,6 @@ def test_a_long_trace_waits_for_a_click(opened, tmp_path):
     assert app.dataframe
 
 
-def test_a_policy_that_cannot_be_replayed_is_a_message(opened, tmp_path):
-    """A budget below what a policy needs."""
-    made(0).save(tmp_path / "trace.zarr")
-    app = opened(tmp_path, "compare", replay=["cake"], budgets=["5%"])
-
-    assert not app.exception
-    assert app.error
-
-
-def test_a_link_chooses_from_what_there_is(opened, ran):
-    """Anything else is ignored: no path, no policy to import."""
-    app = opened(
-        ran, "compare", run="../../etc", metric="nothing", policies=["os:system"], by="value"
-    )
-
-    assert not app.exception
-    assert app.selectbox(key="run").value == "one"
-    assert "os:system" not in app.multiselect(key="policies").value
-
-
 def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ran, tmp_path):
     """The page of a run does not show it; the next page has it, and its link."""
     shutil.copytree(ran / "one", tmp_path / "one")
@@ -251,18 +221,6 @@ def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ra
     assert app.selectbox(key="trace").value == "b.zarr"
     # a list before Streamlit 1.65
     assert app.query_params["trace"] in ("b.zarr", ["b.zarr"])
-
-
-@pytest.mark.parametrize("control", ["metric", "variant", "by", "base"])
-def test_every_choice_runs_the_page_anew(opened, ran, control):
-    """The last option of each; and the scale."""
-    app = opened(ran, "compare", run="several", metric="wipeout")
-    box = app.selectbox(key=control)
-    box.select(box.options[-1]).run()
-    app.toggle(key="log").set_value(True).run()
-
-    assert not app.exception
-    assert app.dataframe
 
 
 def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monkeypatch):

@@ -111,13 +111,6 @@ def test_few_layers_are_said_to_be_few(opened, folder, name, said):
     assert any(said in one.value for one in app.caption)
 
 
-def test_many_layers_are_not(opened, folder):
-    """Nine can be told apart."""
-    app = opened(folder, "layers", trace="deep.zarr")
-
-    assert not any("deeper model" in one.value for one in app.caption)
-
-
 def test_overlap_and_sparsity_are_those_of_kvsim(opened, folder):
     """Of the layer that is chosen and the window of the link."""
     app = opened(folder, "layers", trace="deep.zarr", rows_of_window="12")

@@ -144,16 +144,6 @@ def test_layer_and_head_outlive_a_change_of_page(opened, folder, switch):
     assert (app.selectbox(key="layer").value, app.selectbox(key="head").value) == (0, 2)
 
 
-def test_an_empty_window_is_a_message(opened, folder):
-    """Both ends at one place."""
-    app = opened(folder, "trace", trace="sample.zarr")
-    app.slider(key="rows").set_value((30, 30))
-    app.run()
-
-    assert not app.exception
-    assert "empty" in app.warning[0].value
-
-
 def test_names_under_the_pointer_are_escaped(hostile_tokens):
     """Plotly knows some HTML; labels are one short line without any."""
     from apps.dashboard import elements
