@@ -13,7 +13,6 @@ from apps.tiny.curriculum import collate
 from apps.tiny.model import build
 from apps.tiny.results import Results, digest
 from apps.tiny.tokenizer import save_tokenizer
-from kvsim.errors import BudgetError
 from kvsim.policies import names
 from kvsim.recorder import capture
 from kvsim.studies.language.tasks import prompts
@@ -107,19 +106,6 @@ def test_a_model_that_knows_the_answer_is_exact(model, sample, monkeypatch):
     ]
 
 
-def test_three_groups_leave_out_as_few_as_possible():
-    """A policy between two groups is left out, and there are no three groups of two."""
-
-    def parted(*hits):
-        return [[one.chain for one in group] for group in eviction.parted(counts(*hits))]
-
-    assert parted(0, 1, 40, 39, 20) == [[0, 1], [20], [40, 39]]
-    assert parted(0, 5, 12, 13, 36, 40) == [[0], [12, 13], [36, 40]]
-    assert parted(0, 5, 7, 12, 40) == [[0], [12], [40]]
-    assert parted(0, 5, 40, 40) == []
-    assert parted() == []
-
-
 def test_the_policies_are_names_of_the_catalogue_with_styles_of_their_own():
     """Nothing in the plan is unknown, and no two lines of the figure look alike."""
     plan = eviction.Plan()
@@ -130,26 +116,6 @@ def test_the_policies_are_names_of_the_catalogue_with_styles_of_their_own():
     styles = eviction._styles()
     assert set(styles) == set(tried) - {"full"}
     assert len({(one["color"], one["marker"]) for one in styles.values()}) == len(styles)
-
-
-def test_every_policy_of_the_plan_works_at_its_smallest_budget(model):
-    """The shortest sample of the plan is long enough, so no cell of the table is empty."""
-    plan = eviction.Plan()
-    task, level = min(
-        plan.cells, key=lambda cell: prompts(1, 1, task=cell[0], level=cell[1])[0].tokens
-    )
-    sample = prompts(1, 1, task=task, level=level)[0]
-    tried = {
-        name: one
-        for name, one in eviction.policies(plan).items()
-        if one.bounded and name != "oracle"
-    }
-
-    found = eviction.measure_sample(model, sample, tried, plan.budgets[:1])
-
-    assert len(found) == len(tried)
-    with pytest.raises(BudgetError):
-        eviction.measure_sample(model, sample, tried, (0.01,))
 
 
 def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys):

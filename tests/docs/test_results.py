@@ -132,24 +132,6 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     assert len(entries) == 1
 
 
-def test_groups_split_the_same_numbers(page):
-    """Of two prompts, domains and tasks are one each; all of them have the IoU of the big table."""
-    found = tables(page.read_text("utf-8"))
-    head, *rows = found["By stage, domain and task"]
-    groups = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-    columns, *policies = found["What policies keep and lose"]
-    iou = {row[0]: row[columns.index("IoU")] for row in policies}
-
-    assert list(groups)[:3] == ["early layers", "middle layers", "late layers"]
-    assert [groups[name]["prompts"] for name in ("early layers", "all")] == ["2", "2"]
-    for name in ("`tova`", "`ams`"):
-        each = [number(groups[group][name]) for group in groups if group.startswith("domain")]
-        stages = [number(groups[f"{stage} layers"][name]) for stage in ("early", "middle", "late")]
-        assert len(each) == 2
-        for parts in (each, stages, [number(groups["all"][name])]):
-            assert sum(parts) / len(parts) == pytest.approx(number(iou[name]), abs=0.006)
-
-
 def test_claims_of_two_prompts_are_not_decided(page):
     """No case has an interval, and a claim says how many prompts decide or what else it needs.
 
@@ -170,23 +152,6 @@ def test_claims_of_two_prompts_are_not_decided(page):
     assert {row[0] for row in found["G-KV, arXiv 2512.00504"][1:]} == {
         f"G{i}" for i in range(1, 15)
     }
-
-
-def test_the_page_tests_parts_of_policies(page):
-    """Ablations are found by their parameters, each at every budget of the page."""
-    found = tables(page.with_name("claims.md").read_text("utf-8"))
-    tested = {test: result for paper in CLAIMS for _, _, test, result in found[paper][1:]}
-
-    for pair in (
-        "boundary to the nearest one of the event before: ams (credit=False) minus ams",
-        "KL to the full cache: ams (weights=equal) minus ams (weights=mass)",
-        "KL to the full cache: ams (segmentation=fixed) minus ams (segmentation=mass)",
-        "KL to the full cache: keydiff minus keydiff (protect=recent 8 sink 4)",
-        "KL to the full cache: global_max (decay=0.5) minus global_max (decay=0.8)",
-        "KL to the full cache: expected_attention (covariance=False) minus expected_attention",
-    ):
-        ((result),) = [result for test, result in tested.items() if pair in test]
-        assert "; 2 few; " in result
 
 
 def test_only_what_is_missing_is_measured(page, tmp_path, monkeypatch):
