@@ -179,25 +179,6 @@ def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
     assert "kvsim report RUN TRACE..." in page.text
 
 
-def test_sentences_on_intervals_are_those_of_so_many_prompts(tmp_path):
-    """Up to five have no interval and decide nothing, and those of many say something."""
-    one, few, many = (
-        read(
-            write_report(
-                [saved(tmp_path / str(n), {"tova": [0.3] * n, "h2o": [0.1] * n})],
-                tmp_path / f"{n}.html",
-            )
-        )
-        for n in (1, 4, 9)
-    )
-
-    assert "Each policy minus tova on the same prompts at the same budget." in one.text
-    assert "An interval without 0" not in one.text
-    assert "An interval without 0" in many.text
-    lacking = ["prompts have no 95 % interval" in page.text for page in (one, few, many)]
-    assert lacking == [False, True, False]
-
-
 def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
     """By default the first one of which regions can be lost, or the one that is asked for."""
     folder = saved(tmp_path / "r", {"full": [0.0, 0.0], "tova": [0.3, 0.5], "h2o": [0.1, 0.2]})
@@ -249,20 +230,6 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     assert _status(["report", str(run), "--out", str(tmp_path / "there.html"), "--overwrite"]) == 0
     assert _status(["report", str(tmp_path / "there.html"), "--out", str(tmp_path / "x.html")]) == 2
     assert "is no run folder" in capsys.readouterr().err
-
-
-def test_results_of_one_policy_are_told_apart_by_what_differs(tmp_path):
-    """Ablations by their parameters, and by the schedule where that alone differs."""
-    one = saved(tmp_path / "one", {"tova": [0.1, 0.2]}, interval=64, prefill=False)
-    other = saved(tmp_path / "other", {"tova": [0.3, 0.4]}, params='{"heads": "group"}')
-    third = saved(tmp_path / "third", {"tova": [0.5, 0.6]}, interval=16, prefill=False)
-    page = read(write_report([one, other, third], tmp_path / "r.html"))
-
-    assert "tova (heads=group)" in page.text
-    assert "tova (after: every 64 rows)" in page.text
-    assert "tova (after: every 16 rows)" in page.text
-    asked = read(write_report([one, other], tmp_path / "b.html", "tova (heads=group)"))
-    assert "Compared with tova (heads=group)" in asked.text
 
 
 def test_what_cannot_be_told_apart_is_refused(tmp_path):

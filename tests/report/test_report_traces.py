@@ -14,14 +14,12 @@ import pytest
 import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.output.reconstruction import reconstruction_table
-from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, write_report
-from kvsim.report.html import cell, details, lines, metric_name, section, table_of
-from kvsim.report.study import METHODS, RATIOS, study
-from kvsim.report.traces import SECTIONS
+from kvsim.report.html import cell, details, lines, section, table_of
+from kvsim.report.study import METHODS, RATIOS
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 from kvsim.sweeps.driver import replay_all
 from traces import changed, settling_trace
@@ -215,22 +213,6 @@ def test_names_and_texts_of_traces_are_escaped(alone):
     assert all(300 < width < 1200 for width in wide)
 
 
-def test_every_step_is_reported_in_order(several):
-    """From 0 up, of one number; the last trace comes last."""
-    seen = []
-    found = study(several[1:], SECTIONS.values(), lambda *at: seen.append(at))
-    done, total, what = zip(*seen, strict=True)
-
-    measured = [x for x in METRICS.values() if x.kind == "trace" and not x.default]
-    assert list(done) == list(range(2 * (len(measured) + 1)))
-    assert set(total) == {len(done)}
-    assert what[0] == "random: expectation"
-    assert what[-1] == "prompt: reconstruction error"
-    assert found.table["trace"].unique(maintain_order=True).to_list() == ["random", "prompt"]
-    assert {METRICS[name].default for name in found.table["metric"].unique()} == {False}
-    assert found.first.trace is several[1]
-
-
 def test_a_trace_too_short_for_anything_still_has_a_page():
     """Of two tokens: what it is, and that the papers cannot be answered."""
     one = settling(2, 2, speed=1.0, seed=0, name="short", prompt_len=1)
@@ -251,15 +233,6 @@ def test_a_section_cannot_forget_to_escape():
     assert "&amp;lt;" not in made
     assert html.unescape(made).count(HOSTILE) == 7
     assert made.count("<td") == 2
-
-
-def test_headings_of_metrics():
-    """Their summaries on hover, their main variants below."""
-    for name, what in METRICS.items():
-        assert what.summary in html.unescape(metric_name(name))
-        assert what.main in metric_name(name)
-    with pytest.raises(KeyError):
-        metric_name("nothing")
 
 
 def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):
