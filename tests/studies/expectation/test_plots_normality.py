@@ -121,20 +121,6 @@ def test_quantiles_are_ordered_samples(trace):
     assert figure.get_supylabel() == "sample, standard deviations from the mean"
 
 
-def test_the_same_random_dimensions_in_both(trace):
-    """As the seed says; others with another one."""
-    ridges = [
-        [text.get_text() for axis in figure.axes for text in axis.texts if "." in text.get_text()]
-        for figure in (state_ridges(trace, 0, dimensions=5, seed=seed) for seed in (1, 1, 2))
-    ]
-    names = [[one for one in words if one.count(".") == 1 and len(one) == 3] for words in ridges]
-    panels = state_quantiles(trace, 0, dimensions=5, seed=1).axes
-
-    assert names[0] == names[1] != names[2]
-    assert [panel.texts[0].get_text() for panel in panels] == names[0]
-    assert len(set(names[0])) == 5
-
-
 def test_what_is_sampled(trace):
     """Queries after RoPE, and the residual stream by dimension alone; else an error."""
     recorded = made(residual=True, rope=kvsim.Rope.default(4))

@@ -246,20 +246,6 @@ def test_the_trace_is_read_once():
     assert one.curve(64).selected(tau=2.0) == 4
 
 
-def test_a_grid_compares_layers_once_per_look_back(monkeypatch):
-    """Curves that differ in the first layer alone share what their look-back compares."""
-    one = ranking(settling_trace(12))
-    counted = []
-    members = type(one).members
-    monkeypatch.setattr(
-        type(one), "members", lambda *place: counted.append(place[1:]) or members(*place)
-    )
-
-    one.grid(64, look_backs=(2, 3))
-
-    assert len(counted) == len(set(counted)) == 11 + 10
-
-
 def test_window_attention_is_that_of_the_trace():
     """Mean over query heads of full attention; columns are pooled by their maximum."""
     trace = settling_trace(2, n=50)
@@ -517,20 +503,6 @@ def test_one_trace_has_a_table_of_its_layers(run):
     assert f"{len(answer_facts(prompt, sample.name))} gold tokens" in out
     assert "compared over 2 layers instead of 8" in out
     assert "all exact" in out
-
-
-def test_one_trace_of_many_layers(run, stored):
-    """The line of the selection layer says so, and the gold tokens are compared with it."""
-    status, out, err = run(stored[0], "--budget", "64", "--gold", "100-105", "--tau", "0.3")
-
-    trace = kvsim.open_trace(stored[0])
-    one = diagnose(trace, ranking(trace), 64)
-    assert (status, err) == (0, "")
-    (line,) = (line.split() for line in out.splitlines() if line.endswith("selects"))
-    assert line[0] == str(one.layer)
-    assert f"selects after layer {one.layer} of 24" in out
-    assert "instead of" not in out
-    assert "hold all of them" in out
 
 
 def test_several_traces_have_a_line_each(run, stored):
