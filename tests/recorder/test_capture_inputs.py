@@ -178,17 +178,6 @@ def test_selected_layers_are_those_of_a_whole_capture(asked, found, tmp_path):
     assert describe(stored.path)["layer_ids"] == list(found)
 
 
-def test_selected_layers_replay_as_in_the_whole():
-    """A policy that treats layers alike evicts the same from a layer with and without others."""
-    whole = capture(small(), None, ids(90), max_new_tokens=20)
-    some = capture(small(), None, ids(90), max_new_tokens=20, layers=[1, 3])
-    policy = kvsim.policy("tova")
-
-    expected = kvsim.replay(whole, policy, 40).evicted_at[[1, 3]]
-
-    assert (kvsim.replay(some, policy, 40).evicted_at == expected).all()
-
-
 def test_other_layers_may_compute_anything():
     """A layer that is not recorded is not checked; the same layer is refused where it is."""
     library = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -783,17 +772,6 @@ def test_info_says_what_ended_the_response(ended, said, run, folder):
     _, text, _ = run("info", folder / "b.zarr")
 
     assert f"8 tokens (prompt 2, response 6{said}" in text
-
-
-def test_a_misspelled_key_is_told(run, saved, tmp_path):
-    """What a file may have meant stands on standard error, and the capture goes on."""
-    file = write(tmp_path / "p.jsonl", {"prompt": "w1", "anwser": "w2"})
-
-    command = ["capture", "--model", saved, "--prompts", file, "--out", tmp_path / "o"]
-
-    status, _, err = run(*command, "--max-new-tokens", "1", "--stop", "w0")
-
-    assert (status, err) == (0, f"{file}, line 1: 'anwser' is not read; did you mean 'answer'?\n")
 
 
 # ------------------------------------------------------------------------------------- devices
