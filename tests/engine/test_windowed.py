@@ -10,21 +10,16 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.summaries import uneven
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
-from kvsim.plots import layer_overlap, rank_pattern, variance_curves
-from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
-from kvsim.schema import merged, numbered, plural
+from kvsim.schema import merged
 from kvsim.studies.expectation.queries import Queries
-from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks
-from kvsim.studies.layers.tables import diagnose
 from kvsim.studies.segments.segmentation import segmented
 from kvsim.sweeps.driver import replay_all
-from traces import changed, random_trace
+from traces import changed
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -209,14 +204,6 @@ def test_a_remark_on_traces_is_made_once_for_all_policies():
     assert len(remarks) == 4  # of three of the policies as well
 
 
-def test_many_traces_are_counted():
-    """Three names of a kind, and how many more."""
-    layers = {f"p{i}": [0, 1] for i in range(5)} | {"long": [1]}
-    said = "layers 0-1 of p0, p1, p2 and 2 more; layer 1 of long"
-    assert uneven(layers).endswith(said)
-    assert uneven(dict.fromkeys(layers, (0,))) == ""
-
-
 def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     """As two models give them on one file of prompts; whose they are, and what to do."""
     of = ({"model": {"name": name}} for name in ("gemma", "llama"))
@@ -322,38 +309,3 @@ def test_a_record_without_internals_says_so():
     record = kvsim.replay(make(), kvsim.policy("ams", window=8), 40, interval=8)
     with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
         segmented(record, 1, 0)
-
-
-def test_one_layer_is_one_layer(tmp_path, run):
-    """A single layer and head, one ranked token that goes on, no value at all."""
-    one = random_trace(layers=1, heads=1, group=1, n=120, prompt_len=90, name="one")
-    path = one.save(tmp_path / "one.zarr")
-
-    _, out, _ = run("replay", path, "--policy", "tova", "--budget", "20", "--metric", "repetition")
-    assert "one: 120 tokens (prompt 90), 1 layer, 1 KV head\n" in out
-    assert out.endswith("No values: none of the metrics can be computed on these traces.\n")
-    _, out, _ = run("layers", path, "--budget", "33")
-    assert "58 are ranked, 1 layer\n" in out
-    assert "if all were equal; Jaccard index of the first 1 token, 0.01 by chance.\n" in out
-    assert "nan" not in out
-    _, out, _ = run("info", path)
-    assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out
-
-
-def test_an_axis_of_one_layer_has_one_tick():
-    """At the layer, and none between layers that there are not."""
-    one = make((PLAIN,))
-    found = diagnose(one, ranking(one, ASL(window=8)), 40)
-    drawn = (variance_curves([found]), layer_overlap([found]))
-    for figure in drawn:
-        axis = figure.axes[-1]
-        low, high = axis.get_xlim()
-        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0]
-    assert "among the first k in the last layer\n" in rank_pattern(found).get_suptitle()
-
-
-def test_numbers_and_what_they_count():
-    """Singular and plural; ranges of layers."""
-    assert [plural(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
-    assert numbered([3]) == "layer 3"
-    assert numbered([0, 2, 3, 4, 9]) == "layers 0, 2-4, 9"

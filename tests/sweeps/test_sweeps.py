@@ -330,20 +330,6 @@ def test_regret_is_the_distance_to_the_best_set(seed, sink):
     assert float(regret.max()) > 0.01
 
 
-@pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova", "snapkv"])
-def test_no_policy_beats_the_oracle_at_one_event(name):
-    """Regret is not negative where the oracle is a bound: averaged over the group."""
-    params = {"window": 3} if name == "snapkv" else {}
-    for seed in range(5):
-        trace = short_trace(seed)
-
-        table = replay_all(
-            [trace], [kvsim.policy(name, **params)], [5], interval=100, regret=True
-        ).table
-
-        assert float(by_group(table, "regret", trace).min()) > -1e-6
-
-
 def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     """Where every query head keeps its own set, the oracle has one for each as well."""
     trace = short_trace(0)
@@ -403,17 +389,6 @@ def test_references_are_computed_once_for_equal_terms(monkeypatch):
     assert summarise(run.table).filter(policy="full")["regret"].to_list() == [None, None]
     assert run.parameters["regret"] is True
     assert [record.policy for record in run.records].count("oracle") == 0
-
-
-@pytest.mark.parametrize(("by", "name"), [("mass", "oracle_regret"), ("optimum", "regret")])
-def test_an_oracle_has_no_regret(by, name):
-    """It is compared with itself, at the events of the record."""
-    oracle = Policy("mine", Oracle(by), schedule=Schedule(interval=5))
-
-    run = replay_all([make_trace()], [oracle], [16], regret=True, metrics=["oracle_regret"])
-
-    assert set(run.table["metric"]) == {"oracle_regret", *REGRET}
-    assert run.table.filter(pl.col("metric") == name)["value"].to_list() == [0.0] * 8
 
 
 def test_regret_is_measured_on_request_alone():
