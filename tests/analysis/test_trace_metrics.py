@@ -275,8 +275,7 @@ def test_a_trace_alone_has_all_of_its_metrics():
     of_record = kvsim.measure(sample, record).filter(pl.col("policy").is_null())
 
     of_trace = {name for name, entry in METRICS.items() if entry.kind == "trace"}
-    gold = {"gold_recall", "gold_layer", "gold_regret"}
-    assert set(table["metric"]) == of_trace - gold
+    assert set(table["metric"]) == of_trace
     both = table.filter(pl.col("metric").is_in(of_record["metric"].unique()))
     assert both.equals(of_record)
     assert set(of_record["metric"]) == {name for name in of_trace if METRICS[name].default}
@@ -284,25 +283,6 @@ def test_a_trace_alone_has_all_of_its_metrics():
     assert asked.filter(metric="layer_entropy").equals(table.filter(metric="layer_entropy"))
     with pytest.raises(PolicyError, match=r"output_error is about a record, and only a trace"):
         kvsim.measure(sample, metrics=["layer_entropy", "output_error"])
-
-
-def test_gold_tokens_are_found_in_layers():
-    """Recall of each layer at each k, the first that has all, and layers from there to ASL's."""
-    trace = settling_trace(24)
-    places = Ranks(trace, rule=ASL(window=8)).ranking.ranks
-    gold = places[9].argsort()[:6].tolist()  # the best six of layer 9
-    found = values(measured(trace, ("gold_recall", "gold_layer", "gold_regret", "selection_layer"),
-                            ks=(6, 12), rule=ASL(window=8), gold=gold))  # fmt: skip
-
-    for k in (6, 12):
-        held = [len(set(gold) & set(of_layer.argsort()[:k].tolist())) / 6 for of_layer in places]
-        got = [found["gold_recall", f"k={k}", layer, None, None] for layer in range(24)]
-        assert got == pytest.approx(held)
-        first = held.index(1.0)
-        assert found["gold_layer", f"k={k}", None, None, None] == first <= 9
-        at = found["selection_layer", f"k={k},tau=0.3", None, None, None]
-        regret = found["gold_regret", f"k={k}", None, None, None]
-        assert regret == (None if at is None else at - first)
 
 
 def test_overlap_of_layers_is_that_of_their_first_tokens():

@@ -214,25 +214,6 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
     assert "fidelity: exact" in figure.get_suptitle()
 
 
-def test_the_bump_chart_follows_the_best_tokens(layered):
-    """A path per token, labelled with position and text that cannot be taken for mathematics."""
-    trace, found = layered
-    one = found[0]
-
-    (axis,) = plots.rank_bumps(one, trace, tokens=70).axes
-
-    paths = [line.get_ydata() for line in axis.get_lines() if len(line.get_xdata()) == 12]
-    assert [path[-1] for path in paths] == list(range(1, 71))
-    at = int(one.ranking.ranks[-1].argsort()[0])
-    np.testing.assert_array_equal(paths[0], one.ranking.ranks[:, at].numpy())
-    labels = [text.get_text() for text in axis.texts]
-    assert "5 $" in labels
-    assert not any(text.get_parse_math() for text in axis.texts)
-    assert r"7 t7\n" in labels
-    red = [text.get_text().split()[0] for text in axis.texts if text.get_color() == "#c8102e"]
-    assert sorted(red) == ["10", "40"]
-
-
 def test_attention_of_the_layers_is_masked_after_the_row(layered):
     """A map per layer; what a row cannot see is blank."""
     trace, found = layered
@@ -315,7 +296,7 @@ def test_shallow_models_have_every_figure(layers):
         plots.layer_overlap(found),
         plots.layer_attention(trace, 16),
         plots.selection_histogram(counts, layers),
-        *(make(one) for one in found for make in (plots.rank_pattern, plots.rank_bumps)),
+        *(plots.rank_pattern(one) for one in found),
         *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
     ):
         figure.draw_without_rendering()

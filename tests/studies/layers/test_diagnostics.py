@@ -551,7 +551,7 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch)
     assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
     assert names == sorted(
         ["variance.png", "gold.png", "overlap.png", "attention.png"]
-        + [f"{kind}-{b}.png" for kind in ("grid", "ranks", "bumps") for b in ("64", "50pct")]
+        + [f"{kind}-{b}.png" for kind in ("grid", "ranks") for b in ("64", "50pct")]
     )
     status, out, _ = run(*stored, "--budget", "64", "--figures", many)
     assert status == 0
