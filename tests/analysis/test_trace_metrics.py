@@ -19,8 +19,7 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed, key_projections
-from kvsim.studies.expectation.fit import normal_ks
-from kvsim.studies.expectation.normality import state_normality
+from kvsim.studies.expectation.normality import ks_by_chance, state_normality
 from kvsim.studies.layers.metrics import TAUS
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks, ranks
@@ -76,7 +75,7 @@ def values_of_arrays(trace, ks, rule):
     layers, out = range(trace.n_layers), {}
     ranks, first = ranking(trace, rule), trace.n_layers // 3
     expected = expected_and_observed(trace, trace.prompt_len).spearman[-1]
-    distance = state_normality(trace, skip=4).effects["ks"].mean(-1)
+    distance = state_normality(trace, skip=4).distance.mean(-1)
     for layer in layers:
         out["layer_entropy", "", layer, None, None] = ranks.entropy()[layer]
         for qhead in range(trace.n_qheads):
@@ -197,7 +196,7 @@ def test_chance_of_a_union_is_what_random_rankings_have():
 
 def test_normal_samples_are_no_farther_from_normal_than_chance():
     """Chance falls with the root of their number, and queries that are normal have it."""
-    assert normal_ks(400) == pytest.approx(normal_ks(100) / 2, rel=0.1)
+    assert ks_by_chance(400) == pytest.approx(ks_by_chance(100) / 2, rel=0.1)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((1, 16, 404, 8))
     k = rng.standard_normal((1, 16, 404, 8))
@@ -207,8 +206,8 @@ def test_normal_samples_are_no_farther_from_normal_than_chance():
     )
 
     assert found.height == 16
-    assert found["value"].mean() == pytest.approx(normal_ks(400), rel=0.05)
-    assert set(found["chance"]) == {normal_ks(400)}
+    assert found["value"].mean() == pytest.approx(ks_by_chance(400), rel=0.05)
+    assert set(found["chance"]) == {ks_by_chance(400)}
 
 
 # ---------------------------------------------------------------------------------------- the Table

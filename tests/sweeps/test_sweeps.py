@@ -13,7 +13,6 @@ import kvsim
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import REGRET
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.errors import (
@@ -25,7 +24,6 @@ from kvsim.errors import (
     ScoreError,
 )
 from kvsim.policies import CATALOGUE, has_parameter, names
-from kvsim.policies.oracle import Oracle
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 

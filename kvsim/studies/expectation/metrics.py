@@ -12,7 +12,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
 from kvsim.studies.expectation.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
-from kvsim.studies.expectation.fit import normal_ks
+from kvsim.studies.expectation.normality import ks_by_chance
 from kvsim.studies.expectation.queries import queries
 
 #: (variant, values [layer, qhead], what chance gives) of an Expectation.
@@ -60,8 +60,8 @@ def _distance(analysis: Analysis) -> Iterator[Cells]:
     normality = analysis.of(queries).normality
     if normality is None:
         return
-    distance = normality.effects["ks"]
-    chance = np.full(distance.shape[1], normal_ks(normality.samples))
+    distance = normality.distance
+    chance = np.full(distance.shape[1], ks_by_chance(normality.samples))
     for layer, by_head in enumerate(distance):
         yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
 

@@ -16,8 +16,7 @@ from kvsim.studies.expectation.expectation import (
     expected_and_observed,
     key_projections,
 )
-from kvsim.studies.expectation.fit import LEAST_SAMPLES
-from kvsim.studies.expectation.normality import Normality, state_normality
+from kvsim.studies.expectation.normality import LEAST_SAMPLES, Normality, state_normality
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Queries:
 
     @cached_property
     def normality(self) -> Normality | None:
-        """Effect sizes of the distribution of queries before RoPE, behind the sinks."""
+        """Distance from normal of queries before RoPE, behind the sinks."""
         return None if "normality" in self.left_out else state_normality(self.trace, skip=SINK)
 
 
