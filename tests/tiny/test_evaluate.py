@@ -253,6 +253,16 @@ def test_the_card_shows_a_right_example_of_each_verb(verb):
     assert check(prompt, response).exact
 
 
+def test_heads_are_called_by_their_shares():
+    """A head may be several things at once; one that is nothing is mixed."""
+    mass = {"item": 0.2, "digit 2": 0.9}
+    head = {"first": 0.4, "marks": 0.4, "last": 0.1, "mass": mass}
+
+    assert card.roles(head) == ["retrieval", "sink", "marks"]
+    assert card.roles({**head, "mass": {}, "first": 0.2, "marks": 0.2, "last": 0.8}) == ["local"]
+    assert card.roles({**head, "mass": {}, "first": 0.3, "marks": 0.3}) == ["mixed"]
+
+
 def test_the_card_is_what_was_measured():
     """Every generated section of the card follows from the results, the code and the weights."""
     text = CARD.read_text("utf-8")
