@@ -661,76 +661,6 @@ def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, 
         assert found.meta == reference.meta
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory, warm_python):
-    """Four captures in processes of their own; gives their folders and what they said.
-
-    Three write into one folder at the same time, two of them to one path. The fourth may not write
-    files of more than 100 kB.
-    """
-    program = """
-import importlib.util, multiprocessing, os, resource, sys
-from pathlib import Path
-folder = Path(sys.argv[1]).parents[1]
-sys.path[:0] = [str(folder), str(folder / "benchmarks")]
-spec = importlib.util.spec_from_file_location("test_recovery", sys.argv[1])
-tests = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tests)
-tests.torch.set_num_threads(1)
-tests.small()
-shared, limited = Path(sys.argv[2]), Path(sys.argv[3])
-barrier = multiprocessing.get_context("fork").Barrier(3)
-
-def child(name, do):
-    if os.fork() == 0:
-        said = "died"
-        try:
-            do()
-            said = "published"
-        except tests.TraceError as error:
-            said = error
-        finally:  # in one write, so that lines of several processes do not mix
-            os.write(1, f"{name} {said}{os.linesep}".encode())
-            os._exit(0)
-
-def meet(done, total):  # all three have begun before any goes on
-    if done == tests.PROMPT:
-        barrier.wait(150)
-
-def limit():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    tests.record(limited / "a.zarr", attention=True)
-
-for name in ("same", "same", "own"):
-    child(name, lambda: tests.record(shared / f"{name}.zarr", progress=meet))
-child("limited", limit)
-for _ in range(4):
-    os.wait()
-"""
-    shared, limited = (tmp_path_factory.mktemp(name) for name in ("shared", "limited"))
-    done = subprocess.run(
-        [warm_python, "-c", program, __file__, shared, limited],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    assert done.stderr == ""
-    return shared, limited, sorted(done.stdout.splitlines())
-
-
-def test_a_file_that_the_system_refuses(processes):
-    """A limit of the system on the size of files stops the largest array; the rest is kept."""
-    _, folder, told = processes
-
-    (refused,) = (line for line in told if line.startswith("limited "))
-    assert "cannot be written (File too large), 560 of at most 560 tokens are kept" in refused
-    found = open_trace(recover(folder / "a.zarr"))
-    assert found.n_pos == PROMPT + RESPONSE
-    assert found.meta["notes"] == ["recovered without attention, which was not complete"]
-    assert verify(found.path).ok
-
-
 # --- the path ---
 
 
@@ -783,38 +713,6 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
         assert open_trace(recover(left.path, overwrite=True)).n_pos == PROMPT + RESPONSE
 
 
-def test_a_writer_that_dies_between_two_renames(tmp_path, monkeypatch):
-    """With nothing at the path, old and new trace are listed, and either can be put there."""
-    path = tmp_path / "a.zarr"
-    old = record(path, max_new_tokens=0)
-    rename = Path.rename
-
-    class Died(BaseException):
-        pass
-
-    def die(self, target):
-        if target == path:  # the rename back fails, too: the process is no more
-            raise Died
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", die)
-    with pytest.raises(Died):
-        record(path, overwrite=True)
-    monkeypatch.undo()
-
-    assert [left.kind for left in find_drafts(tmp_path)] == ["old", "tmp"]
-    aside, new = find_drafts(tmp_path)
-    with pytest.raises(TraceError, match="several drafts") as told:
-        recover(path)
-    assert f"{aside.path} (was to be replaced)" in str(told.value)
-    assert f"{new.path} (complete, 560 tokens)" in str(told.value)
-    assert open_trace(recover(aside.path)).digest == old.digest
-    with pytest.raises(TraceExistsError):
-        recover(new.path)
-    assert open_trace(recover(new.path, overwrite=True)).n_pos == PROMPT + RESPONSE
-    assert names(tmp_path) == ["a.zarr"]
-
-
 def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
     """A kill while the replaced trace was being removed leaves a rest, which is refused."""
     record(tmp_path / "a.zarr", max_new_tokens=0)
@@ -844,23 +742,6 @@ def test_another_file_system_is_refused(tmp_path, monkeypatch):
 
 
 # --- several at once ---
-
-
-def test_two_processes_and_one_path(processes, whole):
-    """One is published, the other says so and is recovered elsewhere; a third goes its own way."""
-    folder, _, told = processes
-    assert told.count("same published") == told.count("own published") == 1, told
-    (left,) = find_drafts(folder)
-
-    (refused,) = (line for line in told if line.startswith("same ") and "published" not in line)
-    assert "same.zarr exists, expected a free path" in refused
-    assert f"`kvsim trace recover {left.path} --out OTHER`" in refused
-    recover(left.path, out=folder / "other.zarr")
-    assert names(folder) == ["other.zarr", "own.zarr", "same.zarr"]
-    for name in names(folder):
-        trace = open_trace(folder / name)
-        check_prefix(trace, whole)
-        assert trace.digest == whole.digest
 
 
 def test_two_threads_and_one_path(tmp_path, whole):

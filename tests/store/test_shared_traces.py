@@ -463,16 +463,6 @@ def test_several_traces_are_described(stored, run):
     assert (status, out, error.count("\n")) == (2, "", 1)
 
 
-def test_the_sample_by_its_name(tmp_path, monkeypatch):
-    """It opens from anywhere; a path that is not there says how to record a trace."""
-    monkeypatch.chdir(tmp_path)
-    assert open_trace("sample").digest == open_trace(kvsim.sample_trace()).digest
-    with pytest.raises(
-        TraceNotFoundError, match=r"with `kvsim capture`, or give one that ships: sample"
-    ):
-        open_trace("other")
-
-
 # --- URLs ---
 
 
@@ -491,13 +481,6 @@ def web(request, tmp_path):
     """The URL of a server of `tmp_path` on loopback."""
     handler = type("Handler", (Quiet,), {"lists": request.param})
     with served(tmp_path, handler) as url:
-        yield url
-
-
-@pytest.fixture
-def folder_on_the_web(tmp_path):
-    """The URL of a server that lists `tmp_path`."""
-    with served(tmp_path) as url:
         yield url
 
 
