@@ -189,15 +189,6 @@ def test_every_metric_of_a_policy_has_a_main_variant():
     assert [name for name, variants in found.items() if METRICS[name].main not in variants] == []
 
 
-def test_the_budget_of_a_summary_is_a_mean_over_traces():
-    """Of 60 and 80 tokens 25 % is 15 and 20, however many values each trace has."""
-    traces = [make_trace(str(n), n) for n in (60, 80)]
-    run = replay_all(traces, [kvsim.policy("tova")], ["25%"], interval=8)
-    short = run.table.filter((pl.col("trace") == "80") | (pl.col("metric") == "output_error"))
-
-    assert summarise(short)["budget"].to_list() == [18]
-
-
 def test_two_policies_that_look_alike_are_refused():
     """Unless parameters tell their results apart; what a policy protects is one of them."""
     first = kvsim.policy("tova")
@@ -211,18 +202,6 @@ def test_two_policies_that_look_alike_are_refused():
         first.params,
         {**first.params, "protect": protect},
     ]
-
-
-def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():
-    """Means of means, so that a trace with more heads or regions does not count more."""
-    trace = make_trace()
-    run = replay_all([trace], [kvsim.policy("tova")], [16], interval=8)
-
-    summary = summarise(run.table).row(0, named=True)
-
-    error = run.table.filter(pl.col("metric") == "output_error")["value"].mean()
-    assert summary["output_error"] == pytest.approx(error)
-    assert summary["iou_chance"] == pytest.approx(16 / (16 + 2 * 8), rel=0.01)
 
 
 def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
