@@ -11,7 +11,7 @@ import pytest
 
 import kvsim
 from apps.dashboard import line_charts, runs
-from kvsim.analysis.folder import bind, read_run
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
@@ -250,32 +250,6 @@ def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monke
     assert same == [False, False, True, True]
     assert len(built) == 2
     assert sum(map(len, after)) < 30_000
-
-
-def test_names_are_text_and_nothing_else(opened, ran, tmp_path, hostile_tokens):
-    """Of runs, traces, policies and labels: escaped in pictures, plain in tables and files."""
-    saved = read_run(ran / "several").table
-    names = dict(zip(POLICIES, hostile_tokens, strict=False))
-    table = saved.with_columns(
-        policy=pl.col("policy").replace_strict(names),
-        domain=pl.col("trace").replace_strict(
-            dict(zip(saved["trace"].unique(maintain_order=True), hostile_tokens[3:], strict=False))
-        ),
-        trace=pl.format("{}<img src='http://names.invalid/t.png'>", "trace"),
-    )
-    folder = tmp_path / "<img src='x'> [a](b)"
-    folder.mkdir()
-    table.write_parquet(folder / "results.parquet")
-    bind(folder, {"note": "<script>"})
-    app = opened(tmp_path, "compare", run=folder.name, by="domain")
-
-    assert not app.exception
-    assert app.multiselect(key="policies").value == list(names.values())
-    for chart in app.get("plotly_chart"):
-        assert "<img" not in chart.proto.spec
-        assert "<a href" not in chart.proto.spec
-    said = [one.value for kind in ("markdown", "caption", "info") for one in app.get(kind)]
-    assert not any("<img" in one or "tokens.invalid" in one for one in said)
 
 
 def test_the_recorded_model_judges_on_request(opened, tmp_path):

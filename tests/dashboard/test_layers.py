@@ -148,17 +148,3 @@ def test_a_trace_too_short_is_said_to_be(opened, folder, name):
 
     assert not app.exception
     assert app.info
-
-
-def test_tokens_are_text_and_nothing_else(opened, tmp_path, hostile_tokens):
-    """In hover texts of the pattern, and of a trace whose name is markup."""
-    texts = [hostile_tokens[i % len(hostile_tokens)] for i in range(130)]
-    settling_trace(
-        3, 130, prompt_len=100, token_text=texts, name="<img src='http://names.invalid/a.png'>"
-    ).save(tmp_path / "trace.zarr")
-    app = opened(tmp_path, "layers")
-
-    assert not app.exception
-    for chart in app.get("plotly_chart"):
-        for markup in ("<img", "<script", "<a href", "<b>bold"):
-            assert markup not in chart.proto.spec

@@ -14,7 +14,6 @@ from apps.tiny.model import build
 from apps.tiny.results import Results, digest
 from apps.tiny.tokenizer import save_tokenizer
 from kvsim.policies import names
-from kvsim.recorder import capture
 from kvsim.studies.language.tasks import prompts
 from kvsim.tiny import PATH
 
@@ -36,44 +35,6 @@ def sample():
 def counts(*hits, n=40):
     """A policy for each number of exact chains."""
     return [eviction.Count(f"p{k}", 0.2, n, k, n, 0.5, 0.9) for k in hits]
-
-
-def test_the_trace_of_a_right_response_is_that_of_decoding_it(model, sample):
-    """Read at once or token after token, the model's attention sees the same."""
-    tokens = collate([sample]).tokens[0]
-    decoded = capture(model, None, tokens[:20].tolist(), max_new_tokens=30)
-    found = eviction.gold_trace(model, decoded.read("tokens"), 20)
-
-    assert (found.prompt_len, found.n_pos) == (20, 50)
-    assert found.rope == decoded.rope
-    for name in ("q", "k", "v", "attn_out", "lse"):
-        torch.testing.assert_close(found.read(name), decoded.read(name), rtol=1e-4, atol=1e-4)
-
-
-def test_a_wrong_word_spoils_the_chain_from_there_on(sample):
-    """What counts as exact, reached and right; the report is no part of the chain."""
-    words = sample.response.split()
-    right = torch.ones(len(words) + 1, dtype=torch.bool)
-    right[len(words)] = False  # <eos>
-    assert eviction.judge(sample, right) == eviction.Outcome(
-        chain=True, reached=1.0, right=1.0, answer=True
-    )
-
-    report = right.clone()
-    report[sample.chain_words + 2] = False
-    one = eviction.judge(sample, report)
-    assert (one.chain, one.reached, one.answer) == (True, 1.0, True)
-    assert one.right == pytest.approx(1 - 1 / len(words))
-
-    middle = right.clone()
-    middle[12] = middle[20] = False
-    one = eviction.judge(sample, middle)
-    assert (one.chain, one.answer) == (False, True)
-    assert one.reached == pytest.approx(12 / sample.chain_words)
-
-    last = right.clone()
-    last[sample.chain_words - 2] = False  # d #0 a ;
-    assert not eviction.judge(sample, last).answer
 
 
 def test_a_model_that_knows_the_answer_is_exact(model, sample, monkeypatch):
