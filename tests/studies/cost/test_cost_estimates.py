@@ -47,19 +47,6 @@ def test_full_cache_before_the_selection():
     assert cost.entries[24] == pytest.approx(0.9 * 128 * K + 0.1 * 2048)  # between 23 and 24
 
 
-def test_two_passes_cost_more_than_one():
-    """A second pass adds exactly all layers over the kept rows, less those of the first way."""
-    once, twice = (
-        estimate(LLAMA_8B, kvsim.policy(name), 2048, 64 * K, selection_layer=20)
-        for name in ("asl", "asl_2pass")
-    )
-    again = LLAMA_8B.layer_flops(2048) / LLAMA_8B.layer_flops(64 * K)
-
-    assert twice.prefill_ratio - once.prefill_ratio == pytest.approx(21 / 32 * again)
-    assert twice.rows[0] == 64 * K + 2048
-    assert twice.rows[-1] == 2048
-
-
 def test_assumed_depth_of_other_models():
     """Of a model with other layers the same depth is assumed, and the report says so."""
     cost = estimate(BIG, kvsim.policy("asl"), 2048, 128 * K)

@@ -224,28 +224,6 @@ def test_the_curve_selects_where_replay_does(layers, name, piece):
     assert layers < 3 or len(selected) > 2  # not all the same: the test can tell them apart
 
 
-def test_the_trace_is_read_once():
-    """Curves, grids and tables come from the ranking alone."""
-    trace = settling_trace(12)
-    one = ranking(trace)
-
-    class Gone:
-        shapes = trace.source.shapes
-        positions = trace.source.positions
-
-        def read(self, *_):
-            raise AssertionError("an array was read again")
-
-    trace.source = Gone()
-    with pytest.raises(AssertionError, match="read again"):
-        ranking(trace)
-    found = [diagnose(trace, one, budget, gold=[3]) for budget in (40, 80)]
-
-    assert layer_table(found).height == 24
-    assert one.grid(64).layers.shape == (10, 11)
-    assert one.curve(64).selected(tau=2.0) == 4
-
-
 def test_window_attention_is_that_of_the_trace():
     """Mean over query heads of full attention; columns are pooled by their maximum."""
     trace = settling_trace(2, n=50)
