@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ from kvsim.errors import CaptureError, NeedsError, TraceError
 from kvsim.recorder import capture
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.modules import attention_modules
-from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.store.publication import require_chunks
 from kvsim.studies.language import tasks
@@ -119,14 +117,6 @@ def test_other_arrays_and_digest_are_the_same(tmp_path):
     assert not without.has("residual")
 
 
-def test_a_residual_stream_has_checksums(tmp_path):
-    """A trace with a residual stream has a checksum for each layer of it."""
-    path = make().save(tmp_path / "a.zarr")
-
-    attributes = json.loads((path / "zarr.json").read_text())["attributes"]
-    assert len(attributes["checksums"]["residual"]) == 2
-
-
 def test_more_than_float16_holds_is_refused(tmp_path):
     """Massive activations do not fit into float16 storage: one clear line, no trace."""
     model = build()
@@ -139,24 +129,6 @@ def test_more_than_float16_holds_is_refused(tmp_path):
 
     assert list(tmp_path.iterdir()) == []
     assert float(capture(model, None, ids(20), **options).residual.abs().max()) > 65504
-
-
-def test_blocks_are_written_while_the_model_generates(tmp_path):
-    """Whole blocks of the stream are on disk as soon as those of the other arrays are."""
-    seen = {}
-
-    def chunks(done, total):
-        (folder,) = tmp_path.iterdir()
-        seen[done] = sum(file.is_file() for file in folder.glob("residual/c/*/*/*"))
-
-    capture(
-        small("llama"), None, ids(200), max_new_tokens=320, residual=True,
-        out=tmp_path / "a.zarr", progress=chunks,
-    )  # fmt: skip
-
-    assert {done: seen[done] for done in (200, 255, 256, 511, 512, 520)} == {
-        200: 0, 255: 0, 256: 3, 511: 3, 512: 6, 520: 9,
-    }  # fmt: skip
 
 
 # --- what is refused ---
@@ -329,21 +301,6 @@ def test_attention_of_other_rows_is_refused():
         capture(model, None, ids(9), max_new_tokens=0, residual=True)
 
 
-def test_no_hook_stays_after_an_error():
-    """An exception while the model generates takes all hooks away."""
-    model = build()
-    before = hooks(model)
-
-    def fail(done, total):
-        assert hooks(model) != before
-        raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        capture(model, None, ids(9), residual=True, progress=fail)
-
-    assert hooks(model) == before
-
-
 def test_no_hidden_state_is_held_after_an_error():
     """When a layer fails, what flowed into and out of layers is let go."""
     model = build()
@@ -363,24 +320,6 @@ def test_no_hidden_state_is_held_after_an_error():
 
 
 # --- traces ---
-
-
-def test_parts_are_read(tmp_path):
-    """Layers and positions are cut alike in memory and on disk, where a layer has own chunks."""
-    trace = make()
-    stored = open_trace(trace.save(tmp_path / "a.zarr"))
-    again = open_trace(stored.save(tmp_path / "b.zarr"))
-
-    part = slice(1, 2), slice(250, 260)
-    for one in (trace, stored, again, trace.per_query_head()):
-        assert torch.equal(one.read("residual", *part), trace.residual[part])
-        assert torch.equal(one.read("residual", pos=slice(0, 3)), trace.residual[:, :3])
-    array = zarr.open_group(stored.path, mode="r")["residual"]
-    assert array.chunks == (1, 256, 12)
-    assert array.metadata.dimension_names == AXES["residual"] == ("layer", "pos", "hidden")
-    assert stored.to_xarray()["residual"].dims == AXES["residual"]
-    assert trace.to_xarray()["residual"].dims == AXES["residual"]
-    assert trace.digest == stored.digest == make(residual=None).digest
 
 
 def test_a_trace_without_it_says_how_to_record_it():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import warnings
@@ -22,7 +21,7 @@ from kvsim.core.attention import causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION, WIDE_VERSION
-from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publication, recover, verify
+from kvsim.store import TraceWriter, describe, open_trace, publication, recover, verify
 from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
@@ -357,63 +356,6 @@ def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_race_for_the_path_loses_nothing(tmp_path, monkeypatch):
-    """If something appears at the path while a trace is written, both stay."""
-    path = tmp_path / "a.zarr"
-    rename = publication._rename
-
-    def meanwhile(folder, target, **options):
-        path.mkdir()
-        (path / "mine.txt").write_text("mine")
-        rename(folder, target, **options)
-
-    monkeypatch.setattr(publication, "_rename", meanwhile)
-
-    with pytest.raises(TraceExistsError, match=r"the complete trace is kept.*--out OTHER"):
-        make().save(path)
-
-    monkeypatch.undo()
-    (draft,) = find_drafts(tmp_path)
-    assert (path / "mine.txt").read_text() == "mine"
-    assert verify(recover(draft.path, out=tmp_path / "b.zarr")).ok
-    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "b.zarr"]
-
-
-def test_a_failed_rename_puts_the_old_trace_back(stored, monkeypatch):
-    """If the new trace cannot be renamed in, the old one is back at its place; both are whole."""
-    rename = Path.rename
-
-    def fail_for_new(self, target):
-        if ".tmp-" in self.name:
-            raise OSError("disk gone")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail_for_new)
-
-    with pytest.raises(TraceError, match=r"cannot be written.*disk gone"):
-        make(prompt_len=20).save(stored, overwrite=True)
-
-    monkeypatch.undo()
-    assert open_trace(stored).prompt_len == 10
-    assert open_trace(recover(stored, overwrite=True)).prompt_len == 20
-    assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
-
-
-def test_an_interrupt_leaves_nothing(stored, monkeypatch):
-    """Ctrl-C while writing keeps what was there and leaves nothing else."""
-
-    def interrupt(self, name, layer, block):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TraceWriter, "append", interrupt)
-
-    with pytest.raises(KeyboardInterrupt):
-        make(prompt_len=20).save(stored, overwrite=True)
-
-    assert open_trace(stored).prompt_len == 10
-    assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
-
-
 def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch):
     """Even before there is a context manager to clean up."""
 
@@ -491,41 +433,6 @@ def test_texts_of_numpy_are_saved_as_texts(tmp_path):
     opened = open_trace(make(token_text=texts).save(tmp_path / "made.zarr"))
 
     assert opened.token_text == texts
-
-
-def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path, warm_python):
-    """After a kill the path is free and what remains is hidden, incomplete and refused."""
-    program = """
-import sys, time, torch
-from kvsim.core.attention import Formula
-from pathlib import Path
-from kvsim import Rope
-from kvsim.store import TraceWriter
-from kvsim.core.header import Header
-shapes = {"q": (1, 2, 512, 8), "k": (1, 1, 512, 8), "v": (1, 1, 512, 8)}
-writer = TraceWriter(Path(sys.argv[1]), shapes=shapes, layer_ids=[0],
-                     source_dtypes=dict.fromkeys(shapes, "float32"))
-writer.begin(Header(prompt_len=1, formulas=(Formula(1.0),), ropes=(Rope.default(8),),
-                    layer_ids=(0,)))
-for name, shape in shapes.items():
-    writer.append(name, 0, torch.ones(shape[1], 256, 8))
-print("written", flush=True)
-time.sleep(60)
-"""
-    path = tmp_path / "a.zarr"
-    process = subprocess.Popen(
-        [warm_python, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "written\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".a.zarr.tmp-")
-    with pytest.raises(TraceError, match=r"incomplete \(256 tokens were written\)"):
-        open_trace(left)
-    assert open_trace(make().save(path)).n_pos == N
 
 
 def test_a_missing_block_is_not_published(tmp_path):
