@@ -137,18 +137,6 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
     assert [r.events for r in lived.records] == [r.events for r in replayed.records]
 
 
-def test_one_layer_alone_equals_its_replay(model, trace):
-    """Sets of the layer that evicts, and the error of its output; one value is no list."""
-    run = kvsim.live(model, trace, "tova", 16, interval=8, layers=[1], metrics="output_error")
-    replay = kvsim.replay(trace, kvsim.policy("tova"), 16, interval=8, layers=[1])
-    expected = kvsim.measure(trace, replay, ["output_error"])["value"].to_list()
-
-    (record,) = run.records
-    assert record.layers == (1,)
-    assert (record.evicted_at == replay.evicted_at).all()
-    assert only(run.table, "output_error") == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeypatch):
     """Cells that are done when a run is interrupted are not run again."""
     ran = []
