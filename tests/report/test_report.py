@@ -156,17 +156,6 @@ def test_a_page_opens_with_the_verdict_as_a_table(tmp_path):
     assert [row[5] for row in rows[1:]] == ["tied", "tied", "not decided"]
 
 
-def test_verdicts_follow_from_the_intervals(tmp_path):
-    """What lies above zero on all prompts holds, beside its number."""
-    values = {"tova": [2.0, 2.2, 2.1] * 2, "ams": [1.0, 1.1, 1.0] * 2}
-    folder = saved(tmp_path / "r", values, interval=16, prefill=False)
-    page = read(write_report([folder], tmp_path / "r.html"))
-
-    assert re.search(r"AMS is better than tova\s*holds", page.text)
-    assert "+1.067" in page.text
-    assert re.search(r"Of \d+ claims these results have numbers for \d+: \d+ hold", page.text)
-
-
 def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
     """Every claim is on the page, with the command that gives what it lacks."""
     out = write_report([saved(tmp_path / "r", {"h2o": [0.1, 0.2]})], tmp_path / "r.html")
