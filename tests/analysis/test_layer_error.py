@@ -13,7 +13,7 @@ import kvsim
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.summaries import averages, between_levels, compare, stages
+from kvsim.analysis.summaries import averages, between_levels, compare, per_prompt, stages
 from kvsim.errors import NeedsError
 from kvsim.recorder import load_model
 from kvsim.schema import NEVER
@@ -241,6 +241,16 @@ def test_summaries_add_up_its_layers_and_average_those_of_other_metrics(run):
     differences = compare(table, "tova").filter(metric="layer_error", requested="25%")
     one, other = (expected_sum(table, policy=x, share="25%") for x in ("streaming_llm", "tova"))
     assert differences["mean"].item() == pytest.approx(one - other)
+
+
+def test_a_value_that_stands_twice_in_a_table_counts_once_in_the_sum(run):
+    """Layers of which a Table has two levels weigh as much as the others."""
+    table = run.table.filter(policy="tova", metric="layer_error")
+    again = table.filter(pl.col("layer") < 3)
+
+    twice = per_prompt(pl.concat([table, again]))
+
+    np.testing.assert_allclose(twice["value"], per_prompt(table)["value"])
 
 
 def test_two_levels_of_fidelity_are_compared_by_the_sum_of_the_layers_that_both_have(run):

@@ -140,6 +140,52 @@ def test_the_first_event_has_none_before(page):
     assert (moved.value, moved.delta) == ("-", "first event")
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("selectbox", "layer", 0),
+        ("selectbox", "head", 3),
+        ("selectbox", "scorer", "snapkv"),
+        ("number_input", "budget", 64),
+        ("number_input", "interval", 16),
+        ("select_slider", "event", 289),
+        ("slider", "segment_mass", 0.25),
+        ("number_input", "min_segment", 16),
+        ("number_input", "max_segment", 32),
+        ("number_input", "min_quota", 4),
+        ("slider", "credit_decay", 0.5),
+        ("slider", "credit_mix", 0.1),
+        ("number_input", "window", 8),
+        ("selectbox", "mode", "reference"),
+        ("selectbox", "suffix_fill", "observed"),
+        ("number_input", "sink", 0),
+        ("number_input", "recent", 8),
+    ],
+)
+def test_every_control_replays_the_layer(page, trace, kind, key, value):
+    """No exception; the figure is that of a replay with the value."""
+    app = page()
+    (control,) = [one for one in app.get(kind) if one.key == key]
+
+    control.set_value(value)
+    app.run()
+
+    assert not app.exception
+    terms = {"layer": 2, "budget": 128, "interval": 32, "scorer": "tova"}
+    head, event = 0, 449
+    if key == "head":
+        head = value
+    elif key == "event":
+        event = value
+    else:
+        terms[key] = value
+    record, _ = replayed(trace, **terms)
+    events = {one.row: one for one in segmented(record, terms["layer"], head)}
+    one = events[event]
+    assert drawn(app)["quota"][1].tolist() == one.quota.tolist()
+    assert drawn(app)["kept"][1].tolist() == one.counts(one.kept).tolist()
+
+
 def test_downloads_are_the_tables_and_the_figure(page, trace):
     """A row for each segment of each event; the figure is a PNG."""
     app = page(layer="0")

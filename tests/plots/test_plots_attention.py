@@ -171,6 +171,17 @@ def test_sparsity_names_axes_and_fidelity(table):
     assert "streaming_llm, budget 32: all keys" in titles
 
 
+def test_many_layers_have_a_colour_bar(table):
+    """Where a legend would have more entries than fit."""
+    deep = pl.concat([table.with_columns(layer=pl.col("layer") + 2 * i) for i in range(6)])
+
+    figure = sparsity_curves(deep)
+
+    assert figure.legends == []
+    assert figure.axes[-1].get_ylabel() == "layer (dashed: mean)"
+    assert figure.axes[-1].get_ylim() == (0, 11)
+
+
 def test_a_table_without_sparsity_is_an_error(table):
     """It says what to measure, or which layers there are not."""
     with pytest.raises(PolicyError, match="measure sparsity and sparsity_compressed"):

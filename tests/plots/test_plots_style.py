@@ -11,6 +11,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from kvsim.plots.style import (
     Panels,
+    bare_series,
     caption,
     clip_far,
     far_off,
@@ -102,6 +103,19 @@ def test_the_caption_fits_and_keeps_its_fidelity(name):
     assert not figure._suptitle.get_parse_math()
 
 
+@pytest.mark.parametrize("width", range(3, 9))
+def test_a_caption_is_not_broken_before_a_unit(width):
+    """`95 %` stays on one line, whatever the width of the figure."""
+    figure = Figure(figsize=(width, 3))
+    text = "Where kept entries lie: layer 11, KV head 3, mean over 12 prompts, with 95 % interval"
+
+    caption(figure, text, ["exact", "open"])
+
+    said = figure.get_suptitle()
+    assert "95 %" in said
+    assert widest(figure) <= 1
+
+
 @pytest.mark.parametrize("count", [1, 3, 11])
 @pytest.mark.parametrize("size", [4, 24, 200])
 def test_the_legend_fits_if_any_number_of_columns_does(count, size):
@@ -175,6 +189,17 @@ def test_values_that_others_press_down_have_a_logarithmic_axis(values, scale):
         figure, axis = lines([])
         clip_far(axis, points, series(["a"]), share=True)
         assert axis.get_yscale() == "linear"
+
+
+def test_lines_without_markers_differ_in_dashes():
+    """All five that the dashes tell apart, and in colours as other figures."""
+    names = [*map(str, range(5))]
+
+    bare, marked = bare_series(names), series(names)
+
+    assert len({str(one["linestyle"]) for one in bare.values()}) == 5
+    assert {one["marker"] for one in bare.values()} == {""}
+    assert [one["color"] for one in bare.values()] == [one["color"] for one in marked.values()]
 
 
 @given(st.text())

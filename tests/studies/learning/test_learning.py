@@ -196,6 +196,17 @@ def test_projections_are_learned_and_bind_to_the_model(paths, tmp_path):
         kvsim.replay(wide, learning.name, 8)
 
 
+def test_random_features_stay_as_they_were_drawn():
+    """With `fixed` the hidden layer is that of the seed, and only the last one is fitted."""
+    random = torch.Generator().manual_seed(0)
+    keep, drop = torch.rand(2, 64, 2, generator=random)
+    pairs = Pairs(keep + 1, drop, torch.ones(64), torch.zeros(64))
+    few, many = (fit(pairs, [5], steps=steps, fixed=True)[2] for steps in (1, 40))
+    assert torch.equal(few[0][0], many[0][0])
+    assert not torch.equal(few[1][0], many[1][0])
+    assert not torch.equal(fit(pairs, [5], steps=40)[2][0][0], many[0][0])
+
+
 def test_learning_beats_chance_on_prompts_held_out(paths, tmp_path):
     """From traces in a folder to a file whose policy retains more than random sets do."""
     out = tmp_path / "s.safetensors"
@@ -227,6 +238,14 @@ def test_a_result_on_a_trace_that_it_was_learned_from_says_so(paths, tmp_path):
         for policy in (learning.name, f"global+{learning.name}"):
             remark = kvsim.replay(trace, policy, 8, interval=4).remark
             assert ("learned on this trace" in remark) == expected
+
+
+def test_prompts_to_test_on_may_be_others(paths, tmp_path):
+    """Then all given ones are learned from; shares of the length are budgets of each trace."""
+    test = [trace_of(9, n=36)]
+    out = tmp_path / "s.safetensors"
+    done = learn(paths, "20%", out, test=test, interval=4, steps=20, rounds=1, against="random")
+    assert (len(done.trained), done.held_out) == (6, ("t9",))
 
 
 @pytest.mark.parametrize(
@@ -263,6 +282,15 @@ def test_what_cannot_work_is_refused_before_anything_is_learned(
     with pytest.raises(error, match=rf"^[^\n]*{words}[^\n]*$"):
         learn(**{**given, **changed})
     assert not (tmp_path / "s.safetensors").exists()
+
+
+def test_a_file_that_is_there_is_kept(paths, tmp_path):
+    """Unless it is to be replaced."""
+    out = tmp_path / "s.safetensors"
+    out.write_text("mine")
+    with pytest.raises(OutputError, match=r"s\.safetensors"):
+        learn(paths, 8, out)
+    assert out.read_text() == "mine"
 
 
 def test_the_command_learns_and_says_what_it_is_worth(monkeypatch, paths, tmp_path):
