@@ -12,14 +12,18 @@ import torch
 import kvsim
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
+from kvsim.plots import layer_overlap, rank_pattern, variance_curves
+from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
 from kvsim.schema import merged
 from kvsim.studies.expectation.queries import Queries
+from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks
+from kvsim.studies.layers.tables import diagnose
 from kvsim.studies.segments.segmentation import segmented
 from kvsim.sweeps.driver import replay_all
-from traces import changed
+from traces import changed, random_trace
 
 DIM = 8
 PLAIN = Formula(0.3)
@@ -309,3 +313,31 @@ def test_a_record_without_internals_says_so():
     record = kvsim.replay(make(), kvsim.policy("ams", window=8), 40, interval=8)
     with pytest.raises(PolicyError, match="has no decisions; replay it with internals=True"):
         segmented(record, 1, 0)
+
+
+def test_one_layer_is_one_layer(tmp_path, run):
+    """A single layer and head, one ranked token that goes on, no value at all."""
+    one = random_trace(layers=1, heads=1, group=1, n=120, prompt_len=90, name="one")
+    path = one.save(tmp_path / "one.zarr")
+
+    _, out, _ = run("replay", path, "--policy", "tova", "--budget", "20", "--metric", "repetition")
+    assert "one: 120 tokens (prompt 90), 1 layer, 1 KV head\n" in out
+    assert out.endswith("No values: none of the metrics can be computed on these traces.\n")
+    _, out, _ = run("layers", path, "--budget", "33")
+    assert "58 are ranked, 1 layer\n" in out
+    assert "if all were equal; Jaccard index of the first 1 token, 0.01 by chance.\n" in out
+    assert "nan" not in out
+    _, out, _ = run("info", path)
+    assert "shape          1 layer, 1 query head, 1 KV head, dim 8\n" in out
+
+
+def test_an_axis_of_one_layer_has_one_tick():
+    """At the layer, and none between layers that there are not."""
+    one = make((PLAIN,))
+    found = diagnose(one, ranking(one, ASL(window=8)), 40)
+    drawn = (variance_curves([found]), layer_overlap([found]))
+    for figure in drawn:
+        axis = figure.axes[-1]
+        low, high = axis.get_xlim()
+        assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0]
+    assert "among the first k in the last layer\n" in rank_pattern(found).get_suptitle()

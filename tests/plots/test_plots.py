@@ -8,7 +8,9 @@ import torch
 import kvsim
 from kvsim import plots
 from kvsim.analysis.output.error import output_error
+from kvsim.plots.records import _cells
 from kvsim.policies.asl import ASL
+from kvsim.studies.layers import figures as module
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.tables import diagnose, distribution, selection_table
 from traces import random_trace
@@ -179,6 +181,20 @@ def test_variance_curves_show_threshold_and_selection(layered):
     )
 
 
+def test_many_curves_have_no_names():
+    """More traces than colours are drawn alike, without a legend."""
+    found = []
+    for seed in range(11):
+        trace = deep(seed, name=f"d{seed}")
+        found.append(diagnose(trace, ranking(trace, ASL(window=16)), 32))
+
+    many, few = plots.variance_curves(found), plots.variance_curves(found[:2])
+
+    assert many.legends == []
+    assert len(few.legends[0].get_texts()) == 2
+    assert "11 traces" in many.get_suptitle()
+
+
 def test_the_grid_names_its_layers(layered):
     """A cell per first layer and look-back, with the layer or `never`, hatched where cut short."""
     trace, found = layered
@@ -212,6 +228,22 @@ def test_the_rank_pattern_is_in_the_order_of_the_last_layer(layered):
     np.testing.assert_allclose(sorted(image[-1]), sorted(ranked[-1, union]))
     assert bar.get_ylabel() == "rank, of 70"
     assert "fidelity: exact" in figure.get_suptitle()
+
+
+def test_a_wide_rank_pattern_is_pooled(layered, monkeypatch):
+    """Neighbours share a column: the geometric mean of their ranks, and the title says so."""
+    _, found = layered
+    whole = np.asarray(plots.rank_pattern(found[0]).axes[0].images[0].get_array())
+    monkeypatch.setattr(module, "_PIXELS", 5)
+
+    figure = plots.rank_pattern(found[0])
+
+    pooled = np.asarray(figure.axes[0].images[0].get_array())
+    factor = -(-whole.shape[1] // 5)
+    np.testing.assert_allclose(pooled[:, 0], np.exp(np.log(whole[:, :factor]).mean(1)))
+    rest = (pooled.shape[1] - 1) * factor
+    np.testing.assert_allclose(pooled[:, -1], np.exp(np.log(whole[:, rest:]).mean(1)))
+    assert f"geometric mean of {factor}" in figure.get_suptitle()
 
 
 def test_attention_of_the_layers_is_masked_after_the_row(layered):
@@ -301,3 +333,12 @@ def test_shallow_models_have_every_figure(layers):
     ):
         figure.draw_without_rendering()
         assert "exact" in " ".join(drawn_text(figure))
+
+
+def test_rows_that_a_layer_does_not_have_are_blank():
+    """A row of the prompt that did not go on sees nothing and misses nothing."""
+    last = np.array([9, 0, 9, 2, 9], np.int32)  # rows 1 and 3 never entered the layer
+    cells = _cells(last, np.zeros((5, 5), dtype=bool))
+
+    assert (cells[[1, 3]] == 0).all()
+    assert cells[4].tolist() == [1, 3, 1, 3, 1]

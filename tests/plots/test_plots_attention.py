@@ -155,6 +155,13 @@ def test_sparsity_over_p_is_that_of_loops(traces, table):
     assert curve(figure.axes[3], "mean")[0.05] == pytest.approx(cells["value"].mean())
 
 
+def test_sparsity_of_one_layer_has_no_mean_line(table):
+    """The layer that was requested alone."""
+    axis = sparsity_curves(table, layers=[1]).axes[0]
+
+    assert [line.get_label() for line in axis.lines] == ["layer 1"]
+
+
 def test_sparsity_names_axes_and_fidelity(table):
     """p, share, and what can be trusted how far; at two budgets rows name theirs."""
     more = pl.concat([table, table.with_columns(budget=pl.col("budget") + 8)])

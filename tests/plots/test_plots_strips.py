@@ -154,6 +154,15 @@ def test_axes_and_caption_say_what_is_shown(trace, records):
     figure.draw_without_rendering()  # neither a token nor a name is taken for mathematics
 
 
+def test_budgets_tell_strips_apart(trace):
+    """Where there are several, as they were asked for."""
+    records = [kvsim.replay(trace, kvsim.policy("tova"), b, interval=20) for b in (20, 40)]
+
+    _, found = strips_after(trace, [replace(records[0], share="10%"), records[1]])
+
+    assert [one.name for one in found] == ["tova, 10%", "tova, 40"]
+
+
 @pytest.mark.parametrize("length", [5, 40, 64, 65, 200])
 def test_the_closer_look_is_at_the_longest_run(length):
     """All of a short run and what is around it; of a long one where the others keep most."""

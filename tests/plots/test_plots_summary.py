@@ -206,3 +206,20 @@ def test_a_metric_without_a_better_direction_has_no_front(table):
     assert marks == [[0, 2], [0, 0]]
     assert middle.get_ylabel() == "middle coverage (share)"
     assert "on the front, where one direction is better" in figure.get_suptitle()
+
+
+def test_many_metrics_stand_in_rows_of_three(table):
+    """Whatever was requested, a panel each."""
+    names = ["output_error", "wipeout", "entries_seen"]
+    parts = [table, *(table.filter(metric="output_error").with_columns(metric=pl.lit(name))
+                      for name in ("missing_mass", "error_distance"))]  # fmt: skip
+
+    figure = over_budgets(pl.concat(parts), [*names, "missing_mass", "error_distance"])
+
+    assert [axis.get_ylabel().split(" (")[0] for axis in figure.axes] == [
+        *("output error", "wipeout", "entries seen", "missing mass", "error distance")
+    ]
+    places = [axis.get_subplotspec() for axis in figure.axes]
+    assert [(one.rowspan.start, one.colspan.start) for one in places] == [
+        *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
+    ]

@@ -235,6 +235,38 @@ def test_bars_are_lifts_with_wilsons_interval():
     lift_bars(trace, record).draw_without_rendering()  # no token is taken for mathematics
 
 
+def test_bars_of_hostile_tokens_have_names_that_fit():
+    """Escaped, cut, no mathematics, and the panel keeps its width."""
+    trace = made([*HOSTILE, "z" * 5000], n=180)
+    record = kvsim.replay(trace, kvsim.policy("tova"), budget=160, interval=10)
+
+    figure = lift_bars(trace, record)
+
+    (axis,) = figure.axes
+    names = [tick.get_text().rsplit("  (", 1)[0] for tick in axis.get_yticklabels()]
+    assert len(names) == len(HOSTILE) + 1
+    assert {"\\ud800", "\\u202e", "\\x00", "\\u6f22", "$x^2$", "z" * 21 + "..."} < {*names}
+    assert all(len(name) <= 24 and name.isascii() and name.isprintable() for name in names)
+    assert not any(tick.get_parse_math() for tick in axis.get_yticklabels())
+    figure.draw_without_rendering()
+    assert axis.get_window_extent().width > 0.5 * figure.bbox.width
+
+
+def test_a_long_caption_stands_above_the_text():
+    """Its lines make the figure higher."""
+    traces = [made(["word "], name=name) for name in ("short", "a name " * 60)]
+    figures = [
+        token_text(one, kvsim.replay(one, kvsim.policy("tova"), budget=20, interval=25))
+        for one in traces
+    ]
+
+    for figure in figures:
+        figure.draw_without_rendering()
+        title = figure._suptitle.get_window_extent()
+        assert title.y0 >= figure.axes[0].get_window_extent().y1
+        assert title.x0 >= 0
+
+
 def test_what_cannot_be_shown_is_an_error(trace, record):
     """No text, a row outside, a record of another trace, no frequent token."""
     with pytest.raises(NeedsError, match="no text of its tokens"):

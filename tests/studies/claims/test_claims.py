@@ -616,6 +616,40 @@ def test_the_wipe_out_claim_is_over_the_whole_grid():
     assert one.verdict == NOT
 
 
+def test_budgets_are_shares_too():
+    """They come in the order of the entries that they were."""
+    found = table(
+        *(
+            rows(name, [value, value + 0.1], budget=budget, share=share)
+            for name, value in (("tova", 2.0), ("ams", 1.0))
+            for share, budget in (("50%", 900), (None, 1000), ("5%", 90))
+        )
+    )
+
+    assert list(answer(found, "Q8", "AMS is better than tova").votes) == [
+        "budget 5%",
+        "budget 50%",
+        "budget 1000",
+    ]
+    assert list(answer(found, "Q10", "output error").votes) == [
+        "budget 5%",
+        "budget 5% against 1000",
+    ]
+
+
+def test_a_smaller_loss_is_no_growing_lead():
+    """AMS behind TOVA at every budget, least at the smallest."""
+    found = table(
+        *(
+            rows(name, [value, value + 0.1], budget=budget)
+            for budget, gap in ((32, 1.0), (64, 2.0))
+            for name, value in (("tova", 3.0), ("ams", 3.0 + gap))
+        )
+    )
+
+    assert answer(found, "Q10", "output error").verdict == NOT
+
+
 @given(
     gaps=st.lists(st.floats(-3, 3), min_size=1, max_size=9),
     base=st.floats(-5, 5),
