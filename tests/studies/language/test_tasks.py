@@ -62,31 +62,6 @@ def test_a_page_has_the_sizes_that_were_asked_for(
     assert " ".join(text.split()) == text
 
 
-@given(st.integers(0, 2**32), st.sampled_from(TASKS), st.integers(2, 160), st.integers(1, 128))
-def test_the_agenda_has_an_entry_every_few_lines(
-    seed: int, task: str, facts: int, lines: int
-) -> None:
-    """Never after the last line; what it says is news, and the sums that it checks are plain."""
-    sample = make(seeded(seed), task=task, facts=facts, lines=lines)
-    page = read(sample.prompt)
-    last = sample.lines - 1
-    period = PERIOD.get(task, sample.lines)
-
-    assert list(page.agenda) == [k for k in range(last, 0, -1) if k % period == 0]
-    reported = counters([word.text for word in page.report])
-    assert len(set(reported)) == len(reported)
-    assert reported[-1] == 0
-    if task == "check":
-        checked = [int(entry[0].text[1:]) for entry in page.agenda.values()]
-        assert last not in page.agenda
-        assert all(k < j for k, j in zip(page.agenda, checked, strict=True))
-        assert not {*checked, *reported} & set(page.agenda)
-    if task == "wait":
-        kinds = [kind.text for kind, _ in page.agenda.values()]
-        assert len(set(kinds)) == len(kinds)
-        assert all(page.key[kind.text].text != digit.text for kind, digit in page.agenda.values())
-
-
 def test_a_row_says_all_that_a_prompt_file_needs() -> None:
     """The row of a sample has its text, its answer, and what tables are grouped by."""
     (sample,) = prompts(1, task="wait", level=2, domain="ore")
