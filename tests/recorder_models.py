@@ -20,9 +20,14 @@ def build(family, attention="sdpa", **changes):
 
 
 @functools.cache
-def small(family, attention="sdpa"):
+def small(family, attention="sdpa", **changes):
     """A random model of the family, made once."""
-    return build(family, attention)
+    return build(family, attention, **changes)
+
+
+def four_layers():
+    """A random qwen2 model, made once."""
+    return small("qwen2", num_hidden_layers=4)
 
 
 @functools.cache
