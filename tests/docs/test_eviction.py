@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import eviction
-from apps.tiny.curriculum import collate
 from apps.tiny.model import build
 from apps.tiny.results import Results, digest
 from apps.tiny.tokenizer import save_tokenizer
@@ -35,36 +33,6 @@ def sample():
 def counts(*hits, n=40):
     """A policy for each number of exact chains."""
     return [eviction.Count(f"p{k}", 0.2, n, k, n, 0.5, 0.9) for k in hits]
-
-
-def test_a_model_that_knows_the_answer_is_exact(model, sample, monkeypatch):
-    """Words are compared with the row before them, for each policy and budget by itself."""
-    tokens, start = collate([sample]).tokens[0], 1 + sample.prompt_words
-    tried = {name: eviction.policy(name) for name in ("full", "knorm", "tova")}
-    asked = []
-
-    def knowing(judge, records):
-        assert torch.equal(judge.trace.tokens, tokens)
-        asked.extend((record.policy, record.budget) for record in records)
-        logits = torch.nn.functional.one_hot(tokens[start:], 1000).float()
-        logits = logits.repeat(len(records), 1, 1)
-        logits[-1, 7] = 0.0  # the last record forgets a word
-        logits[-1, 7, 999] = 1.0
-        return logits
-
-    monkeypatch.setattr(eviction.Judge, "logits", knowing)
-    found = eviction.measure_sample(model, sample, tried, (0.25, 0.5))
-
-    n = len(tokens)
-    sizes = [round(0.25 * n), round(0.5 * n)]
-    assert asked == [("full", sizes[0])] + [(p, b) for p in ("knorm", "tova") for b in sizes]
-    *exact, last = found.values()
-    assert all(one.chain and one.right == 1 for one in exact)
-    assert last.reached == pytest.approx(7 / sample.chain_words)
-    assert list(found) == [
-        ("full", 0.25),
-        *((p, b) for p in ("knorm", "tova") for b in (0.25, 0.5)),
-    ]
 
 
 def test_the_policies_are_names_of_the_catalogue_with_styles_of_their_own():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from html.parser import HTMLParser
 
 import polars as pl
 import pytest
@@ -20,34 +19,16 @@ from kvsim.report import write_report
 from kvsim.schema import FIDELITY, FIDELITY_MEANING
 from kvsim.sweeps.driver import replay_all
 from tests.facts import facts
+from web import Reader
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
 HOSTILE = "<script>alert('x')</script>&\"' {body} [link](javascript:x)"
 
 
-class Reader(HTMLParser):
-    """What stands in a page: tags with their attributes, and its text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag, attrs):
-        """A tag."""
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        """Text between tags."""
-        self.text += data
-
-
 def read(path):
     """A page, parsed."""
-    reader = Reader()
-    reader.feed(path.read_text("utf-8"))
-    return reader
+    return Reader(path.read_text("utf-8"))
 
 
 def saved(folder, values, **more):

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 import kvsim
 from kvsim.analysis.results import task_of
-from kvsim.cli import main
 from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.studies.language.answers import answer_facts
@@ -441,19 +440,6 @@ def test_tasks(name, meta, task):
 # ------------------------------------------------------------------------------------ command line
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs `kvsim layers`; gives (status, standard output, standard error)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(["layers", *(str(argument) for argument in arguments)])
-        return end.value.code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """Paths of three traces of 24 layers."""
@@ -467,7 +453,7 @@ def stored(tmp_path_factory):
 
 def test_one_trace_has_a_table_of_its_layers(run):
     """A line per layer, with the rule in words and the fidelity."""
-    status, out, err = run("sample", "--budget", "64,50%", "--gold", "answer")
+    status, out, err = run("layers", "sample", "--budget", "64,50%", "--gold", "answer")
 
     assert (status, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
@@ -485,7 +471,7 @@ def test_one_trace_has_a_table_of_its_layers(run):
 
 def test_several_traces_have_a_line_each(run, stored):
     """With the selection layer, and how often each is selected."""
-    status, out, err = run(*stored, "--budget", "64,100%", "--gold", "3")
+    status, out, err = run("layers", *stored, "--budget", "64,100%", "--gold", "3")
 
     assert (status, err) == (0, "")
     rows = [line.split() for line in out.splitlines() if line.startswith("task-")]
@@ -498,7 +484,7 @@ def test_several_traces_have_a_line_each(run, stored):
 
 def test_json_is_one_document(run, stored):
     """Tables and grids as lists of rows, with the parameters and the fidelity of each row."""
-    status, out, err = run(*stored[:2], "--budget", "64,80", "--look-back", "4", "--json")
+    status, out, err = run("layers", *stored[:2], "--budget", "64,80", "--look-back", "4", "--json")
 
     assert (status, err) == (0, "")
     document = json.loads(out)
@@ -523,7 +509,9 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch)
     monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
     one, many = tmp_path / "a" / "one", tmp_path / "many"
 
-    status, out, _ = run(stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json")
+    status, out, _ = run(
+        "layers", stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json"
+    )
     assert status == 0
     names = sorted(path.name for path in one.iterdir())
     assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
@@ -531,20 +519,20 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch)
         ["variance.png", "gold.png", "overlap.png", "attention.png"]
         + [f"{kind}-{b}.png" for kind in ("grid", "ranks") for b in ("64", "50pct")]
     )
-    status, out, _ = run(*stored, "--budget", "64", "--figures", many)
+    status, out, _ = run("layers", *stored, "--budget", "64", "--figures", many)
     assert status == 0
     assert "variance.png, selection.png" in out
     assert sorted(path.name for path in many.iterdir()) == ["selection.png", "variance.png"]
 
-    status, out, _ = run("sample", "--budget", "64", "--figures", tmp_path / "shallow")
+    status, out, _ = run("layers", "sample", "--budget", "64", "--figures", tmp_path / "shallow")
     assert status == 0
     assert "ranks-64.png" in out
     assert "grid" not in out  # one layer is tested: nothing to choose
-    status, out, _ = run(stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
+    status, out, _ = run("layers", stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
     assert status == 0
     assert "grid" not in out
 
-    status, out, err = run("sample", "--budget", "64", "--figures", many)
+    status, out, err = run("layers", "sample", "--budget", "64", "--figures", many)
     assert (status, out) == (2, "")
     assert err == f"error: {many} exists; give another --figures, nothing was changed\n"
 
@@ -583,7 +571,7 @@ def test_the_command_refuses(run, arguments, expected, tmp_path, monkeypatch):
     """One line on standard error, status 2, and no folder is left."""
     monkeypatch.chdir(tmp_path)
 
-    status, out, err = run("sample", *arguments, "--figures", "f")
+    status, out, err = run("layers", "sample", *arguments, "--figures", "f")
 
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
