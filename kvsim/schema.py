@@ -16,6 +16,9 @@ GUIDE = "docs/add-a-policy.md"
 #: values of another size than keys. Readers refuse every other one.
 FORMAT_VERSION, WIDE_VERSION = 3, 4
 
+#: That of traces with layers of several sizes.
+NEWEST_VERSION = 5
+
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256
 
@@ -40,7 +43,7 @@ AXES = {
 }
 
 #: Arrays whose axis `dim` is that of values, named `value_dim` where keys have another size.
-OF_VALUES = ("v", "attn_out", "o_proj")
+OF_VALUES = ("v", "attn_out", "gate", "o_proj")
 
 #: Labels of a prompt; they become columns of tables.
 LABELS = ("task", "domain", "level", "length", "depth")
@@ -61,15 +64,20 @@ FIDELITY_MEANING = {
 }
 
 
-def format_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the version of the format of a trace with arrays of these shapes."""
+def format_of(shapes: Mapping[str, tuple[int, ...]], *, newest: bool = False) -> int:
+    """Return the version of the format of a trace with arrays of these shapes.
+
+    newest: the trace has something that only the newest version can say.
+    """
+    if newest:
+        return NEWEST_VERSION
     keys, values = (shapes.get(name, (0,))[-1] for name in "kv")
     return FORMAT_VERSION if keys == values else WIDE_VERSION
 
 
 def axes_of(name: str, version: int) -> tuple[str, ...]:
     """Return the names of the axes of an array of a trace in a version of the format."""
-    wide = version == WIDE_VERSION and name in OF_VALUES
+    wide = version in (WIDE_VERSION, NEWEST_VERSION) and name in OF_VALUES
     return tuple("value_dim" if wide and axis == "dim" else axis for axis in AXES[name])
 
 

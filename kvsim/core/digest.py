@@ -118,6 +118,8 @@ def content_digest(
         facts["context_len"] = header.context_len
     if header.owners:
         facts["owners"] = list(header.owners)
+    if header.sizes:
+        facts["sizes"] = [*map(list, header.sizes)]
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 
 from kvsim.core.attention import Formula, attention_weights, causal_attention
@@ -126,17 +126,22 @@ class FullAttention:
         return self._source.read(name, layers, pos).to(self._dtype)
 
 
-def check_recorded(arrays: Mapping[str, Tensor], formulas: Sequence[Formula], where: str) -> None:
+def check_recorded(
+    read: Callable[[str, slice, slice], Tensor],
+    names: Collection[str],
+    formulas: Sequence[Formula],
+    where: str,
+) -> None:
     """Raise TraceError where recorded attention cannot be that of q, k and v.
 
-    The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
+    read: `Trace.read`. names: of attn_out and lse, those that are recorded. The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
     """
-    names = {"attn_out", "lse"} & arrays.keys()
     for layer, formula in enumerate(formulas if names else ()):
-        q, k, v = (arrays[name][layer, :, :1] for name in "qkv")
+        first = _only(layer), slice(0, 1)
+        q, k, v = (read(name, *first)[0] for name in "qkv")
         out, lse = causal_attention(q, k, v, formula)
         for name in sorted(names):
-            given = arrays[name][layer, :, :1]
+            given = read(name, *first)[0]
             if name == "lse":
                 wrong = (given - lse).abs() > _MISFIT * (1 + lse.abs())
             else:

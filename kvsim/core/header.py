@@ -12,6 +12,7 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.parameters import check_fields
 from kvsim.core.probe import Chunk, Probe
+from kvsim.core.sources import Size
 from kvsim.errors import TraceError
 from kvsim.schema import LABELS
 
@@ -32,6 +33,8 @@ class Header:
         meta: provenance, ready for JSON; not part of the digest.
         owners: the place of the layer whose entries each layer reads, its own or an earlier one;
             empty where each reads its own.
+        sizes: query heads, KV heads, dimensions of keys and of values of each layer, of which the
+            arrays have the largest, padded with zeros; empty where all layers have those.
     """
 
     prompt_len: int
@@ -43,6 +46,7 @@ class Header:
     meta: Mapping[str, Any] = field(default_factory=dict)
     context_len: int | None = None
     owners: tuple[int, ...] = ()
+    sizes: tuple[Size, ...] = ()
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -119,13 +123,16 @@ class Header:
         n_layers, n_qheads, n_pos, dim = shapes["q"]
         check_fields(self, where, TraceError)
         heads, value_dim = shapes["v"][1::2]
+        self._check_sizes((n_qheads, heads, dim, value_dim), n_layers, where)
+        sizes = self.sizes or ((n_qheads, heads, dim, value_dim),) * n_layers
         latent = self.meta.get("latent")
-        if latent is not None and (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
-            raise TraceError(
-                f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
-                f"{dim} and values of {value_dim} dimensions; expected the size of the values of "
-                "one head, which end its keys; record it again"
-            )
+        for _, heads, dim, value_dim in sizes if latent is not None else ():
+            if (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
+                raise TraceError(
+                    f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
+                    f"{dim} and values of {value_dim} dimensions; expected the size of the values "
+                    "of one head, which end its keys; record it again"
+                )
         if not 1 <= self.prompt_len <= n_pos:
             raise TraceError(
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
@@ -172,24 +179,40 @@ class Header:
                 f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
                 "layer numbers, increasing from 0 or more"
             )
-        width = max(2 * len(rope.inv_freq) for rope in self.ropes)
-        if width > dim:
-            raise TraceError(
-                f"{where}: rope rotates {width} dimensions, but a head has {dim}; "
-                f"expected at most {dim // 2} frequencies"
-            )
-        for formula in self.formulas:
+        for rope, formula, (n_qheads, _, dim, _) in zip(
+            self.ropes, self.formulas, sizes, strict=True
+        ):
+            width = 2 * len(rope.inv_freq)
+            if width > dim:
+                raise TraceError(
+                    f"{where}: rope rotates {width} dimensions, but a head has {dim}; "
+                    f"expected at most {dim // 2} frequencies"
+                )
             if len(formula.sinks) not in (0, n_qheads):
                 raise TraceError(
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
                 )
 
+    def _check_sizes(self, largest: Size, n_layers: int, where: str) -> None:
+        whole = [len(x) == 4 and all(type(n) is int and n > 0 for n in x) for x in self.sizes]
+        valid = not self.sizes or (
+            whole == [True] * n_layers
+            and tuple(map(max, *self.sizes)) == largest
+            and all(qheads % heads == 0 for qheads, heads, *_ in self.sizes)
+        )
+        if not valid:
+            raise TraceError(
+                f"{where}: sizes are {reprlib.repr(self.sizes)}, expected query heads, KV heads, "
+                f"dimensions of keys and of values for each of {n_layers} layers, at most {largest}"
+            )
+
     def _check_owners(self, where: str) -> None:
         for layer, owner in enumerate(self.owners):
             before = 0 <= owner < layer and self.owners[owner] == owner
             formula = self.formulas[layer]
             alike = before and self.formulas[owner] == formula and not formula.sinks
+            alike = alike and (not self.sizes or self.sizes[owner] == self.sizes[layer])
             if owner != layer and not alike:
                 raise TraceError(
                     f"{where}: layer {layer} reads the entries of layer {owner}; expected an "

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.errors import TraceError
-from kvsim.schema import AXES
+from kvsim.errors import NeedsError, TraceError
+from kvsim.schema import AXES, OF_VALUES
 
 _ALL = slice(None)
+
+#: Query heads, KV heads, dimensions of keys and of values of a layer.
+Size = tuple[int, int, int, int]
 
 
 class ArraySource(Protocol):
@@ -121,6 +124,52 @@ class PerQueryHead:
         """Part of an array, keys and values with a head for each query head."""
         part = self.base.read(name, layers, pos)
         return part.repeat_interleave(self.group, dim=1) if name in self._REPEATED else part
+
+
+def is_sized(name: str) -> bool:
+    """Whether an array has an axis of heads, or of their dimensions."""
+    return not {"qhead", "head", "dim"}.isdisjoint(AXES[name])
+
+
+def sized(name: str, shape: Sequence[int], size: Size) -> tuple[int, ...]:
+    """Return the shape of an array with a layer axis, of layers of a size."""
+    qheads, heads, dim, value_dim = size
+    lengths = {"qhead": qheads, "head": heads, "dim": value_dim if name in OF_VALUES else dim}
+    return tuple(lengths.get(axis, n) for axis, n in zip(AXES[name], shape, strict=True))
+
+
+def narrowed(name: str, array: Tensor, size: Size) -> Tensor:
+    """Return layers of a size of an array, which is padded to the largest."""
+    shape = sized(name, array.shape, size)
+    return array if shape == array.shape else array[tuple(map(slice, shape))].contiguous()
+
+
+def padded(name: str, array: Tensor, size: Size) -> Tensor:
+    """Return layers of an array, padded with zeros to a size."""
+    out = array.new_zeros(sized(name, array.shape, size))
+    out[tuple(map(slice, array.shape))] = array
+    return out
+
+
+class OneSize:
+    """Layers of one size of another source; NeedsError for the others."""
+
+    def __init__(self, base: ArraySource, sizes: Sequence[Size], size: Size) -> None:
+        self.base, self.positions, self._sizes, self._size = base, base.positions, sizes, size
+        self.shapes = {name: sized(name, shape, size) for name, shape in base.shapes.items()}
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array."""
+        part = self.base.read(name, layers, pos)
+        if not is_sized(name):
+            return part
+        for place in range(*layers.indices(len(self._sizes))):
+            if self._sizes[place] != self._size:
+                raise NeedsError(
+                    f"layer {place} has (query heads, KV heads, dimensions, of values) "
+                    f"{self._sizes[place]}, expected {self._size}, as the others that are read"
+                )
+        return narrowed(name, part, self._size)
 
 
 class SharedEntries:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -38,8 +38,18 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
 from kvsim.core.shared_results import Memo
-from kvsim.core.sources import ArraySource, InMemory, Loaded, PerQueryHead, SelectedRows
+from kvsim.core.sources import (
+    ArraySource,
+    InMemory,
+    Loaded,
+    OneSize,
+    PerQueryHead,
+    SelectedRows,
+    Size,
+    is_sized,
+)
 from kvsim.errors import NeedsError, PositionError, TraceError
+from kvsim.schema import numbered
 
 if TYPE_CHECKING:
     import xarray
@@ -47,6 +57,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ALL = slice(None)
+
+
+class _OfSize:
+    """A number of the size that all layers of a trace share; else NeedsError."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __get__(self, trace: Trace, _: type[Trace]) -> int:
+        return trace.size_of(range(trace.n_layers))[self.place]
 
 
 class Trace(Displayed):
@@ -70,9 +90,14 @@ class Trace(Displayed):
         dim, value_dim: dimensions of a key, and of a value.
         entry_size: numbers that a cache holds of an entry in one head; the value of latent
             attention is a part of the key.
+        sizes: query heads, KV heads, dim and value_dim of each layer. Where layers differ in them,
+            n_qheads to entry_size but n_pos raise NeedsError, as does reading different layers
+            together; `alike` returns the trace of layers of one size.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
         owners: `Header`'s too; each layer its own by default.
     """
+
+    n_qheads, n_heads, dim, value_dim = map(_OfSize, range(4))
 
     def __init__(
         self,
@@ -92,14 +117,11 @@ class Trace(Displayed):
         self.path: Final = path
         self._digest, self._base = digest, base
         layers, qheads, n_pos, dim = source.shapes["q"]
+        largest = qheads, source.shapes["k"][1], dim, source.shapes["v"][3]
         self.n_layers: Final = layers
-        self.n_qheads: Final = qheads
-        self.n_heads: Final = source.shapes["k"][1]
-        self.group: Final = qheads // self.n_heads
         self.n_pos: Final = n_pos
-        self.dim: Final = dim
-        self.value_dim: Final = source.shapes["v"][3]
-        self.entry_size: Final = dim + (0 if header.latent else self.value_dim)
+        #: query heads, KV heads, dimensions of keys and of values of each layer
+        self.sizes: Final[tuple[Size, ...]] = header.sizes or (largest,) * layers
         self.prompt_len: Final = header.prompt_len
         self.context_len: Final = header.context_len
         self.formulas: Final = header.formulas
@@ -115,6 +137,7 @@ class Trace(Displayed):
         self.full_attention: FullAttention = FullAttention(
             source, header.formulas, self.dtype, cache=path is None, base=same
         )
+        self._alike: dict[Size, Trace] = {}
 
     # --- building and saving ---
 
@@ -143,6 +166,7 @@ class Trace(Displayed):
         name: str = "memory",
         layer_ids: Sequence[int] | None = None,
         owners: Sequence[int] = (),
+        sizes: Sequence[Size] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
@@ -175,6 +199,8 @@ class Trace(Displayed):
             name: for tables and figures.
             layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
             owners: the layer whose entries each layer reads, by its place; each its own by default.
+            sizes: query heads, KV heads, dim and value_dim of each layer, where they differ: arrays
+                have the largest, padded with zeros.
             meta: provenance, ready for JSON.
 
         float64 arrays compute in float64, all others in float32.
@@ -190,7 +216,8 @@ class Trace(Displayed):
         check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
         n_layers, _, n_pos, dim = arrays["q"].shape
         if formulas is None:
-            formulas = [Formula(dim**-0.5 if scale is None else scale)] * n_layers
+            dims = [size[2] for size in sizes] or [dim] * n_layers
+            formulas = [Formula(x**-0.5 if scale is None else scale) for x in dims]
         elif scale is not None:
             raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
         check_meta(meta or {}, name)
@@ -203,6 +230,7 @@ class Trace(Displayed):
             layer_ids=of_layers("layer_ids", ids, name),
             name=name,
             owners=of_layers("owners", owners, name),
+            sizes=tuple(tuple(size) for size in of_layers("sizes", sizes, name)),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
@@ -213,12 +241,13 @@ class Trace(Displayed):
         arrays = {key: in_memory(given[key], array, dtype) for key, array in arrays.items()}
         for key, array in arrays.items():
             check_finite(key, array, name)
-        check_recorded(arrays, header.formulas, name)
         if tokens is not None:
             arrays["tokens"] = as_tokens(tokens, n_pos, name)
         if token_text is not None:
             check_texts(token_text, n_pos, name)
-        return cls(InMemory(arrays), header, dtype=dtype, token_text=token_text)
+        trace = cls(InMemory(arrays), header, dtype=dtype, token_text=token_text)
+        check_recorded(trace.read, {"attn_out", "lse"} & arrays.keys(), header.formulas, name)
+        return trace
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
@@ -227,6 +256,41 @@ class Trace(Displayed):
     def to_xarray(self) -> xarray.Dataset:
         """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
         return cast("xarray.Dataset", delegates["to_xarray"](self))
+
+    def size_of(self, layers: Iterable[int]) -> Size:
+        """Return the query heads, KV heads, dim and value_dim of layers, by their place.
+
+        Raises NeedsError where they differ.
+        """
+        places: dict[Size, list[int]] = {}
+        for layer in layers if self.header.sizes else (0,):
+            places.setdefault(self.sizes[layer], []).append(layer)
+        if len(places) > 1:
+            kinds = ", ".join(f"{numbered(x)} {size}" for size, x in places.items())
+            raise NeedsError(
+                f"{self.name}: (query heads, KV heads, dimensions, of values) of {kinds} differ, "
+                "expected layers of one size: choose them (layers, --layers)"
+            )
+        return next(iter(places), self.sizes[0])
+
+    def alike(self, layers: Iterable[int]) -> Trace:
+        """Return the trace for layers of one size: places stay, and other layers cannot be read.
+
+        Itself where all layers have one size. Raises NeedsError as `size_of`.
+        """
+        if not self.header.sizes:
+            return self
+        size = self.size_of(layers)
+        if size not in self._alike:
+            self._alike[size] = Trace(
+                OneSize(self.source, self.sizes, size),
+                replace(self.header, sizes=()),
+                dtype=self.dtype,
+                token_text=self.token_text,
+                digest=self.digest,
+                path=self.path,
+            )
+        return self._alike[size]
 
     def per_query_head(self) -> Trace:
         """Return the trace with keys and values repeated, so that each query head has its own.
@@ -269,6 +333,23 @@ class Trace(Displayed):
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
 
     # --- facts ---
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.n_qheads // self.n_heads
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers that a cache holds of an entry in one head."""
+        return self.dim + (0 if self.header.latent else self.value_dim)
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that a full cache holds of one position, in all layers."""
+        shared = 0 if self.header.latent else 1
+        sizes = (self.sizes[layer] for layer in {*self.owners})
+        return sum(heads * (dim + shared * value_dim) for _, heads, dim, value_dim in sizes)
 
     @property
     def positions(self) -> Tensor:
@@ -339,9 +420,10 @@ class Trace(Displayed):
         return name in self.source.shapes
 
     def __repr__(self) -> str:
+        qheads, heads, dim, _ = map(max, *self.sizes, self.sizes[0])
         return (
-            f"Trace({self.name!r}, layers={self.n_layers}, qheads={self.n_qheads}, "
-            f"heads={self.n_heads}, pos={self.n_pos}, dim={self.dim}, prompt_len={self.prompt_len})"
+            f"Trace({self.name!r}, layers={self.n_layers}, qheads={qheads}, "
+            f"heads={heads}, pos={self.n_pos}, dim={dim}, prompt_len={self.prompt_len})"
         )
 
     # --- arrays ---
@@ -362,7 +444,10 @@ class Trace(Displayed):
         if not self.has(name):
             raise NeedsError(missing_array(name, self.source.shapes, self.meta, self.name))
         check_steps(layers, pos)
-        array = self.source.read(name, layers, pos)
+        source = self.source
+        if self.header.sizes and is_sized(name):
+            source = self.alike(range(*layers.indices(self.n_layers))).source
+        array = source.read(name, layers, pos)
         return array.to(torch.int64 if name == "tokens" else self.dtype)
 
     @property
@@ -426,7 +511,8 @@ class Trace(Displayed):
         As recorded, else computed from q, k, v; traces in memory keep what they have computed.
         """
         check_steps(layers)
-        return self.full_attention.layers(layers)
+        alike = self.alike(range(*layers.indices(self.n_layers)))
+        return alike.full_attention.layers(layers)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
         """Return exact rows of full attention [qhead, row, pos], computed by the log-sum-exp.
@@ -442,6 +528,7 @@ class Trace(Displayed):
             raise PositionError(f"layer is {layer!r}; expected 0..{self.n_layers - 1}")
         at = as_positions(rows, self.n_pos)
         to = as_positions(_ALL if pos is None else pos, self.n_pos)
+        alike = self.alike([range(self.n_layers)[layer]])
         if not len(at) or not len(to):
-            return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self.dtype)
-        return self.full_attention.weights(range(self.n_layers)[layer], at, to)
+            return torch.zeros((alike.n_qheads, len(at), len(to)), dtype=self.dtype)
+        return alike.full_attention.weights(range(self.n_layers)[layer], at, to)

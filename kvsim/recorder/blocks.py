@@ -13,9 +13,11 @@ from torch import Tensor
 from kvsim.core.attention import Layout, Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
+from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.modules import unrecordable
+from kvsim.recorder.sizes import as_largest, size_of
 from kvsim.schema import CHUNK, numbered
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
@@ -77,7 +79,7 @@ class _Layer:
         self.factors: list[float] = []
         self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
         self.keys: Tensor | None = call.k  # in the first forward
-        self.shape = _shape(call)
+        self.shape = size_of(call)
         self.parts: dict[str, Tensor] = {}
         self.start = self.filled = 0
         self.error = 0.0
@@ -106,11 +108,6 @@ def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
         return False
     here = keys.to(other.device)
     return here.data_ptr() == other.data_ptr() or (here is not keys and torch.equal(here, other))
-
-
-def _shape(call: KernelCall) -> tuple[int, ...]:
-    """Return the numbers of query heads, KV heads, dimensions, and dimensions of values."""
-    return call.q.shape[0], *call.k.shape[::2], call.v.shape[2]
 
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
@@ -143,6 +140,7 @@ class BlockRecorder:
 
     open_sink: opens the sink from the first call, which shows the shapes, after its check.
     read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
+    sizes: of each of them where they differ, else empty; blocks are padded to the largest.
     begin: called once every layer has been called, before the first block of the last one.
     store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
     kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
@@ -156,11 +154,13 @@ class BlockRecorder:
         *,
         layer_ids: Sequence[int],
         begin: Callable[[], None],
+        sizes: tuple[Size, ...] = (),
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
     ) -> None:
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
         self.layer_ids, self.begin, self.rounds_logits = layer_ids, begin, rounds_logits
+        self.sizes = sizes
         self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
         self.last: int | None = None
@@ -224,6 +224,7 @@ class BlockRecorder:
             formulas=tuple(layer.formula for layer in layers),
             ropes=tuple(layer.ropes[0] for layer in layers),
             owners=owners if owners != tuple(range(len(layers))) else (),
+            sizes=self.sizes,
             meta={**header.meta, "capture_check": check, **latent},
         )
 
@@ -247,18 +248,18 @@ class BlockRecorder:
         return layer
 
     def _check_shapes(self, call: KernelCall) -> None:
-        shape = _shape(call)
+        shape = size_of(call)
         if call.q.shape[0] % call.k.shape[0]:
             raise unrecordable(
                 f"layer {call.layer} has {shape[0]} query heads and {shape[1]} KV heads; expected "
                 "a multiple"
             )
-        first = next((layer.shape for layer in self.layers.values()), shape)
-        if shape != first:
-            raise CaptureError(
+        sizes = self.sizes or tuple(layer.shape for layer in self.layers.values())[:1]
+        expected = sizes[self.layer_ids.index(call.layer) if self.sizes else 0] if sizes else shape
+        if shape != expected:
+            raise unrecordable(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"earlier layers {first}; expected the same; record layers of one shape alone "
-                "(--layers)"
+                f"in a run of two tokens {expected}, expected the same"
             )
 
     def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:
@@ -350,7 +351,9 @@ class BlockRecorder:
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
         for name, part in {**block, "lse": lse}.items():
-            self.sink.append(name, self.layer_ids.index(number), part)
+            self.sink.append(
+                name, self.layer_ids.index(number), as_largest(name, part, self.sizes)
+            )
         layer.start += size
 
     def _check_output(

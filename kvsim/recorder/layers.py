@@ -55,12 +55,12 @@ class ProjectionModules:
             _matrix(f"{self.names[layer]} of layer {layer}", module)
             for layer, module in self.modules.items()
         ]
-        kinds = {(matrix.shape, matrix.dtype) for matrix in matrices}
+        kinds = {(len(matrix), matrix.dtype) for matrix in matrices}
         if len(kinds) != 1:
-            listed = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
+            listed = ", ".join(sorted(f"{rows} rows of {DTYPES[dtype]}" for rows, dtype in kinds))
             raise CaptureError(
                 f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
-                f"{type(model).__name__} are {listed}, expected one shape and dtype in all layers"
+                f"{type(model).__name__} are {listed}, expected one size and dtype in all layers"
             )
         ((_, dtype),) = kinds
         self.dtype = DTYPES[dtype]

@@ -33,6 +33,7 @@ from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
+from kvsim.recorder.sizes import as_largest, largest, layer_sizes, size_of
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
 from kvsim.schema import WIDE_VERSION, axes_of
 from kvsim.store import open_trace
@@ -89,6 +90,12 @@ class Session:
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
+        self.sizes = layer_sizes(model, self.layer_ids)
+        if self.sizes and (options.attention or options.probe):
+            raise CaptureError(
+                "dense attention and probes are recorded of layers of one size, and those of the "
+                "model differ; leave --attention and --probe out, or choose layers (--layers)"
+            )
         self.notes += model_notes(model, self.layer_ids)
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
@@ -102,6 +109,7 @@ class Session:
             lambda: read_ropes(model),
             layer_ids=self.layer_ids,
             begin=self._begin,
+            sizes=self.sizes,
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
         )
@@ -286,9 +294,11 @@ class Session:
         if self._writer is None or self.projections is None:
             return
         blocks = [self.projections.blocks[layer] for layer in self.layer_ids]
-        shape = len(blocks), *blocks[0].shape
+        shape = len(blocks), *as_largest("o_proj", blocks[0], self.sizes).shape
         self._stored = self._writer.write_projections(
-            shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
+            shape,
+            lambda place: as_largest("o_proj", blocks[place], self.sizes),
+            DTYPES[blocks[0].dtype],
         )
         self._writer.begin(self._header(), self._recorder.described)
 
@@ -333,8 +343,8 @@ class Session:
         source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
         exact = "float64" if source == "float64" else "float32"
         sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
-        sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
-        sizes["value_dim"] = call.v.shape[2]
+        of_heads = largest(self.sizes or [size_of(call)])
+        sizes |= zip(("qhead", "head", "dim", "value_dim"), of_heads, strict=True)
         dtypes = dict.fromkeys(("q", "attn_out"), source) | dict.fromkeys(("k", "v"), of_entries)
         dtypes["lse"] = exact
         if rows:
@@ -354,6 +364,7 @@ class Session:
             },
             source_dtypes=dtypes,
             layer_ids=self.layer_ids,
+            newest=bool(self.sizes),
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
             projections=self.projections is not None,
@@ -434,7 +445,8 @@ class Session:
         arrays |= {name: values.to("cpu") for name, values in recorded.items()}
         if self.projections is not None:
             blocks = self.projections.blocks
-            arrays["o_proj"] = torch.stack([blocks[layer].to("cpu") for layer in sorted(blocks)])
+            parts = (as_largest("o_proj", blocks[x], self.sizes) for x in sorted(blocks))
+            arrays["o_proj"] = torch.stack([part.to("cpu") for part in parts])
         return Trace.from_arrays(
             **arrays,
             prompt_len=header.prompt_len,
@@ -446,5 +458,6 @@ class Session:
             name=header.name,
             layer_ids=header.layer_ids,
             owners=header.owners,
+            sizes=header.sizes,
             meta=header.meta,
         )

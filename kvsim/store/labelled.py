@@ -29,7 +29,8 @@ def to_xarray(trace: TraceLike) -> Dataset:
     """
     trace = as_trace(trace)
     data: dict[str, Any] = {}
-    source, version = trace.source, format_of(trace.source.shapes)
+    source, newest = trace.source, bool(trace.header.sizes)
+    version = format_of(source.shapes, newest=newest)
     if isinstance(source, StoredTrace):
         for name in source.shapes:
             dtype = source.array(name).source_dtype
@@ -38,7 +39,7 @@ def to_xarray(trace: TraceLike) -> Dataset:
             data[name] = Variable(axes_of(name, version), lazy, attributes)
     else:
         data = {
-            name: (axes_of(name, version), trace.read(name).numpy())
+            name: (axes_of(name, version), source.read(name, _ALL, _ALL).numpy())
             for name in source.shapes
             if name != "attention"
         }

@@ -16,8 +16,9 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
+from kvsim.core.sources import Size
 from kvsim.errors import TraceError, error_line
-from kvsim.schema import FORMAT_VERSION, WIDE_VERSION, format_of
+from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION, format_of
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import Place, damaged
@@ -60,10 +61,11 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
 def check_format(attributes: Mapping[str, Any], where: str) -> None:
     """Raise TraceError for a trace, or a draft of one, of another version of the format."""
     version = attributes.get("kvsim_format")
-    if version not in (FORMAT_VERSION, WIDE_VERSION):
+    if version not in range(FORMAT_VERSION, NEWEST_VERSION + 1):
         raise TraceError(
             f"{where} was recorded by another version of kvsim (trace format "
-            f"{short_repr(version)}, expected {FORMAT_VERSION} or {WIDE_VERSION}); record it again"
+            f"{short_repr(version)}, expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it "
+            "again"
         )
 
 
@@ -115,11 +117,12 @@ def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
     """Return the attributes that describe the header of arrays with these shapes."""
     ropes = list(dict.fromkeys(header.ropes))
     return {
-        "kvsim_format": format_of(shapes),
+        "kvsim_format": format_of(shapes, newest=bool(header.sizes)),
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
         **({"owners": list(header.owners)} if header.owners else {}),
+        **({"sizes": [*map(list, header.sizes)]} if header.sizes else {}),
         "attention": [
             {
                 "scale": formula.scale,
@@ -175,7 +178,13 @@ def read_header(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None
         ),
         owners=tuple(_get(attributes, "owners", list, where) if "owners" in attributes else ()),
+        sizes=_sizes(attributes, where) if "sizes" in attributes else (),
     )
+
+
+def _sizes(attributes: Mapping[str, Any], where: str) -> tuple[Size, ...]:
+    sizes = _get(attributes, "sizes", list, where)
+    return tuple(tuple(each) if isinstance(each, list) else () for each in sizes)
 
 
 def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:

@@ -201,11 +201,12 @@ class StoredTrace:
         floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
         version = self.attributes["kvsim_format"]
-        if version != format_of(self.shapes):
+        expected = format_of(self.shapes, newest="sizes" in self.attributes)
+        if version != expected:
             sizes = self.shapes["k"][-1], self.shapes["v"][-1]
             raise damaged(
-                f"{self.where}: kvsim_format is {version}, expected {format_of(self.shapes)} of "
-                f"keys and values with {sizes} dimensions"
+                f"{self.where}: kvsim_format is {version}, expected {expected} of keys and values "
+                f"with {sizes} dimensions"
             )
         n_layers, _, n_pos, _ = self.shapes["q"]
         lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}

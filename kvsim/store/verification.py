@@ -12,6 +12,7 @@ from kvsim.core.checks import first_row, relative_error, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
+from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
 from kvsim.schema import AXES, CHUNK
 from kvsim.store.layout import DENSE
@@ -130,6 +131,8 @@ class _Check:
     def _attention(self, layer: int, parts: Mapping[str, torch.Tensor]) -> None:
         """Recompute attention if deep; always check dense attention, which has no checksum."""
         stored, dtype = self.stored, self.stored.compute_dtype
+        if sizes := stored.header.sizes:
+            parts = {x: narrowed(x, part[None], sizes[layer])[0] for x, part in parts.items()}
         dense = [name for name in DENSE if name in stored.arrays]
         q, k, v = (parts[name].to(dtype) for name in "qkv")
         lse = parts.get("lse")
@@ -270,6 +273,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "dim": dim,
         **({"value_dim": stored.shapes["v"][3]} if stored.shapes["v"][3] != dim else {}),
         **({} if latent is None else {"latent": latent}),
+        **({"sizes": [*map(list, stored.header.sizes)]} if stored.header.sizes else {}),
         "attention": _kinds(stored.header),
         "arrays": {
             name: {

@@ -44,6 +44,7 @@ class TraceWriter:
         shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
         layer_ids: the model's number of each layer.
+        newest: the header will have something that only the newest format can say.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
         projections: `write_projections` will be called; a recovery notes it if they are missing.
@@ -59,6 +60,7 @@ class TraceWriter:
         shapes: Mapping[str, tuple[int, ...]],
         source_dtypes: Mapping[str, str],
         layer_ids: Sequence[int],
+        newest: bool = False,
         store_dtype: str | None = None,
         overwrite: bool = False,
         projections: bool = False,
@@ -83,7 +85,7 @@ class TraceWriter:
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
                 self._group.set(
-                    kvsim_format=format_of(shapes),
+                    kvsim_format=format_of(shapes, newest=newest),
                     complete=False,
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
@@ -320,6 +322,7 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
         layer_ids=header.layer_ids,
+        newest=bool(header.sizes),
         overwrite=overwrite,
     ) as writer:
         for name in names:
