@@ -121,9 +121,10 @@ def measure(
     beside = [name for name, given in references.items() if given is not None]
     chosen = choose(metrics, beside=beside, records=records is not None)
     if isinstance(trace, Analysis):
-        analysis, trace = trace, trace.trace
+        analysis = trace
     else:
         analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
+    trace = analysis.trace
     if metrics is None:
         chosen = {name: chosen[name] for name in available(chosen, [trace])}
     check_arrays(trace, chosen)

@@ -190,7 +190,7 @@ def _print(
     for trace in traces:
         show.echo_text(
             f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
-            f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
+            f"{plural(trace.n_layers, 'layer')}, {plural(trace.evicting.n_heads, 'KV head')}"
         )
     protected = {
         f"the first {protect.sink} positions": protect.sink,

@@ -268,8 +268,8 @@ class Trace(Displayed):
         if len(places) > 1:
             kinds = ", ".join(f"{numbered(x)} {size}" for size, x in places.items())
             raise NeedsError(
-                f"{self.name}: (query heads, KV heads, dimensions, of values) of {kinds} differ, "
-                "expected layers of one size: choose them (layers, --layers)"
+                f"{self.name}: layers differ in (query heads, KV heads, dimensions, of values): "
+                f"{kinds}; expected layers of one size, read one by one or by Trace.alike"
             )
         return next(iter(places), self.sizes[0])
 
@@ -282,7 +282,7 @@ class Trace(Displayed):
             return self
         size = self.size_of(layers)
         if size not in self._alike:
-            self._alike[size] = Trace(
+            alike = self._alike[size] = Trace(
                 OneSize(self.source, self.sizes, size),
                 replace(self.header, sizes=()),
                 dtype=self.dtype,
@@ -290,7 +290,13 @@ class Trace(Displayed):
                 digest=self.digest,
                 path=self.path,
             )
+            alike.windowed = self.windowed
         return self._alike[size]
+
+    @property
+    def evicting(self) -> Trace:
+        """The trace for the layers in which replays evict, those not `windowed`; see `alike`."""
+        return self.alike(i for i in range(self.n_layers) if i not in self.windowed)
 
     def per_query_head(self) -> Trace:
         """Return the trace with keys and values repeated, so that each query head has its own.
@@ -376,9 +382,15 @@ class Trace(Displayed):
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """Layers, by their place, whose window or chunks mask something out for some row."""
+        """Layers in which replays do not evict, by their place.
+
+        Their window or chunks mask something out for some row; or their size is another than that
+        of the last layer of which none does.
+        """
         n_pos = self.n_pos
-        return tuple(i for i, x in enumerate(self.formulas) if (x.reach or n_pos) < n_pos)
+        whole = [i for i, x in enumerate(self.formulas) if (x.reach or n_pos) >= n_pos]
+        size = self.sizes[whole[-1]] if whole else None
+        return tuple(i for i, x in enumerate(self.sizes) if i not in whole or x != size)
 
     @property
     def whole(self) -> bool:

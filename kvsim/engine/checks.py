@@ -47,7 +47,7 @@ def check_cell(
     event before there are enough rows for the scorer. MemoryLimitError.
     """
     policy = policy.at(whole(budget))
-    trace = isolated(trace) if policy.foreign else trace
+    trace = (isolated(trace) if policy.foreign else trace).evicting
     schedule = schedule or policy.schedule
     _check_context(trace, policy, schedule)
     needs = policy.scorer.needs | (policy.reader.needs if policy.reader else frozenset())
@@ -249,9 +249,10 @@ def _eviction_remark(
             "bytes of one for each KV head at the same budget"
         )
     if trace.windowed:
+        sized = any((trace.formulas[x].reach or trace.n_pos) >= trace.n_pos for x in trace.windowed)
         remarks.append(  # about the trace, so that it appears once for all policies
-            f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text, and "
-            f"are not replayed: {windows(trace)}"
+            f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text"
+            f"{', or have heads of another size' * sized}, and are not replayed: {windows(trace)}"
         )
     remarks.append(_budget_remark(trace, policy, budget))
     remarks.append(_full_layers_remark(trace, policy, budget, schedule))

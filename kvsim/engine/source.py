@@ -208,13 +208,15 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
 
 def windows(trace: Trace) -> str:
     """Name what masks out entries, and where: `a sliding window in layers 0, 2 (4096 tokens)`."""
-    kinds: dict[str, dict[int | None, list[int]]] = {}
+    kinds: dict[str, dict[str, list[int]]] = {}
     for layer in trace.windowed:
-        by_size = kinds.setdefault(trace.formulas[layer].local, {})
-        by_size.setdefault(trace.formulas[layer].reach, []).append(layer)
+        formula = trace.formulas[layer]
+        masks = (formula.reach or trace.n_pos) < trace.n_pos
+        by_size = kinds.setdefault(formula.local if masks else "heads of another size", {})
+        by_size.setdefault(f" ({formula.reach} tokens)" * masks, []).append(layer)
     return ", ".join(
         f"{kind} in "
-        + ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+        + ", ".join(f"{numbered(layers)}{size}" for size, layers in by_size.items())
         for kind, by_size in kinds.items()
     )
 
@@ -226,9 +228,15 @@ def longest_unmasked(trace: Trace) -> int:
 
 def check_unwindowed(trace: Trace, layer: int) -> None:
     """Raise PolicyError for a layer whose window or chunks are shorter than the text."""
-    if layer in trace.windowed:
+    if layer not in trace.windowed:
+        return
+    reach = trace.formulas[layer].reach or trace.n_pos
+    if reach >= trace.n_pos:
         raise PolicyError(
-            f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of "
-            f"{trace.formulas[layer].reach} positions, which bounds its cache by itself; expected "
-            "layers that see the whole text"
+            f"layer {layer} of {trace.name} has heads of another size than the last; expected "
+            "layers of one size; record it without the others (--layers)"
         )
+    raise PolicyError(
+        f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of {reach} positions, "
+        "which bounds its cache by itself; expected layers that see the whole text"
+    )

@@ -248,12 +248,11 @@ class JudgedRows:
             parts.append(attention(part, keys, values, mask))
         return torch.cat(parts, dim=1).flatten(0, 1)[None]
 
-    def _gone(self, layer: int, record: Record) -> Tensor:
-        """The last row that sees each entry of a layer, int32 [H or qhead, T]."""
+    def _gone(self, layer: int, record: Record, heads: int) -> Tensor:
+        """The last row that sees each entry of a layer of H heads, int32 [H or qhead, T]."""
         if layer in record.layers:
             gone = torch.from_numpy(record.evicted_at[record.layers.index(layer)])
             return gone.to(self._pos.device)
-        heads = record.evicted_at.shape[1]
         return torch.full((heads, len(self._pos)), NEVER, dtype=torch.int32).to(self._pos.device)
 
     def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> _Layer:
@@ -261,7 +260,7 @@ class JudgedRows:
         trace, full, start = self._trace, self._full, self._start
         shared = (full.keys[layer][:, :start], full.values[layer][:, :start])
         tables = [torch.cat(pair, dim=1) for pair in zip(shared, (key, value), strict=True)]
-        gone = [self._gone(layer, record) for record in self._records]
+        gone = [self._gone(layer, record, len(key)) for record in self._records]
         heads = max(map(len, gone))
         last = torch.stack([x.repeat_interleave(heads // len(x), 0) for x in gone])
         if trace.formulas[layer].reach is not None:

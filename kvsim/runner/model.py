@@ -145,8 +145,8 @@ class RunningModel:
             )
 
     @cached_property
-    def projections(self) -> Tensor | None:
-        """Output projection of each query head [layer, qhead, d, D].
+    def projected(self) -> Trace | None:
+        """A trace of a few tokens with output projections.
 
         None without such matrices, or where a gate acts before them.
         """
@@ -154,7 +154,7 @@ class RunningModel:
             trace = self._projected
         except CaptureError:
             return None
-        return None if trace.has("gate") else trace.o_proj.to(self.device)
+        return None if trace.has("gate") else trace
 
     def sketch(
         self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
@@ -173,7 +173,7 @@ class RunningModel:
             key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
         }
         if example.has("o_proj"):
-            arrays["o_proj"] = example.o_proj
+            arrays["o_proj"] = example.source.read("o_proj", slice(None), slice(None))
         model = object_at(example.meta, "model")
         meta: dict[str, Any] = {
             "model": {key: model[key] for key in ("layers", "other_layers") if key in model}
