@@ -22,6 +22,7 @@ from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import rendered
+from kvsim.recorder.sizes import layer_sizes
 from kvsim.recorder.tokenization import knows
 
 #: Requests for the first chunk, and for a later one behind the last tokens of the former.
