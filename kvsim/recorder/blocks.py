@@ -273,6 +273,9 @@ class BlockRecorder:
         end, dtype, rope = start + q.shape[1], compute_dtype(q.dtype), layer.ropes[0]
         if rope == _UNKNOWN:
             return
+        if call.up is not None and call.k.shape == call.v.shape:  # latents, which are not rotated
+            layer.ropes = [_NO_ROPE]
+            return
         fits, least = layer.ropes, 0.0
         if not layer.hooked or rotated is None:
             size = call.hidden.shape[1]

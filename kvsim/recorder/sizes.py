@@ -23,9 +23,11 @@ def size_of(call: KernelCall) -> Size:
 def layer_sizes(model: PreTrainedModel, layers: Collection[int]) -> tuple[Size, ...]:
     """Return the size of each layer, in order; empty where all have the same.
 
-    Measured by a run of two tokens, of models whose kernels get different ones.
+    Measured by a run of two tokens, of models whose kernels get different ones or whose entries are
+    no keys and values (latent attention).
     """
-    if len(kernel_sizes(model)) == 1:
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    if len(kernel_sizes(model)) == 1 and not latent:
         return ()
     sizes: dict[int, Size] = {}
 
