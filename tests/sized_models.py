@@ -5,9 +5,9 @@ import functools
 
 import torch
 import transformers
+from shared_models import ROPE
 
 from families import Family
-from shared_models import ROPE
 
 #: Query heads, KV heads, dimensions of keys and of values of each layer.
 SIZES = {

@@ -134,7 +134,8 @@ def check_recorded(
 ) -> None:
     """Raise TraceError where recorded attention cannot be that of q, k and v.
 
-    read: `Trace.read`. names: of attn_out and lse, those that are recorded. The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
+    The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
+    read: `Trace.read`. names: of attn_out and lse, those that are recorded.
     """
     for layer, formula in enumerate(formulas if names else ()):
         first = _only(layer), slice(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -125,14 +125,6 @@ class Header:
         heads, value_dim = shapes["v"][1::2]
         self._check_sizes((n_qheads, heads, dim, value_dim), n_layers, where)
         sizes = self.sizes or ((n_qheads, heads, dim, value_dim),) * n_layers
-        latent = self.meta.get("latent")
-        for _, heads, dim, value_dim in sizes if latent is not None else ():
-            if (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
-                raise TraceError(
-                    f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
-                    f"{dim} and values of {value_dim} dimensions; expected the size of the values "
-                    "of one head, which end its keys; record it again"
-                )
         if not 1 <= self.prompt_len <= n_pos:
             raise TraceError(
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
@@ -179,6 +171,17 @@ class Header:
                 f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
                 "layer numbers, increasing from 0 or more"
             )
+        self._check_layers(sizes, where)
+
+    def _check_layers(self, sizes: Sequence[Size], where: str) -> None:
+        latent = self.meta.get("latent")
+        for _, heads, dim, value_dim in sizes if latent is not None else ():
+            if (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
+                raise TraceError(
+                    f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
+                    f"{dim} and values of {value_dim} dimensions; expected the size of the values "
+                    "of one head, which end its keys; record it again"
+                )
         for rope, formula, (n_qheads, _, dim, _) in zip(
             self.ropes, self.formulas, sizes, strict=True
         ):
@@ -195,9 +198,10 @@ class Header:
                 )
 
     def _check_sizes(self, largest: Size, n_layers: int, where: str) -> None:
-        whole = [len(x) == 4 and all(type(n) is int and n > 0 for n in x) for x in self.sizes]
+        whole = [[*map(type, x)] == [int] * 4 and min(x) > 0 for x in self.sizes]
         valid = not self.sizes or (
             whole == [True] * n_layers
+            and len({*self.sizes}) > 1
             and tuple(map(max, *self.sizes)) == largest
             and all(qheads % heads == 0 for qheads, heads, *_ in self.sizes)
         )
@@ -211,8 +215,9 @@ class Header:
         for layer, owner in enumerate(self.owners):
             before = 0 <= owner < layer and self.owners[owner] == owner
             formula = self.formulas[layer]
-            alike = before and self.formulas[owner] == formula and not formula.sinks
-            alike = alike and (not self.sizes or self.sizes[owner] == self.sizes[layer])
+            sizes = self.sizes or [()] * len(self.owners)
+            same = before and (self.formulas[owner], sizes[owner]) == (formula, sizes[layer])
+            alike = same and not formula.sinks
             if owner != layer and not alike:
                 raise TraceError(
                     f"{where}: layer {layer} reads the entries of layer {owner}; expected an "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
@@ -32,6 +31,7 @@ from kvsim.core.checks import (
 )
 from kvsim.core.delegates import Displayed, delegates
 from kvsim.core.digest import array_digest
+from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
@@ -49,7 +49,6 @@ from kvsim.core.sources import (
     is_sized,
 )
 from kvsim.errors import NeedsError, PositionError, TraceError
-from kvsim.schema import numbered
 
 if TYPE_CHECKING:
     import xarray
@@ -59,17 +58,7 @@ T = TypeVar("T")
 _ALL = slice(None)
 
 
-class _OfSize:
-    """A number of the size that all layers of a trace share; else NeedsError."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def __get__(self, trace: Trace, _: type[Trace]) -> int:
-        return trace.size_of(range(trace.n_layers))[self.place]
-
-
-class Trace(Displayed):
+class Trace(Facts, Displayed):
     """One token sequence through one model: q, k, v after RoPE, and its header.
 
     Use `Trace.from_arrays`, `kvsim.open_trace` or `kvsim.capture` to get one. Immutable.
@@ -97,8 +86,6 @@ class Trace(Displayed):
         owners: `Header`'s too; each layer its own by default.
     """
 
-    n_qheads, n_heads, dim, value_dim = map(_OfSize, range(4))
-
     def __init__(
         self,
         source: ArraySource,
@@ -110,27 +97,12 @@ class Trace(Displayed):
         path: Path | str | None = None,
         base: Trace | None = None,
     ) -> None:
+        super().__init__(header, source.shapes)
         self.source: Final = source
-        self.header: Final = header
         self.dtype: Final[torch.dtype] = dtype or torch.float32
         self.token_text: Final = None if token_text is None else [*map(str, token_text)]
         self.path: Final = path
         self._digest, self._base = digest, base
-        layers, qheads, n_pos, dim = source.shapes["q"]
-        largest = qheads, source.shapes["k"][1], dim, source.shapes["v"][3]
-        self.n_layers: Final = layers
-        self.n_pos: Final = n_pos
-        #: query heads, KV heads, dimensions of keys and of values of each layer
-        self.sizes: Final[tuple[Size, ...]] = header.sizes or (largest,) * layers
-        self.prompt_len: Final = header.prompt_len
-        self.context_len: Final = header.context_len
-        self.formulas: Final = header.formulas
-        self.ropes: Final = header.ropes
-        self.layer_ids: Final = header.layer_ids
-        self.owners: Final = header.owners or tuple(range(layers))
-        self.name: Final = header.name
-        self.meta: Final = header.meta
-        self.source_dtypes: Final = header.source_dtypes
         #: what replays computed of it, whatever they keep
         self.memo: Final = Memo()
         same = None if base is None else base.full_attention
@@ -230,7 +202,7 @@ class Trace(Displayed):
             layer_ids=of_layers("layer_ids", ids, name),
             name=name,
             owners=of_layers("owners", owners, name),
-            sizes=tuple(tuple(size) for size in of_layers("sizes", sizes, name)),
+            sizes=cast("tuple[Size, ...]", tuple(map(tuple, of_layers("sizes", sizes, name)))),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
         )
@@ -256,22 +228,6 @@ class Trace(Displayed):
     def to_xarray(self) -> xarray.Dataset:
         """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
         return cast("xarray.Dataset", delegates["to_xarray"](self))
-
-    def size_of(self, layers: Iterable[int]) -> Size:
-        """Return the query heads, KV heads, dim and value_dim of layers, by their place.
-
-        Raises NeedsError where they differ.
-        """
-        places: dict[Size, list[int]] = {}
-        for layer in layers if self.header.sizes else (0,):
-            places.setdefault(self.sizes[layer], []).append(layer)
-        if len(places) > 1:
-            kinds = ", ".join(f"{numbered(x)} {size}" for size, x in places.items())
-            raise NeedsError(
-                f"{self.name}: layers differ in (query heads, KV heads, dimensions, of values): "
-                f"{kinds}; expected layers of one size, read one by one or by Trace.alike"
-            )
-        return next(iter(places), self.sizes[0])
 
     def alike(self, layers: Iterable[int]) -> Trace:
         """Return the trace for layers of one size: places stay, and other layers cannot be read.
@@ -341,81 +297,9 @@ class Trace(Displayed):
     # --- facts ---
 
     @property
-    def group(self) -> int:
-        """Query heads of one KV head."""
-        return self.n_qheads // self.n_heads
-
-    @property
-    def entry_size(self) -> int:
-        """Numbers that a cache holds of an entry in one head."""
-        return self.dim + (0 if self.header.latent else self.value_dim)
-
-    @property
-    def row_size(self) -> int:
-        """Numbers that a full cache holds of one position, in all layers."""
-        shared = 0 if self.header.latent else 1
-        sizes = (self.sizes[layer] for layer in {*self.owners})
-        return sum(heads * (dim + shared * value_dim) for _, heads, dim, value_dim in sizes)
-
-    @property
     def positions(self) -> Tensor:
         """Position of each row in the sequence, by which RoPE rotated it; int64 [pos]."""
         return self.source.positions
-
-    @property
-    def scale(self) -> float:
-        """Factor of the logits q . k, if all layers share it; else NeedsError."""
-        return self._shared("scale", [formula.scale for formula in self.formulas])
-
-    @property
-    def rope(self) -> Rope:
-        """The rotary embedding, if all layers share it; else NeedsError."""
-        return self._shared("rope", self.ropes)
-
-    def _shared(self, name: str, of_layers: Sequence[T]) -> T:
-        if len({*of_layers}) > 1:
-            raise NeedsError(
-                f"{self.name}: the layers have {len({*of_layers})} kinds of {name}, expected one; "
-                f"see trace.formulas and trace.ropes, which have one for each layer"
-            )
-        return of_layers[0]
-
-    @cached_property
-    def windowed(self) -> tuple[int, ...]:
-        """Layers in which replays do not evict, by their place.
-
-        Their window or chunks mask something out for some row; or their size is another than that
-        of the last layer of which none does.
-        """
-        n_pos = self.n_pos
-        whole = [i for i, x in enumerate(self.formulas) if (x.reach or n_pos) >= n_pos]
-        size = self.sizes[whole[-1]] if whole else None
-        return tuple(i for i, x in enumerate(self.sizes) if i not in whole or x != size)
-
-    @property
-    def whole(self) -> bool:
-        """Whether these are all layers with attention, as far as `meta` says which these are."""
-        model = self.meta.get("model")
-        layers = model.get("layers") if isinstance(model, dict) else None
-        layers = layers if isinstance(layers, int) else self.n_layers
-        others = self.header.other_layers
-        numbers = [x for x in range(layers + len(others)) if x not in others]
-        return [*self.layer_ids] == numbers
-
-    @property
-    def labels(self) -> dict[str, str | int | float]:
-        """Labels of the prompt, as far as it has them (`schema.LABELS`)."""
-        return self.header.labels
-
-    @property
-    def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
-        return self.header.spans
-
-    @property
-    def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of a response that was given, in nats; else none."""
-        return self.header.response_logprobs
 
     @property
     def digest(self) -> str:

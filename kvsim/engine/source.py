@@ -215,8 +215,7 @@ def windows(trace: Trace) -> str:
         by_size = kinds.setdefault(formula.local if masks else "heads of another size", {})
         by_size.setdefault(f" ({formula.reach} tokens)" * masks, []).append(layer)
     return ", ".join(
-        f"{kind} in "
-        + ", ".join(f"{numbered(layers)}{size}" for size, layers in by_size.items())
+        f"{kind} in " + ", ".join(f"{numbered(layers)}{size}" for size, layers in by_size.items())
         for kind, by_size in kinds.items()
     )
 

@@ -354,9 +354,7 @@ class BlockRecorder:
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
         for name, part in {**block, "lse": lse}.items():
-            self.sink.append(
-                name, self.layer_ids.index(number), as_largest(name, part, self.sizes)
-            )
+            self.sink.append(name, self.layer_ids.index(number), as_largest(name, part, self.sizes))
         layer.start += size
 
     def _check_output(

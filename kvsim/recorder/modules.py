@@ -115,7 +115,7 @@ def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
 
 
 def kernel_sizes(model: PreTrainedModel) -> set[tuple[int, ...]]:
-    """Return the heads and dimensions of the queries, keys and values that kernels get, each once."""
+    """Return the heads and dimensions of queries, keys and values that kernels get, each once."""
     return _measured(model)[2]
 
 

@@ -91,11 +91,7 @@ def read_probe(
             calls[call.layer].append((call.q.clone(), call.k[:, call.start :].clone()))
 
     check_length(model, len(context), probe)
-    if layer_sizes(model, layers):
-        raise CaptureError(
-            "rows that repeat the context are those of layers of one size, and those of the model "
-            "differ; choose layers (--layers), or leave --probe out"
-        )
+    layer_sizes(model, layers, probe)
     device, cache = device_of(model), full_cache(model)
     states = any(hasattr(layer, "conv_states") for layer in cache.layers)
 

@@ -33,7 +33,7 @@ from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
-from kvsim.recorder.sizes import as_largest, largest, layer_sizes, size_of
+from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
 from kvsim.schema import WIDE_VERSION, axes_of
 from kvsim.store import open_trace
@@ -41,9 +41,6 @@ from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import LANGUAGES, final_part, is_right
-
-#: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
-MAX_ATTENTION_BYTES = 4 << 30
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -90,12 +87,7 @@ class Session:
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        self.sizes = layer_sizes(model, self.layer_ids)
-        if self.sizes and (options.attention or options.probe):
-            raise CaptureError(
-                "dense attention and probes are recorded of layers of one size, and those of the "
-                "model differ; leave --attention and --probe out, or choose layers (--layers)"
-            )
+        self.sizes = layer_sizes(model, self.layer_ids, options.attention, options.probe)
         self.notes += model_notes(model, self.layer_ids)
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
@@ -293,12 +285,11 @@ class Session:
         """Store the projections next to the trace, once all of them are checked."""
         if self._writer is None or self.projections is None:
             return
-        blocks = [self.projections.blocks[layer] for layer in self.layer_ids]
-        shape = len(blocks), *as_largest("o_proj", blocks[0], self.sizes).shape
+        of_layers = (self.projections.blocks[layer] for layer in self.layer_ids)
+        blocks = [as_largest("o_proj", block, self.sizes) for block in of_layers]
+        shape = len(blocks), *blocks[0].shape
         self._stored = self._writer.write_projections(
-            shape,
-            lambda place: as_largest("o_proj", blocks[place], self.sizes),
-            DTYPES[blocks[0].dtype],
+            shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
         )
         self._writer.begin(self._header(), self._recorder.described)
 
@@ -333,13 +324,7 @@ class Session:
         if self.out is None:
             return MemorySink()
         rows = self.options.dense_rows(self.limit)
-        size = len(self.layer_ids) * len(call.q) * rows * self.limit * 4
-        if size > MAX_ATTENTION_BYTES:
-            raise CaptureError(
-                f"dense attention of up to {self.limit} tokens takes {size / 2**30:.1f} GiB, "
-                f"expected at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows "
-                "from q, k and lse, or store the last rows alone (--attention window:N)"
-            )
+        check_dense(len(self.layer_ids) * len(call.q) * rows, self.limit)
         source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
         exact = "float64" if source == "float64" else "float32"
         sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}

@@ -1,4 +1,4 @@
-"""Heads and dimensions of a model's layers, which may differ (Gemma 4, MiMo-V2)."""
+"""Sizes of what a capture records: heads and dimensions of each layer, and dense attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.sources import Size, is_sized, padded
+from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, run_model
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.modules import kernel_sizes
+
+#: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
+MAX_ATTENTION_BYTES = 4 << 30
+
+
+def check_dense(rows: int, n_pos: int) -> None:
+    """Raise CaptureError for more dense attention than `MAX_ATTENTION_BYTES`.
+
+    rows: of all heads and layers, each over so many positions.
+    """
+    size = rows * n_pos * 4
+    if size > MAX_ATTENTION_BYTES:
+        raise CaptureError(
+            f"dense attention of up to {n_pos} tokens takes {size / 2**30:.1f} GiB, expected at "
+            f"most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows from q, k and "
+            "lse, or store the last rows alone (--attention window:N)"
+        )
 
 
 def size_of(call: KernelCall) -> Size:
@@ -20,8 +38,13 @@ def size_of(call: KernelCall) -> Size:
     return call.q.shape[0], call.k.shape[0], call.k.shape[2], call.v.shape[2]
 
 
-def layer_sizes(model: PreTrainedModel, layers: Collection[int]) -> tuple[Size, ...]:
+def layer_sizes(
+    model: PreTrainedModel, layers: Collection[int], *whole: object
+) -> tuple[Size, ...]:
     """Return the size of each layer, in order; empty where all have the same.
+
+    whole: dense attention and rows that repeat the context, as far as they are wanted; they have
+    one shape for all layers, so that CaptureError is raised where these differ.
 
     Measured by a run of two tokens, of models whose kernels get different ones or whose entries are
     no keys and values (latent attention).
@@ -37,7 +60,15 @@ def layer_sizes(model: PreTrainedModel, layers: Collection[int]) -> tuple[Size, 
     ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
     with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
         run_model(model, ids, use_cache=True, **cache_option(model, cache))
-    return tuple(sizes[layer] for layer in sorted(sizes)) if len({*sizes.values()}) > 1 else ()
+    if len({*sizes.values()}) == 1:
+        return ()
+    if any(whole):
+        raise CaptureError(
+            "dense attention, and rows that repeat the context, are those of layers of one size, "
+            "and layers of the model differ in heads or dimensions; choose layers (--layers), or "
+            "do without them"
+        )
+    return tuple(sizes[layer] for layer in sorted(sizes))
 
 
 def largest(sizes: Sequence[Size]) -> Size:

@@ -339,7 +339,8 @@ class JudgedRows:
 
     def _read(self, layer: int, record: Record, reads: Reads, rows: slice) -> Tensor:
         """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
-        gone, begin = self._gone(layer, record), min(max(rows.start, reads.first), rows.stop)
+        heads = record.evicted_at.shape[1]
+        gone, begin = self._gone(layer, record, heads), min(max(rows.start, reads.first), rows.stop)
         everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
         if begin == rows.stop:
             return everything

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from families import ids
 from kvsim.errors import CaptureError, TraceExistsError
 from kvsim.progress import progress_bar
-from kvsim.recorder import blocks, capture, session
+from kvsim.recorder import blocks, capture
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.modules import attention_modules
 from kvsim.store import verify
@@ -392,7 +392,7 @@ def test_dense_attention_on_request(tmp_path):
 
 def test_dense_attention_is_refused_where_it_would_be_huge(tmp_path, monkeypatch):
     """Dense attention above the limit is refused before anything is written."""
-    monkeypatch.setattr(session, "MAX_ATTENTION_BYTES", 1 << 20)
+    monkeypatch.setattr(sizes, "MAX_ATTENTION_BYTES", 1 << 20)
 
     with pytest.raises(CaptureError, match="dense attention of up to 1000 tokens"):
         capture(

@@ -118,7 +118,7 @@ def test_what_has_one_shape_for_all_layers_is_refused(options, tmp_path):
     """Dense attention and probes, before the model runs over the prompt."""
     options = {**options, "out": tmp_path / "a.zarr"}
 
-    with pytest.raises(CaptureError, match="recorded of layers of one size"):
+    with pytest.raises(CaptureError, match="are those of layers of one size"):
         kvsim.capture(sized("llama"), None, IDS, max_new_tokens=6, **options)
 
 

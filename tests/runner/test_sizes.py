@@ -8,8 +8,8 @@ import torch
 from sized_models import MODELS, SIZES, sized
 
 import kvsim
-from kvsim.errors import CaptureError
 from kvsim.core.policy import Schedule
+from kvsim.errors import CaptureError
 from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.judging import Judge
@@ -27,9 +27,7 @@ def running(name):
 @functools.cache
 def trace(name):
     """The tokens, recorded with projections."""
-    return kvsim.capture(
-        sized(name), None, TOKENS[:PROMPT], response=TOKENS[PROMPT:], o_proj=True
-    )
+    return kvsim.capture(sized(name), None, TOKENS[:PROMPT], response=TOKENS[PROMPT:], o_proj=True)
 
 
 def live(name, policy, **options):
@@ -90,5 +88,5 @@ def test_a_live_run_is_measured(name):
 
 def test_a_context_is_not_repeated_for_layers_of_several_sizes():
     """One line, as of a capture with a probe."""
-    with pytest.raises(CaptureError, match="those of layers of one size"):
+    with pytest.raises(CaptureError, match="are those of layers of one size"):
         live("llama", "kvzip")
