@@ -43,7 +43,8 @@ RECORDED: dict[str, list[int] | None] = {
 #: What may be recorded or refused in one line; by no means otherwise.
 OTHERS = [
     *("mamba", "bloom", "gptj", "minimax", "diffllama", "xlnet", "deepseek_v3"),
-    *("gemma3n_text", "llama4_text", "doge"),
+    *("gemma3n_text", "llama4_text", "doge", "gemma4_text", "mimo_v2_flash", "hy_v4"),
+    *("qwen4_exp_text", "minimax_m3_vl_text"),
 ]
 
 
