@@ -63,7 +63,9 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "weights": _source(model.get("source")),
         "length": length_text(facts),
         "shape": f"{layers_text(facts)}, {plural(facts['qheads'], 'query head')}, "
-        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}{_values(facts)}",
+        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}{_values(facts)}"
+        + ", at most: layers have several sizes"
+        * ("sizes" in facts),
         "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(label)}" for name, label in facts["labels"].items()),
         **{

@@ -38,6 +38,8 @@ class Facts:
         self.n_pos: Final = n_pos
         #: query heads, KV heads, dimensions of keys and of values of each layer
         self.sizes: Final[tuple[Size, ...]] = header.sizes or (largest,) * layers
+        #: layers that can be read; others are of another size (`Trace.alike`)
+        self.readable = tuple(range(layers))
         self.prompt_len: Final = header.prompt_len
         self.context_len: Final = header.context_len
         self.formulas: Final = header.formulas

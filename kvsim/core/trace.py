@@ -247,6 +247,7 @@ class Trace(Facts, Displayed):
                 path=self.path,
             )
             alike.windowed = self.windowed
+            alike.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
         return self._alike[size]
 
     @property

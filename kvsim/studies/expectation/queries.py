@@ -49,7 +49,10 @@ class Queries:
                 window,
             ],
             "projections": [(n < SINK + 2, f"{n} tokens, fewer than {SINK + 2}"), window],
-            "normality": [(n < least, f"{n} tokens, fewer than {least}")],
+            "normality": [
+                (n < least, f"{n} tokens, fewer than {least}"),
+                (len(trace.readable) < trace.n_layers, "layers of several sizes"),
+            ],
         }
         # the first reason of several
         return {
