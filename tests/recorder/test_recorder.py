@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from families import ids
 from kvsim.errors import CaptureError, TraceExistsError
 from kvsim.progress import progress_bar
-from kvsim.recorder import blocks, capture
+from kvsim.recorder import blocks, capture, sizes
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.modules import attention_modules
 from kvsim.store import verify
