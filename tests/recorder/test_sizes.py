@@ -1,5 +1,6 @@
 """Layers of several sizes: what a trace has of them, in memory and stored."""
 
+import json
 import re
 
 import numpy as np
@@ -57,6 +58,31 @@ def test_each_layer_has_its_own_heads_and_dimensions(name, tmp_path):
         projection = model.get_submodule(f"model.layers.{layer}.self_attn.o_proj").weight
         blocks = of_layer(trace, "o_proj", layer)
         assert torch.equal(blocks, projection.T.unflatten(0, q.shape[:1] + v.shape[2:]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_before_rope_are_those_of_their_token(name):
+    """The first layer knows nothing else; the rotation is over its own dimensions."""
+    trace = kvsim.capture(sized(name), None, [3, 8, 5] * 20, max_new_tokens=0)
+
+    for array in "qk":
+        rows = trace.ropes[0].unrotate(of_layer(trace, array, 0), torch.arange(60))
+        of_tokens = rows.unflatten(1, (20, 3))  # [head, repetition, token, dim]
+        gap = of_tokens.amax(1) - of_tokens.amin(1)
+        assert float(gap.max()) < 1e-4 * float(rows.abs().max())
+        assert float((of_tokens[:, 0, 0] - of_tokens[:, 0, 1]).abs().max()) > 0.1
+
+
+def test_a_trace_without_its_sizes_is_refused(tmp_path):
+    """They are part of the header, which the seal binds."""
+    trace = kvsim.capture(sized("llama"), None, IDS, max_new_tokens=0, out=tmp_path / "a.zarr")
+    path = trace.path / "zarr.json"
+    document = json.loads(path.read_text("utf-8"))
+    del document["attributes"]["sizes"]
+    path.write_text(json.dumps(document), "utf-8")
+
+    with pytest.raises(TraceError, match="kvsim_format is 5, expected 3 of keys and values"):
+        kvsim.open_trace(trace.path)
 
 
 def test_a_copy_is_the_same_trace(tmp_path):
