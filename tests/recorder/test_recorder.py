@@ -528,6 +528,11 @@ def narrow(layer):
     layer.self_attn.o_proj = torch.nn.Linear(48, 48, bias=False)
 
 
+def shorter(layer):
+    """A projection to half of the residual stream."""
+    layer.self_attn.o_proj = torch.nn.Linear(96, 24, bias=False)
+
+
 def unused(layer):
     """A projection that nobody sees at work."""
     layer.self_attn.o_proj = Unheard(96, 48, bias=False)
@@ -540,7 +545,8 @@ def unused(layer):
         (gated, [1], "o_proj of layer 1 differs by"),
         (renamed, [0, 1], r"layer 0 \(LlamaAttention\) has no output projection, expected a "),
         (packed, [0], r"o_proj of layer 0 is uint8 \[10, 1\], expected a matrix"),
-        (narrow, [1], r"are \[48, 48\] float32, \[48, 96\] float32, expected one shape"),
+        (shorter, [1], "are 24 rows of float32, 48 rows of float32, expected one size and dtype"),
+        (narrow, [1], "o_proj of layer 1 takes 48 numbers, expected 96, 16 for each query head"),
         (narrow, [0, 1], "o_proj of layer 0 takes 48 numbers, expected 96, 16 for each query head"),
         (unused, [0, 1], "layer 0 applied no o_proj after its attention, expected it"),
     ],
