@@ -31,6 +31,7 @@ def to_xarray(trace: TraceLike) -> Dataset:
     data: dict[str, Any] = {}
     source, version = trace.source, format_of(trace.source.shapes)
     if isinstance(source, StoredTrace):
+        version = source.attributes["kvsim_format"]
         for name in source.shapes:
             dtype = source.array(name).source_dtype
             attributes = {} if dtype is None else {"source_dtype": dtype}
@@ -45,7 +46,7 @@ def to_xarray(trace: TraceLike) -> Dataset:
     if trace.token_text is not None:
         data["token_text"] = (AXES["token_text"], np.array(trace.token_text))
     coords = {"layer": list(trace.layer_ids)}
-    return Dataset(data, coords=coords, attrs=attributes_of(trace.header, source.shapes))
+    return Dataset(data, coords=coords, attrs=attributes_of(trace.header, version))
 
 
 class _LazyArray(BackendArray):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from reprlib import repr as short_repr
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvsim.core.checks import DTYPES
 from kvsim.core.probe import ARRAYS as PROBE
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, axes_of
+from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, NEWEST_VERSION, axes_of
 from kvsim.store.place import damaged
 
 FLOATS = ("float16", "float32", "float64")
@@ -32,6 +32,12 @@ TEXT_LIMIT = 1 << 16
 
 #: Most chunks of one array.
 CHUNKS = 1 << 24
+
+#: The arrays of a trace that may have more chunks than this are sharded.
+MOST_FILES = 1000
+
+#: The codec of sharded arrays, and where the chunks of a layer are counted.
+SHARDING, _BLOCKS = "sharding_indexed", ("pos", "row", "probe")
 
 #: Dense attention: of all rows, or of the last ones.
 DENSE = ("attention", "attention_window")
@@ -58,12 +64,17 @@ UNSEALED = (*LATER, *PROBE)
 _NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "int32": "<i4", "string": "object"}
 
 
+Bounds = list[int] | np.ndarray[Any, np.dtype[np.int64]]
+
+
 @dataclass(frozen=True)
 class StoredArray:
     """One array of a stored trace.
 
     dtype: as stored; object for text. source_dtype: in the model; None if not recorded.
     crcs: the CRC-32C of each chunk, four bytes each, in order; None where they are not listed.
+    sharded: whether the chunks of a layer are in one file, a shard.
+    bounds: by key of a shard, where each chunk begins and where the last one ends, once known.
     """
 
     name: str
@@ -71,6 +82,8 @@ class StoredArray:
     dtype: np.dtype[Any]
     source_dtype: str | None
     crcs: bytes | None = None
+    sharded: bool = False
+    bounds: dict[str, Bounds] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
@@ -86,6 +99,28 @@ class StoredArray:
     def nchunks(self) -> int:
         """Number of chunks."""
         return math.prod(self.grid)
+
+    @property
+    def per_shard(self) -> int:
+        """Number of chunks of a layer."""
+        return math.prod(self.grid[1:])
+
+    @property
+    def index_size(self) -> int:
+        """Bytes of the index of a shard: offset and size of each chunk, and a CRC-32C."""
+        return 16 * self.per_shard + 4
+
+    @property
+    def nfiles(self) -> int:
+        """Number of files with chunks."""
+        return self.grid[0] if self.sharded else self.nchunks
+
+    @property
+    def largest_file(self) -> int:
+        """Most bytes of a file with chunks."""
+        if self.sharded:
+            return self.per_shard * self.encoded + self.index_size
+        return self.encoded
 
     @property
     def decoded(self) -> int:
@@ -104,18 +139,31 @@ class StoredArray:
         for place in range(self.nchunks):
             yield tuple(map(int, np.unravel_index(place, self.grid)))
 
+    def rank(self, index: Sequence[int]) -> int:
+        """Return how many chunks are before the one at an index of the grid."""
+        rank = 0
+        for at, n in zip(index, self.grid, strict=True):
+            rank = rank * n + int(at)
+        return rank
+
     def crc(self, index: Sequence[int]) -> bytes | None:
         """Return the listed CRC-32C of the chunk at an index of the grid, None if not listed."""
         if self.crcs is None:
             return None
-        place = 0
-        for at, n in zip(index, self.grid, strict=True):
-            place = place * n + int(at)
-        return self.crcs[4 * place : 4 * place + 4]
+        rank = self.rank(index)
+        return self.crcs[4 * rank : 4 * rank + 4]
 
     def key(self, index: Sequence[int]) -> str:
-        """Return the key of the chunk at an index of the grid."""
-        return f"{self.name}/c/" + "/".join(map(str, index))
+        """Return the key of the file of the chunk at an index of the grid."""
+        file = (index[0], *[0] * (len(index) - 1)) if self.sharded else index
+        return f"{self.name}/c/" + "/".join(map(str, file))
+
+    def files(self) -> Iterator[str]:
+        """Yield the key of each file with chunks in order, lazily as `indices`."""
+        if not self.sharded:
+            return map(self.key, self.indices())
+        rest = [0] * (len(self.shape) - 1)
+        return (self.key((layer, *rest)) for layer in range(self.shape[0]))
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -126,8 +174,20 @@ def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     axes = DIMENSIONS[name]
     if len(axes) == 1:
         return (max(1, shape[0]),)
-    size = {"layer": 1, "pos": CHUNK, "row": CHUNK, "probe": CHUNK}
+    size = {"layer": 1, **dict.fromkeys(_BLOCKS, CHUNK)}
     return tuple(size.get(axis, length) for axis, length in zip(axes, shape, strict=True))
+
+
+def can_be_sharded(name: str) -> bool:
+    """Whether the chunks of a layer of an array may be in one file."""
+    axes = DIMENSIONS[name]
+    return "layer" in axes and any(axis in axes for axis in _BLOCKS)
+
+
+def to_shard(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether arrays of these shapes, or upper bounds of them, have too many chunks for files."""
+    arrays = (StoredArray(name, shape, np.dtype("<f4"), None) for name, shape in shapes.items())
+    return sum(array.nchunks for array in arrays) > MOST_FILES
 
 
 def block_axis(name: str) -> int | None:
@@ -161,6 +221,8 @@ def array_document(
     dtype: str,
     source_dtype: str | None,
     version: int = FORMAT_VERSION,
+    *,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Return the metadata of an array; dtype is a numpy name or ``string``."""
     text = dtype == "string"
@@ -169,18 +231,26 @@ def array_document(
         first = {"name": "vlen-utf8", "configuration": {}}
     size = 1 if text else {"float16": 2, "float64": 8}.get(dtype, 4)
     blosc = {"typesize": size, "cname": COMPRESSOR, "clevel": LEVEL, "shuffle": "bitshuffle"}
-    chunks = {"chunk_shape": list(chunk_shape(name, shape))}
+    chunk = chunk_shape(name, shape)
+    codecs: list[dict[str, Any]] = [
+        first,
+        {"name": "blosc", "configuration": {**blosc, "blocksize": 0}},
+        {"name": "crc32c"},
+    ]
+    file = chunk
+    if sharded:
+        # a layer, up to whole chunks
+        file = (1, *(-(-n // size) * size for n, size in zip(shape[1:], chunk[1:], strict=True)))
+        index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        inner = {"chunk_shape": list(chunk), "codecs": codecs, "index_codecs": index}
+        codecs = [{"name": SHARDING, "configuration": {**inner, "index_location": "end"}}]
     return {
         "shape": list(shape),
         "data_type": dtype,
-        "chunk_grid": {"name": "regular", "configuration": chunks},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(file)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": "" if text else "NaN" if dtype in FLOATS else -1,
-        "codecs": [
-            first,
-            {"name": "blosc", "configuration": {**blosc, "blocksize": 0}},
-            {"name": "crc32c"},
-        ],
+        "codecs": codecs,
         "attributes": {} if source_dtype is None else {"source_dtype": source_dtype},
         "dimension_names": ["layer"] if name == "layer" else list(axes_of(name, version)),
         "zarr_format": 3,
@@ -216,11 +286,15 @@ def parse_array(
     valid = source == LATER[name] if name in LATER else source in (None, *sources)
     require("source_dtype", source, " or ".join(sources), valid=valid)
 
-    array = StoredArray(name, shape, np.dtype(_NUMPY[str(dtype)]), source)
+    codecs = document.get("codecs")
+    first = codecs[0] if isinstance(codecs, list) and codecs else None
+    sharded = isinstance(first, dict) and first.get("name") == SHARDING
+    sharded = sharded and version == NEWEST_VERSION and can_be_sharded(name)
+    array = StoredArray(name, shape, np.dtype(_NUMPY[str(dtype)]), source, sharded=sharded)
     size, count = array.decoded, array.nchunks
     require("bytes in a chunk:", size, f"at most {CHUNK_LIMIT}", valid=size <= CHUNK_LIMIT)
     require("chunks:", count, f"at most {CHUNKS}", valid=count <= CHUNKS)
-    expected = array_document(name, shape, str(dtype), source, version)
+    expected = array_document(name, shape, str(dtype), source, version, sharded=sharded)
     document = {**document, "attributes": expected["attributes"]}
     if (difference := _difference(document, expected)) is not None:
         path, value, wanted = difference

@@ -17,7 +17,7 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
 from kvsim.errors import TraceError, error_line
-from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION, WIDE_VERSION, format_of
+from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION, WIDE_VERSION
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import Place, damaged
@@ -62,8 +62,8 @@ def check_format(attributes: Mapping[str, Any], where: str) -> None:
     version = attributes.get("kvsim_format")
     if version not in (FORMAT_VERSION, WIDE_VERSION, NEWEST_VERSION):
         raise TraceError(
-            f"{where} was recorded by another version of kvsim (trace format {short_repr(version)}, "
-            f"expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it again"
+            f"{where} was recorded by another version of kvsim (trace format {short_repr(version)}"
+            f", expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it again"
         )
 
 
@@ -111,11 +111,11 @@ def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
-    """Return the attributes that describe the header of arrays with these shapes."""
+def attributes_of(header: Header, version: int) -> dict[str, Any]:
+    """Return the attributes that describe the header of a trace in a version of the format."""
     ropes = list(dict.fromkeys(header.ropes))
     return {
-        "kvsim_format": format_of(shapes),
+        "kvsim_format": version,
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
@@ -137,12 +137,12 @@ def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
 
 
 def whole_attributes(
-    header: Header, shapes: Shapes, checksums: Mapping[str, Any], digest: str
+    header: Header, shapes: Shapes, version: int, checksums: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
     """Return the attributes of a complete trace, without those that bind it."""
     counts = dict.fromkeys(("n_tokens", "committed_tokens"), shapes["q"][2])
     final = {"checksums": checksums, "digest": digest, "complete": True}
-    return {**attributes_of(header, shapes), **counts, **final}
+    return {**attributes_of(header, version), **counts, **final}
 
 
 def read_header(

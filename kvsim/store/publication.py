@@ -77,7 +77,8 @@ def complete(
     shapes = group.shapes
     header.check(shapes, where)
     check_probe(header.probe, shapes, where)
-    group.seal(whole_attributes(header, shapes, checksums, digest.total(header, shapes)))
+    total = digest.total(header, shapes)
+    group.seal(whole_attributes(header, shapes, group.version, checksums, total))
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:

@@ -318,7 +318,7 @@ def _finish(group: Group, progress: Progress) -> None:
         notes.insert(0, "recovered without token ids, which were not on disk")
     header = _noted(header, *notes)
     # the header comes first, so that notes on dropped arrays survive an attempt that ends below
-    group.set(**attributes_of(header, group.shapes))
+    group.set(**attributes_of(header, group.version))
     for name in (*dropped, "tokens", "token_text"):  # the last two are written at the end
         group.remove(name)
     for name, array in list(group.arrays.items()):

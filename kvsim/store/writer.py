@@ -19,9 +19,9 @@ from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
-from kvsim.schema import AXES, CHUNK, format_of, is_url
+from kvsim.schema import AXES, CHUNK, NEWEST_VERSION, format_of, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
-from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
+from kvsim.store.layout import DENSE, LATER, can_be_sharded, cut_shape, pos_axis, to_shard
 from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
@@ -82,8 +82,9 @@ class TraceWriter:
             with self._writing():
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
+                sharded = to_shard(shapes)
                 self._group.set(
-                    kvsim_format=format_of(shapes),
+                    kvsim_format=NEWEST_VERSION if sharded else format_of(shapes),
                     complete=False,
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
@@ -92,7 +93,8 @@ class TraceWriter:
                     source = source_dtypes[name]
                     narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
                     dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
-                    self._group.create(name, shape, dtype, source)
+                    of_layers = sharded and can_be_sharded(name)
+                    self._group.create(name, shape, dtype, source, sharded=of_layers)
                     self._next[name] = [0] * shape[0]
                 write_whole(self._group, "layer", np.array(self.layer_ids, np.int32), "int32")
         except BaseException:  # an interrupt here comes before __exit__ could clean up
@@ -139,7 +141,7 @@ class TraceWriter:
 
     def _attributes(self, header: Header) -> dict[str, Any]:
         header = header if self._so_far is None else self._so_far(header)
-        return attributes_of(header, self._group.shapes)
+        return attributes_of(header, self._group.version)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `name` is stored."""

@@ -81,11 +81,22 @@ def write_files(path: Path, files: Files) -> None:
 def arrays_of(files: Files) -> dict[str, StoredArray]:
     """Return the arrays that the metadata documents describe."""
     keys = {name: f"{name}/zarr.json" for name in DIMENSIONS}
+    version = json.loads(files["zarr.json"])["attributes"].get("kvsim_format")
     return {
-        name: parse_array(name, json.loads(files[key]), "files")
+        name: parse_array(name, json.loads(files[key]), "files", version)
         for name, key in keys.items()
         if key in files
     }
+
+
+def chunk_of(array: StoredArray, index: tuple[int, ...], files: Files) -> bytes:
+    """Return a chunk as it is stored, wherever the index of its shard says that it is."""
+    data = files.get(array.key(index), b"")
+    if not array.sharded or len(data) < array.index_size:
+        return data
+    table = np.frombuffer(data[-array.index_size : -4], "<u8").reshape(-1, 2)
+    start, size = map(int, table[array.rank(index) % array.per_shard])
+    return data[start : start + size]
 
 
 def reseal(files: Files) -> None:
@@ -94,7 +105,7 @@ def reseal(files: Files) -> None:
     arrays = arrays_of(files)
     chunks = {
         name: b"".join(
-            files.get(array.key(index), b"")[-4:].rjust(4, b"\0") for index in array.indices()
+            chunk_of(array, index, files)[-4:].rjust(4, b"\0") for index in array.indices()
         )
         for name, array in arrays.items()
     }

@@ -577,9 +577,9 @@ class Disk:
         self.room, self.written = room, 0
         put, add = Group._put, draft.TokenFile.add
 
-        def put_or_refuse(group, key, *parts):
+        def put_or_refuse(group, key, *parts, **options):
             self.write()
-            put(group, key, *parts)
+            put(group, key, *parts, **options)
 
         def add_or_refuse(file, tokens, texts):
             self.write()

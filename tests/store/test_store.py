@@ -417,7 +417,7 @@ def test_an_interrupt_leaves_nothing(stored, monkeypatch):
 def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch):
     """Even before there is a context manager to clean up."""
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Group, "create", stop)
