@@ -229,7 +229,17 @@ def as_stored(
                 f"most {FLOAT16_MAX:.0f}; store it without store_dtype"
             )
     check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=pos)
+    if dtype == torch.bfloat16 and not torch.equal(stored.to(values.dtype), values.cpu()):
+        raise TraceError(
+            f"{where}: {name} of layer {layer} is {DTYPES[values.dtype]}, expected bfloat16 as its "
+            "source_dtype says; load the model in float32"
+        )
     return stored
+
+
+def as_array(values: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor on the CPU as numpy stores it; of bfloat16, which it lacks, the bits."""
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], where: str) -> str:

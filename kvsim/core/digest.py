@@ -36,9 +36,9 @@ class ContentDigest:
     """Checksums of the arrays of a trace, updated block by block, and the digest of the whole.
 
     Each array and layer has one SHA-256, over its blocks of 256 positions in order, each block as
-    C-order little-endian bytes in the stored dtype; an array without positions is one block. The
-    digest is the SHA-256 of a canonical JSON text with the checksums of `DIGESTED`, dtypes, shapes
-    and the header's facts on which attention depends.
+    C-order little-endian bytes in the stored dtype, bfloat16 as float32; an array without positions
+    is one block. The digest is the SHA-256 of a canonical JSON text with the checksums of
+    `DIGESTED`, dtypes, shapes and the header's facts on which attention depends.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,8 @@ class ContentDigest:
     def update(self, name: str, layer: int, block: Array) -> None:
         """Add the next block of `layer` (0 for `tokens`, which has none), without a layer axis."""
         data = np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<"))
+        if data.dtype == np.uint16:  # the bits of bfloat16
+            data = (data.astype("<u4") << 16).view("<f4")
         self._dtypes[name] = data.dtype.name
         self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)
 

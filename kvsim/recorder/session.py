@@ -143,6 +143,7 @@ class Session:
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
         stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
+        stored = DTYPES[stored_dtype(stored)]  # in 16 bits or, as before, in 32
         sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
         weights = model.get("weights")  # not known of a model that is not in memory
         known = weights if weights is None else recorded.get("weights", weights)
@@ -335,14 +336,14 @@ class Session:
         sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
         sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
         sizes["value_dim"] = call.v.shape[2]
-        dtypes = dict.fromkeys(("q", "attn_out"), source) | dict.fromkeys(("k", "v"), of_entries)
-        dtypes["lse"] = exact
+        dtypes = dict.fromkeys(("k", "v"), of_entries)
+        dtypes |= {"q": source, "attn_out": DTYPES[call.out.dtype], "lse": exact}
         if rows:
             dtypes[self._attention_array] = exact
         if self.probe is not None:
             sizes["probe"] = len(self.probe.tokens)
             dtypes |= dict.fromkeys(PROBE, source)
-        dtypes |= {} if call.gate is None else {"gate": source}
+        dtypes |= {} if call.gate is None else {"gate": DTYPES[call.gate.dtype]}
         if call.residual is not None:
             sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
         if call.residual_norm is not None:

@@ -17,8 +17,9 @@ import numpy as np
 from numcodecs.vlen import VLenUTF8
 from numpy.typing import NDArray
 
+from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import TraceError, error_line
-from kvsim.store.layout import COMPRESSOR, LEVEL, StoredArray
+from kvsim.store.layout import COMPRESSOR, LEVEL, NAN, StoredArray
 from kvsim.store.place import Place, check_limit, damaged
 from kvsim.store.shards import crc32c, find_bounds
 
@@ -83,6 +84,11 @@ def read_part(array: StoredArray, part: Sequence[slice], place: Place) -> Values
     return out
 
 
+def as_numbers(array: StoredArray, values: Values) -> Tensor:
+    """Return stored values as a tensor of the numbers that they are."""
+    return torch.from_numpy(values).view(getattr(torch, array.number))
+
+
 def read_chunk(array: StoredArray, index: Index, place: Place) -> Values:
     """Return one decoded chunk; raise as `check_chunk`."""
     body = check_chunk(array, index, place)
@@ -144,7 +150,8 @@ def encode_chunk(array: StoredArray, values: Values) -> tuple[bytes, bytes]:
         data = np.ascontiguousarray(values, array.dtype)
         size = array.dtype.itemsize
         if data.shape != array.chunks:
-            data = np.full(array.chunks, np.nan if array.dtype.kind == "f" else -1, array.dtype)
+            fill = {"f": np.nan, "u": NAN}.get(array.dtype.kind, -1)
+            data = np.full(array.chunks, fill, array.dtype)
             data[tuple(map(slice, values.shape))] = values
     shuffle = numcodecs.blosc.BITSHUFFLE
     name = COMPRESSOR.encode("ascii")

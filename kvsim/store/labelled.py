@@ -14,6 +14,7 @@ from xarray.core.indexing import (
     explicit_indexing_adapter,
 )
 
+from kvsim.core.lazy import torch
 from kvsim.schema import AXES, axes_of, format_of
 from kvsim.store.metadata import attributes_of
 from kvsim.store.opening import TraceLike, as_trace
@@ -55,7 +56,8 @@ class _LazyArray(BackendArray):
     def __init__(self, stored: StoredTrace, name: str) -> None:
         self.stored, self.name = stored, name
         self.shape = stored.shapes[name]
-        self.dtype = stored.array(name).dtype
+        array = stored.array(name)
+        self.dtype = np.dtype(np.float32) if array.number == "bfloat16" else array.dtype
 
     def __getitem__(self, key: ExplicitIndexer) -> Any:
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)
@@ -77,5 +79,6 @@ class _LazyArray(BackendArray):
                 rest.append(slice(places.start - low, None if stop < 0 else stop, places.step))
             else:
                 rest.append(0)
-        values = self.stored.read(self.name, limits["layer"], limits[blocked]).numpy()
-        return values[tuple(rest)]
+        values = self.stored.read(self.name, limits["layer"], limits[blocked])
+        values = values.float() if values.dtype == torch.bfloat16 else values
+        return values.numpy()[tuple(rest)]

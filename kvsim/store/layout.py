@@ -21,6 +21,9 @@ from kvsim.store.place import damaged
 
 FLOATS = ("float16", "float32", "float64")
 
+#: Data type of the bits of bfloat16, which zarr has no name for, and those of a NaN.
+BITS, NAN = "uint16", 0x7FC0
+
 #: How chunks are written: blosc with this compressor at this level, and bit shuffle.
 COMPRESSOR, LEVEL = "lz4", 5
 
@@ -62,6 +65,7 @@ _TYPES |= {name: (dtype,) for name, dtype in LATER.items()}
 UNSEALED = (*LATER, *PROBE)
 
 _NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "int32": "<i4", "string": "object"}
+_NUMPY[BITS] = "<u2"
 
 
 Bounds = list[int] | np.ndarray[Any, np.dtype[np.int64]]
@@ -99,6 +103,11 @@ class StoredArray:
     def nchunks(self) -> int:
         """Number of chunks."""
         return math.prod(self.grid)
+
+    @property
+    def number(self) -> str:
+        """Name of the numbers: that of the data type, or bfloat16 where it is of their bits."""
+        return "bfloat16" if self.dtype.name == BITS else self.dtype.name
 
     @property
     def per_shard(self) -> int:
@@ -229,7 +238,8 @@ def array_document(
     first = {"name": "bytes", "configuration": {"endian": "little"}}
     if text:
         first = {"name": "vlen-utf8", "configuration": {}}
-    size = 1 if text else {"float16": 2, "float64": 8}.get(dtype, 4)
+    size = 1 if text else np.dtype(_NUMPY[dtype]).itemsize
+    fills = {"string": "", BITS: NAN} | dict.fromkeys(FLOATS, "NaN")
     blosc = {"typesize": size, "cname": COMPRESSOR, "clevel": LEVEL, "shuffle": "bitshuffle"}
     chunk = chunk_shape(name, shape)
     codecs: list[dict[str, Any]] = [
@@ -249,7 +259,7 @@ def array_document(
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(file)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": "" if text else "NaN" if dtype in FLOATS else -1,
+        "fill_value": fills.get(dtype, -1),
         "codecs": codecs,
         "attributes": {} if source_dtype is None else {"source_dtype": source_dtype},
         "dimension_names": ["layer"] if name == "layer" else list(axes_of(name, version)),
@@ -278,13 +288,15 @@ def parse_array(
     valid = len(shape) == len(axes) and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
     require("shape", value, f"[{', '.join(axes)}], none of them 0", valid=valid)
     dtype = document.get("data_type")
-    require("data type", dtype, " or ".join(types), valid=dtype in types)
     attributes = document.get("attributes", {})
     require("attributes", attributes, "an object", valid=isinstance(attributes, dict))
     source = attributes.get("source_dtype")
     sources = DTYPES.values()
     valid = source == LATER[name] if name in LATER else source in (None, *sources)
     require("source_dtype", source, " or ".join(sources), valid=valid)
+    if version == NEWEST_VERSION and source == "bfloat16":
+        types = (*types, BITS)
+    require("data type", dtype, " or ".join(types), valid=dtype in types)
 
     codecs = document.get("codecs")
     first = codecs[0] if isinstance(codecs, list) and codecs else None

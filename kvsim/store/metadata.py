@@ -162,14 +162,14 @@ def read_header(
                 f"{len(stored_ropes)} of attribute ropes"
             )
         ropes.append(stored_ropes[index])
-    floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind in "fu"}
     return Header(
         prompt_len=_get(attributes, "prompt_len", int, where),
         formulas=tuple(formulas),
         ropes=tuple(ropes),
         layer_ids=layer_ids,
         name=printable(str(attributes.get("name", where))),
-        source_dtypes={name: x.source_dtype or x.dtype.name for name, x in floats.items()},
+        source_dtypes={name: x.source_dtype or x.number for name, x in floats.items()},
         meta=object_at(attributes, "meta"),
         context_len=(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None

@@ -22,7 +22,7 @@ from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.samples import SAMPLES, locate
 from kvsim.schema import NEWEST_VERSION, format_of
 from kvsim.store.binding import bound, check_attributes, check_binding
-from kvsim.store.chunks import check_chunks, read_part
+from kvsim.store.chunks import as_numbers, check_chunks, read_part
 from kvsim.store.layout import (
     DENSE,
     DIMENSIONS,
@@ -144,7 +144,7 @@ class StoredTrace:
         if axis is None:
             axis, pos = 1, _ALL
         part = (layers, *[_ALL] * (axis - 1), pos)
-        tensor = torch.from_numpy(read_part(self.arrays[name], part, self.place))
+        tensor = as_numbers(self.arrays[name], read_part(self.arrays[name], part, self.place))
         # writers refuse NaN, so a reader that finds one has lost data
         first_layer = range(self.shapes[name][0])[layers].start
         first_pos = range(self.shapes[name][axis])[pos].start

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.attention import attention_weights, causal_attention
-from kvsim.core.checks import first_row, relative_error, tolerance
+from kvsim.core.checks import as_array, first_row, relative_error, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
@@ -96,7 +96,7 @@ class _Check:
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
-        dtypes = {name: stored.array(name).dtype.name for name in sources}
+        dtypes = {name: stored.array(name).number for name in sources}
         involved = [sources.get("attn_out", "float32"), sources["q"]]
         involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
         self.output_tolerance = tolerance(*involved)
@@ -191,9 +191,10 @@ class _Check:
     def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
         digest, axes = ContentDigest(), AXES[name]
         if "pos" in axes:
-            digest.update_all(name, layer, values.numpy(), axes.index("pos") - ("layer" in axes))
+            axis = axes.index("pos") - ("layer" in axes)
+            digest.update_all(name, layer, as_array(values), axis)
         else:
-            digest.update(name, layer, values.numpy())
+            digest.update(name, layer, as_array(values))
         ((computed,),) = digest.checksums().values()
         recorded = self.stored.attributes["checksums"][name][layer]
         if computed != recorded:
@@ -274,7 +275,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "arrays": {
             name: {
                 "shape": list(array.shape),
-                "dtype": "string" if name == "token_text" else array.dtype.name,
+                "dtype": "string" if name == "token_text" else array.number,
                 "source_dtype": stored.header.source_dtypes.get(name),
                 "bytes": None if sizes is None else _bytes(sizes, f"{name}/"),
             }

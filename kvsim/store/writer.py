@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvsim.core.attention import Formula, attention_weights
-from kvsim.core.checks import DTYPES, as_stored, stored_dtype
+from kvsim.core.checks import DTYPES, as_array, as_stored
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
@@ -20,8 +20,9 @@ from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
 from kvsim.schema import AXES, CHUNK, NEWEST_VERSION, format_of, is_url
+from kvsim.store.chunks import as_numbers
 from kvsim.store.draft import Group, TokenFile, recover_command
-from kvsim.store.layout import DENSE, LATER, can_be_sharded, cut_shape, pos_axis, to_shard
+from kvsim.store.layout import BITS, DENSE, LATER, can_be_sharded, cut_shape, pos_axis, to_shard
 from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
@@ -82,24 +83,30 @@ class TraceWriter:
             with self._writing():
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
+                types = {name: self._type(name, source_dtypes[name]) for name in shapes}
                 sharded = to_shard(shapes)
+                newest = sharded or BITS in types.values()
                 self._group.set(
-                    kvsim_format=NEWEST_VERSION if sharded else format_of(shapes),
+                    kvsim_format=NEWEST_VERSION if newest else format_of(shapes),
                     complete=False,
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
                 )
                 for name, shape in shapes.items():
-                    source = source_dtypes[name]
-                    narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
-                    dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
                     of_layers = sharded and can_be_sharded(name)
-                    self._group.create(name, shape, dtype, source, sharded=of_layers)
+                    declared = types[name], source_dtypes[name]
+                    self._group.create(name, shape, *declared, sharded=of_layers)
                     self._next[name] = [0] * shape[0]
                 write_whole(self._group, "layer", np.array(self.layer_ids, np.int32), "int32")
         except BaseException:  # an interrupt here comes before __exit__ could clean up
             self._discard()
             raise
+
+    def _type(self, name: str, source: str) -> str:
+        """Return the data type of an array with numbers of dtype `source` in the model."""
+        if self.store_dtype is not None and name not in ("lse", *DENSE, *LATER):
+            return self.store_dtype
+        return BITS if source == "bfloat16" else source
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +152,7 @@ class TraceWriter:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `name` is stored."""
-        dtype: torch.dtype = getattr(torch, self._group.arrays[name].dtype.name)
+        dtype: torch.dtype = getattr(torch, self._group.arrays[name].number)
         return dtype
 
     @property
@@ -197,7 +204,7 @@ class TraceWriter:
     def write_layer(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
         """Store one layer of an array, or of its positions from `start` on; raise as `append`."""
         dtype, where = self.dtype(name), str(self.path)
-        array = as_stored(name, values, dtype, where, layer=layer, pos=start).numpy()
+        array = as_array(as_stored(name, values, dtype, where, layer=layer, pos=start))
         with self._writing():
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
@@ -222,7 +229,10 @@ class TraceWriter:
         first, at = self.n_pos - self._group.arrays[name].shape[2], torch.arange(self.n_pos)
         for layer, formula in enumerate(formulas):
             part = [slice(layer, layer + 1)]
-            q, k, lse = (torch.from_numpy(self._group.read(x, part)[0]) for x in ("q", "k", "lse"))
+            q, k, lse = (
+                as_numbers(self._group.arrays[x], self._group.read(x, part)[0])
+                for x in ("q", "k", "lse")
+            )
             q, k = q.to(lse.dtype), k.to(lse.dtype)
             for start in range(first, self.n_pos, CHUNK):
                 rows = slice(start, min(start + CHUNK, self.n_pos))
