@@ -52,7 +52,10 @@ _ON_REQUEST = {
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """Return the dtype in which dtype `source` is stored: float32 holds every bfloat16 exactly."""
+    """Return the dtype in which numbers of dtype `source` are hashed, and projections stored.
+
+    float32 holds every bfloat16 exactly.
+    """
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 

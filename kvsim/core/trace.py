@@ -359,11 +359,15 @@ class Trace(Displayed):
             NeedsError: the trace has no such array.
             TraceError: the stored array is damaged.
         """
+        array = self.stored(name, layers, pos)
+        return array.to(torch.int64 if name == "tokens" else self.dtype)
+
+    def stored(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
+        """Return part of an array as `read`, in the dtype in which it is stored."""
         if not self.has(name):
             raise NeedsError(missing_array(name, self.source.shapes, self.meta, self.name))
         check_steps(layers, pos)
-        array = self.source.read(name, layers, pos)
-        return array.to(torch.int64 if name == "tokens" else self.dtype)
+        return self.source.read(name, layers, pos)
 
     @property
     def q(self) -> Tensor:

@@ -101,8 +101,9 @@ class TraceSource:
         self._place, self._most = (tuple(layers), str(device)), most
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
-        """An array of the layers on the device."""
-        return _together([self._trace.read(name, run, pos).to(self._device) for run in self._runs])
+        """An array of the layers on the device, to which it is moved as it is stored."""
+        parts = [self._trace.stored(name, run, pos).to(self._device) for run in self._runs]
+        return _together(parts).to(self._trace.dtype)
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
         """Return `compute()`, kept with the trace unless keys and values were overwritten."""

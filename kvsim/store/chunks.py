@@ -39,9 +39,10 @@ def check_chunks(array: StoredArray, sizes: Mapping[str, int], where: str) -> No
     for key in array.files():
         if key not in sizes:  # reached after as many keys as there are files
             count = sum(file.startswith(f"{array.name}/c/") for file in sizes)
+            expected = array.shape[0] if array.sharded else array.nchunks
             raise damaged(
-                f"{where}: {array.name} has {count} of {array.nfiles} chunks, the first missing "
-                f"is {key.partition('/')[2]}, expected all"
+                f"{where}: {array.name} has {count} of {expected} chunks, the first missing is "
+                f"{key.partition('/')[2]}, expected all"
             )
         check_limit(where, key, sizes[key], array.largest_file)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,11 +121,6 @@ class StoredArray:
         return 16 * self.per_shard + 4
 
     @property
-    def nfiles(self) -> int:
-        """Number of files with chunks."""
-        return self.grid[0] if self.sharded else self.nchunks
-
-    @property
     def largest_file(self) -> int:
         """Most bytes of a file with chunks."""
         if self.sharded:
@@ -169,10 +165,8 @@ class StoredArray:
 
     def files(self) -> Iterator[str]:
         """Yield the key of each file with chunks in order, lazily as `indices`."""
-        if not self.sharded:
-            return map(self.key, self.indices())
-        rest = [0] * (len(self.shape) - 1)
-        return (self.key((layer, *rest)) for layer in range(self.shape[0]))
+        shards = itertools.product(range(self.shape[0]), *[[0]] * (len(self.shape) - 1))
+        return map(self.key, shards if self.sharded else self.indices())
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ def test_the_bits_of_the_model_are_stored(saved):
         assert group[name].dtype == np.uint16
         assert np.array_equal(group[name][:], numbers.bfloat16().view(torch.uint16).numpy())
         assert opened.source.read(name, slice(None), slice(None)).dtype == torch.bfloat16
+        assert opened.stored(name).dtype == torch.bfloat16
         assert torch.equal(opened.read(name), numbers)
         metadata = json.loads((saved / name / "zarr.json").read_bytes())
         assert metadata["attributes"] == {"source_dtype": "bfloat16"}
