@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvsim.core.lazy import torch
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -113,7 +114,7 @@ class Plan(NamedTuple):
         trace = self._trace(task)
         return len(task.layers) * sum(
             int(np.prod(trace.source.shapes[name][1:]))
-            * np.dtype(trace.source_dtypes[name]).itemsize
+            * int(getattr(torch, trace.source_dtypes[name]).itemsize)
             for name in ("q", "k", "v", "attn_out", "lse")
             if name in trace.source.shapes
         )
