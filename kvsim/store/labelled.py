@@ -30,17 +30,18 @@ def to_xarray(trace: TraceLike) -> Dataset:
     """
     trace = as_trace(trace)
     data: dict[str, Any] = {}
-    source, version = trace.source, format_of(trace.source.shapes)
+    source = trace.source
+    version = by_size = format_of(source.shapes)
     if isinstance(source, StoredTrace):
         version = source.attributes["kvsim_format"]
         for name in source.shapes:
             dtype = source.array(name).source_dtype
             attributes = {} if dtype is None else {"source_dtype": dtype}
             lazy = LazilyIndexedArray(_LazyArray(source, name))
-            data[name] = Variable(axes_of(name, version), lazy, attributes)
+            data[name] = Variable(axes_of(name, by_size), lazy, attributes)
     else:
         data = {
-            name: (axes_of(name, version), trace.read(name).numpy())
+            name: (axes_of(name, by_size), trace.read(name).numpy())
             for name in source.shapes
             if name != "attention"
         }

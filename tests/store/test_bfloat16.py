@@ -119,6 +119,7 @@ def test_a_copy_and_xarray_have_the_numbers(saved, tmp_path):
     assert all((again / x).read_bytes() == (saved / x).read_bytes() for x in names)
     data = open_trace(saved).to_xarray()
     assert data["k"].dtype == np.float32
+    assert data["v"].dims == data["k"].dims == ("layer", "head", "pos", "dim")
     assert np.array_equal(data["k"].values, make().k.numpy())
 
 

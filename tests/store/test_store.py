@@ -21,7 +21,7 @@ from damage import assign, edit, edit_header, flip
 from kvsim.core.attention import causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.schema import AXES, FORMAT_VERSION, NEWEST_VERSION
+from kvsim.schema import AXES, FORMAT_VERSION, NEWEST_VERSION, axes_of
 from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publication, recover, verify
 from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
@@ -94,7 +94,8 @@ def test_the_output_projection_comes_back(dtype, tmp_path):
     assert report.ok
     array = zarr.open_group(opened.path, mode="r")["o_proj"]
     assert array.chunks == (1, 4, 8, 20)
-    assert array.metadata.dimension_names == AXES["o_proj"]
+    version = opened.source.attributes["kvsim_format"]
+    assert array.metadata.dimension_names == axes_of("o_proj", version)
     assert describe(opened.path)["arrays"]["o_proj"]["bytes"] > 0
     assert opened.to_xarray()["o_proj"].sizes["hidden"] == 20
     again = open_trace(opened.save(tmp_path / "b.zarr"))
@@ -102,13 +103,13 @@ def test_the_output_projection_comes_back(dtype, tmp_path):
 
 
 def test_dtypes_on_disk(tmp_path):
-    """bfloat16 is stored as float32 with its source dtype, float16 as float16."""
+    """bfloat16 is stored as its 16 bits with its source dtype, float16 as float16."""
     half = zarr.open_group(make(torch.float16).save(tmp_path / "half.zarr"), mode="r")
     brain = zarr.open_group(make(torch.bfloat16).save(tmp_path / "brain.zarr"), mode="r")
 
     assert half["q"].dtype == np.float16
     assert half["q"].attrs["source_dtype"] == "float16"
-    assert brain["q"].dtype == np.float32
+    assert brain["q"].dtype == np.uint16
     assert brain["q"].attrs["source_dtype"] == "bfloat16"
 
 
