@@ -359,8 +359,7 @@ class Trace(Displayed):
             NeedsError: the trace has no such array.
             TraceError: the stored array is damaged.
         """
-        array = self.stored(name, layers, pos)
-        return array.to(torch.int64 if name == "tokens" else self.dtype)
+        return self.stored(name, layers, pos).to(torch.int64 if name == "tokens" else self.dtype)
 
     def stored(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
         """Return part of an array as `read`, in the dtype in which it is stored."""
