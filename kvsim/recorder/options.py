@@ -105,6 +105,15 @@ class Options:
             "repeat[:N]",
         ),
     ] = None
+    chunk: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Run at most so many tokens of the prompt through the model at once. By default a "
+            "prompt of up to 2,896 tokens runs in one piece, and a longer one in chunks of at "
+            "least 256, over the model's own cache."
+        ),
+    ] = None
     store_dtype: Annotated[
         Literal["float16"] | None,
         Help("'float16' stores q, k, v and outputs in half the space; the default is exact."),

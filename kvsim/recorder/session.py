@@ -22,7 +22,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
 from kvsim.recorder.blocks import BlockRecorder, MemorySink
-from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
+from kvsim.recorder.generation import StopStrings, chunk_rows, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, model_notes
@@ -86,6 +86,8 @@ class Session:
             self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
             n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
+        self.chunk, notes = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
+        self.notes += notes
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
@@ -211,7 +213,7 @@ class Session:
             texts = token_strings(tokens, self.tokenizer)
             recorded: dict[str, torch.Tensor] = {}
             if self.probe is not None:
-                rows = read_probe(self.model, self.context, self.probe, self.layer_ids)
+                rows = read_probe(self.model, self.context, self.probe, self.layer_ids, self.chunk)
                 recorded = dict(zip(PROBE, rows, strict=True))
             if self._writer is None:
                 return self._in_memory(header, tokens, texts, recorded)
@@ -238,7 +240,10 @@ class Session:
                 tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
                 start = len(self.encoded.ids)
                 self.logprobs = score(
-                    self.model, tokens, start, before_last=finish, progress=progress
+                    *(self.model, tokens, start),
+                    before_last=finish,
+                    progress=progress,
+                    chunk=self.chunk,
                 )
                 return tokens, GIVEN
             return generate(
@@ -252,6 +257,7 @@ class Session:
                 sampled=lambda token: self._store_tokens([token]),
                 before_last=self._recorder.finish_at,
                 progress=progress,
+                chunk=self.chunk,
             )
 
     def _receive(self, call: KernelCall) -> None:

@@ -14,14 +14,19 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvsim.core.attention import Formula
-from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.core.policy import Policy
 from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
+from kvsim.recorder.generation import (
+    check_logits,
+    continues,
+    device_of,
+    evaluating,
+    last_logits,
+)
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped
 from kvsim.recorder.modules import kernel_name
@@ -71,17 +76,8 @@ class RunningModel:
 
     @cached_property
     def continues(self) -> bool:
-        """Whether a forward of several rows goes on from the states of the rows before.
-
-        In some families it starts from empty ones, and only a forward of one row does.
-        """
-        if not self.has_states:
-            return True
-        ids, cache = [1, 2, 3, 4, 5, 6], self.filled([1, 2, 3])
-        with torch.inference_mode(), evaluating(self.model):
-            expected = self.forward(ids, 0, full_cache(self.model), 3)
-            error = relative_error(self.forward(ids[3:], 3, cache, 3)[None], expected[None])
-        return float(error.max()) <= tolerance(DTYPES[expected.dtype])
+        """Whether a forward of several rows goes on from the states of the rows before."""
+        return not self.has_states or continues(self.model, range(1, 7))
 
     def check_states(self) -> None:
         """Raise CaptureError where a forward of several rows starts from empty states."""
