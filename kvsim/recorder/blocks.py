@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Layout, Rope, recent_attention
+from kvsim.core.attention import Layout, Rope, causal_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
@@ -449,7 +449,5 @@ class _History:
     def attend(self, q: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Compute attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
         end = start + q.shape[1]
-        k, v = (part[:, None, :end] for part in self.kv)  # [head, 1, n, d]
-        rows = q.to(k.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
-        out, lse = recent_attention(rows, k, v, self.call.formula, start)
-        return out.flatten(0, 1), lse.flatten(0, 1)
+        k, v = (part[:, :end] for part in self.kv)
+        return causal_attention(q.to(k.dtype), k, v, self.call.formula, start)
