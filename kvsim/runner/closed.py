@@ -219,14 +219,14 @@ class ClosedLoop:
         if greedy and (stopped == "eos" or (long and stopped != "given")):
             return tuple(recorded[: writing.new_tokens])
         model, prompt = self.running.model, self._ids[: trace.prompt_len]
-        cache = full_cache(model)
+        cache, chunk = full_cache(model), self.running.chunk(prompt)
 
         def feed(token: int) -> Tensor:
             row = cache.get_seq_length()
             return self.running.forward([token], row, cache, 1)[-1]
 
         with torch.inference_mode(), evaluating(model):
-            return self._write(writing, self.running.forward(prompt, 0, cache, 1)[-1], feed)
+            return self._write(writing, self.running.run(prompt, cache, 1, chunk)[-1], feed)
 
     def _response(self, tokens: tuple[int, ...]) -> Response:
         full = self._full_response

@@ -62,11 +62,13 @@ class FullPass:
         comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
         entries: dict[int, tuple[Tensor, Tensor]] = {}
+        tokens: list[int] = trace.read("tokens").tolist()
+        chunk = running.chunk(tokens)
 
         def receive(call: KernelCall) -> None:
             comparison.receive(call)
             entries[call.layer] = call.k, call.v
-            rows.add(call, 0)
+            rows.add(call, call.start)
 
         with (
             torch.inference_mode(),
@@ -75,7 +77,7 @@ class FullPass:
             residual.following(),
         ):
             wanted = trace.n_pos - trace.prompt_len + 1
-            self.logits = running.forward(trace.read("tokens").tolist(), 0, cache, wanted)[:-1]
+            self.logits = running.run(tokens, cache, wanted, chunk)[:-1]
         comparison.check(self.logits)
         self.outputs, self.inputs = rows.outputs, rows.inputs
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))

@@ -22,6 +22,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import (
     check_logits,
+    chunk_rows,
     continues,
     device_of,
     evaluating,
@@ -89,10 +90,9 @@ class RunningModel:
 
     def filled(self, ids: Sequence[int]) -> Cache:
         """Return a cache of all of these tokens."""
-        cache = full_cache(self.model)
+        cache, chunk = full_cache(self.model), self.chunk(ids)
         with torch.inference_mode(), evaluating(self.model):
-            if ids:
-                self.forward(ids, 0, cache, 1)
+            self.run(ids, cache, 0, chunk)
         return cache
 
     @cached_property
@@ -214,6 +214,19 @@ class RunningModel:
         ).logits[0]
         return check_logits(out[len(out) - logits :], start + len(ids) - logits)
 
+    def chunk(self, ids: Sequence[int]) -> int:
+        """Return the most rows of a forward of these tokens over an empty cache, for `run`."""
+        return chunk_rows(self.model, ids)[0] if ids else 1
+
+    def run(self, ids: Sequence[int], cache: Cache, logits: int, chunk: int) -> Tensor:
+        """Run tokens over an empty cache, at most `chunk` in a forward; logits as `forward`."""
+        first, parts = len(ids) - logits, list[Tensor]()
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            wanted = min(len(part), max(0, start + len(part) - first))
+            parts.append(self.forward(part, start, cache, wanted))
+        return torch.cat(parts) if parts else torch.empty(0, 0)
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -232,17 +245,18 @@ class Prefix:
 
 def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
     """Run the first rows of a sequence with the full cache."""
-    queries: dict[int, Tensor] = {}
+    queries: dict[int, list[Tensor]] = {}
 
     def receive(call: KernelCall) -> None:
-        queries[call.layer] = call.q
+        queries.setdefault(call.layer, []).append(call.q)
 
     model = running.model
-    cache = full_cache(model)
+    cache, chunk = full_cache(model), running.chunk(ids)
     with torch.inference_mode(), evaluating(model), intercepting(model, receive):
-        logits = running.forward(ids, 0, cache, 1)[0]
+        logits = running.run(ids, cache, 1, chunk)[0]
     keys, values = (
         [None if x is None else x[0] for x in (getattr(layer, name) for layer in cache.layers)]
         for name in ("keys", "values")
     )
-    return Prefix(tuple(ids), keys, values, [queries[at] for at in sorted(queries)], logits)
+    of_layers = [torch.cat(queries[at], dim=1) for at in sorted(queries)]
+    return Prefix(tuple(ids), keys, values, of_layers, logits)

@@ -15,7 +15,7 @@ from families import FAMILIES
 from kvsim.analysis.table import JUDGED
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
-from kvsim.recorder import load_model
+from kvsim.recorder import generation, load_model
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
 from kvsim.sweeps import replay_all
@@ -302,3 +302,24 @@ def test_another_model_judges_nothing():
         replay_all([trace], "h2o", 64, metrics="response_kl")
     with pytest.raises(PolicyError, match="answer_right is about a running model"):
         replay_all([trace], "h2o", 64, metrics="answer_right", judge=True)
+
+
+def test_a_long_sequence_is_judged_in_chunks(monkeypatch):
+    """The pass with the full cache has no mask of all pairs, and what it judges stays the same."""
+    run, trace = (
+        running("gemma3"),
+        kvsim.capture(running("gemma3").model, None, [*TOKENS] * 4, max_new_tokens=3),
+    )
+    record = kvsim.replay(trace, kvsim.policy("snapkv"), BUDGET, interval=INTERVAL)
+    whole = Judge(run, trace).logits([record])
+    rows = []
+    monkeypatch.setattr(generation, "PAIRS", 1)
+    handle = run.model.register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].shape[1]), prepend=True
+    )
+
+    found = Judge(run, trace).logits([record])
+
+    handle.remove()
+    assert max(rows) == 256
+    assert gap(found, whole) < 2 * CLOSE
