@@ -187,15 +187,11 @@ def _idle(
     ends = ends + np.arange(len(ends))[:, None] * (n_pos + 1)
     left = np.bincount(ends.ravel(), minlength=len(ends) * (n_pos + 1)).reshape(*layers, -1)
     held = rows + 1 - left.cumsum(-1)[..., rows]  # entries that a row sees, its own too
-    if reads is not None:
-        heads = max(held.shape[1], reads.bits.shape[1])
-        pages = (-(-held // reads.page)).repeat(heads // held.shape[1], 1)
-        read = np.bitwise_count(reads.bits).sum(-1, dtype=np.int64)
-        if (read.repeat(heads // read.shape[1], 1) >= pages).all():
-            yield (
-                f"{policy.name}: every row reads all that is held, so that its reader has no "
-                "effect; give a smaller budget"
-            )
+    if reads is not None and reads.whole(held):
+        yield (
+            f"{policy.name}: every row reads all that is held, so that its reader has no effect; "
+            "give a smaller budget"
+        )
     if policy.codec is not None:
         least = min(clock.exact + clock.step for clock in policy.codec.clocks)
         if held.max() - 1 < least:
