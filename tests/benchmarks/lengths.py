@@ -97,8 +97,12 @@ def run(*lengths: int) -> tuple[dict[str, float], list[str]]:
     """Slopes of time and memory of each stage, and lines of the report."""
     torch.set_num_threads(1)
     measured(lengths[0])  # what is imported and built once
-    found = {n: measured(n) for n in lengths}
-    slopes = {}
+    return summary({n: measured(n) for n in lengths})
+
+
+def summary(found: dict[int, dict[str, dict[str, float]]]) -> tuple[dict[str, float], list[str]]:
+    """Slopes, and lines of the report, of what was measured at each length."""
+    slopes, lengths = dict[str, float](), [*found]
     lines = [
         f"torch {torch.__version__}, one thread; {lengths[0]} to {lengths[-1]} tokens",
         "one layer, 2 query heads on 1, dim 32, budget 1024, an event every 32 rows of 64",

@@ -40,6 +40,7 @@ FIGURES = {
         {"smallest: cell after cell", "smallest: one process, one thread"},
     ),
     "slopes": (lambda script: (script.SMALLEST,), {"errors, outputs recorded, tokens"}),
+    "lengths": (lambda script: script.SMALLEST, {"capture, seconds", "judge, memory", ...}),
     "capture": (
         lambda script: (script.SMALLEST,),
         {"generation", "prompt", "memory in blocks", "bytes"},
@@ -83,7 +84,7 @@ def test_benchmark_prints_its_figures(capsys, monkeypatch, warm_python, name):
     assert not others or ... in expected
     if name in HOLDS:
         assert HOLDS[name](figures, lines)
-    if name not in ("optimum", "slopes", "paged", "commands"):
+    if name not in ("optimum", "slopes", "lengths", "paged", "commands"):
         assert all(value >= 0 for value in figures.values())
 
 
