@@ -22,7 +22,16 @@ from kvsim.core.attention import causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
 from kvsim.schema import AXES, FORMAT_VERSION, WIDE_VERSION
-from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publication, recover, verify
+from kvsim.store import (
+    TraceWriter,
+    describe,
+    find_drafts,
+    open_trace,
+    publication,
+    recover,
+    verification,
+    verify,
+)
 from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
 from kvsim.store.publication import require_chunks
@@ -627,6 +636,23 @@ def test_verify_accepts_what_was_saved(saved):
     assert max(report.lse_error) < 1e-5
     assert report.output_tolerance == 1e-4
     assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+
+
+def test_verify_recomputes_blocks_of_rows(stored, monkeypatch):
+    """Blocks have the errors of the whole layer; damage in a later one is found in its array."""
+    whole = verify(stored, deep=True)
+    monkeypatch.setattr(verification, "ROWS", 256)
+    blocks = verify(stored, deep=True)
+    flip(stored / "attn_out" / "c" / "1" / "0" / "1" / "0")
+    damaged = verify(stored, deep=True)
+
+    assert open_trace(stored).n_pos > 256
+    assert blocks.ok
+    assert blocks.output_error == pytest.approx(whole.output_error, abs=1e-6)
+    assert blocks.lse_error == pytest.approx(whole.lse_error, abs=1e-5)
+    assert len(damaged.problems) == 1
+    assert "of attn_out is damaged" in damaged.problems[0]
+    assert (len(damaged.output_error), len(damaged.lse_error)) == (1, 2)
 
 
 def test_verify_reports_progress(saved):
