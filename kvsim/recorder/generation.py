@@ -28,6 +28,9 @@ Ended = Literal["eos", "stop"]
 #: eager attention keeps them, take 1 GiB then.
 PAIRS = 1 << 23
 
+#: More rows than any prompt has.
+WHOLE = 1 << 31
+
 # Rows whose log-softmax is computed at once.
 _ROWS = 128
 
@@ -165,13 +168,13 @@ def chunk_rows(
 ) -> tuple[int, list[str]]:
     """Return the most rows of a forward of a prefill of `ids`, and notes on it.
 
-    All rows unless requested, up to `PAIRS` pairs of a row and an entry. Raises CaptureError where
+    `WHOLE` unless requested, up to `PAIRS` pairs of a row and an entry. Raises CaptureError where
     fewer are requested and the model computes something else in chunks.
     """
     n = len(ids)
     rows = requested or max(CHUNK, PAIRS // n // CHUNK * CHUNK)
     if rows >= n or (requested is None and n * n <= PAIRS):
-        return n, []
+        return WHOLE, []
     if (steady_length(model, rows) or n) < n:
         reason = "frequencies of its RoPE change with the length"
     elif not continues(model, ids):
@@ -183,7 +186,7 @@ def chunk_rows(
             f"chunk is {requested} for a prompt of {n} tokens, and {reason}; expected one forward "
             "for all of them; leave --chunk out"
         )
-    return n, [f"the prompt was run in one piece: {reason}"]
+    return WHOLE, [f"the prompt was run in one piece: {reason}"]
 
 
 def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
@@ -205,10 +208,10 @@ def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
     with torch.no_grad(), evaluating(model):
         whole = last(first + rest)
         chunk, single = (
-            float((last(first, *parts) - whole).abs().max() / whole.abs().max())
+            float((last(first, *parts) - whole).abs().max())
             for parts in ([rest], [[token] for token in rest])
         )
-    return chunk <= max(tolerance(DTYPES[whole.dtype]), 4 * single)
+    return chunk <= max(tolerance(DTYPES[whole.dtype]) * float(whole.abs().max()), 4 * single)
 
 
 def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:

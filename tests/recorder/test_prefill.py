@@ -119,8 +119,12 @@ def test_a_given_response_runs_in_chunks():
 def test_a_probe_runs_in_chunks():
     """Its rows have the queries and keys that they have after a context in one piece."""
     model = FAMILIES["llama"].build("sdpa")
-    whole, trace = (recorded(model, chunk=chunk, probe="repeat:100") for chunk in (None, 60))
+    rows = []
+    handle = model.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    whole, trace = (recorded(model, chunk=chunk, probe="repeat:300") for chunk in (None, 60))
+    handle.remove()
 
+    assert rows[: rows.index(60)].count(PROMPT) == 3  # prompt, context and its repetition
     assert trace.header.probe == whole.header.probe
     for name in ("probe_q", "probe_k"):
         torch.testing.assert_close(trace.read(name), whole.read(name), atol=1e-4, rtol=1e-4)
