@@ -18,6 +18,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
+def attention_flops(pairs: float, n_qheads: int, entry_size: int) -> float:
+    """FLOPs of one layer's attention over so many pairs of a row and an entry.
+
+    entry_size: numbers of a key and its value. Per query head and pair: 2 d for the logit, 3 for
+    the softmax, 2 d of the value for it.
+    """
+    return pairs * n_qheads * (2 * entry_size + 3)
+
+
+def causal_pairs(rows: float, before: float = 0) -> float:
+    """Pairs of a row and an entry: row i of those after `before` sees before + i + 1 entries."""
+    return rows * before + rows * (rows + 1) / 2
+
+
 @dataclass(frozen=True)
 class Flops:
     """Of matrix products, and of everything else."""

@@ -232,7 +232,8 @@ class _Interceptor:
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
         """Return the sinks as numbers, read once: reading waits for the device."""
         if layer not in self.sinks or self.sinks[layer][0] is not sinks:
-            self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
+            known = torch.zeros(sinks.shape) if sinks.is_meta else sinks  # a plan has shapes alone
+            self.sinks[layer] = sinks, tuple(known.detach().double().flatten().tolist())
         return self.sinks[layer][1]
 
     def _rotation(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -202,7 +202,8 @@ def _name(layer: int, module: nn.Module) -> str:
 def _matrix(what: str, projection: nn.Module) -> Tensor:
     """Return the weights [hidden, qheads x dim] of an output projection, as a view."""
     weight = cast("Tensor", projection.weight).detach()
-    away = "offloaded" if weight.is_meta else "sharded" if hasattr(weight, "full_tensor") else ""
+    offloaded = weight.is_meta and hasattr(projection, "_hf_hook")  # else of a plan
+    away = "offloaded" if offloaded else "sharded" if hasattr(weight, "full_tensor") else ""
     if away:
         raise CaptureError(
             f"{what} is {away} until the layer runs, expected weights that stay on a device; "

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from kvsim.core.options import Help, given_options
 from kvsim.core.parameters import AtLeast, Between, Finite, check_fields
 from kvsim.errors import CaptureError, PolicyError
+from kvsim.schema import size_in_bytes
 
 Progress = Callable[[int, int], None]
 
@@ -117,6 +118,17 @@ class Options:
             "others."
         ),
     ] = False
+    memory: Annotated[
+        int | str | None,
+        Help("Refuse a capture whose plan takes more memory, such as 16GB.", "SIZE"),
+    ] = None
+    force: Annotated[
+        bool, Help("Record even if the plan says that the disk or the memory is too small.")
+    ] = False
+    planned: Annotated[
+        Callable[[Any], None] | None,
+        Help("Called with the plan, a `kvsim.store.forecast.Forecast`, before the first token."),
+    ] = None
     progress: Annotated[
         Progress | bool | None,
         Help("A function of (tokens done, most tokens possible); True shows a bar on a terminal."),
@@ -141,6 +153,10 @@ class Options:
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
         ):
             raise CaptureError(f"progress is {self.progress!r}, expected a function, True or None")
+        if self.planned is not None and not callable(self.planned):
+            raise CaptureError(f"planned is {self.planned!r}, expected a function or None")
+        if self.most_memory == 0:
+            raise CaptureError(f"memory is {self.memory!r}, expected bytes, or a size such as 16GB")
         stop: Any = self.stop
         stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
         if not all(isinstance(text, str) and text for text in stops):
@@ -152,6 +168,12 @@ class Options:
             raise CaptureError(
                 f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens"
             )
+
+    @property
+    def most_memory(self) -> int | None:
+        """Bytes that a plan may take; 0 for what is no size."""
+        given = self.memory
+        return size_in_bytes(given) or 0 if isinstance(given, str) else given
 
     @property
     def probe_chunk(self) -> int:

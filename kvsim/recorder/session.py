@@ -318,10 +318,8 @@ class Session:
     def _attention_array(self) -> str:
         return "attention" if self.options.attention in (True, "full") else "attention_window"
 
-    def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
-        """Open the destination of blocks; the first kernel call shows the shapes."""
-        if self.out is None:
-            return MemorySink()
+    def arrays(self, call: KernelCall) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Return shape and dtype of each array of most positions, from a kernel call."""
         rows = self.options.dense_rows(self.limit)
         size = len(self.layer_ids) * len(call.q) * rows * self.limit * 4
         if size > MAX_ATTENTION_BYTES:
@@ -347,11 +345,17 @@ class Session:
             sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
         if call.residual_norm is not None:
             dtypes["residual_norm"] = "float32"
+        axes = {name: axes_of(name, WIDE_VERSION) for name in dtypes}
+        return {name: tuple(sizes[axis] for axis in axes[name]) for name in axes}, dtypes
+
+    def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
+        """Open the destination of blocks; the first kernel call shows the shapes."""
+        if self.out is None:
+            return MemorySink()
+        shapes, dtypes = self.arrays(call)
         writer = TraceWriter(
             self.out,
-            shapes={
-                name: tuple(sizes[axis] for axis in axes_of(name, WIDE_VERSION)) for name in dtypes
-            },
+            shapes=shapes,
             source_dtypes=dtypes,
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,

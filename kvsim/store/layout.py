@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsim.core.checks import DTYPES
+from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, axes_of
 from kvsim.store.place import damaged
@@ -88,6 +88,16 @@ class StoredArray:
         return math.prod(self.grid)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the values, before they are compressed."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def files(self) -> int:
+        """Number of files: of chunks, and the metadata."""
+        return self.nchunks + 1
+
+    @property
     def decoded(self) -> int:
         """Bytes of a decoded chunk; for text, the upper limit."""
         if self.dtype.hasobject:
@@ -116,6 +126,24 @@ class StoredArray:
     def key(self, index: Sequence[int]) -> str:
         """Return the key of the chunk at an index of the grid."""
         return f"{self.name}/c/" + "/".join(map(str, index))
+
+
+def stored_arrays(
+    shapes: Mapping[str, tuple[int, ...]],
+    source_dtypes: Mapping[str, str],
+    store_dtype: str | None = None,
+) -> list[StoredArray]:
+    """Return the arrays of a trace as they are stored.
+
+    store_dtype: ``float16`` to store all but lse and attention in half precision.
+    """
+    arrays = []
+    for name, shape in shapes.items():
+        source = source_dtypes[name]
+        narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
+        dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
+        arrays.append(StoredArray(name, shape, np.dtype(dtype), source))
+    return arrays
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

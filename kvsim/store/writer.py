@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvsim.core.attention import Formula, attention_weights
-from kvsim.core.checks import DTYPES, as_stored, stored_dtype
+from kvsim.core.checks import DTYPES, as_stored
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
@@ -21,7 +21,7 @@ from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
 from kvsim.schema import AXES, CHUNK, format_of, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
-from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
+from kvsim.store.layout import DENSE, cut_shape, pos_axis, stored_arrays
 from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
@@ -88,12 +88,9 @@ class TraceWriter:
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
                 )
-                for name, shape in shapes.items():
-                    source = source_dtypes[name]
-                    narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
-                    dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
-                    self._group.create(name, shape, dtype, source)
-                    self._next[name] = [0] * shape[0]
+                for each in stored_arrays(shapes, source_dtypes, store_dtype):
+                    self._group.create(each.name, each.shape, each.dtype.name, each.source_dtype)
+                    self._next[each.name] = [0] * each.shape[0]
                 write_whole(self._group, "layer", np.array(self.layer_ids, np.int32), "int32")
         except BaseException:  # an interrupt here comes before __exit__ could clean up
             self._discard()

@@ -41,7 +41,7 @@ class Command:
 
 
 PROMPT = prompts(1, task="walk")[0].prompt
-CAPTURE = ("capture", "--model", "tiny", "--prompt", PROMPT, "--max-new-tokens", "300")
+CAPTURE = ("capture", "--model", "tiny", "--prompt", PROMPT, "--max-new-tokens", "300", "--force")
 COMMANDS = {
     "prompts": Command(("prompts", "--n", "60"), "p.jsonl", ("--overwrite",)),
     "report": Command(("report", "RUN"), "r.html", ("--overwrite",), slow=True),
