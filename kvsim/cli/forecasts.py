@@ -8,9 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli import show
+from kvsim.schema import is_url, plural
 
 if TYPE_CHECKING:
     from kvsim.store.forecast import Forecast
+    from kvsim.sweeps.planning import Plan
+
+
+def echo_plan(plan: Plan, out: Any, jobs: int | None, *, as_json: bool) -> None:
+    """Print what is left of a plan of replays or live runs; out: the run folder or None."""
+    from kvsim.sweeps.forecast import forecast
+    from kvsim.sweeps.remote import kept_in
+    from kvsim.sweeps.workers import processes
+
+    kept = kept_in(out)
+    kept.scan()
+    left = len(plan.left(kept))
+    counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
+    counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
+    fields = {
+        "cells": f"{counts['cells']} on {plural(counts['traces'], 'trace')}",
+        "tasks": f"{left} of {counts['tasks']} left, {plural(counts['jobs'], 'job')}",
+    }
+    folder = None if out is None or is_url(out) else Path(out)
+    echo_forecast(forecast(plan, kept, jobs), folder, fields, counts, as_json=as_json)
 
 
 def echo_forecast(
@@ -65,7 +86,8 @@ def echo_took(document: Mapping[str, Any]) -> None:
 
 
 def _took(facts: Mapping[str, Any]) -> str:
-    parts = [duration(facts["seconds"]), f"{size(facts['bytes'])} in {facts['files']} files"]
+    parts = [duration(facts["seconds"])]
+    parts += [f"{size(facts['bytes'])} in {facts['files']} files"] if facts.get("files") else []
     parts += [f"{size(facts['memory'])} of memory"] if facts["memory"] else []
     return ", ".join(parts)
 

@@ -93,7 +93,6 @@ def capture(
     _check_prompts(model, prompt, prompts, limit)
     forecasts: list[Forecast] = []
     options = Options(**given, progress=True, planned=forecasts.append)
-    _check_resume(out, resume=options.resume)
 
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
@@ -102,7 +101,7 @@ def capture(
     from kvsim.store import check_writable, describe
     from kvsim.store.forecast import Meter
 
-    path = Path(out) if plan and not is_url(out) else _stage(context, out)
+    path = _stage(context, out, resume=options.resume)
     requested = [Prompt(path.stem, prompt or "")]
     if prompts is not None:
         requested = read_prompts(prompts, limit=limit, note=echo_error)
@@ -114,9 +113,8 @@ def capture(
     shared.quiet_transformers()
     if plan:
         pairs = [(p, at) for p, at in zip(requested, paths, strict=True) if at in new]
-        loading = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        loading["device"] = device or device_map or "cpu"
-        _plan(model, pairs, options, loading, as_json=as_json)
+        place = {"device": device or device_map or "cpu", "dtype": dtype}
+        _plan(model, pairs, options, trust_remote_code=trust_remote_code, as_json=as_json, **place)
         return
     check_writable(paths[0].parent)
     meter = Meter()
@@ -163,9 +161,9 @@ def _plan(
     model: str,
     captures: Sequence[tuple[Prompt, Path]],
     options: Options,
-    loading: Mapping[str, Any],
     *,
     as_json: bool,
+    **loading: Any,
 ) -> None:
     """Print what captures take."""
     from kvsim.recorder.forecast import planned
@@ -182,13 +180,6 @@ def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: 
         raise OptionError(f"no prompt; give --prompt TEXT or --prompts FILE.jsonl{example}")
     if limit is not None and prompts is None:
         raise OptionError("--limit is given without a file of prompts; give --prompts FILE.jsonl")
-
-
-def _check_resume(out: str, *, resume: bool) -> None:
-    if resume and is_url(out):
-        raise OptionError(
-            f"--out is {out}; expected a local folder, in which --resume finds traces"
-        )
 
 
 def _identity(path: Path) -> int | None:
@@ -233,13 +224,17 @@ def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_j
     echo_took(took)
 
 
-def _stage(context: typer.Context, out: str) -> Path:
+def _stage(context: typer.Context, out: str, *, resume: bool) -> Path:
     """Return where to record: `out`, or for a URL a local folder that is removed at the end.
 
     Traces that could not be uploaded and drafts of interrupted captures stay there.
     """
     if not is_url(out):
         return Path(out)
+    if resume:
+        raise OptionError(
+            f"--out is {out}; expected a local folder, in which --resume finds traces"
+        )
     folder = Path(mkdtemp(prefix="kvsim-"))
     context.call_on_close(lambda: _leave(folder))
     return Path(folder, out.rstrip("/").rpartition("/")[2])

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Rates:
     call: float
 
     @classmethod
+    @cache
     def measured(cls, device: str = "cpu") -> Rates:
         """Measure a product of 1,024 x 1,024, one of 16 MiB by a vector, and small additions."""
         square, wide = torch.ones(1024, 1024, device=device), torch.ones(2048, 2048, device=device)
@@ -142,19 +144,19 @@ class Meter:
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
-    def actual(self, outputs: Iterable[Path]) -> dict[str, Any]:
-        """Return seconds, bytes and files of the outputs, and the peak memory so far."""
+    def actual(self, outputs: Iterable[Path] | None = None) -> dict[str, Any]:
+        """Return seconds, the peak memory so far, and bytes and files of outputs, if given."""
         files = [
             path
-            for each in outputs
+            for each in outputs or ()
             for path in (each.rglob("*") if each.is_dir() else [each])
             if path.is_file()
         ]
+        taken = {"bytes": sum(path.stat().st_size for path in files), "files": len(files)}
         return {
             "seconds": round(time.perf_counter() - self._began, 2),
-            "bytes": sum(path.stat().st_size for path in files),
-            "files": len(files),
             "memory": memory_of("VmHWM"),
+            **(taken if outputs is not None else {}),
         }
 
 
