@@ -176,6 +176,19 @@ def resolve_device(device: Any) -> str:
     return str(device)
 
 
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU; of a GPU all at once, for which it is waited once."""
+    if not any(each.is_cuda for each in tensors.values()):
+        return {name: each.to("cpu") for name, each in tensors.items()}
+    host = {}
+    for name, each in tensors.items():
+        pinned = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
+        host[name] = pinned.copy_(each, non_blocking=True)
+    for device in {each.device for each in tensors.values() if each.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return host
+
+
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise TraceError where the shapes of the given arrays do not fit together."""
     for name, shape in shapes.items():

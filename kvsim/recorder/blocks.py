@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Layout, Rope, recent_attention
-from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.core.checks import DTYPES, compute_dtype, on_host, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
@@ -349,7 +349,7 @@ class BlockRecorder:
             _, lse = rounded.attend(block["q"].to(self.store_dtype), layer.start)
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
-        for name, part in {**block, "lse": lse}.items():
+        for name, part in on_host({**block, "lse": lse}).items():
             self.sink.append(name, self.layer_ids.index(number), part)
         layer.start += size
 

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from kvsim.sweeps.planning import Plan
     from kvsim.sweeps.tasks import Task
 
-#: Small operations of an event and its measuring in a layer; of one of those after every row.
-_EVENT, _ROW = 300, 10
+#: Small operations of an event in a layer, of a metric there, and of one of events at every row.
+_EVENT, _METRIC, _ROW = 100, 30, 10
+
+#: Small operations that imports, and what is built once, take.
+_FIRST = 250_000
 
 #: Times that a task computes the full attention of its trace, and bytes that it decodes while a
 #: product with a vector reads one.
@@ -68,9 +71,11 @@ def forecast(
     of_tasks = [_work(plan, task, rates) for task in rest]
     flops, seconds = (sum(column) for column in zip((0.0, 0.0), *of_tasks, strict=True))
     past = [each for each in tasks if each.key in kept.parts and each.cells]
+    seconds += _FIRST * rates.call * bool(rest)
     if past:  # by how much the forecast of finished tasks was wrong
         took = sum(kept.parts[each.key].seconds for each in past)
-        seconds *= took / sum(_work(plan, each, rates)[1] for each in past)
+        expected = sum(_work(plan, each, rates)[1] for each in past)
+        seconds *= took / expected if took else 1
     count = processes(jobs, plan.flops, len(tasks), plan.traces)
     written, files = _written(plan, rest) if isinstance(kept, Shards) else (0.0, 0)
     memory = max((_memory(plan, task) for task in rest), default=0)
@@ -93,7 +98,8 @@ def _work(plan: Plan, task: Task, rates: Rates) -> tuple[float, float]:
     flops, work = once, plan.model
     for cell in task.cells:
         events = cell.schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
-        small += layers * len(events) * (_ROW if cell.schedule.interval == 1 else _EVENT)
+        of_event = _EVENT + _METRIC * len(task.metrics)
+        small += layers * len(events) * (_ROW if cell.schedule.interval == 1 else of_event)
         kept = min(trace.n_pos, cell.budget + (cell.schedule.interval or trace.n_pos) / 2)
         after = trace.n_pos - trace.prompt_len
         flops += layers * attention_flops(after * kept, trace.n_qheads, entry)
