@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvsim.core.flops import Event, attention_flops, causal_pairs, event_flops
+from kvsim.core.flops import Event, attention_flops, causal_pairs, event_flops, unknown
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine.layers import replay_bytes
-from kvsim.errors import PolicyError
 from kvsim.store.forecast import PROCESS, Forecast, Rates, memory_of
 from kvsim.sweeps.cells import Cell
 from kvsim.sweeps.shards import Kept, Shards
@@ -33,8 +32,9 @@ _FIRST = 250_000
 #: product with a vector reads one.
 _FULL, _DECODING = 1.5, 1 / 60
 
-#: Bytes of a Table without rows, and of a row: of a metric, a layer and a KV head.
-_TABLE, _ROW_BYTES = 10_000, 10
+#: Bytes of a Table without rows, of a row (of a metric, a layer and a KV head), and of a cell's
+#: documents in a part, and with a record.
+_TABLE, _ROW_BYTES, _CELL, _RECORD = 9_500, 10, 400, 2_300
 
 
 class Sizes(NamedTuple):
@@ -117,23 +117,20 @@ def _work(plan: Plan, task: Task, rates: Rates) -> tuple[float, float]:
 
 
 def _scoring(trace: Trace, cell: Cell, events: list[int]) -> float:
-    """FLOPs of a policy's events in one layer; 0 for one of unknown pieces."""
-    sizes, total, before = Sizes.of(trace), 0.0, 0
-    # the first, the second, which stands for those between, and the last
-    for at in dict.fromkeys((0, 1, len(events) - 1)):
-        if at >= len(events):
-            continue
-        seen = events[at] + 1
-        since = seen - (events[at - 1] + 1 if at else before)
-        entries = seen if at == 0 else min(seen, cell.budget + since)
-        times = len(events) - 2 if at == 1 and len(events) > 2 else 1
-        event = Event(
-            sizes, entries, seen, since, cell.budget, prompt=at == 0, later=trace.n_pos - seen
-        )
-        try:
-            total += times * event_flops(cell.policy, event).total
-        except PolicyError:
+    """FLOPs of a policy's events in one layer; 0 of one with unknown pieces, or of a user's own."""
+    total, before = 0.0, 0
+    if cell.policy.foreign:
+        return total
+    for number, row in enumerate(events[:2]):  # the second stands for all later ones
+        seen, since = row + 1, row + 1 - before
+        entries = min(seen, cell.budget + since) if number else seen
+        sizes = (entries, seen, since, cell.budget)
+        prompt, later = row < trace.prompt_len, trace.n_pos - seen
+        event = Event(Sizes.of(trace), *sizes, prompt=prompt, later=later)
+        if unknown(cell.policy, event):
             return 0.0
+        total += (len(events) - 1 if number else 1) * event_flops(cell.policy, event).total
+        before = seen
     return total
 
 
@@ -146,16 +143,16 @@ def _memory(plan: Plan, task: Task) -> int:
 
 def _written(plan: Plan, tasks: list[Task]) -> tuple[float, int]:
     """Bytes and files of a run folder, with the parts of the tasks."""
-    cells = sum(len(task.cells) for task in tasks)
-    written, files = 5_000.0 + _TABLE, 5 + 2 * len(tasks)
+    written, files = 3_000.0 + _TABLE, 5 + 2 * len(tasks)
     for task in tasks:
         trace = plan.trace_of(task)
         rows = len(task.cells) * len(task.metrics) * len(task.layers) * trace.n_heads
-        written += _TABLE + 400 * len(task.cells) + 2 * rows * _ROW_BYTES
+        written += _TABLE + _CELL * len(task.cells) + 2 * rows * _ROW_BYTES
         if plan.records and task.cells:
             files += 1
-            written += len(task.cells) * (1_600 + 450 * len(task.layers))
-    if plan.records and cells:
+            of_layer = 100 + 0.2 * trace.n_pos * trace.n_heads  # evictions, compressed
+            written += 2 * len(task.cells) * len(task.layers) * of_layer
+    if plan.records:
         files += 1 + sum(2 + len(cell.layers or cell.trace.layer_ids) for cell in plan.cells)
-        written += cells * 2_300
+        written += _RECORD * len(plan.cells)
     return written, files

@@ -255,7 +255,8 @@ def test_work_in_a_pipe_prints_a_line_every_so_often(run, trace, monkeypatch):
 
     assert (status, out) == quiet[:2]
     assert quiet[2] == ""
-    assert re.fullmatch(r"0 of 2 cells after 0 s\n(\d of 2 cells after 0 s: small.*\n)+", err)
+    lines = r"0 of 2 cells after 0 s\n(\d of 2 cells after 0 s: small.*\n)+Planned: .*Took: .*\n"
+    assert re.fullmatch(lines, err)
 
 
 def test_failed_cells_leave_the_others(run, trace, own):
