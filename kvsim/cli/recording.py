@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 
 #: Options of the command; progress is always shown, and the plan next to what it took.
 _OFFERED = [name for name in parameters(Options) if name not in ("planned", "progress")]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is printed, or planned alone."""
+
+    plan: shared.Plan = False
+    as_json: shared.Json = False
 
 
 @grouped
@@ -82,8 +90,7 @@ def capture(
         ),
     ] = None,
     trust_remote_code: shared.TrustRemoteCode = False,
-    plan: shared.Plan = False,
-    as_json: shared.Json = False,
+    shown: Shown,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -111,10 +118,14 @@ def capture(
         new = [each for each in paths if not (options.resume and each.exists())]
         _check_outputs(new, path, out, options.overwrite)
     shared.quiet_transformers()
-    if plan:
+    if shown.plan:
         pairs = [(p, at) for p, at in zip(requested, paths, strict=True) if at in new]
-        place = {"device": device or device_map or "cpu", "dtype": dtype}
-        _plan(model, pairs, options, trust_remote_code=trust_remote_code, as_json=as_json, **place)
+        place: dict[str, Any] = {
+            "device": device or device_map or "cpu",
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+        }
+        _plan(model, pairs, options, as_json=shown.as_json, **place)
         return
     check_writable(paths[0].parent)
     meter = Meter()
@@ -154,7 +165,7 @@ def capture(
         raise Stop("; ".join([outcome, *drafts]), 130) from None
     finally:
         _publish(paths, path, out)
-    _report(facts, took, as_json=as_json)
+    _report(facts, took, as_json=shown.as_json)
 
 
 def _plan(

@@ -114,7 +114,8 @@ def forecast(
     work, stored, small = ModelWork(model), list[StoredArray](), 0.0
     flops = seconds = peak = 0.0
     for each in sessions:
-        of_trace = stored_arrays(*each.arrays(_as_received(call, each)), each.options.store_dtype)
+        arrays_of = each.arrays(_as_received(call, each))
+        of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit

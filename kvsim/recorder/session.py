@@ -87,9 +87,8 @@ class Session:
             n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
-        self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        self.notes += model_notes(model, self.layer_ids)
+        self.notes += [*indexer_notes(model, self.limit), *model_notes(model, self.layer_ids)]
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
@@ -318,8 +317,8 @@ class Session:
     def _attention_array(self) -> str:
         return "attention" if self.options.attention in (True, "full") else "attention_window"
 
-    def arrays(self, call: KernelCall) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-        """Return shape and dtype of each array of most positions, from a kernel call."""
+    def arrays(self, call: KernelCall) -> dict[str, Any]:
+        """Return `shapes`, of most positions, and `source_dtypes` of what a call is a part of."""
         rows = self.options.dense_rows(self.limit)
         size = len(self.layer_ids) * len(call.q) * rows * self.limit * 4
         if size > MAX_ATTENTION_BYTES:
@@ -330,9 +329,8 @@ class Session:
             )
         source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
         exact = "float64" if source == "float64" else "float32"
-        sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
-        sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
-        sizes["value_dim"] = call.v.shape[2]
+        sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows, "qhead": len(call.q)}
+        sizes |= {"head": len(call.k), "dim": call.q.shape[2], "value_dim": call.v.shape[2]}
         dtypes = dict.fromkeys(("q", "attn_out"), source) | dict.fromkeys(("k", "v"), of_entries)
         dtypes["lse"] = exact
         if rows:
@@ -345,18 +343,16 @@ class Session:
             sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
         if call.residual_norm is not None:
             dtypes["residual_norm"] = "float32"
-        axes = {name: axes_of(name, WIDE_VERSION) for name in dtypes}
-        return {name: tuple(sizes[axis] for axis in axes[name]) for name in axes}, dtypes
+        shapes = {name: tuple(sizes[x] for x in axes_of(name, WIDE_VERSION)) for name in dtypes}
+        return {"shapes": shapes, "source_dtypes": dtypes}
 
     def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
         """Open the destination of blocks; the first kernel call shows the shapes."""
         if self.out is None:
             return MemorySink()
-        shapes, dtypes = self.arrays(call)
         writer = TraceWriter(
             self.out,
-            shapes=shapes,
-            source_dtypes=dtypes,
+            **self.arrays(call),
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,

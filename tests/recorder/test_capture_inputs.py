@@ -86,11 +86,11 @@ def test_keywords_are_the_fields_of_the_options(function):
 
 
 def test_the_command_line_has_the_same_options():
-    """`kvsim capture` offers each field of `Options` but progress, with the same help and bound."""
+    """`kvsim capture` offers each field of `Options` that is data, with the same help and bound."""
     offered = inspect.signature(recording.capture).parameters
 
     for option in declared(Options):
-        if option.name == "progress":
+        if option.name in ("planned", "progress"):
             assert option.name not in offered
             continue
         kind, info = typing.get_args(offered[option.name].annotation)
@@ -102,7 +102,7 @@ def test_the_command_line_has_the_same_options():
             assert offered[option.name].default == option.default
         else:  # text, or a list of texts, that is converted
             assert offered[option.name].default is None
-            assert option.name in ("stop", "layers", "attention", "store_dtype")
+            assert option.name in ("stop", "layers", "attention", "store_dtype", "memory")
 
 
 def test_an_unknown_keyword_is_named():
@@ -572,8 +572,8 @@ def test_resume_records_what_is_missing(folder, recorded, runs):
         open_trace(recorded / trace.path.name).digest for trace in traces
     ]
     assert {**state(folder), "b.zarr": 0} == {**before, "b.zarr": 0}
-    # one more, of two tokens, shows whether there are gates
-    assert len(runs) == traces[1].n_pos - traces[1].prompt_len + 2
+    # two more, of two tokens, show the shapes for the plan and whether there are gates
+    assert len(runs) == traces[1].n_pos - traces[1].prompt_len + 3
     runs.clear()
     capture_many(small(), words_tokenizer(), MANY, folder, resume=True, **SAME)
     assert runs == []
