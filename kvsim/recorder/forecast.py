@@ -90,9 +90,9 @@ class ModelWork:
         self.row, self.logits = 2 * used, 2 * embedding
         self.read = (used + embedding) * itemsize  # by a token
         self.vocabulary = model.config.get_text_config().vocab_size
-        # numbers of a row inside a layer: of the widest matrix in and out, twice where it is gated
+        # bytes of a row inside a layer: the parts of a gated product, and the stream
         widest = max((max(each.shape) for each in matrices), default=1)
-        self.inside = (2 * widest + 4 * model.config.get_text_config().hidden_size) * itemsize
+        self.inside = (3 * widest + 4 * model.config.get_text_config().hidden_size) * itemsize
 
     def seconds(self, flops: float, tokens: int, rates: Rates) -> float:
         """Return the time of FLOPs of long products and of so many tokens one by one."""
@@ -164,7 +164,8 @@ def _work(session: Session, call: KernelCall, work: ModelWork) -> tuple[float, f
     flops += (rows + probe + copies) * work.row + (1 + given + copies) * work.logits
     cache = session.limit * work.layers * len(call.k) * entry * item
     blocks = recorded * CHUNK * (2 * heads + len(call.k)) * dim * item
-    logits = max(1 + given, copies) * work.vocabulary * 4
+    logits = max(1 + given, copies)
+    logits = work.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
     return flops, cache + blocks + max(rows * (work.inside + heads * entry * item), logits)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+
 import pytest
 import recorder_models
 import torch
@@ -133,3 +136,49 @@ def test_a_capture_above_a_limit_of_memory_is_refused(tmp_path):
         capture(model, None, [3] * 30, max_new_tokens=0, memory="1MB")
     with pytest.raises(CaptureError, match="memory is 'much', expected bytes, or a size"):
         capture(model, None, [3] * 30, memory="much")
+
+
+#: A capture of a random model: its weights, its tokens and its given response make the peak.
+CAPTURE = """
+import json, pathlib, sys
+import torch, transformers
+import kvsim
+
+def memory(kind):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+sizes, prompt, response = json.loads(sys.argv[1])
+torch.manual_seed(0)
+before = memory("VmRSS")
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+plans, tokens = [], torch.randint(0, 99, (prompt + response,)).tolist()
+options = {"max_new_tokens": 0} if not response else {"response": tokens[prompt:]}
+kvsim.capture(
+    model, None, tokens[:prompt], out=sys.argv[2], planned=plans.append, o_proj=False, **options
+)
+print(json.dumps([before, plans[0].memory, memory("VmHWM")]))
+"""
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompt", "response"),
+    [
+        ({"hidden_size": 512, "intermediate_size": 12_000, "vocab_size": 30_000}, 40, 0),
+        ({"hidden_size": 64, "intermediate_size": 8_000, "vocab_size": 100}, 3_000, 0),
+        ({"hidden_size": 64, "intermediate_size": 64, "vocab_size": 40_000}, 600, 1_500),
+    ],
+)
+def test_a_plan_has_the_peak_of_memory(tmp_path, warm_python, sizes, prompt, response):
+    """What a process grows by, of weights, a long prompt, and logits, within 30 percent."""
+    given = json.dumps([{**_SMALL, **sizes, "max_position_embeddings": 4096}, prompt, response])
+    command = [warm_python, "-c", CAPTURE, given, str(tmp_path / "a.zarr")]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+    assert done.returncode == 0, done.stderr
+    before, planned, peak = json.loads(done.stdout.splitlines()[-1])
+    print(f"{sizes}: planned {planned / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB")
+    assert planned == pytest.approx(peak, rel=0.3)
+    assert planned - before == pytest.approx(peak - before, rel=0.6)
