@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,98 +24,33 @@ TWELVE = (
     "streaming_llm,snapkv,tova,h2o,knorm,keydiff,pyramidkv,expected_attention,lagkv,gkv,rkv,ams"
 )
 TEXT = "the quick brown fox jumps over the lazy dog. " * 100  # a thousand tokens
-COMMANDS: Mapping[str, Sequence[str]] = {
-    "capture of tiny, 40 prompts": [
-        "capture",
-        "--model",
-        "tiny",
-        "--prompts",
-        "PROMPTS",
-        "--out",
-        "tiny",
-    ],
-    "capture of SmolLM2, 1,000 + 40 tokens": [
-        *(
-            [
-                "capture",
-                "--model",
-                "smollm2",
-                "--max-new-tokens",
-                "40",
-                "--out",
-                "smollm2.zarr",
-                "--prompt",
-            ]
-        ),
-        TEXT,
-    ],
-    "sweep, 12 policies, 3 budgets, 2 traces": [
-        *(
-            [
-                "sweep",
-                "sample",
-                "sample-smollm2",
-                "--budget",
-                "32,64,128",
-                "--out",
-                "sweep",
-                "--policy",
-            ]
-        ),
-        TWELVE,
-    ],
-    "live, 2 policies": (
-        [
-            "live",
-            "sample",
-            "--model",
-            "tiny",
-            "--policy",
-            "snapkv,tova",
-            "--budget",
-            "64",
-            "--out",
-            "live",
-        ]
+WORDS = {"PROMPTS": "prompts.jsonl", "TEXT": TEXT, "TWELVE": TWELVE}
+COMMANDS = {
+    "capture of tiny, 40 prompts": "capture --model tiny --prompts PROMPTS --out tiny",
+    "capture of SmolLM2, 1,000 + 40 tokens": (
+        "capture --model smollm2 --prompt TEXT --max-new-tokens 40 --out smollm2.zarr"
     ),
+    "sweep, 12 policies, 3 budgets, 2 traces": (
+        "sweep sample sample-smollm2 --budget 32,64,128 --policy TWELVE --out sweep"
+    ),
+    "live, 2 policies": "live sample --model tiny --policy snapkv,tova --budget 64 --out live",
 }
-SMALLEST: Mapping[str, Sequence[str]] = {
+SMALLEST = {
     "capture of tiny, a prompt": (
-        [
-            "capture",
-            "--model",
-            "tiny",
-            "--prompts",
-            "PROMPTS",
-            "--limit",
-            "1",
-            "--max-new-tokens",
-            "9",
-            "--out",
-            "tiny",
-        ]
+        "capture --model tiny --prompts PROMPTS --limit 1 --max-new-tokens 9 --out tiny"
     ),
-    "sweep, 2 policies": [
-        "sweep",
-        "sample",
-        "--budget",
-        "64",
-        "--policy",
-        "tova,knorm",
-        "--out",
-        "sweep",
-    ],
+    "sweep, 2 policies": "sweep sample --budget 64 --policy tova,knorm --out sweep",
 }
 
 
-def run(commands: Mapping[str, Sequence[str]]) -> tuple[dict[str, Any], list[str]]:
+def run(commands: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Run commands; returns plan and outcome of each by name, and the lines of the report."""
     plans: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         rows = (json.dumps(each.row(str(place))) for place, each in enumerate(prompts(40)))
         Path(folder, "prompts.jsonl").write_text("\n".join(rows) + "\n")
         for name, arguments in commands.items():
-            given = ["prompts.jsonl" if each == "PROMPTS" else each for each in arguments]
+            given = [WORDS.get(each, each) for each in arguments.split()]
             command = [sys.executable, "-m", "kvsim", *given, "--json"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
             plans[name] = json.loads(done.stdout)["plan"]
