@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.filesize import decimal as size
+
 from kvsim.cli import show
 from kvsim.schema import is_url, plural
 
@@ -59,14 +61,14 @@ def echo_forecast(
             "memory": f"{size(facts['memory'])}" + f", of the device {size(device)}" * (device > 0),
             "FLOPs": f"{facts['flops']:.3g}",
             "time": "about {}, {} to {}".format(
-                *map(duration, (facts["seconds"], *facts["seconds_range"]))
+                *map(_time, (facts["seconds"], *facts["seconds_range"]))
             ),
         }
     )
 
 
 def _disk(facts: Mapping[str, Any], free: int) -> str:
-    arrays = ", ".join(f"{name} {size(each['bytes'])}" for name, each in facts["arrays"].items())
+    arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
     most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
     return f"{size(facts['bytes'])} in {facts['files']} files{most}, {size(free)} free"
 
@@ -86,21 +88,13 @@ def echo_took(document: Mapping[str, Any]) -> None:
 
 
 def _took(facts: Mapping[str, Any]) -> str:
-    parts = [duration(facts["seconds"])]
+    parts = [_time(facts["seconds"])]
     parts += [f"{size(facts['bytes'])} in {facts['files']} files"] if facts.get("files") else []
     parts += [f"{size(facts['memory'])} of memory"] if facts["memory"] else []
     return ", ".join(parts)
 
 
-def size(count: float) -> str:
-    """Return bytes in words."""
-    from rich.filesize import decimal
-
-    return decimal(round(count))
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in words."""
+def _time(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -13,7 +13,7 @@ from kvsim.core.options import takes_options
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
-from kvsim.recorder.forecast import first_call, forecast
+from kvsim.recorder.forecast import forecast
 from kvsim.recorder.generation import device_of
 from kvsim.recorder.models import load_model, unwrapped
 from kvsim.recorder.options import Options, check_in_memory
@@ -29,7 +29,7 @@ from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
 from kvsim.schema import is_url
-from kvsim.store.forecast import UNTIMED, Rates
+from kvsim.store.forecast import Rates
 from kvsim.store.publication import check_target, check_writable
 
 
@@ -174,8 +174,7 @@ def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Op
         return
     device = device_of(model).type
     with threads_for(model):
-        rates = Rates.measured(device) if options.planned else UNTIMED
-        planned = forecast(model, sessions, first_call(model), rates, device)
+        planned = forecast(model, sessions, Rates.measured(device), device)
     if not options.force:
         planned.check(folder, options.most_memory)
     if options.planned is not None:

@@ -61,7 +61,7 @@ def first_call(model: PreTrainedModel) -> KernelCall:
     except _SeenError as seen:
         return seen.call
     except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, CaptureError):
+        if isinstance(error, CaptureError) or not next(model.parameters()).is_meta:
             raise
         raise CaptureError(
             f"{type(model).__name__} cannot be planned without its weights ({error_line(error)}); "
@@ -101,17 +101,11 @@ class ModelWork:
 
 
 def forecast(
-    model: PreTrainedModel,
-    sessions: Sequence[Session],
-    call: KernelCall,
-    rates: Rates,
-    device: str = "cpu",
+    model: PreTrainedModel, sessions: Sequence[Session], rates: Rates, device: str
 ) -> Forecast:
-    """Return what captures take, of responses of the greatest length.
-
-    call: a kernel call of the model, for its shapes. device: where it will run.
-    """
-    work, stored, small = ModelWork(model), list[StoredArray](), 0.0
+    """Return what captures take, of responses of the greatest length; device: where they run."""
+    call, work = first_call(model), ModelWork(model)
+    stored, small = list[StoredArray](), 0.0
     flops = seconds = peak = 0.0
     for each in sessions:
         arrays_of = each.arrays(_as_received(call, each))
@@ -189,11 +183,10 @@ def planned(
 
     Other arguments as those of `load_model`, whose errors this raises, and those of `capture`.
     """
-    on_cpu = device == "cpu"
     model, tokenizer = load_outline(
-        name, dtype=dtype, on_cpu=on_cpu, trust_remote_code=trust_remote_code
+        name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code
     )
     sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
+    here = "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
     with threads_for(model):
-        rates = Rates.measured(device if torch.cuda.is_available() else "cpu")
-        return forecast(model, sessions, first_call(model), rates, device)
+        return forecast(model, sessions, Rates.measured(here), device)

@@ -66,10 +66,6 @@ class Rates:
         )
 
 
-#: Rates of a forecast whose time nobody reads.
-UNTIMED = Rates(math.inf, math.inf, 0.0)
-
-
 @dataclass(frozen=True)
 class Forecast:
     """What a command will take.
@@ -100,10 +96,7 @@ class Forecast:
             "flops": self.flops,
             "seconds": round(self.seconds, 2),
             "seconds_range": [round(self.seconds / RANGE, 2), round(self.seconds * RANGE, 2)],
-            "arrays": {
-                name: {"bytes": round(usual), "bytes_at_most": most}
-                for name, (usual, most) in self.arrays.items()
-            },
+            "arrays": {name: round(usual) for name, (usual, _) in self.arrays.items()},
         }
 
     def check(self, folder: Path | None, memory: int | None) -> None:
