@@ -6,6 +6,7 @@ import itertools
 import json
 
 import pytest
+import torch
 
 import kvsim
 from kvsim.errors import PolicyError
@@ -16,7 +17,7 @@ from kvsim.sweeps.closed_loop import plan_live
 from kvsim.sweeps.forecast import forecast
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
-from traces import random_trace
+from traces import random_arrays, random_trace
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,15 @@ def test_a_live_run_is_planned_without_weights(tmp_path):
     rows = trace.n_pos + 2 * (trace.n_pos - trace.prompt_len)
     assert planned.flops == pytest.approx(rows * (layers + 2 * embedding), rel=0.5)
     assert planned.flops > rows * layers
+
+
+def test_traces_of_bfloat16_models_are_swept(tmp_path):
+    """Bytes of a task are counted as they are stored, in a precision that numpy lacks too."""
+    arrays = random_arrays(layers=2, heads=2, group=2, dim=16, n=80)
+    halves = {name: torch.as_tensor(each).bfloat16() for name, each in arrays.items()}
+    trace = kvsim.Trace.from_arrays(**halves, prompt_len=40, rope=kvsim.Rope.default(16))
+
+    plan = Plan.of(grid_from({"traces": trace, "policies": "tova", "budgets": 24}))
+
+    assert plan.bytes_of(plan.tasks[0]) == sum(trace.read(name).nbytes for name in ("q", "k", "v"))
+    assert kvsim.sweep(traces=trace, policies="tova", budgets=24).parameters["done"] == 1
