@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvsim.core.lazy import torch
@@ -50,19 +51,21 @@ class Rates:
         square, wide = torch.ones(1024, 1024, device=device), torch.ones(2048, 2048, device=device)
         few = torch.ones(64, device=device)
 
-        def seconds(compute: Callable[[], object], times: int) -> float:
-            compute()
-            began = time.perf_counter()
-            for _ in range(times):
-                compute()
-            if square.is_cuda:
-                torch.cuda.synchronize()
-            return (time.perf_counter() - began) / times
+        def seconds(compute: Callable[[], object], times: int = 1) -> float:
+            took = []
+            for _ in range(6):  # the median leaves out the first, and where others took over
+                began = time.perf_counter()
+                for _ in range(times):
+                    compute()
+                if square.is_cuda:
+                    torch.cuda.synchronize()
+                took.append((time.perf_counter() - began) / times)
+            return median(took)
 
         return cls(
-            2 * 1024**3 / seconds(lambda: square @ square, 3),
-            wide.nbytes / seconds(lambda: wide @ wide[0], 10),
-            seconds(lambda: few + 1, 300),
+            2 * 1024**3 / seconds(lambda: square @ square),
+            wide.nbytes / seconds(lambda: wide @ wide[0]),
+            seconds(lambda: few + 1, 100),
         )
 
 
