@@ -9,7 +9,7 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvsim.core.attention import Formula, Reduction, Rope, reduce_group, softmax
 from kvsim.core.entries import Entries, gather
@@ -277,6 +277,10 @@ class View:
                 of a cache that nothing has left.
         """
         return self._source.lasting(key, compute)
+
+    def scored(self, scorer: Any) -> Any:
+        """Return what a scorer returns of this view, which an engine may know from a replay."""
+        return scorer.score(self)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""

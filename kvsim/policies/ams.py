@@ -58,7 +58,7 @@ from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, in_rounds, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.window import smooth
+from kvsim.policies.window import smooth, unevicted
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12
@@ -196,9 +196,14 @@ class AMS(Allocator):
             buffered = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
             rows = min(rows, buffered - 1)
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
+        key = ("usage", self, *width.flatten().tolist())
+        return unevicted(view, key, lambda: self._usage_over(view, width))
+
+    def _usage_over(self, view: View, width: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from the last `width` rows, int [L, H]."""
         attention = view.attn(int(width.max()))  # [L, H, G, w, n]
         group, held_rows = attention.shape[2:4]
-        row = torch.arange(view.row + 1 - held_rows, view.row + 1, device=count.device)
+        row = torch.arange(view.row + 1 - held_rows, view.row + 1, device=width.device)
         counted = row > view.row - width.unsqueeze(-1)  # [L, H, w]
         weight = counted.to(attention.dtype).repeat(1, 1, group).unsqueeze(2)  # [L, H, 1, G * w]
         received = (weight @ attention.flatten(2, 3))[:, :, 0].double() / group  # [L, H, n]

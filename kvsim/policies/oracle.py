@@ -23,11 +23,14 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
 from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.policies.future import best
+from kvsim.policies.future import best, future_mass
 
 # The least attention that others are taken to receive beside an entry: a row that sees one entry
 # alone would lose everything with it, which is a large number and not infinity.
 _OTHERS = 1e-6
+
+# Numbers that a layer may take between an event and the next, of all entries and events.
+_MOST = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,21 @@ class Oracle(Scorer):
         if self.by == "optimum":
             stops = view.once(self, lambda: self._stops(view))
             return stops.gather(-1, view.pos.clamp(min=0))
+        events, source = view.setting.events, view.source
+        weigh = _moved if self.by == "output" else None
+        # rows between two events are weighed once, unless events are so many that one by one each
+        # weighs fewer entries
+        if not view.rounded and source.keys[0, ..., 0].numel() * len(events) <= _MOST:
+            ahead = view.once(
+                (self.by, events),
+                lambda: future_mass(source, events, 0, weigh=weigh).flip(-1).cumsum(-1).flip(-1),
+            )
+            total = ahead[..., events.index(view.row)].gather(-1, view.pos.clamp(min=0))
+            return total.masked_fill(~view.live, 0.0)
+        return self._one_by_one(view)
+
+    def _one_by_one(self, view: View) -> Tensor:
+        """The same for the entries of this event alone."""
         keys, n = view.keys, view.pos.shape[-1]
         total = keys.new_zeros(keys.shape[:3])
         first = view.row + 1
@@ -62,7 +80,7 @@ class Oracle(Scorer):
             z = view.formula.capped((q @ keys.transpose(-1, -2)).mul_(view.scale))
             attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)  # [L, H, G * w, n]
             if self.by == "output":
-                attention *= _alone(attention, output, view.values)
+                attention = _moved(attention, output, view.values)
             total += attention.sum(2)
         return total.masked_fill_(~view.live, 0.0) if n else total
 
@@ -92,10 +110,11 @@ class Oracle(Scorer):
         return Flops(2 * pairs * d, pairs * (2 + (3 * d + 3 if self.by == "output" else 0)))
 
 
-def _alone(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
-    """Change of the output without an entry, per unit of its attention, relative to its norm."""
+def _moved(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
+    """How far the output moves without an entry, relative to its norm; overwrites attention."""
+    attention.clamp_(max=1.0)
     # by differences: where one entry has nearly all attention, the output is nearly its value
     distance = torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
     size = output.norm(dim=-1, keepdim=True)
     relative = torch.where(size > 0, distance / size, torch.zeros_like(distance))
-    return relative / (1 - attention).clamp_(min=_OTHERS)
+    return attention.mul_(relative / (1 - attention).clamp_(min=_OTHERS))

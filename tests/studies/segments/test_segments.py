@@ -171,7 +171,7 @@ def test_the_nearest_above_equals_a_walk(values, data):
     bound = np.array(data.draw(st.lists(st.integers(-1, 6), min_size=len(at), max_size=len(at))))
 
     for step in (1, -1):
-        found = above(tops(line), at, bound, step)
+        found = above(tops(line, len(line)), at, bound, step)
         for start, least, got in zip(at.tolist(), bound.tolist(), found.tolist(), strict=True):
             here = start + step
             while 0 <= here < len(line) and line[here] <= least:
