@@ -53,19 +53,14 @@ class Oracle(Scorer):
             return stops.gather(-1, view.pos.clamp(min=0))
         events, source = view.setting.events, view.source
         weigh = _moved if self.by == "output" else None
-        # rows between two events are weighed once, unless events are so many that one by one each
-        # weighs fewer entries
-        if not view.rounded and source.keys[0, ..., 0].numel() * len(events) <= _MOST:
+        many = source.keys[0, ..., 0].numel() * len(events) > _MOST
+        if not (many or view.rounded) and view.row in events:  # rows are weighed once for all
             ahead = view.once(
                 (self.by, events),
                 lambda: future_mass(source, events, 0, weigh=weigh).flip(-1).cumsum(-1).flip(-1),
             )
             total = ahead[..., events.index(view.row)].gather(-1, view.pos.clamp(min=0))
             return total.masked_fill(~view.live, 0.0)
-        return self._one_by_one(view)
-
-    def _one_by_one(self, view: View) -> Tensor:
-        """The same for the entries of this event alone."""
         keys, n = view.keys, view.pos.shape[-1]
         total = keys.new_zeros(keys.shape[:3])
         first = view.row + 1

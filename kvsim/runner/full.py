@@ -17,8 +17,8 @@ from kvsim.recorder.layers import Residual
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import RecordedCheck
 
-#: Numbers of predictions that are compared at once.
-_COMPARED = 1 << 22
+#: Numbers of predictions that are compared at once, which a processor's cache holds.
+_COMPARED = 1 << 18
 
 
 @dataclass
@@ -94,6 +94,6 @@ def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str,
         token = at[rows]
         parts["nll"].append(-live.gather(-1, token.expand(*live.shape[:-1], 1))[..., 0])
         parts["full_nll"].append(-expected.gather(-1, token)[:, 0])
-        parts["kl"].append((expected.exp() * (expected - live)).sum(-1).clamp(min=0))
+        parts["kl"].append((expected - live).mul_(expected.exp()).sum(-1).clamp(min=0))
         parts["agreement"].append((live.argmax(-1) == expected.argmax(-1)).double())
     return {name: torch.cat(each, dim=-1).cpu().numpy() for name, each in parts.items()}

@@ -95,7 +95,13 @@ class Judge:
         """
         out: dict[int, Outcome] = {}
         for numbers, logits, moved in self._batches(records):
-            of_each = compared(logits, self._full.logits, self._ids[self.trace.prompt_len :])
+            full, response = self._full.logits, self._ids[self.trace.prompt_len :]
+            same = len(full) - logits.shape[1]
+            parts = (
+                compared(full[:same].expand(len(numbers), -1, -1), full[:same], response[:same]),
+                compared(logits, full[same:], response[same:]),
+            )
+            of_each = {name: np.concatenate([x[name] for x in parts], -1) for name in parts[0]}
             full_nll = of_each.pop("full_nll")
             for place, number in enumerate(numbers):
                 values = {name: each[place] for name, each in of_each.items()}
@@ -110,6 +116,8 @@ class Judge:
         """
         out: dict[int, Tensor] = {}
         for numbers, logits, _ in self._batches(records):
+            same = self._full.logits[: len(self._full.logits) - logits.shape[1]]
+            logits = torch.cat([same.expand(len(numbers), -1, -1), logits], dim=1)
             out.update(zip(numbers, logits, strict=True))
         return torch.stack([out[number] for number in range(len(records))])
 
@@ -140,12 +148,13 @@ class Judge:
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
 
-        Returns logits [B, R, V], and |h' - h| / |h| of the input of each layer [B, L, R].
+        Returns the last logits [B, <= R, V], those before being as with the full cache, and
+        |h' - h| / |h| of the input of each layer [B, L, R].
         """
         trace, full, n = self.trace, self._full, self.trace.n_pos
         first = max(start, trace.prompt_len)
         moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
-        logits = full.logits.expand(len(records), -1, -1)
+        logits = full.logits[:0].expand(len(records), -1, -1)
         if start < n:
             entries = JudgedRows(trace, full, records, start, self.running)
 
@@ -164,8 +173,7 @@ class Judge:
                 intercepting(running.model, receive, attending=entries.attend),
                 self._residual.following(),
             ):
-                own = self._forward(start, len(records), before)
-            logits = torch.cat([logits[:, : logits.shape[1] - own.shape[1]], own], dim=1)
+                logits = self._forward(start, len(records), before)
         return logits, moved
 
     def _forward(self, start: int, count: int, before: Cache | None) -> Tensor:
