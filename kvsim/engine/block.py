@@ -84,22 +84,18 @@ class EventView(View):
         if not self._entries.whole:
             return Scores.of(scorer.score(self))
         setting, before = self.setting, self._reads_budget
-        looks = (setting.events, setting.protected_ends, setting.response)
-        new: list[Scores] = []
 
         def score() -> tuple[Any, ...]:
             self._reads_budget = False
-            new.append(Scores.of(scorer.score(self)))
-            (scores,) = new
-            names = None if self._reads_budget else (*scores.columns,)
-            return names, scores.values, *scores.columns.values()
+            scores = Scores.of(scorer.score(self))
+            budgets = self._budget.tolist() if self._reads_budget else None
+            return scores.values, *scores.columns.values(), (*scores.columns,), budgets
 
+        looks = setting.events, setting.protected_ends, setting.response
         key = ("scores", scorer, self.row, setting.prompt_len, setting.interval, looks)
-        names, values, *columns = self.across(key, score)
-        self._reads_budget |= before
-        if new:
-            return new[0]
-        if names is None:  # of another budget
+        values, *columns, names, budgets = self.across(key, score)
+        self._reads_budget = before or budgets is not None
+        if budgets not in (None, self._budget.tolist()):
             return Scores.of(scorer.score(self))
         return Scores(values, dict(zip(names, columns, strict=True)))
 

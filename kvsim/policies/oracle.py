@@ -22,14 +22,14 @@ import numpy as np
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
-from kvsim.core.view import LOGIT_BYTES, View
+from kvsim.core.view import View
 from kvsim.policies.future import best, future_mass
 
 # The least attention that others are taken to receive beside an entry: a row that sees one entry
 # alone would lose everything with it, which is a large number and not infinity.
 _OTHERS = 1e-6
 
-# Numbers that a layer may take between an event and the next, of all entries and events.
+# Sums of a layer that are held at once, of an entry at an event each.
 _MOST = 1 << 19
 
 
@@ -51,33 +51,20 @@ class Oracle(Scorer):
         if self.by == "optimum":
             stops = view.once(self, lambda: self._stops(view))
             return stops.gather(-1, view.pos.clamp(min=0))
-        events, source = view.setting.events, view.source
-        weigh = _moved if self.by == "output" else None
-        many = source.keys[0, ..., 0].numel() * len(events) > _MOST
-        if not (many or view.rounded) and view.row in events:  # rows are weighed once for all
-            ahead = view.once(
-                (self.by, events),
-                lambda: future_mass(source, events, 0, weigh=weigh).flip(-1).cumsum(-1).flip(-1),
-            )
-            total = ahead[..., events.index(view.row)].gather(-1, view.pos.clamp(min=0))
-            return total.masked_fill(~view.live, 0.0)
-        keys, n = view.keys, view.pos.shape[-1]
-        total = keys.new_zeros(keys.shape[:3])
-        first = view.row + 1
-        if first == view.n_rows:
-            return total
-        group = view.span(first, first + 1).shape[2]
-        step = max(1, LOGIT_BYTES // (keys[..., 0].numel() * group * keys.element_size()))
-        for start in range(first, view.n_rows, step):
-            stop = min(start + step, view.n_rows)
-            q = view.span(start, stop).flatten(2, 3)  # [L, H, G * w, d]
-            output, lse = (x.flatten(2, 3) for x in view.full(start, stop))
-            z = view.formula.capped((q @ keys.transpose(-1, -2)).mul_(view.scale))
-            attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)  # [L, H, G * w, n]
-            if self.by == "output":
-                attention = _moved(attention, output, view.values)
-            total += attention.sum(2)
-        return total.masked_fill_(~view.live, 0.0) if n else total
+        source, events, weigh = view.source, view.setting.events or (view.row,), None
+        if self.by == "output":
+            weigh = _moved
+        # events whose later rows are weighed together; a codec changes keys from one to the next
+        each = 1 if view.rounded else max(1, _MOST // source.keys[0, ..., 0].numel())
+        number = events.index(view.row)
+        first = number - number % each
+        together, ahead = source.memo.get(self, (None, None))
+        if together != first:
+            mass = future_mass(source, events[first : first + each], 0, weigh=weigh)
+            ahead = mass.flip(-1).cumsum(-1).flip(-1)
+            source.memo[self] = first, ahead
+        total: Tensor = ahead[..., number - first].gather(-1, view.pos.clamp(min=0))
+        return total.masked_fill(~view.live, 0.0)
 
     def _stops(self, view: View) -> Tensor:
         """The number of the event that evicts each entry, that of all events if none does."""

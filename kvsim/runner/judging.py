@@ -117,8 +117,8 @@ class Judge:
         out: dict[int, Tensor] = {}
         for numbers, logits, _ in self._batches(records):
             same = self._full.logits[: len(self._full.logits) - logits.shape[1]]
-            logits = torch.cat([same.expand(len(numbers), -1, -1), logits], dim=1)
-            out.update(zip(numbers, logits, strict=True))
+            together = torch.cat([same.expand(len(numbers), -1, -1), logits], dim=1)
+            out.update(zip(numbers, together, strict=True))
         return torch.stack([out[number] for number in range(len(records))])
 
     def _batches(

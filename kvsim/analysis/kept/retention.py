@@ -166,16 +166,15 @@ class Leaving:
 
     def expected_first(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
         """`expected` at events before which nothing has left the head, and 0 at others; [H, E]."""
-        head, event = here = np.nonzero(self.first & (self.evicted > 0))
+        here = np.nonzero(self.first & (self.evicted > 0))
         out, live = np.zeros(self.first.shape), self.live[here]
         kinds = np.stack([max_survivors, spans[:, 1] - spans[:, 0]])
         kinds, kind = np.unique(kinds, axis=1, return_inverse=True)  # regions have few sizes
-        shape = kinds.shape[1], len(self.rows) + 1
-        counted = np.zeros(shape, np.int64)
+        counted = np.zeros((kinds.shape[1], len(self.rows) + 1), np.int64)
         np.add.at(counted, (kind.ravel(), seen_from), 1)
         most, size = kinds[..., None]
         likely = chance.at_most(most, size, live, live - self.evicted[here])
-        for of_kind, regions in zip(likely, counted.cumsum(1)[:, event], strict=True):
+        for of_kind, regions in zip(likely, counted.cumsum(1)[:, here[1]], strict=True):
             out[here] += regions * of_kind
         return out
 
