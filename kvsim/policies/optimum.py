@@ -229,7 +229,7 @@ class _Flow:
             gains[self.stop[which] != old[:, None]] = -np.inf
             entry, low = gains.argmax(1), np.minimum(old, new)
             idle = (new == old + 1) | ((new == old - 1) & (self.idle[which, low] > 0))
-            idle &= gains.max(1) < 0
+            idle &= gains[np.arange(len(entry)), entry] < 0
             self.idle[which[idle], low[idle]] += (new - old)[idle]
             moves.append((which[~idle], entry[~idle], new[~idle]))
             changed += [which * self.stops + stop for stop in (old, new)]
