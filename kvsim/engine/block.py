@@ -81,7 +81,7 @@ class EventView(View):
 
     def scored(self, scorer: Scorer) -> Scores:
         """Return the scores of a scorer, which must not be written to."""
-        if not self._entries.whole:
+        if not self._entries.whole or self.setting.guarded:
             return Scores.of(scorer.score(self))
         setting, before = self.setting, self._reads_budget
 

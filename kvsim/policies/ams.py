@@ -58,7 +58,7 @@ from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, in_rounds, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.window import smooth, unevicted
+from kvsim.policies.window import smooth
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12
@@ -196,8 +196,11 @@ class AMS(Allocator):
             buffered = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
             rows = min(rows, buffered - 1)
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
-        key = ("usage", self, *width.flatten().tolist())
-        return unevicted(view, key, lambda: self._usage_over(view, width))
+        if int(count.min()) <= view.row:
+            return self._usage_over(view, width)
+        # nothing has left: replays share it
+        terms = view.row, view.prompt_len, view.interval, *width.flatten().tolist()
+        return view.across(("usage", self, *terms), lambda: self._usage_over(view, width))
 
     def _usage_over(self, view: View, width: Tensor) -> tuple[Tensor, Tensor]:
         """The same from the last `width` rows, int [L, H]."""

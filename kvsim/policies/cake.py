@@ -34,14 +34,7 @@ from kvsim.core.parameters import Above, AtLeast, Finite, Odd
 from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
-from kvsim.policies.window import (
-    Windowed,
-    before_window,
-    over_heads,
-    pooling_flops,
-    smooth,
-    unevicted,
-)
+from kvsim.policies.window import Windowed, before_window, over_heads, pooling_flops, smooth
 
 
 @dataclass(frozen=True)
@@ -103,9 +96,7 @@ class CakeBudgets(LayerBudgets):
         cap = view.count.sum(-1) // view.count.shape[-1]  # entries of a head
         floor = cap.clamp(max=view.setting.protected)
         total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
-        terms = self.window, self.tau1, self.tau2
-        preference = unevicted(view, ("cake", *terms), lambda: preferences(view, *terms))
-        return apportion(total, preference, floor, cap)
+        return apportion(total, preferences(view, self.window, self.tau1, self.tau2), floor, cap)
 
     def flops(self, event: Event) -> Flops:
         """Entropy (2) and variance (3) of the attention that the score has computed."""

@@ -56,14 +56,14 @@ def best(
         capacity = (places[part] - protected).clip(min=0)
         capacity = capacity.reshape(capacity.shape[0] * pools, len(events))
         mass = future_mass(source, events, start, (begin, min(begin + each, layers)))
-        mass = mass.cpu().numpy().reshape(len(capacity), len(first), len(events))
-        parts.append(solve(mass, first, capacity))
+        masses = mass.cpu().numpy().reshape(len(capacity), len(first), len(events))
+        parts.append(solve(masses, first, capacity))
     of_pools = Optimum.concatenated(parts)
-    masses = (of_pools.retained, of_pools.bound, of_pools.chance)
+    sums = (of_pools.retained, of_pools.bound, of_pools.chance)
     return Optimum(
         of_pools.stop.reshape(layers, heads, rows),
         of_pools.price.reshape(places.shape),
-        *(mass.reshape(layers, pools) for mass in masses),
+        *(x.reshape(layers, pools) for x in sums),
     )
 
 
@@ -108,13 +108,14 @@ def future_mass(
 
     def _add(mass: Tensor, low: int, high: int) -> None:
         q = source.queries(low, high)[begin:end].flatten(2, 3) * source.formula.scale
-        output, lse = (x[begin:end].flatten(2, 3) for x in source.full(low, high))
+        output, lse = (x[begin:end] for x in source.full(low, high))
         n = mass.shape[-1]
         for layer, visible in enumerate(source.keys[begin:end, :, :n].mT):  # one stays in the cache
             z = source.formula.capped(q[layer] @ visible)  # [H, G * w, n]
-            weights = z.sub_(lse[layer].unsqueeze(-1)).exp_()
+            weights = z.sub_(lse[layer].flatten(1).unsqueeze(-1)).exp_()
             if weigh is not None:
-                weights = weigh(weights, output[layer], source.values[begin + layer, :, :n])
+                values = source.values[begin + layer, :, :n]
+                weights = weigh(weights, output[layer].flatten(1, 2), values)
             mass[layer] += weights.sum(1)
 
     return source.lasting(("future", tuple(events), start, begin, end, weigh), compute)

@@ -56,14 +56,14 @@ class Oracle(Scorer):
             weigh = _moved
         # events whose later rows are weighed together; a codec changes keys from one to the next
         each = 1 if view.rounded else max(1, _MOST // source.keys[0, ..., 0].numel())
-        number = events.index(view.row)
-        first = number - number % each
-        together, ahead = source.memo.get(self, (None, None))
-        if together != first:
-            mass = future_mass(source, events[first : first + each], 0, weigh=weigh)
+        first = events.index(view.row) // each * each
+        together = events[first : first + each]
+        weighed, ahead = source.memo.get(self, (None, None))
+        if weighed != together:
+            mass = future_mass(source, together, 0, weigh=weigh)
             ahead = mass.flip(-1).cumsum(-1).flip(-1)
-            source.memo[self] = first, ahead
-        total: Tensor = ahead[..., number - first].gather(-1, view.pos.clamp(min=0))
+            source.memo[self] = together, ahead
+        total: Tensor = ahead[..., together.index(view.row)].gather(-1, view.pos.clamp(min=0))
         return total.masked_fill(~view.live, 0.0)
 
     def _stops(self, view: View) -> Tensor:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
 from kvsim.core.view import View
-
-T = TypeVar("T")
 
 Pooling = Literal["max", "avg"] | None
 
@@ -39,16 +36,6 @@ class Windowed(Scorer):
 def before_window(view: View, window: int) -> Tensor:
     """The candidates: live entries older than the window's rows; bool [L, H, n]."""
     return view.live & (view.pos < view.first(window))
-
-
-def unevicted(view: View, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-    """Return `compute()`, once for all replays of a trace as long as nothing has left.
-
-    key: the kind of result, and all that it depends on beside the view's entries and rows.
-    """
-    if int(view.count.min()) <= view.row:
-        return compute()
-    return view.across((*key, view.row, view.prompt_len, view.interval), compute)
 
 
 def shares(logits: Tensor, among: Tensor) -> Tensor:
