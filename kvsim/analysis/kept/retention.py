@@ -173,7 +173,8 @@ class Leaving:
         counted = np.zeros((kinds.shape[1], len(self.rows) + 1), np.int64)
         np.add.at(counted, (kind.ravel(), seen_from), 1)
         most, size = kinds[..., None]
-        likely = chance.at_most(most, size, live, live - self.evicted[here])
+        # larger regions are not there yet
+        likely = chance.at_most(most, np.minimum(size, live), live, live - self.evicted[here])
         for of_kind, regions in zip(likely, counted.cumsum(1)[:, here[1]], strict=True):
             out[here] += regions * of_kind
         return out
