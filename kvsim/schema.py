@@ -12,9 +12,11 @@ NEVER = 2**31 - 1
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
 
-#: Versions of the trace format (docs/trace-format.md): that of most traces, and that of traces with
-#: values of another size than keys. Readers refuse every other one.
+#: Versions of the trace format (docs/trace-format.md): that of most traces, that of traces with
+#: values of another size than keys, and that of traces with anything that these two cannot say.
+#: Readers refuse every other one.
 FORMAT_VERSION, WIDE_VERSION = 3, 4
+NEWEST_VERSION = 5
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256
@@ -69,7 +71,7 @@ def format_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def axes_of(name: str, version: int) -> tuple[str, ...]:
     """Return the names of the axes of an array of a trace in a version of the format."""
-    wide = version == WIDE_VERSION and name in OF_VALUES
+    wide = version in (WIDE_VERSION, NEWEST_VERSION) and name in OF_VALUES
     return tuple("value_dim" if wide and axis == "dim" else axis for axis in AXES[name])
 
 

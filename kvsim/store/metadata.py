@@ -17,7 +17,7 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
 from kvsim.errors import TraceError, error_line
-from kvsim.schema import FORMAT_VERSION, WIDE_VERSION, format_of
+from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION, WIDE_VERSION, format_of
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import Place, damaged
@@ -60,10 +60,10 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
 def check_format(attributes: Mapping[str, Any], where: str) -> None:
     """Raise TraceError for a trace, or a draft of one, of another version of the format."""
     version = attributes.get("kvsim_format")
-    if version not in (FORMAT_VERSION, WIDE_VERSION):
+    if version not in (FORMAT_VERSION, WIDE_VERSION, NEWEST_VERSION):
         raise TraceError(
-            f"{where} was recorded by another version of kvsim (trace format "
-            f"{short_repr(version)}, expected {FORMAT_VERSION} or {WIDE_VERSION}); record it again"
+            f"{where} was recorded by another version of kvsim (trace format {short_repr(version)}, "
+            f"expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it again"
         )
 
 

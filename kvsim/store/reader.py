@@ -20,7 +20,7 @@ from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.samples import SAMPLES, locate
-from kvsim.schema import format_of
+from kvsim.schema import NEWEST_VERSION, format_of
 from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import check_chunks, read_part
 from kvsim.store.layout import (
@@ -201,7 +201,7 @@ class StoredTrace:
         floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
         version = self.attributes["kvsim_format"]
-        if version != format_of(self.shapes):
+        if version not in (NEWEST_VERSION, format_of(self.shapes)):
             sizes = self.shapes["k"][-1], self.shapes["v"][-1]
             raise damaged(
                 f"{self.where}: kvsim_format is {version}, expected {format_of(self.shapes)} of "

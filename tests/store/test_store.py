@@ -21,7 +21,7 @@ from damage import assign, edit, edit_header, flip
 from kvsim.core.attention import causal_attention
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.schema import AXES, FORMAT_VERSION, WIDE_VERSION
+from kvsim.schema import AXES, FORMAT_VERSION, NEWEST_VERSION
 from kvsim.store import TraceWriter, describe, find_drafts, open_trace, publication, recover, verify
 from kvsim.store.draft import Group
 from kvsim.store.layout import DIMENSIONS
@@ -794,7 +794,7 @@ def test_what_is_no_trace(tmp_path):
 
 UNUSABLE = {
     r"incomplete \(300 tokens were written\)": header(complete=False),
-    "recorded by another version": header(kvsim_format=WIDE_VERSION + 1),
+    "recorded by another version": header(kvsim_format=NEWEST_VERSION + 1),
     "attribute rope is not readable": header(ropes=[{"inv_freq": [1.0]}]),
     "its seal does not fit": header(seal="sha256:"),
     "True is not a finite number": header(attention=[{"scale": True, "rope": 0}]),
