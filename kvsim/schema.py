@@ -36,6 +36,8 @@ AXES = {
     "residual_norm": ("layer", "pos"),
     "probe_q": ("layer", "qhead", "probe", "dim"),
     "probe_k": ("layer", "head", "probe", "dim"),
+    "received": ("layer", "qhead", "before"),
+    "moments": ("layer", "qhead", "moment", "dim"),
     "tokens": ("pos",),
     "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),
@@ -43,6 +45,12 @@ AXES = {
 
 #: Arrays whose axis `dim` is that of values, named `value_dim` where keys have another size.
 OF_VALUES = ("v", "attn_out", "o_proj")
+
+#: Arrays of which a trace may leave out rows (`Header.left_out`); their positions are then `row`.
+OF_ROWS = ("q", "attn_out", "lse", "gate")
+
+#: Arrays of sums over the rows left out (`kvsim.core.left_out`).
+SUMS = ("received", "moments")
 
 #: Labels of a prompt; they become columns of tables.
 LABELS = ("task", "domain", "level", "length", "depth")
@@ -65,14 +73,21 @@ FIDELITY_MEANING = {
 
 def format_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the version of the format of a trace with arrays of these shapes."""
+    if "received" in shapes:  # rows are left out
+        return NEWEST_VERSION
     keys, values = (shapes.get(name, (0,))[-1] for name in "kv")
     return FORMAT_VERSION if keys == values else WIDE_VERSION
 
 
-def axes_of(name: str, version: int) -> tuple[str, ...]:
-    """Return the names of the axes of an array of a trace in a version of the format."""
+def axes_of(name: str, version: int, *, rows: bool = False) -> tuple[str, ...]:
+    """Return the names of the axes of an array of a trace in a version of the format.
+
+    rows: whether the trace leaves out rows.
+    """
     wide = version in (WIDE_VERSION, NEWEST_VERSION) and name in OF_VALUES
-    return tuple("value_dim" if wide and axis == "dim" else axis for axis in AXES[name])
+    names = {"dim": "value_dim"} if wide else {}
+    names |= {"pos": "row"} if rows and name in OF_ROWS else {}
+    return tuple(names.get(axis, axis) for axis in AXES[name])
 
 
 def projections_folder(digest: str) -> str:

@@ -46,6 +46,8 @@ _ON_REQUEST = {
     "residual": "--residual (residual=True)",
     "residual_norm": "this version, which stores it",
     "layer_sensitivity": "--o-proj and --sensitivity, all layers and a response",
+    "received": "all rows (without --rows)",
+    "moments": "all rows (without --rows)",
     "probe_q": "--probe repeat (probe='repeat')",
     "probe_k": "--probe repeat (probe='repeat')",
 }
@@ -189,6 +191,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     sizes = {**dict(zip(AXES["q"], shapes["q"], strict=True)), "head": heads}
     # any size, but the same in both
     sizes["hidden"] = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
+    sizes |= {"moment": 1 + shapes["k"][3], "before": shapes.get("received", (0, 0, 0))[2]}
     sizes["probe"] = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
     for name, shape in shapes.items():
         sizes["row"] = min(shape[2], n_pos) if name == "attention_window" else n_pos

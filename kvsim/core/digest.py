@@ -18,11 +18,12 @@ from kvsim.core.attention import Rope
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
+from kvsim.core.left_out import held_blocks, stored_shape
 from kvsim.core.sources import ArraySource
-from kvsim.schema import CHUNK
+from kvsim.schema import AXES, CHUNK
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
-DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
+DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse", "received", "moments")
 
 #: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
 CHECKSUMMED = (*DIGESTED, "gate", "o_proj", "residual", "residual_norm", "probe_q", "probe_k")
@@ -87,9 +88,14 @@ def array_digest(source: ArraySource, header: Header, dtype: torch.dtype) -> str
             continue
         stored = stored_dtype(header.source_dtypes.get(name, DTYPES[dtype]))
         for layer in range(shapes["q"][0]):
-            part = source.read(name, slice(layer, layer + 1), _ALL)[0]
-            digest.update_all(name, layer, part.to(stored).numpy(), axis=1)
-    return digest.total(header, shapes)
+            only = slice(layer, layer + 1)
+            blocks = held_blocks(name, shapes["k"][2], header.left_out)
+            for pos in blocks if "pos" in AXES[name] else [_ALL]:
+                part = source.read(name, only, pos)[0]
+                digest.update(name, layer, part.to(stored).numpy())
+    return digest.total(
+        header, {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
+    )
 
 
 def text_checksum(texts: Sequence[str]) -> str:
@@ -116,6 +122,8 @@ def content_digest(
     }
     if header.context_len is not None:
         facts["context_len"] = header.context_len
+    if header.left_out is not None:
+        facts["left_out"] = list(header.left_out)
     if header.owners:
         facts["owners"] = list(header.owners)
     if header.uniform:

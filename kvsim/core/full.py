@@ -47,12 +47,12 @@ class FullAttention:
         self._computed_layers: set[int] = set()
         self._last: tuple[int, Tensor] | None = None
 
-    def layers(self, layers: slice) -> tuple[Tensor, Tensor]:
-        """Return attn_out [layer, qhead, pos, dim] and lse [layer, qhead, pos]."""
+    def layers(self, layers: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return attn_out [layer, qhead, pos, dim] and lse [layer, qhead, pos] of rows."""
         if self._base is not None:
-            return self._base.layers(layers)
+            return self._base.layers(layers, rows)
         recorded = {
-            name: self._read(name, layers, slice(None))
+            name: self._read(name, layers, rows)
             for name in ("attn_out", "lse")
             if name in self._source.shapes
         }
@@ -60,6 +60,7 @@ class FullAttention:
             return recorded["attn_out"], recorded["lse"]
         with _COMPUTING if self._cache else nullcontext():
             out, lse = self._compute(range(*layers.indices(len(self._formulas))))
+        out, lse = out[:, :, rows], lse[:, :, rows]
         return recorded.get("attn_out", out), recorded.get("lse", lse)
 
     def _compute(self, layers: range) -> tuple[Tensor, Tensor]:

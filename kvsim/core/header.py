@@ -13,7 +13,7 @@ from kvsim.core.attention import Formula, Rope
 from kvsim.core.parameters import check_fields
 from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import TraceError
-from kvsim.schema import LABELS
+from kvsim.schema import CHUNK, LABELS, SUMS
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Header:
         name: for tables and figures; not part of the digest.
         source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
         meta: provenance, ready for JSON; not part of the digest.
+        left_out: rows (start, stop) of which only sums are stored; None where there are none.
         owners: the place of the layer whose entries each layer reads, its own or an earlier one;
             empty where each reads its own.
     """
@@ -43,6 +44,7 @@ class Header:
     meta: Mapping[str, Any] = field(default_factory=dict)
     context_len: int | None = None
     owners: tuple[int, ...] = ()
+    left_out: tuple[int, int] | None = None
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -71,6 +73,14 @@ class Header:
         kinds = model.get("other_layers") if isinstance(model, dict) else None
         pairs = kinds.items() if isinstance(kinds, dict) else ()
         return {number: str(kind) for kind, numbers in pairs for number in numbers}
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all layers with attention, as far as `meta` says which these are."""
+        model, others = self.meta.get("model"), self.other_layers
+        layers = model.get("layers") if isinstance(model, dict) else None
+        layers = layers if isinstance(layers, int) else len(self.layer_ids)
+        return [*self.layer_ids] == [x for x in range(layers + len(others)) if x not in others]
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
@@ -136,6 +146,7 @@ class Header:
                 f"{where}: context_len is {self.context_len}, expected 1 to {self.prompt_len}, the "
                 "number of tokens of the prompt"
             )
+        self._check_left_out(shapes, where)
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         Probe.of(self.meta, self.context_len or self.prompt_len, where)
         logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len
@@ -184,6 +195,28 @@ class Header:
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
                 )
+
+    def _check_left_out(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+        if self.left_out is None:
+            if sums := [name for name in SUMS if name in shapes]:
+                raise TraceError(
+                    f"{where}: it has {sums[0]} and leaves out no rows, expected both or neither"
+                )
+            return
+        start, stop = self.left_out
+        blocks = start % CHUNK == stop % CHUNK == 0
+        if not (blocks and 0 < start < stop < (self.context_len or self.prompt_len)):
+            raise TraceError(
+                f"{where}: rows {start} to {stop - 1} are left out; expected whole blocks of "
+                f"{CHUNK} rows, the first one and the last row of the prompt not among them"
+            )
+        missing = [name for name in ("attn_out", "lse", "received") if name not in shapes]
+        if missing or shapes["received"][2] != stop:
+            raise TraceError(
+                f"{where}: rows {start} to {stop - 1} are left out, and "
+                f"{missing[0] if missing else 'received'} is not there or of other rows; expected "
+                "outputs, log-sum-exp and the attention received from them"
+            )
 
     def _check_owners(self, where: str) -> None:
         for layer, owner in enumerate(self.owners):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import LeftOut, held_parts, stored_part, whole_shape
 from kvsim.errors import TraceError
-from kvsim.schema import AXES
+from kvsim.schema import AXES, OF_ROWS
 
 _ALL = slice(None)
 
@@ -33,16 +34,21 @@ class InMemory:
     Raises TraceError for an array that was written to: torch has no read-only tensors.
     """
 
-    def __init__(self, arrays: Mapping[str, Tensor]) -> None:
-        self.arrays = dict(arrays)
+    def __init__(
+        self, arrays: Mapping[str, Tensor], left_out: LeftOut = None, where: str = "the trace"
+    ) -> None:
+        self.arrays, self._left_out, self._where = dict(arrays), left_out, where
         self._versions = {name: _version(array) for name, array in arrays.items()}
-        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        self.shapes = {
+            name: whole_shape(name, tuple(array.shape), left_out) for name, array in arrays.items()
+        }
         self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
         array = self.arrays[name]
         _check_unwritten(name, array, self._versions[name])
+        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
         return _part(name, array, layers, pos)
 
 
@@ -55,11 +61,21 @@ class Loaded:
             and so is attention with an axis for rows, which is much larger.
         dtype: the dtype in which they are held.
 
+    left_out: rows that the source, which errors call `where`, has not.
+
     Raises TraceError as `InMemory` does.
     """
 
-    def __init__(self, base: ArraySource, layers: slice, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        base: ArraySource,
+        layers: slice,
+        dtype: torch.dtype,
+        left_out: LeftOut = None,
+        where: str = "the trace",
+    ) -> None:
         self.base, self.shapes, self.positions = base, base.shapes, base.positions
+        self._left_out, self._where = left_out, where
         self._layers = range(*layers.indices(base.shapes["q"][0]))
         self._dtype = dtype
         self._arrays: dict[str, tuple[Tensor, int]] = {}
@@ -73,11 +89,19 @@ class Loaded:
             return self.base.read(name, layers, pos)
         if name not in self._arrays:
             with torch.inference_mode(mode=False):  # so that it has a version
-                array = self.base.read(name, slice(cached.start, cached.stop), _ALL).to(self._dtype)
+                array = self._whole(name, slice(cached.start, cached.stop)).to(self._dtype)
             self._arrays[name] = array, _version(array)
         array, version = self._arrays[name]
         _check_unwritten(name, array, version)
+        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
         return _part(name, array, slice(wanted[0] - cached[0], wanted[-1] + 1 - cached[0]), pos)
+
+    def _whole(self, name: str, layers: slice) -> Tensor:
+        """All that there is of an array in some layers."""
+        if self._left_out is None or name not in OF_ROWS:
+            return self.base.read(name, layers, _ALL)
+        held = held_parts(name, range(len(self.positions)), self._left_out)
+        return torch.cat([self.base.read(name, layers, part) for part in held], 2)
 
 
 def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:

@@ -24,7 +24,6 @@ from kvsim.core.checks import (
     as_tokens,
     check_finite,
     check_meta,
-    check_shapes,
     check_steps,
     check_texts,
     in_memory,
@@ -35,6 +34,7 @@ from kvsim.core.digest import array_digest
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import left_out_among, whole_shapes
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
 from kvsim.core.shared_results import Memo
@@ -71,7 +71,7 @@ class Trace(Displayed):
         entry_size: numbers that a cache holds of an entry in one head; the value of latent
             attention is a part of the key.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
-        owners: `Header`'s too; each layer its own by default.
+        left_out, owners: `Header`'s too; each layer its own owner by default.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Trace(Displayed):
         self.entry_size: Final = dim + (0 if header.latent else self.value_dim)
         self.prompt_len: Final = header.prompt_len
         self.context_len: Final = header.context_len
+        self.left_out: Final = header.left_out
         self.formulas: Final = header.formulas
         self.ropes: Final = header.ropes
         self.layer_ids: Final = header.layer_ids
@@ -115,8 +116,6 @@ class Trace(Displayed):
         self.full_attention: FullAttention = FullAttention(
             source, header.formulas, self.dtype, cache=path is None, base=same
         )
-
-    # --- building and saving ---
 
     @classmethod
     def from_arrays(
@@ -138,6 +137,9 @@ class Trace(Displayed):
         residual_norm: ArrayLike | None = None,
         probe_q: ArrayLike | None = None,
         probe_k: ArrayLike | None = None,
+        left_out: tuple[int, int] | None = None,
+        received: ArrayLike | None = None,
+        moments: ArrayLike | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
         name: str = "memory",
@@ -170,6 +172,9 @@ class Trace(Displayed):
             probe_q: queries after RoPE of rows that repeat the context [layer, qhead, probe, dim];
                 `meta["probe"]` says what they are.
             probe_k: keys after RoPE of these rows [layer, head, probe, dim].
+            left_out: rows (start, stop) that q, attn_out, lse and gate do not have.
+            received: attention received from the rows before `stop` [layer, qhead, stop].
+            moments: of their queries before RoPE, mean and products [layer, qhead, 1 + dim, dim].
             tokens: token ids [pos].
             token_text: the text of each token.
             name: for tables and figures.
@@ -184,11 +189,11 @@ class Trace(Displayed):
         """
         optional = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
         optional |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
-        optional |= {"gate": gate}
+        optional |= {"gate": gate, "received": received, "moments": moments}
         given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
-        check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        n_layers, _, n_pos, dim = arrays["q"].shape
+        shapes = whole_shapes({key: tuple(x.shape) for key, x in arrays.items()}, left_out, name)
+        n_layers, _, n_pos, dim = shapes["q"]
         if formulas is None:
             formulas = [Formula(dim**-0.5 if scale is None else scale)] * n_layers
         elif scale is not None:
@@ -205,9 +210,10 @@ class Trace(Displayed):
             owners=of_layers("owners", owners, name),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
+            left_out=left_out,
         )
-        header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        check_probe(header.probe, {key: tuple(x.shape) for key, x in arrays.items()}, name)
+        header.check(shapes, name)
+        check_probe(header.probe, shapes, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
         arrays = {key: in_memory(given[key], array, dtype) for key, array in arrays.items()}
@@ -218,7 +224,7 @@ class Trace(Displayed):
             arrays["tokens"] = as_tokens(tokens, n_pos, name)
         if token_text is not None:
             check_texts(token_text, n_pos, name)
-        return cls(InMemory(arrays), header, dtype=dtype, token_text=token_text)
+        return cls(InMemory(arrays, left_out, name), header, dtype=dtype, token_text=token_text)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
@@ -244,13 +250,17 @@ class Trace(Displayed):
             base=self,
         )
 
+    def compacted(self, rows: int = 512) -> Trace:
+        """Return the trace without rows long before the response, as `kvsim.store.compacted`."""
+        return cast("Trace", delegates["compacted"](self, rows))
+
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.
 
         For callers that read them many times: what is stored is read and converted once, and full
         attention, once computed, is kept.
         """
-        source = Loaded(self.source, layers, self.dtype)
+        source = Loaded(self.source, layers, self.dtype, self.left_out, self.name)
         facts: Any = {"token_text": self.token_text, "digest": self.digest, "path": self.path}
         same = Trace(source, self.header, dtype=self.dtype, **facts)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
@@ -266,9 +276,8 @@ class Trace(Displayed):
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
         header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
+        header = replace(header, left_out=left_out_among(rows, self.left_out))
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
-
-    # --- facts ---
 
     @property
     def positions(self) -> Tensor:
@@ -302,12 +311,7 @@ class Trace(Displayed):
     @property
     def whole(self) -> bool:
         """Whether these are all layers with attention, as far as `meta` says which these are."""
-        model = self.meta.get("model")
-        layers = model.get("layers") if isinstance(model, dict) else None
-        layers = layers if isinstance(layers, int) else self.n_layers
-        others = self.header.other_layers
-        numbers = [x for x in range(layers + len(others)) if x not in others]
-        return [*self.layer_ids] == numbers
+        return self.header.whole
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -344,8 +348,6 @@ class Trace(Displayed):
             f"heads={self.n_heads}, pos={self.n_pos}, dim={self.dim}, prompt_len={self.prompt_len})"
         )
 
-    # --- arrays ---
-
     def read(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
         """Return part of an array in the compute dtype (`tokens`: int64); a view if in memory.
 
@@ -356,7 +358,7 @@ class Trace(Displayed):
                 and for a probe.
 
         Raises:
-            NeedsError: the trace has no such array.
+            NeedsError: the trace has no such array, or left out some of these rows.
             TraceError: the stored array is damaged.
         """
         if not self.has(name):
@@ -420,13 +422,13 @@ class Trace(Displayed):
         """Token ids [pos], int64, or None."""
         return self.read("tokens") if self.has("tokens") else None
 
-    def full(self, layers: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Return full attention of `layers`: attn_out [layer, qhead, pos, value_dim] and lse.
+    def full(self, layers: slice = _ALL, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """Return full attention of rows: attn_out [layer, qhead, pos, value_dim] and lse.
 
-        As recorded, else computed from q, k, v; traces in memory keep what they have computed.
+        As recorded, else computed; traces in memory keep what they have computed.
         """
-        check_steps(layers)
-        return self.full_attention.layers(layers)
+        check_steps(layers, rows)
+        return self.full_attention.layers(layers, rows)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
         """Return exact rows of full attention [qhead, row, pos], computed by the log-sum-exp.

@@ -84,16 +84,17 @@ def _of_layer(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of rows after the prompt, and the pages that they read, bool [head, w, P]."""
     only = slice(layer, layer + 1)
-    q, k, v = (trace.read(name, only)[0].to(gone.device) for name in ("q", "k", "v"))
-    q = q.unflatten(0, (len(k), -1))
     first, n_pos, of_layer = trace.prompt_len, trace.n_pos, dict[Hashable, Any]()
+    k, v = (trace.read(name, only)[0].to(gone.device) for name in "kv")
+    q = trace.read("q", only, slice(first, None))[0].to(gone.device).unflatten(0, (len(k), -1))
     for start, stop in periods(gone, first, n_pos):
         period = Period(k, v, gone[:, :stop] >= start, reader.page)
         pages = period.pages(trace, layer, reader, budget, of_layer)
         most = max(1, _MOST_SCORES // (q.shape[0] * q.shape[1] * pages.live.shape[1]))
         for begin in range(start, stop, min(ROWS, most)):
             rows = slice(begin, min(begin + min(ROWS, most), stop))
-            yield rows, choose(reader, q[:, :, rows], pages, period.slots[:, rows], budget)
+            queries = q[:, :, rows.start - first : rows.stop - first]
+            yield rows, choose(reader, queries, pages, period.slots[:, rows], budget)
 
 
 def periods(gone: Tensor, first: int, n_pos: int) -> Iterator[tuple[int, int]]:

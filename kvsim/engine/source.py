@@ -139,6 +139,10 @@ class TraceSource:
             # whole chunks, because neighbouring rows are read next
             first = start // CHUNK * CHUNK
             last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
+            if self._trace.left_out is not None:
+                low, high = self._trace.left_out
+                first = first if start < high else max(first, high)
+                last = last if stop > low else min(last, low)
             self._window, self._window_start = self._read("q", slice(first, last)), first
         return self._grouped(self._window[:, :, start - first : stop - first])
 
@@ -159,16 +163,26 @@ class TraceSource:
         queries = self._grouped(self._read("probe_q"))
         return ProbeRows(queries, self._read("probe_k"), self._trace.header.probe_chunks)
 
+    def summed(self, name: str) -> tuple[int, Tensor] | None:
+        """Sums over the rows before the end of those left out, [L, H, G, ...]; None if all are."""
+        if self._trace.left_out is None:
+            return None
+        return self._trace.left_out[1], self._grouped(self._read(name))
+
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""
-        output, lse = self._full
-        return output[..., start:stop, :], lse[..., start:stop]
+        first, output, lse = self._full
+        if start < first:
+            self._trace.full(self._runs[0], slice(start, stop))  # its error names what is left out
+        return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
 
     @cached_property
-    def _full(self) -> tuple[Tensor, Tensor]:
-        arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
+    def _full(self) -> tuple[int, Tensor, Tensor]:
+        """The first row, behind those that are left out, and full attention from there on."""
+        first = 0 if self._trace.left_out is None else self._trace.left_out[1]
+        arrays = zip(*(self._trace.full(x, slice(first, None)) for x in self._runs), strict=True)
         output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
-        return self._grouped(output), self._grouped(lse)
+        return first, self._grouped(output), self._grouped(lse)
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Hold all positions still; with `poison`, those that left [L, H, T] become NaN."""

@@ -13,10 +13,12 @@ from torch import Tensor
 from kvsim.core.attention import Layout, Rope, recent_attention
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.core.header import Header
+from kvsim.core.left_out import LeftOut, Sums
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.modules import unrecordable
-from kvsim.schema import CHUNK, numbered
+from kvsim.recorder.sink import MemorySink
+from kvsim.schema import CHUNK, OF_ROWS, numbered
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
 
@@ -31,34 +33,6 @@ _NO_ROPE, _UNKNOWN = Rope(()), Rope((), layout="unknown")
 
 #: Share of the tolerance beyond which factors of queries at different positions differ.
 _FACTOR = 0.3
-
-
-class MemorySink:
-    """Blocks in memory, with the methods of a TraceWriter that take them."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, dict[int, list[Tensor]]] = {}
-        self._dropped: set[str] = set()
-
-    def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Keep a copy of the block."""
-        if name in self._dropped:
-            return
-        layers = self.blocks.setdefault(name, {})
-        layers.setdefault(layer, []).append(block.to("cpu", copy=True))
-
-    def drop(self, name: str) -> None:
-        """Forget an array; later blocks of it are ignored."""
-        self.blocks.pop(name, None)
-        self._dropped.add(name)
-
-    def set_length(self, n_pos: int) -> None:
-        """Do nothing: blocks in memory need no length."""
-
-    def array(self, name: str) -> Tensor:
-        """Return the whole array, its layers stacked."""
-        layers, axis = self.blocks[name], pos_axis(name)
-        return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])
 
 
 class _Layer:
@@ -79,6 +53,7 @@ class _Layer:
         self.keys: Tensor | None = call.k  # in the first forward
         self.shape = _shape(call)
         self.parts: dict[str, Tensor] = {}
+        self.sums: Sums | None = None  # of rows up to those that are left out
         self.start = self.filled = 0
         self.error = 0.0
 
@@ -146,7 +121,7 @@ class BlockRecorder:
     begin: called once every layer has been called, before the first block of the last one.
     store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
     kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
-    logits, and with it the tolerance.
+    logits, and with it the tolerance. left_out: rows of which the sink gets sums alone.
     """
 
     def __init__(
@@ -158,11 +133,14 @@ class BlockRecorder:
         begin: Callable[[], None],
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
+        left_out: LeftOut = None,
     ) -> None:
+        self.left_out = left_out
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
         self.layer_ids, self.begin, self.rounds_logits = layer_ids, begin, rounds_logits
         self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
+        self.without_moments = False  # queries before RoPE are not known
         self.last: int | None = None
         self.allowed = 0.0
 
@@ -345,13 +323,33 @@ class BlockRecorder:
                 raise _changed("keys", number, layer.start, least, before.dtype)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
-            rounded = _History(history.call, self.store_dtype)
-            _, lse = rounded.attend(block["q"].to(self.store_dtype), layer.start)
+            history = _History(history.call, self.store_dtype)
+            _, lse = history.attend(block["q"].to(self.store_dtype), layer.start)
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
+        first, stop = self.left_out or (0, 0)
+        if layer.start < stop:
+            self._add_up(layer, block["q"], history)
         for name, part in {**block, "lse": lse}.items():
-            self.sink.append(name, self.layer_ids.index(number), part)
+            if name not in OF_ROWS or not first <= layer.start < stop:
+                self.sink.append(name, self.layer_ids.index(number), part)
         layer.start += size
+
+    def _add_up(self, layer: _Layer, q: Tensor, history: _History) -> None:
+        """Add the rows of a block to the sums of a layer, which are stored when all are there."""
+        end, rope, keys = layer.start + q.shape[1], layer.ropes[0], history.kv[0]
+        if layer.sums is None:
+            layer.sums = Sums(layer.formula, None if rope == _UNKNOWN else rope)
+        layer.sums.add(q.to(self.store_dtype or q.dtype).to(keys.dtype), keys[:, :end])
+        if self.left_out is None or self.sink is None or end < self.left_out[1]:
+            return
+        arrays, place = layer.sums.arrays(), self.layer_ids.index(history.call.layer)
+        if "moments" not in arrays or rope != layer.sums.rope:
+            self.sink.drop("moments")
+            self.without_moments = True
+        for name, values in arrays.items():
+            if name != "moments" or not self.without_moments:
+                self.sink.write_layer(name, place, values)
 
     def _check_output(
         self, call: KernelCall, out: Tensor, recomputed: Tensor, lse: Tensor

@@ -20,6 +20,11 @@ Progress = Callable[[int, int], None]
 #: Tokens of a chunk of a probe by default, as in KVzip's paper.
 PROBE_CHUNK = 2048
 
+#: Rows before the response that are stored beside it by default.
+ROWS = 512
+
+_ROWS = r"response(?:\+(\d{1,9}))?"
+
 _PROBE = r"repeat(?::0*([1-9]\d{0,8}))?"
 
 
@@ -96,6 +101,16 @@ class Options:
             "be recomputed. It takes as many numbers per token and layer as the hidden size."
         ),
     ] = False
+    rows: Annotated[
+        str | None,
+        Help(
+            "'response' stores queries and outputs of the response, of the 512 rows before it "
+            "('response+N': of N rows) and of the first 256, and sums over the others, which most "
+            "policies and metrics read instead (docs/compact-traces.md). Before a question behind "
+            "a context if there is one. All rows by default.",
+            "response[+N]",
+        ),
+    ] = None
     probe: Annotated[
         str | None,
         Help(
@@ -148,10 +163,27 @@ class Options:
         if self.system is not None and not self.system.strip():
             raise CaptureError("system is empty, expected the text of a system message")
         self.dense_rows(1)
+        if self.rows is not None and not re.fullmatch(_ROWS, self.rows):
+            raise CaptureError(
+                f"rows is {self.rows!r}, expected 'response', or 'response+N' for N rows before "
+                "the response too"
+            )
+        for name in ("attention", "residual"):
+            if self.rows is not None and getattr(self, name):
+                raise CaptureError(
+                    f"rows and {name} are both given, expected one of them; {name} is of all rows, "
+                    "and --rows leaves some out"
+                )
         if self.probe is not None and not re.fullmatch(_PROBE, self.probe):
             raise CaptureError(
                 f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens"
             )
+
+    @property
+    def rows_before(self) -> int | None:
+        """Rows before the response that are stored; None for all."""
+        match = re.fullmatch(_ROWS, self.rows or "")
+        return match and int(match[1] or ROWS)
 
     @property
     def probe_chunk(self) -> int:

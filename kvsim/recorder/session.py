@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
+from kvsim.core.left_out import LeftOut, left_out_before
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.blocks import BlockRecorder, MemorySink
+from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
@@ -33,8 +34,8 @@ from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
+from kvsim.recorder.sink import MemorySink, arrays_of
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
-from kvsim.schema import WIDE_VERSION, axes_of
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
@@ -86,6 +87,10 @@ class Session:
             self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
             n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
+        self.left_out: LeftOut = None
+        if options.rows_before is not None:
+            end = encoded.context_len or len(encoded.ids)
+            self.left_out = left_out_before(end, options.rows_before)
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
         self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
@@ -104,6 +109,7 @@ class Session:
             begin=self._begin,
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
+            left_out=self.left_out,
         )
         if options.o_proj or (options.o_proj is None and self.out is not None):
             with self._leaving_out("o_proj"):
@@ -155,6 +161,7 @@ class Session:
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
             "it is stored in": (stored, options.store_dtype or exact),
+            "the rows left out are": (trace.left_out, self.left_out),
         }
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
         if config := config_differences(trace.meta, model):
@@ -330,33 +337,21 @@ class Session:
                 f"expected at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows "
                 "from q, k and lse, or store the last rows alone (--attention window:N)"
             )
-        source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
-        exact = "float64" if source == "float64" else "float32"
-        sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
-        sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
-        sizes["value_dim"] = call.v.shape[2]
-        dtypes = dict.fromkeys(("q", "attn_out"), source) | dict.fromkeys(("k", "v"), of_entries)
-        dtypes["lse"] = exact
+        shapes, dtypes = arrays_of(
+            call, len(self.layer_ids), self.limit, probe=self.probe, left_out=self.left_out
+        )
         if rows:
-            dtypes[self._attention_array] = exact
-        if self.probe is not None:
-            sizes["probe"] = len(self.probe.tokens)
-            dtypes |= dict.fromkeys(PROBE, source)
-        dtypes |= {} if call.gate is None else {"gate": source}
-        if call.residual is not None:
-            sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
-        if call.residual_norm is not None:
-            dtypes["residual_norm"] = "float32"
+            shapes[self._attention_array] = (*shapes["lse"][:2], rows, self.limit)
+            dtypes[self._attention_array] = dtypes["lse"]
         writer = TraceWriter(
             self.out,
-            shapes={
-                name: tuple(sizes[axis] for axis in axes_of(name, WIDE_VERSION)) for name in dtypes
-            },
+            shapes=shapes,
             source_dtypes=dtypes,
             layer_ids=self.layer_ids,
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
             projections=self.projections is not None,
+            left_out=self.left_out,
         )
         self._writer = self._stack.enter_context(writer)
         return self._writer
@@ -379,6 +374,7 @@ class Session:
             name=self.name,
             meta=meta,
             context_len=self.encoded.context_len,
+            left_out=self.left_out,
         )
 
     @property
@@ -446,5 +442,6 @@ class Session:
             name=header.name,
             layer_ids=header.layer_ids,
             owners=header.owners,
+            left_out=header.left_out,
             meta=header.meta,
         )

@@ -19,11 +19,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.left_out import LeftOut
 from kvsim.files import LOCK, Kind, lock
 from kvsim.store.binding import sealed
 from kvsim.store.chunks import encode_chunk, read_crc, read_part
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
-from kvsim.store.metadata import find_document, group_attributes
+from kvsim.store.metadata import find_document, group_attributes, left_out_of
 from kvsim.store.place import Folder
 
 #: The file of a draft's tokens, a JSON object per line, locked by its writer.
@@ -140,6 +141,11 @@ class Group:
     def _version(self) -> Any:
         return self.attributes.get("kvsim_format")
 
+    @property
+    def left_out(self) -> LeftOut:
+        """Rows that are left out."""
+        return left_out_of(self.attributes, str(self.folder))
+
     def set(self, **attributes: Any) -> None:
         """Add or change attributes of the group."""
         self.attributes.update(attributes)
@@ -149,13 +155,17 @@ class Group:
         self, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None = None
     ) -> None:
         """Create an array without chunks; dtype is a numpy name or ``string``."""
-        self._declare(name, array_document(name, shape, dtype, source_dtype, self._version))
+        document = array_document(
+            name, shape, dtype, source_dtype, self._version, rows=self.left_out is not None
+        )
+        self._declare(name, document)
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
         """Change the shape of an array; chunks beyond it are removed."""
         array = self.arrays[name]
         document = {**self._documents[name], "shape": list(shape)}
-        resized = parse_array(name, document, str(self.folder), self._version)
+        rows = self.left_out is not None
+        resized = parse_array(name, document, str(self.folder), self._version, rows=rows)
         for index in array.indices():
             if any(at >= n for at, n in zip(index, resized.grid, strict=True)):
                 (self.folder / array.key(index)).unlink(missing_ok=True)
@@ -224,7 +234,8 @@ class Group:
         self._put(f"{name}/{_ROOT}", _json(document))
 
     def _register(self, name: str, document: dict[str, Any]) -> None:
-        self.arrays[name] = parse_array(name, document, str(self.folder), self._version)
+        rows = self.left_out is not None
+        self.arrays[name] = parse_array(name, document, str(self.folder), self._version, rows=rows)
         self._documents[name] = document
 
     def _put(self, key: str, *parts: bytes) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvsim.core.checks import DTYPES
+from kvsim.core.left_out import LeftOut
 from kvsim.core.probe import ARRAYS as PROBE
-from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, axes_of
+from kvsim.schema import AXES, CHUNK, FORMAT_VERSION, OF_ROWS, axes_of
 from kvsim.store.place import damaged
 
 FLOATS = ("float16", "float32", "float64")
@@ -141,9 +142,13 @@ def pos_axis(name: str) -> int:
     return DIMENSIONS[name].index("pos") - 1
 
 
-def cut_shape(name: str, shape: tuple[int, ...], n_pos: int) -> tuple[int, ...]:
+def cut_shape(
+    name: str, shape: tuple[int, ...], n_pos: int, left_out: LeftOut = None
+) -> tuple[int, ...]:
     """Return the shape for `n_pos` positions; dense attention has as many rows at most."""
     lengths = dict(zip(DIMENSIONS[name], shape, strict=True))
+    if left_out is not None and name in OF_ROWS:
+        n_pos -= left_out[1] - left_out[0]
     limits = {"pos": n_pos, "row": min(n_pos, lengths.get("row", n_pos))}
     return tuple(limits.get(axis, length) for axis, length in lengths.items())
 
@@ -161,8 +166,14 @@ def array_document(
     dtype: str,
     source_dtype: str | None,
     version: int = FORMAT_VERSION,
+    *,
+    rows: bool = False,
 ) -> dict[str, Any]:
-    """Return the metadata of an array; dtype is a numpy name or ``string``."""
+    """Return the metadata of an array; dtype is a numpy name or ``string``.
+
+    rows: whether the trace leaves out rows.
+    """
+    axes = axes_of(name, version, rows=rows) if name in AXES else (name,)
     text = dtype == "string"
     first = {"name": "bytes", "configuration": {"endian": "little"}}
     if text:
@@ -182,7 +193,7 @@ def array_document(
             {"name": "crc32c"},
         ],
         "attributes": {} if source_dtype is None else {"source_dtype": source_dtype},
-        "dimension_names": ["layer"] if name == "layer" else list(axes_of(name, version)),
+        "dimension_names": list(axes),
         "zarr_format": 3,
         "node_type": "array",
         "storage_transformers": [],
@@ -190,7 +201,12 @@ def array_document(
 
 
 def parse_array(
-    name: str, document: Mapping[str, Any], where: str, version: Any = FORMAT_VERSION
+    name: str,
+    document: Mapping[str, Any],
+    where: str,
+    version: Any = FORMAT_VERSION,
+    *,
+    rows: bool = False,
 ) -> StoredArray:
     """Return the array that a metadata document of a version of the format describes.
 
@@ -220,7 +236,7 @@ def parse_array(
     size, count = array.decoded, array.nchunks
     require("bytes in a chunk:", size, f"at most {CHUNK_LIMIT}", valid=size <= CHUNK_LIMIT)
     require("chunks:", count, f"at most {CHUNKS}", valid=count <= CHUNKS)
-    expected = array_document(name, shape, str(dtype), source, version)
+    expected = array_document(name, shape, str(dtype), source, version, rows=rows)
     document = {**document, "attributes": expected["attributes"]}
     if (difference := _difference(document, expected)) is not None:
         path, value, wanted = difference

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
+from kvsim.core.left_out import LeftOut
 from kvsim.errors import TraceError, error_line
 from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION, WIDE_VERSION, format_of
 from kvsim.store.chunks import read_part
@@ -62,9 +63,19 @@ def check_format(attributes: Mapping[str, Any], where: str) -> None:
     version = attributes.get("kvsim_format")
     if version not in (FORMAT_VERSION, WIDE_VERSION, NEWEST_VERSION):
         raise TraceError(
-            f"{where} was recorded by another version of kvsim (trace format {short_repr(version)}, "
-            f"expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it again"
+            f"{where} was recorded by another version of kvsim (trace format {short_repr(version)},"
+            f" expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it again"
         )
+
+
+def left_out_of(attributes: Mapping[str, Any], where: str) -> LeftOut:
+    """Return which rows a trace leaves out; TraceError for what names none."""
+    value = attributes.get("left_out")
+    if value is None and "left_out" not in attributes:
+        return None
+    if not (isinstance(value, list) and [*map(type, value)] == [int, int] and value[0] < value[1]):
+        raise damaged(f"{where}: left_out is {short_repr(value)}, expected [start, stop] of rows")
+    return value[0], value[1]
 
 
 def group_attributes(place: Place) -> dict[str, Any]:
@@ -120,6 +131,7 @@ def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
         **({"owners": list(header.owners)} if header.owners else {}),
+        **({"left_out": list(header.left_out)} if header.left_out else {}),
         "attention": [
             {
                 "scale": formula.scale,
@@ -140,7 +152,7 @@ def whole_attributes(
     header: Header, shapes: Shapes, checksums: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
     """Return the attributes of a complete trace, without those that bind it."""
-    counts = dict.fromkeys(("n_tokens", "committed_tokens"), shapes["q"][2])
+    counts = dict.fromkeys(("n_tokens", "committed_tokens"), shapes["k"][2])
     final = {"checksums": checksums, "digest": digest, "complete": True}
     return {**attributes_of(header, shapes), **counts, **final}
 
@@ -175,6 +187,7 @@ def read_header(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None
         ),
         owners=tuple(_get(attributes, "owners", list, where) if "owners" in attributes else ()),
+        left_out=left_out_of(attributes, where),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvsim.core.checks import check_finite, check_shapes, first_row
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import stored_part, whole_shape
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
@@ -31,7 +32,14 @@ from kvsim.store.layout import (
     parse_array,
     require_arrays,
 )
-from kvsim.store.metadata import check_format, check_numbers, find_document, object_at, read_header
+from kvsim.store.metadata import (
+    check_format,
+    check_numbers,
+    find_document,
+    left_out_of,
+    object_at,
+    read_header,
+)
 from kvsim.store.place import Folder, Packed, Place, damaged
 from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
@@ -96,8 +104,9 @@ class StoredTrace:
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
         #: shape of each array that `read` returns
+        self._left_out = left_out_of(self.attributes, self.where)
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: array.shape
+            name: whole_shape(name, array.shape, self._left_out)
             for name, array in self.arrays.items()
             if name not in ("layer", "token_text")
         }
@@ -140,6 +149,11 @@ class StoredTrace:
             return tokens
         if name == "o_proj" and self.projections is not None:
             return self.projections.read(layers)
+        pos = stored_part(name, pos, self.shapes["k"][2], self._left_out, self.where)
+        return self.read_stored(name, layers, pos)
+
+    def read_stored(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Return part of an array with layers, as `read`; pos: places in what is stored."""
         axis = block_axis(name)
         if axis is None:
             axis, pos = 1, _ALL
@@ -186,8 +200,8 @@ class StoredTrace:
         for name in DIMENSIONS:
             document = find_document(self.place, f"{name}/zarr.json")
             if document is not None:
-                version = self.attributes["kvsim_format"]
-                arrays[name] = parse_array(name, document, self.where, version)
+                version, rows = self.attributes["kvsim_format"], "left_out" in self.attributes
+                arrays[name] = parse_array(name, document, self.where, version, rows=rows)
             elif name in listed:  # where files cannot be listed, the array is missing
                 raise TraceError(
                     f"{self.where}: {name}/zarr.json is missing, expected a zarr group written by "

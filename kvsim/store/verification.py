@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsim.core.attention import attention_weights, causal_attention
+from kvsim.core.attention import attention_weights, causal_attention, recent_attention
 from kvsim.core.checks import first_row, relative_error, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
@@ -122,7 +122,8 @@ class _Check:
     def _read(self, name: str, layer: int, pos: slice = _ALL) -> torch.Tensor | None:
         """Read one layer of an array; None, and a problem, if it is damaged."""
         try:
-            return self.stored.read(name, slice(layer, layer + 1), pos)[0]
+            read = self.stored.read if name == "o_proj" else self.stored.read_stored
+            return read(name, slice(layer, layer + 1), pos)[0]
         except TraceError as error:
             self.problems.append(str(error))
             return None
@@ -140,7 +141,7 @@ class _Check:
                 "record the trace again"
             )
         if self.deep or (dense and lse is None):
-            out, computed = causal_attention(q, k, v, stored.header.formulas[layer])
+            out, computed = _attention(q, k, v, stored.header, layer)
             if "attn_out" in parts:
                 worst = float(relative_error(parts["attn_out"].to(dtype), out).max())
                 self._judge("attn_out", layer, worst, self.output_tolerance)
@@ -243,6 +244,22 @@ class _Check:
         )
 
 
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, header: Header, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of all rows that a layer has."""
+    formula = header.formulas[layer]
+    if header.left_out is None:
+        return causal_attention(q, k, v, formula)
+    first, stop = header.left_out
+    out, lse = causal_attention(q[:, :first], k[:, :first], v[:, :first], formula)
+    rows = q[:, first:].unflatten(0, (len(k), -1))
+    later = recent_attention(rows, k[:, None], v[:, None], formula, stop)
+    pairs = zip((out, lse), (x.flatten(0, 1) for x in later), strict=True)
+    out, lse = (torch.cat(pair, 1) for pair in pairs)
+    return out, lse
+
+
 def describe(path: str | Path) -> dict[str, Any]:
     """Return shapes, dtypes, sizes, model, labels, spans, text and answer check, ready for JSON.
 
@@ -263,6 +280,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
         "context_len": stored.header.context_len,
+        **({"left_out": list(left_out)} if (left_out := stored.header.left_out) else {}),
         "layers": n_layers,
         "layer_ids": list(stored.header.layer_ids),
         "qheads": n_qheads,

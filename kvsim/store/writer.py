@@ -15,11 +15,12 @@ from kvsim.core.checks import DTYPES, as_stored, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import LeftOut, held_blocks, stored_shape
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
-from kvsim.schema import AXES, CHUNK, format_of, is_url
+from kvsim.schema import AXES, CHUNK, OF_ROWS, SUMS, format_of, is_url
 from kvsim.store.draft import Group, TokenFile, recover_command
 from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
 from kvsim.store.metadata import attributes_of
@@ -28,7 +29,7 @@ from kvsim.store.publication import check_target, complete, put, remove_trace, w
 from kvsim.store.remote import check_free, upload
 
 #: Arrays that are not appended position by position; commits do not wait for them.
-LATE = (*DENSE, "o_proj", *PROBE)
+LATE = (*DENSE, "o_proj", *PROBE, *SUMS)
 
 
 class TraceWriter:
@@ -46,6 +47,7 @@ class TraceWriter:
         layer_ids: the model's number of each layer.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
+        left_out: rows that are never appended to q, attn_out, lse and gate.
         projections: `write_projections` will be called; a recovery notes it if they are missing.
 
     Raises:
@@ -62,6 +64,7 @@ class TraceWriter:
         store_dtype: str | None = None,
         overwrite: bool = False,
         projections: bool = False,
+        left_out: LeftOut = None,
     ) -> None:
         if store_dtype not in (None, "float16"):
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
@@ -69,7 +72,7 @@ class TraceWriter:
         self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
         self.layer_ids = tuple(layer_ids)
         self.folder = hidden(path, "tmp")
-        self._digest = ContentDigest()
+        self._digest, self._left_out = ContentDigest(), left_out
         self._group = Group(self.folder)
         self._next: dict[str, list[int]] = {}
         self._begun = {*shapes, *(["o_proj"] if projections else [])}
@@ -87,10 +90,12 @@ class TraceWriter:
                     complete=False,
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
+                    **({} if left_out is None else {"left_out": list(left_out)}),
                 )
-                for name, shape in shapes.items():
+                for name, whole in shapes.items():
+                    shape = stored_shape(name, whole, left_out)
                     source = source_dtypes[name]
-                    narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
+                    narrow = store_dtype is not None and name not in ("lse", *SUMS, *DENSE, *LATER)
                     dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
                     self._group.create(name, shape, dtype, source)
                     self._next[name] = [0] * shape[0]
@@ -149,13 +154,13 @@ class TraceWriter:
     @property
     def n_pos(self) -> int:
         """Number of positions, or its upper bound before `set_length`."""
-        return self._group.arrays["q"].shape[2]
+        return self._group.arrays["k"].shape[2]
 
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions; last blocks that are not full must come after this."""
         for name in self._next:
             array = self._group.arrays[name]
-            shape = cut_shape(name, array.shape, n_pos)
+            shape = cut_shape(name, array.shape, n_pos, self._left_out)
             if shape != array.shape:
                 with self._writing():
                     self._group.resize(name, shape)
@@ -170,18 +175,25 @@ class TraceWriter:
             return
         start = self._next[name][layer]
         axis = pos_axis(name)
-        size = block.shape[axis]
-        if size != CHUNK and start + size != self.n_pos:
+        size, total = block.shape[axis], self._group.arrays[name].shape[axis + 1]
+        if size != CHUNK and start + size != total:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         self.write_layer(name, layer, block, start)
         self._next[name][layer] = start + size
         if self._header is None:  # nothing could be recovered
             return
-        committed = min(min(ends) for name, ends in self._next.items() if name not in LATE)
+        committed = min(
+            self._position(name, min(ends)) for name, ends in self._next.items() if name not in LATE
+        )
         if committed > self._committed:
             with self._writing():
                 self._group.set(**self._attributes(self._header), committed_tokens=committed)
                 self._committed = committed
+
+    def _position(self, name: str, rows: int) -> int:
+        """The position of the next row of an array that has so many."""
+        first, stop = self._left_out or (0, 0)
+        return rows + stop - first if name in OF_ROWS and rows >= first else rows
 
     def drop(self, name: str) -> None:
         """Remove an array, or projections, that turned out to be unusable."""
@@ -315,20 +327,22 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         names.remove("o_proj")
         copy_projections(projections, target.parent)
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
+    left_out = header.left_out
     with TraceWriter(
         target,
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
         layer_ids=header.layer_ids,
         overwrite=overwrite,
+        left_out=left_out,
     ) as writer:
         for name in names:
             for layer in range(trace.n_layers):
-                values = source.read(name, slice(layer, layer + 1), slice(None))[0]
+                only = slice(layer, layer + 1)
                 if "pos" not in AXES[name]:
-                    writer.write_layer(name, layer, values)
+                    writer.write_layer(name, layer, source.read(name, only, slice(None))[0])
                     continue
-                for block in values.split(CHUNK, dim=pos_axis(name)):
-                    writer.append(name, layer, block)
+                for pos in held_blocks(name, trace.n_pos, left_out):
+                    writer.append(name, layer, source.read(name, only, pos)[0])
         tokens = None if trace.tokens is None else trace.tokens.numpy()
         return writer.publish(header, tokens=tokens, token_text=trace.token_text)

@@ -66,41 +66,48 @@ def _distance(analysis: Analysis) -> Iterator[Cells]:
         yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
 
 
+#: Queries of the past, which the trace may have left out.
+_ROWS = ("all_rows",)
+
 METRICS: Mapping[str, Metric] = {
     "expectation": Metric(
         "rank correlation over the prompt's keys of expected attention with what the response "
         "attends to",
         "trace", "correlation", None, "Expected Attention, Fig. 10",
         _expected(lambda expectation: [("", expectation.spearman[-1], None)]), default=False,
-        after="attention_return"),
+        arrays=_ROWS, after="attention_return"),
     "expectation_steps": Metric(
         "rank correlation over the prompt's keys with what the response attends to, after each "
         "assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
         _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False,
-        after="expectation"),
+        arrays=_ROWS, after="expectation"),
     "expectation_logs": Metric(
         "correlation of the logarithms of expected and observed attention, after each assumption",
         "trace", "correlation", None, "as expectation_steps",
         _expected(lambda expectation: _steps(expectation.log_pearson)), main=STEPS[-1],
-        default=False, after="expectation_steps"),
+        default=False,
+        arrays=_ROWS, after="expectation_steps"),
     "expectation_recall": Metric(
         "share of the keys with the most observed attention that are first by expected attention "
         "too, next to chance",
         "trace", "share", None, "as expectation_steps", _expected(_recall),
-        main=f"{STEPS[-1]},top=0.1", default=False, after="expectation_logs"),
+        main=f"{STEPS[-1]},top=0.1", default=False,
+        arrays=_ROWS, after="expectation_logs"),
     "attention_loss": Metric(
         "share of observed attention lost with keys removed in the order of a score",
         "trace", "share", None, "as expectation_steps", _expected(_loss),
-        main=f"{STEPS[-1]},removed=0.5", default=False, after="expectation_recall"),
+        main=f"{STEPS[-1]},removed=0.5", default=False,
+        arrays=_ROWS, after="expectation_recall"),
     "projection_gap": Metric(
         "distance of a key's log mean exponential over queries from that of normal ones, median "
         "over heads and keys",
         "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
-        main=f"skip={SINK}", default=False, after="attention_loss"),
+        main=f"skip={SINK}", default=False,
+        arrays=_ROWS, after="attention_loss"),
     "normal_distance": Metric(
         "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
         "next to that of normal samples",
         "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False,
-        after="projection_gap"),
+        arrays=_ROWS, after="projection_gap"),
 }  # fmt: skip
