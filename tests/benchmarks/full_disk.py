@@ -53,6 +53,9 @@ COMMANDS = {
     "masks": Command(("masks", "RUN"), "m.safetensors", ("--overwrite",)),
     "pack": Command(("trace", "pack", "sample"), "t.zarr.zip"),
     "unpack": Command(("trace", "unpack", "PACKED"), "t.zarr"),
+    "compact": Command(
+        ("trace", "compact", "sample", "--rows", "response+0"), "t.zarr", ("--overwrite",)
+    ),
     "capture": Command(CAPTURE, "c.zarr", ("--overwrite",), slow=True),
     "demo": Command(("demo",), "demo", (), slow=True),
     "tune": Command(
