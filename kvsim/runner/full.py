@@ -35,8 +35,9 @@ class FullRows:
         skip = max(0, self.first - start)
         if skip >= call.q.shape[1]:
             return
-        self.out.setdefault(call.layer, []).append(call.out[:, skip:])
-        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
+        # copies, because slices would hold the rows of the whole call
+        self.out.setdefault(call.layer, []).append(call.out[:, skip:].clone())
+        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:].clone())
 
     @property
     def outputs(self) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -16,6 +17,7 @@ from kvsim.analysis.table import JUDGED
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
 from kvsim.recorder import load_model
+from kvsim.runner.full import FullRows
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
 from kvsim.sweeps import replay_all
@@ -72,6 +74,18 @@ def gap(mine, expected):
     """The largest difference of rows [..., V], relative to the row."""
     gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     return float(gap.max())
+
+
+def test_rows_of_the_response_hold_no_others():
+    """What a pass keeps of its last rows does not hold the memory of all rows of the call."""
+    out, stream = torch.ones(2, 1000, 4), torch.ones(1000, 8)
+    call = SimpleNamespace(layer=0, q=out, out=out)
+    rows = FullRows(990, SimpleNamespace(rows=lambda call: stream))
+
+    rows.add(call, 0)
+
+    assert [x.untyped_storage().nbytes() for x in (rows.out[0][0], rows.stream[0][0])] == [320, 320]
+    assert rows.outputs[0].shape == (2, 10, 4)
 
 
 # ------------------------------------------------ decisions of a live run: its own predictions
