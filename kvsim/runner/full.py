@@ -54,11 +54,14 @@ class FullPass:
     """A pass of a model over the tokens of a trace, each row with all rows before it.
 
     logits [R, V] predict the R tokens of the response. keys, values [H, T, d] of each layer.
-    outputs, inputs: of the rows after the prompt (`Rows`). Raises CaptureError unless the model
-    computes what was recorded (`Comparison`).
+    outputs, inputs: of the rows after the prompt (`FullRows`). begin: the first row to run, at most
+    the last of the prompt, behind recorded keys and values. Raises CaptureError unless the model
+    computes what was recorded of these rows (`RecordedCheck`).
     """
 
-    def __init__(self, running: RunningModel, trace: Trace, residual: Residual) -> None:
+    def __init__(
+        self, running: RunningModel, trace: Trace, residual: Residual, begin: int = 0
+    ) -> None:
         rows = FullRows(trace.prompt_len, residual)
         comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
@@ -67,8 +70,11 @@ class FullPass:
         def receive(call: KernelCall) -> None:
             comparison.receive(call)
             entries[call.layer] = call.k, call.v
-            rows.add(call, 0)
+            rows.add(call, begin)
 
+        for place, layer in enumerate(trace.layer_ids if begin else ()):
+            recorded = (trace.read(x, slice(place, place + 1), slice(0, begin)) for x in "kv")
+            cache.update(*(x.to(running.device, running.model.dtype) for x in recorded), layer)
         with (
             torch.inference_mode(),
             evaluating(running.model),
@@ -76,7 +82,8 @@ class FullPass:
             residual.following(),
         ):
             wanted = trace.n_pos - trace.prompt_len + 1
-            self.logits = running.forward(trace.read("tokens").tolist(), 0, cache, wanted)[:-1]
+            ids = trace.read("tokens").tolist()[begin:]
+            self.logits = running.forward(ids, begin, cache, wanted)[:-1]
         comparison.check(self.logits)
         self.outputs, self.inputs = rows.outputs, rows.inputs
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))

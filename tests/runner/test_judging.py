@@ -17,7 +17,8 @@ from kvsim.analysis.table import JUDGED
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
 from kvsim.recorder import load_model
-from kvsim.runner.full import FullRows
+from kvsim.recorder.layers import Residual
+from kvsim.runner.full import FullPass, FullRows
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
 from kvsim.sweeps import replay_all
@@ -76,11 +77,25 @@ def gap(mine, expected):
     return float(gap.max())
 
 
+def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
+    """Rows from the last of the prompt on, with recorded keys and values before them."""
+    run, trace, judge = tiny()
+    whole, begin = judge._full, trace.prompt_len - 1
+
+    behind = FullPass(run, trace, Residual(run.model), begin)
+
+    assert gap(behind.logits, whole.logits) < CLOSE
+    for name in ("keys", "values", "outputs", "inputs"):
+        for mine, expected in zip(getattr(behind, name), getattr(whole, name), strict=True):
+            assert mine.shape == expected.shape
+            assert gap(mine, expected) < CLOSE
+
+
 def test_rows_of_the_response_hold_no_others():
     """What a pass keeps of its last rows does not hold the memory of all rows of the call."""
     out, stream = torch.ones(2, 1000, 4), torch.ones(1000, 8)
     call = SimpleNamespace(layer=0, q=out, out=out)
-    rows = FullRows(990, SimpleNamespace(rows=lambda call: stream))
+    rows = FullRows(990, SimpleNamespace(rows=lambda _: stream))
 
     rows.add(call, 0)
 
