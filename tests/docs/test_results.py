@@ -8,10 +8,13 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
+import kvsim
 import results
 from kvsim import policy
 from kvsim.analysis.summaries import per_prompt
+from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
+from kvsim.recorder import load_model
 from kvsim.studies.claims import CLAIMS, OPEN
 from results_page import tables as measuring
 from results_page.claims import claims_page
@@ -19,7 +22,7 @@ from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
-from results_page.traces import record
+from results_page.traces import ANSWER, record
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_the_page_has_its_parts(page):
     assert "python docs/results.py --smallest\n" in text
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", results.CLAIMED)
 def test_a_page_opens_with_the_ranking_of_its_tables(name):
     """The first of each budget is the best candidate of its table; each policy stands once."""
     text = results.PAGES[name].read_text("utf-8")
@@ -235,6 +238,37 @@ def test_the_file_of_values_has_those_of_every_prompt(page):
             assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """What `--model 8k --smallest` writes, of tiny."""
+    folder = tmp_path_factory.mktemp("long")
+    places = f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"
+    results.main(["--model=8k", "--smallest", "--jobs=1", *places])
+    return folder / "page.md"
+
+
+def test_a_page_of_long_prompts_has_its_parts(long):
+    """Its policies by KL, the correlation with shorter prompts, time and memory, and one figure."""
+    text, plan = long.read_text("utf-8"), SMALLEST["8k"]
+    found = tables(text)
+    head, *rows = found["Which policy is best"]
+    kl = [number(row[head.index(f"KL {plan.budget}")]) for row in rows]
+    stages = {row[0]: [float(x) for x in row[1:]] for row in found["Time and memory"][1:]}
+
+    assert {row[0].strip("`") for row in rows} == set(plan.only)
+    assert rows[0][0] == "`full`"
+    assert kl == sorted(kl)
+    assert kl[0] == 0 < kl[1]
+    correlations = found["Do shorter prompts predict the ranking?"]
+    assert [row[0] for row in correlations[1:]] == [f"budget {n}" for n in FULL.budgets]
+    assert all(-1 <= number(cell) <= 1 for row in correlations[1:] for cell in row[1:])
+    assert [*stages] == ["capture", "replay", "judge"]
+    assert all(peak >= before > 0 for *_, before, peak in stages.values())
+    assert text.count(f"\n{plan.prompts} prompts of ") == 1
+    assert [file.name for file in (long.parent / "figures").iterdir()] == ["page.png"]
+    assert not long.with_name("claims.md").exists()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("model", PLANS)
 def test_the_committed_page_follows_from_its_values(model, tmp_path):
@@ -259,13 +293,44 @@ def test_the_committed_claims_follow_from_the_values_of_both_models():
     text = results.CLAIMS_PAGE.read_text("utf-8")
 
     assert claims_page(results.committed()) == text
-    assert tables(text)["AMS, arXiv 2605.23200"][0][-2:] == [*PLANS]
+    assert tables(text)["AMS, arXiv 2605.23200"][0][-2:] == [*results.CLAIMED]
 
 
-@pytest.mark.parametrize("model", PLANS)
+@pytest.mark.parametrize("model", results.CLAIMED)
 def test_no_regret_is_below_zero(model):
     """Nothing retains more than the optimum."""
     rows = stored_rows(results.PAGES[model].with_suffix(".parquet")).filter(metric="regret")
 
     assert rows["prompt"].n_unique() == (PLANS[model].regret or PLANS[model].prompts)
     assert rows["value"].min() > -1e-6
+
+
+@pytest.mark.real
+@pytest.mark.deep
+def test_kept_answers_of_judged_rows_are_those_of_a_live_run(tmp_path):
+    """With one event, after the prompt, greedy decoding writes what the judged rows predict."""
+    only = ("snapkv", "tova", "expected_attention", "knorm")
+    plan = replace(SMALLEST["smollm2"], budgets=(48, 128), only=only)
+    (path,) = record(plan, tmp_path, [2])
+    model, tokenizer = load_model("smollm2")
+    schedule = Schedule(None, prefill=True)
+    policies = [replace(policy(name), name=name, schedule=schedule) for name in only]
+    run = kvsim.live(
+        model,
+        path,
+        policies,
+        plan.budgets,
+        tokenizer=tokenizer,
+        own_schedule=True,
+        max_new_tokens=ANSWER,
+        metrics="answer_kept",
+    )
+    judged = measure_prompt(2, plan, tmp_path, tmp_path, tmp_path / "none.parquet")
+
+    columns = ("policy", "budget", "value")
+    kept, expected = (
+        sorted(table.filter(metric="answer_kept").select(columns).rows())
+        for table in (judged, run.table)
+    )
+    assert kept == expected
+    assert {value for *_, value in kept} == {0, 1}
