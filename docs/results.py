@@ -52,7 +52,7 @@ def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
 
     In processes of their own where there are several. What an earlier run measured is read.
     """
-    calibration = folder if plan.only else record(plan, folder, [0])[0]
+    calibration = Path() if plan.only else record(plan, folder, [0])[0]
     work = partial(measure_prompt, plan=plan, folder=folder, calibration=calibration, values=values)
     numbers = range(1, plan.prompts + 1)
     if jobs == 1:

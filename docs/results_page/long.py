@@ -14,12 +14,12 @@ from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
 from results_page.text import command, sources
 from results_page.traces import ANSWER as ANSWERED
+from results_page.traces import labels
 
 #: Columns of the table after KL: heading, metric, variant (None: the main one), format.
 _COLUMNS = (
     ("top-1", "top_agreement", None, ".2f"),
     ("output error", "output_error", None, ".3f"),
-    ("layer error", "layer_error", None, ".1f"),
     ("retained mass", "retained_mass", None, ".3f"),
     ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
 )
@@ -31,7 +31,7 @@ def long_page(
     r: Results, by_budget: Mapping[int, Sequence[Row]], figure: str, shorter: Results
 ) -> str:
     """The whole page; figure: as for `page`; shorter: the same model on shorter prompts."""
-    labels = [row.label for row in by_budget[r.plan.budget]]
+    policies = [row.label for row in by_budget[r.plan.budget]]
     tokens, prompt = np.array(r.sizes).T
     model = "SmolLM2" if r.plan.lengths else "the shipped model"
     parts = [
@@ -40,12 +40,14 @@ def long_page(
         + _OPENING.format(shorter=shorter.plan.page),
         "## Which policy is best",
         _MEANING.format(budget=r.plan.budget),
-        _table(r, labels),
+        _table(r, policies),
         f"![KL and wiped-out regions of each policy]({figure})",
         "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
+        "## By " + _by(r)[0],
+        _groups(r, policies),
         "## Do shorter prompts predict the ranking?",
-        _predicted(r, shorter, [x for x in labels if x not in REFERENCES]),
-        *_needles(r, labels),
+        _predicted(r, shorter, [x for x in policies if x not in REFERENCES]),
+        *_needles(r, policies),
         "## Time and memory",
         _stages(r),
         "## How this was measured",
@@ -73,10 +75,10 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "| --- |" + " ---: |" * (len(head) - 1), *lines[1:]])
 
 
-def _table(r: Results, labels: Sequence[str]) -> str:
+def _table(r: Results, policies: Sequence[str]) -> str:
     """KL at each budget, and the other metrics at the middle one."""
     rows = []
-    for label in labels:
+    for label in policies:
         kl = [
             Interval.of(r.of(label, budget, "response_kl")).text(".3f") for budget in r.plan.budgets
         ]
@@ -92,12 +94,12 @@ def _table(r: Results, labels: Sequence[str]) -> str:
 
 def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     """Which policies differ from the first, and how many pairs differ, beyond the intervals."""
-    labels = [row.label for row in of_budget if row.label not in REFERENCES]
-    kl = {label: r.of(label, budget, "response_kl") for label in labels}
-    first, *others = labels
+    names = [row.label for row in of_budget if row.label not in REFERENCES]
+    kl = {label: r.of(label, budget, "response_kl") for label in names}
+    first, *others = names
     gaps = {label: Interval.of(kl[label] - kl[first]) for label in others}
     level = [shown(label) for label, gap in gaps.items() if not gap.low > 0]
-    pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(labels, 2)]
+    pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(names, 2)]
     beyond = sum(gap.low > 0 or gap.high < 0 for gap in pairs)
     same = f"not distinguished from {', '.join(level)}" if level else "better than each other one"
     return (
@@ -107,19 +109,39 @@ def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     )
 
 
-def _predicted(r: Results, shorter: Results, labels: Sequence[str]) -> str:
+def _by(r: Results) -> tuple[str, list[str]]:
+    """The label that prompts differ in, and that of each prompt."""
+    name = "task" if r.plan.lengths else "domain"
+    return name, [labels(r.plan, number + 1)[name] for number in range(r.plan.prompts)]
+
+
+def _groups(r: Results, policies: Sequence[str]) -> str:
+    """Mean KL of the prompts of each task, or domain."""
+    _, found = _by(r)
+    columns = [(kind, budget) for kind in dict.fromkeys(found) for budget in r.plan.budgets]
+    rows = []
+    for label in policies:
+        kl = {budget: r.of(label, budget, "response_kl") for budget in r.plan.budgets}
+        means = (kl[budget][np.array(found) == kind].mean() for kind, budget in columns)
+        rows.append([shown(label), *(f"{mean:.3f}" for mean in means)])
+    count = " and ".join(f"{found.count(kind)} prompts are `{kind}`" for kind in dict.fromkeys(found))
+    head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
+    return f"Mean KL; {count}.\n\n" + _markdown(head, rows)
+
+
+def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
     rows = []
     for short in shorter.plan.budgets:
-        before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in labels]
+        before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
         cells = []
         for budget in r.plan.budgets:
-            kl = np.array([r.of(label, budget, "response_kl") for label in labels])
+            kl = np.array([r.of(label, budget, "response_kl") for label in policies])
             cells.append(_correlation(before, kl))
         rows.append([f"budget {short}", *cells])
     tokens = np.array(shorter.sizes).T[0]
     return (
-        f"Rank correlation of the {len(labels)} policies, without `full` and `random`, "
+        f"Rank correlation of the {len(policies)} policies, without `full` and `random`, "
         f"by mean KL here (columns) and on [{shorter.plan.prompts} prompts of {tokens.min()} to "
         f"{tokens.max()} tokens]({shorter.plan.page}) (rows); in brackets the 95 % interval over "
         "the prompts here. There, evictions go on during the response.\n\n"
@@ -136,13 +158,13 @@ def _correlation(before: Sequence[float], kl: Floats) -> str:
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _needles(r: Results, labels: Sequence[str]) -> list[str]:
+def _needles(r: Results, policies: Sequence[str]) -> list[str]:
     """Answers that stay right, and what is left of the needles, where there are some."""
     asked = ~np.isnan(r.of("full", r.plan.budget, "needle_recall"))
     if not asked.any():
         return []
     rows, right = [], 0
-    for label in labels:
+    for label in policies:
         answers = [r.of(label, budget, ANSWER) for budget in r.plan.budgets]
         right = int((~np.isnan(answers[0])).sum())
         recall = (r.of(label, budget, "needle_recall") for budget in r.plan.budgets)
