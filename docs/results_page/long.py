@@ -124,7 +124,9 @@ def _groups(r: Results, policies: Sequence[str]) -> str:
         kl = {budget: r.of(label, budget, "response_kl") for budget in r.plan.budgets}
         means = (kl[budget][np.array(found) == kind].mean() for kind, budget in columns)
         rows.append([shown(label), *(f"{mean:.3f}" for mean in means)])
-    count = " and ".join(f"{found.count(kind)} prompts are `{kind}`" for kind in dict.fromkeys(found))
+    count = " and ".join(
+        f"{found.count(kind)} prompts are `{kind}`" for kind in dict.fromkeys(found)
+    )
     head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
     return f"Mean KL; {count}.\n\n" + _markdown(head, rows)
 
@@ -185,16 +187,17 @@ def _stages(r: Results) -> str:
     rows = []
     for stage in STAGES:
         seconds, before, peak = (_of_stage(r, name, stage) for name in (SECONDS, BEFORE, PEAK))
-        sizes = [f"{x / 2**30:.2f}" for x in (max(before), max(peak))]
+        sizes = [f"{x / 2**30:.2f}" for x in (min(before), min(peak))]
         rows.append([stage, f"{np.mean(seconds):.0f}", f"{max(seconds):.0f}", *sizes])
-    head = ["stage", "seconds, mean", "seconds, most", "GiB before", "GiB at most"]
+    head = ["stage", "seconds, mean", "seconds, most", "GiB before", "GiB at its peak"]
     return _STAGES + "\n\n" + _markdown(head, rows)
 
 
 _STAGES = (
-    "Of a prompt, on one thread: seconds of the processor, and the memory of the process, model "
-    "included, when the stage begins and at its peak (resident, the largest of all prompts). "
-    "Replaying and judging are those of all policies at all budgets together."
+    "Of a prompt, on one thread: seconds of the processor, and resident memory of the process when "
+    "the stage begins and at its peak, of the prompt with the least, because a process keeps memory "
+    "of the prompts before. The model is in it, and from replaying on the trace, read into memory "
+    "as a whole. Replaying and judging are those of all policies at all budgets together."
 )
 
 

@@ -73,8 +73,10 @@ class FullPass:
             rows.add(call, begin)
 
         for place, layer in enumerate(trace.layer_ids if begin else ()):
-            recorded = (trace.read(x, slice(place, place + 1), slice(0, begin)) for x in "kv")
-            cache.update(*(x.to(running.device, running.model.dtype) for x in recorded), layer)
+            rows_before = slice(place, place + 1), slice(0, begin)
+            recorded = (trace.read(name, *rows_before) for name in ("k", "v"))
+            keys, values = (x.to(running.device, running.model.dtype) for x in recorded)
+            cache.update(keys, values, layer)
         with (
             torch.inference_mode(),
             evaluating(running.model),
