@@ -195,9 +195,9 @@ def _stages(r: Results) -> str:
 
 _STAGES = (
     "Of a prompt, on one thread: seconds of the processor, and resident memory of the process when "
-    "the stage begins and at its peak, of the prompt with the least, because a process keeps memory "
-    "of the prompts before. The model is in it, and from replaying on the trace, read into memory "
-    "as a whole. Replaying and judging are those of all policies at all budgets together."
+    "the stage begins and at its peak, of the prompt with the least, because a process keeps "
+    "memory of the prompts before. The model is in it, and from replaying on the trace, read into "
+    "memory as a whole. Replaying and judging are those of all policies at all budgets together."
 )
 
 
