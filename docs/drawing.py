@@ -35,6 +35,7 @@ LARGEST, ALL, WIDTH = 50_000, 1_000_000, 1000
 OTHERS = {
     "figures/results.png": "docs/results.py",
     "figures/results-smollm2.png": "docs/results.py",
+    "figures/results-8k.png": "docs/results.py",
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/knowledge.png": "docs/learned.py",

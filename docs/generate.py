@@ -272,7 +272,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "ruling_cases": rulings.cases,
     "ruling_costs": rulings.costs,
     "ruling_releases": rulings.releases,
-    "prediction": validity.prediction,
     "validity": validity.part,
 }
 

@@ -3,7 +3,8 @@
 
     python docs/results.py                   tiny, 24 prompts: six minutes on two cores
     python docs/results.py --smallest        2 short prompts: a minute; what a test runs
-    python docs/results.py --model smollm2   60 prompts of up to 2,048 tokens: hours; resumes
+    python docs/results.py --model smollm2   46 prompts of up to 1,024 tokens: hours; resumes
+    python docs/results.py --model 8k        6 prompts of 8,192 tokens of SmolLM2: an hour; resumes
     python docs/results.py --stored          the pages of the values that are there: seconds
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
@@ -29,6 +30,7 @@ from pathlib import Path
 import polars as pl
 
 from results_page.claims import claims_page
+from results_page.long import long_page
 from results_page.plan import PLANS, SMALLEST, Plan
 from results_page.policies import table_policies
 from results_page.ranking import figures, rows
@@ -40,7 +42,9 @@ from results_page.traces import record, weights
 
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS_PAGE = ROOT / "docs" / "claims.md"
-PAGES = {"tiny": ROOT / "docs" / "results.md", "smollm2": ROOT / "docs" / "results-smollm2.md"}
+PAGES = {name: ROOT / "docs" / plan.page for name, plan in PLANS.items()}
+#: Pages whose values claims are tested on.
+CLAIMED = ("tiny", "smollm2")
 
 
 def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
@@ -48,7 +52,7 @@ def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
 
     In processes of their own where there are several. What an earlier run measured is read.
     """
-    (calibration,) = record(plan, folder, [0])
+    calibration = Path() if plan.only else record(plan, folder, [0])[0]
     work = partial(measure_prompt, plan=plan, folder=folder, calibration=calibration, values=values)
     numbers = range(1, plan.prompts + 1)
     if jobs == 1:
@@ -75,21 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = time.perf_counter()
     plan = SMALLEST[given.model] if given.smallest else PLANS[given.model]
     plan = replace(plan, prompts=given.prompts or plan.prompts)
-    out = given.out or PAGES[given.model]
+    out = given.out or PAGES[plan.name]
     if not given.stored:
         measure_all(plan, given.traces, out.with_suffix(".parquet"), given.jobs)
-    results = {plan.model: write(plan, out)}
-    if out == PAGES[plan.model]:
+    results = {plan.name: write(plan, out)}
+    if out == PAGES[plan.name]:
         results = committed()
-    out.with_name(CLAIMS_PAGE.name).write_text(claims_page(results), "utf-8")
+    if plan.name in CLAIMED:
+        out.with_name(CLAIMS_PAGE.name).write_text(claims_page(results), "utf-8")
     print(f"{out} written after {time.perf_counter() - start:.0f} s")
 
 
 def committed() -> dict[str, Results]:
     """The values of the pages in the repository."""
-    return {
-        name: read_values(page.with_suffix(".parquet"), PLANS[name]) for name, page in PAGES.items()
-    }
+    return {name: read_values(PAGES[name].with_suffix(".parquet"), PLANS[name]) for name in CLAIMED}
 
 
 def write(plan: Plan, out: Path) -> Results:
@@ -98,9 +101,13 @@ def write(plan: Plan, out: Path) -> Results:
     policies = table_policies(plan, "prefix:64")  # the labels alone
     by_budget = rows(results, policies)
     image = out.parent / "figures" / f"{out.stem}.png"
-    figures(by_budget, image)
+    figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
-    out.write_text(page(results, policies, by_budget, link), "utf-8")
+    if plan.only:
+        text = long_page(results, by_budget, link, committed()[plan.model])
+    else:
+        text = page(results, policies, by_budget, link)
+    out.write_text(text, "utf-8")
     return results
 
 

@@ -2,7 +2,6 @@
 """Which number orders policies as the running model does, at one budget: a part of fidelity.md.
 
     python docs/validity.py              print the tables of the stored values
-    python docs/validity.py --fit        fit the calibrations that `kvsim predict` reads on them
     python docs/validity.py --measure    record, replay, judge and run live again: two hours
 
 `validity-results.parquet` has a row for each model, prompt, policy, budget, metric and way: `open`
@@ -15,7 +14,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,14 +26,6 @@ import kvsim
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import per_prompt
 from kvsim.recorder import capture_many, load_model
-from kvsim.studies.prediction.prediction import (
-    FLOOR,
-    FOLDS,
-    Calibration,
-    fit,
-    read_calibrations,
-    write_calibrations,
-)
 from kvsim.studies.prediction.validity import OFFLINE, correlation
 from kvsim.sweeps import replay_all
 from results_page.plan import SMALL, Plan, Sizes
@@ -43,7 +33,6 @@ from results_page.policies import scaled
 from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("validity-results.parquet")
-CALIBRATIONS = Path(kvsim.__file__).with_name("studies") / "prediction" / "calibrations.json"
 #: Policies that somebody might deploy, and `random`, which no correlation counts.
 POLICIES = (
     *("streaming_llm", "h2o", "tova", "snapkv", "keydiff", "expected_attention", "gkv", "ams"),
@@ -150,92 +139,6 @@ def part() -> str:
     return "\n\n".join("\n".join(lines) for lines in (*blocks, [*_ratios()], *apart))
 
 
-# ---------------------------------------------------------------------------------- prediction
-
-
-def points(model: str) -> pl.DataFrame:
-    """Return the points that a curve is fitted on, of the stored values."""
-    of = values().filter(pl.col("policy") != "random", model=model)
-    error, kl = (
-        of.filter(metric=metric, fidelity=way).select(
-            *(pl.col("prompt").alias("trace"), "policy"),
-            requested=pl.col("budget").cast(pl.String),
-            value=pl.col("value").cast(pl.Float64),
-        )
-        for metric, way in (("layer_error", "open"), ("response_kl", "closed"))
-    )
-    on = ["trace", "policy", "requested"]
-    both = error.rename({"value": "error"}).join(
-        kl.rename({"value": "kl"}), on=on, maintain_order="left"
-    )
-    return both.with_columns(lost=pl.lit(None, pl.Float64))
-
-
-def calibrations() -> list[Calibration]:
-    """The shipped calibrations, fitted anew."""
-    out = []
-    for old in read_calibrations(CALIBRATIONS):
-        (plan, budgets, _), of = STUDIES[old.model], values().filter(model=old.model)
-        out.append(
-            replace(
-                old,
-                prompts=of["prompt"].n_unique(),
-                policies=POLICIES[:-1],
-                budgets=tuple(map(str, budgets)),
-                tokens=(of["tokens"].min(), of["tokens"].max()),
-                interval=plan.interval,
-                prefill=plan.prefill,
-                curve=fit(points(old.model)),
-            )
-        )
-    return out
-
-
-def covered(of: pl.DataFrame, by: str) -> tuple[float, float, float]:
-    """Leave out each group in turn, fit on the others, and test on it.
-
-    Returns the share of values inside their intervals, that of the group with the lowest, and the
-    median factor between KL and its estimate; values without an estimate do not count.
-    """
-    shares, counts, factors = [], [], []
-    for (group,) in of.select(by).unique(maintain_order=True).iter_rows():
-        curve, inside = fit(of.filter(pl.col(by) != group)), []
-        for error, kl in of.filter(pl.col(by) == group).select("error", "kl").iter_rows():
-            if curve.covers(error):
-                estimate, live = curve.estimate(error), max(kl, FLOOR)
-                inside.append(estimate.low <= live <= estimate.high)
-                factors.append(np.exp(abs(np.log(live / estimate.kl))))
-        shares.append(np.mean(inside))
-        counts.append(len(inside))
-    return np.average(shares, weights=counts), min(shares), np.median(factors)
-
-
-def prediction() -> str:
-    """The tables of what `kvsim predict` is worth, from the stored values."""
-    tested = [
-        "| model | left out of the fit | covered | lowest | typical factor |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    shipped = [
-        "| model | layer error | interval, times the estimate | gain over the mean of the budget |",
-        "| --- | --- | --- | --- |",
-    ]
-    for each in read_calibrations(CALIBRATIONS):
-        of, curve = points(each.model), each.curve
-        of = of.with_columns(fold=pl.col("trace").rank("dense") % FOLDS)
-        for by, title in (("fold", "prompts"), ("policy", "policies"), ("requested", "budgets")):
-            all_of_them, lowest, factor = covered(of, by)
-            tested.append(
-                f"| {each.model} | {title} | {all_of_them:.1%} | {lowest:.1%} | {factor:.2f} |"
-            )
-        gains = (f"{x:.0%} [{low:.0%}, {high:.0%}] at {at}" for at, x, low, high in curve.gains)
-        shipped.append(
-            f"| {each.model} | {curve.lowest:.2g} to {curve.highest:.3g} | {curve.below:.2f} to "
-            f"{curve.above:.2f} | {', '.join(gains)} |"
-        )
-    return "\n\n".join("\n".join(lines) for lines in (shipped, tested))
-
-
 # ---------------------------------------------------------------------------------- measuring
 
 
@@ -288,7 +191,4 @@ def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame
 if __name__ == "__main__":
     if "--measure" in sys.argv[1:]:
         measure().write_parquet(RESULTS)
-    if "--fit" in sys.argv[1:]:
-        write_calibrations(CALIBRATIONS, calibrations())
-        read_calibrations.cache_clear()
-    print(f"{part()}\n\n{prediction()}")
+    print(part())

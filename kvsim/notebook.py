@@ -59,14 +59,15 @@ def _parts(shown: object) -> Iterable[Markup]:
 def _trace(trace: Trace) -> Iterable[Markup]:
     facts = object_at(trace.meta, "model")
     of = f" of {facts['layers']}" if isinstance(facts.get("layers"), int) else ""
-    after = trace.n_pos - trace.prompt_len
+    after, part = trace.n_pos - trace.prompt_len, trace.evicting
     yield _title("Trace", trace.name)
     yield _facts(
         {
             "model": facts.get("name", ""),
-            "shape": f"{plural(trace.n_layers, 'layer')}{of}, {trace.n_qheads} query heads, "
-            f"{trace.n_heads} KV heads, {trace.dim} dimensions"
-            + (f" ({trace.value_dim} of values)" if trace.value_dim != trace.dim else ""),
+            "shape": f"{plural(trace.n_layers, 'layer')}{of}, {part.n_qheads} query heads, "
+            f"{part.n_heads} KV heads, {part.dim} dimensions"
+            + (f" ({part.value_dim} of values)" if part.value_dim != part.dim else "")
+            + "; some layers have others" * bool(trace.header.sizes),
             "tokens": f"{trace.n_pos}: prompt {trace.prompt_len}, response {after}",
             "labels": ", ".join(f"{name} {value}" for name, value in trace.labels.items()),
             "recorded": ", ".join(trace.source_dtypes),

@@ -12,9 +12,11 @@ NEVER = 2**31 - 1
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
 
-#: Versions of the trace format (docs/trace-format.md): that of most traces, and that of traces with
-#: values of another size than keys. Readers refuse every other one.
+#: Versions of the trace format (docs/trace-format.md): that of most traces, that of traces with
+#: values of another size than keys, and that of traces with anything that these two cannot say.
+#: Readers refuse every other one.
 FORMAT_VERSION, WIDE_VERSION = 3, 4
+NEWEST_VERSION = 5
 
 #: Tokens per chunk of every stored array; the unit in which a trace is appended and read.
 CHUNK = 256
@@ -34,13 +36,21 @@ AXES = {
     "residual_norm": ("layer", "pos"),
     "probe_q": ("layer", "qhead", "probe", "dim"),
     "probe_k": ("layer", "head", "probe", "dim"),
+    "received": ("layer", "qhead", "before"),
+    "moments": ("layer", "qhead", "moment", "dim"),
     "tokens": ("pos",),
     "token_text": ("pos",),
     "evicted_at": ("layer", "head", "pos"),
 }
 
 #: Arrays whose axis `dim` is that of values, named `value_dim` where keys have another size.
-OF_VALUES = ("v", "attn_out", "o_proj")
+OF_VALUES = ("v", "attn_out", "gate", "o_proj")
+
+#: Arrays of which a trace may leave out rows (`Header.left_out`); their positions are then `row`.
+OF_ROWS = ("q", "attn_out", "lse", "gate")
+
+#: Arrays of sums over the rows left out (`kvsim.core.left_out`).
+SUMS = ("received", "moments")
 
 #: Labels of a prompt; they become columns of tables.
 LABELS = ("task", "domain", "level", "length", "depth")
@@ -61,16 +71,26 @@ FIDELITY_MEANING = {
 }
 
 
-def format_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the version of the format of a trace with arrays of these shapes."""
+def format_of(shapes: Mapping[str, tuple[int, ...]], *, newest: bool = False) -> int:
+    """Return the version of the format of a trace with arrays of these shapes.
+
+    newest: the trace has something else that only the newest version can say.
+    """
+    if newest or "received" in shapes:  # rows are left out
+        return NEWEST_VERSION
     keys, values = (shapes.get(name, (0,))[-1] for name in "kv")
     return FORMAT_VERSION if keys == values else WIDE_VERSION
 
 
-def axes_of(name: str, version: int) -> tuple[str, ...]:
-    """Return the names of the axes of an array of a trace in a version of the format."""
-    wide = version == WIDE_VERSION and name in OF_VALUES
-    return tuple("value_dim" if wide and axis == "dim" else axis for axis in AXES[name])
+def axes_of(name: str, version: int, *, rows: bool = False) -> tuple[str, ...]:
+    """Return the names of the axes of an array of a trace in a version of the format.
+
+    rows: whether the trace leaves out rows.
+    """
+    wide = version in (WIDE_VERSION, NEWEST_VERSION) and name in OF_VALUES
+    names = {"dim": "value_dim"} if wide else {}
+    names |= {"pos": "row"} if rows and name in OF_ROWS else {}
+    return tuple(names.get(axis, axis) for axis in AXES[name])
 
 
 def projections_folder(digest: str) -> str:

@@ -20,9 +20,14 @@ def build(family, attention="sdpa", **changes):
 
 
 @functools.cache
-def small(family, attention="sdpa"):
+def small(family, attention="sdpa", **changes):
     """A random model of the family, made once."""
-    return build(family, attention)
+    return build(family, attention, **changes)
+
+
+def four_layers():
+    """A random qwen2 model, made once."""
+    return small("qwen2", num_hidden_layers=4)
 
 
 @functools.cache
@@ -83,6 +88,23 @@ def latent(name, attention="sdpa", dtype=torch.float32, **changes):
             elif "kv_a_layernorm" in key:
                 parameter.copy_(1 + torch.rand_like(parameter))
     return model.to(dtype)
+
+
+def several_axes():
+    """A random ERNIE-VL, whose positions have three axes."""
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
+    experts = {"moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": [16, 16]}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
+    text = {**sizes, **heads, **experts, "rope_parameters": rope, "vocab_size": 64}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    # the name had one underscore more until transformers 5.3
+    prefix = f"Ernie4_5_VL{'' if hasattr(transformers, 'Ernie4_5_VLMoeConfig') else '_'}Moe"
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config={**text, "pad_token_id": 0}, vision_config=vision
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
 
 
 def exact_attention(trace, layer):

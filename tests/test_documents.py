@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from copy import deepcopy
-from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from kvsim.runner.recorded import RecordedCheck, check_model
 from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model
 from kvsim.studies.interop.masks import read_masks
-from kvsim.studies.prediction.prediction import _SHIPPED, calibration_of, read_calibrations
 from kvsim.testing import strategies
 
 #: What takes the place of each value, at any depth.
@@ -112,13 +110,6 @@ def files(trace, path):
         policy.allocator.check(trace)
         policy.allocator.bound_shares(trace.n_layers)
 
-    def calibration(document):
-        path.write_text(json.dumps(document))
-        read_calibrations.cache_clear()
-        for each in read_calibrations(path):
-            each.curve.estimate(each.curve.lowest)
-            ", ".join((*each.policies, *each.budgets))
-
     def masks(document):
         tensor = torch.zeros(2, 3, 5, dtype=torch.int32)
         path.write_bytes(save({"last_row.0": tensor}, {"labels": json.dumps(document)}))
@@ -128,10 +119,6 @@ def files(trace, path):
         path.write_text(json.dumps(document))
         estimate(Model.from_config(path), kvsim.policy("tova"), 64, 1000)
 
-    stored = read_calibrations(_SHIPPED)[0]
-    curve = replace(stored.curve, errors=(0.1, 0.2), kl=(1.0, 2.0), lowest=0.1, highest=0.2)
-    curve = replace(curve, risk=curve.risk[:1])
-    stored = replace(stored, policies=("tova",), budgets=("64",), curve=curve)
     scores = [[float(head) for head in range(trace.n_heads)]] * trace.n_layers
     sizes = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "head_dim": 8}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
@@ -139,7 +126,6 @@ def files(trace, path):
         "learned": of_network(network(trace)),
         "projections": of_network(network(trace, ("position", "projections"))),
         "heads": ({"version": 1, "scores": scores, "training": {"model": model_of(trace)}}, plan),
-        "calibration": ([json.loads(json.dumps(asdict(stored)))], calibration),
         "masks": ([{"layers": [0, 1], "policy": "tova"}], masks),
         "config": (
             {**sizes, "dtype": "float16", "sliding_window": 9, "layer_types": ["full"]},
@@ -148,7 +134,7 @@ def files(trace, path):
     }
 
 
-KINDS = ("learned", "projections", "heads", "calibration", "masks", "config")
+KINDS = ("learned", "projections", "heads", "masks", "config")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,12 +188,11 @@ META = {
     [
         model_of,
         model_name,
-        lambda trace: calibration_of([trace]),
         Model.from_trace,
         lambda trace: check_model(trace, META["model"]),
         lambda trace: RecordedCheck(trace, torch.float32).check(torch.ones(12, 4)),
     ],
-    ids=["model", "name", "calibration", "cost", "check", "comparison"],
+    ids=["model", "name", "cost", "check", "comparison"],
 )
 def test_no_value_that_a_trace_says_of_its_model_is_an_uncaught_error(read, trace):
     """Provenance is untrusted input, too: a line refuses it, or it is read."""

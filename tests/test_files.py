@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import resource
@@ -13,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import full_disk
 import pytest
 import typer
 from matplotlib.figure import Figure
@@ -130,12 +130,6 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
 
 def test_every_command_that_writes_is_tried_on_a_full_disk():
     """`full_disk.py` has each command with an output; others have tests of their own."""
-    path = Path(__file__).with_name("benchmarks") / "full_disk.py"
-    spec = importlib.util.spec_from_file_location("benchmark_full_disk", path)
-    script = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, script)
-        spec.loader.exec_module(script)
 
     def writing(group):
         for name, command in group.commands.items():
@@ -146,7 +140,7 @@ def test_every_command_that_writes_is_tried_on_a_full_disk():
 
     # tests/sweeps, for the folder of a run in parts is one mechanism, and tests/store
     elsewhere = {"replay", "sweep", "live", "fidelity", "recover"}
-    assert {*writing(typer.main.get_command(app()))} == {*script.COMMANDS} | elsewhere
+    assert {*writing(typer.main.get_command(app()))} == {*full_disk.COMMANDS} | elsewhere
 
 
 def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path):

@@ -25,7 +25,6 @@ from kvsim.errors import EXTRAS
 from kvsim.samples import SAMPLES
 from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model
-from kvsim.studies.prediction.prediction import write_calibrations
 from kvsim.sweeps import replay_all
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,7 +324,6 @@ MEANINGLESS = {
     "part of a prompt": lambda: estimate(_model(), kvsim.policy("tova"), 64, 1000, prompt=500.5),
     "part of an entry": lambda: estimate(_model(), kvsim.policy("tova"), 2.5, 1000),
     "no heads": lambda: retention_lift(_trace(), _record(), 0, heads=[]),
-    "calibrations to a URL": lambda: write_calibrations("s3://bucket/c.json", []),
 }
 
 

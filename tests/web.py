@@ -1,4 +1,4 @@
-"""A server of files on loopback."""
+"""A server of files on loopback, and a reader of pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import http.server
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from pathlib import Path
 
 
@@ -41,3 +42,39 @@ def served(folder: Path, handler: type[Quiet] = Quiet) -> Iterator[str]:
         server.shutdown()
         thread.join(10)
         server.server_close()
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, text, and the cells of each table, by the heading above it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.tables, self._heading, self._inside = [], "", {}, "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        """A tag."""
+        self.tags.append((tag, dict(attrs)))
+        self._inside = {"h2": "h2", "td": "td"}.get(tag, self._inside)
+        if tag == "h2":
+            self._heading = ""
+        if tag == "tr":
+            self.tables.setdefault(self._heading, []).append([])
+        if tag == "td":
+            self.tables[self._heading][-1].append("")
+
+    def handle_endtag(self, tag):
+        """The end of one."""
+        self._inside = "" if tag == self._inside else self._inside
+
+    def handle_data(self, data):
+        """Text between tags."""
+        self.text += data
+        if self._inside == "h2":
+            self._heading += data
+        if self._inside == "td":
+            self.tables[self._heading][-1][-1] += data
+
+    def row(self, heading, *first):
+        """The first row of a section's tables that starts with these cells."""
+        return next(r for r in self.tables[heading] if r[: len(first)] == list(first))

@@ -10,9 +10,6 @@ from kvsim.studies.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.studies.claims.claim import MATTERS, OF_TEN
 from results_page.statistics import Results
 
-#: The page of the results of a model.
-_PAGES = {"tiny": "results.md", "smollm2": "results-smollm2.md"}
-
 
 def claims_page(results: Mapping[str, Results]) -> str:
     """The whole page; results: by the name of the model."""
@@ -38,7 +35,7 @@ def claims_page(results: Mapping[str, Results]) -> str:
 
 def _rules(results: Mapping[str, Results]) -> str:
     prompts = " and ".join(
-        f"{r.plan.prompts} prompts of [{model}]({_PAGES[model]})" for model, r in results.items()
+        f"{r.plan.prompts} prompts of [{model}]({r.plan.page})" for model, r in results.items()
     )
     return (
         f"Which claims hold on {prompts}? A claim that fails on models this small and texts this "

@@ -31,13 +31,17 @@ class Sizes:
 #: The paper's fixed segment of 128 in the ratio of its window.
 SMALL = Sizes(_SMALL, _SMALL_AMS, _SMALL_AMS["recent"], 16, (4, 8, 32), _SMALL["window"])
 
+#: Tasks of the prompts on real text, in turn: of texts the response is given, too.
+REAL = ("text", "needle", "text", "quote", "text", "chat", "text", "fewshot")
+
 
 @dataclass(frozen=True)
 class Plan:
     """The model, its prompts, and how they are replayed.
 
     interval, prefill: the one schedule of every policy. presets: a row for each preset too. regret:
-    how many of the first prompts regret is measured on, all by default.
+    how many of the first prompts regret is measured on, all by default. only: of a page on long
+    prompts, the policies, with one event after the prompt; without regret, claims and calibration.
     """
 
     model: str = "tiny"
@@ -54,6 +58,9 @@ class Plan:
     prefill: bool = False
     presets: bool = True
     regret: int | None = None
+    only: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = REAL
+    response: int | None = None  #: tokens of a text that are the response; a quarter by default
     sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
@@ -61,6 +68,24 @@ class Plan:
     def budget(self) -> int:
         """The budget of tables of one."""
         return self.budgets[len(self.budgets) // 2]
+
+    @property
+    def name(self) -> str:
+        """What `--model` of docs/results.py calls it."""
+        return "8k" if self.only else self.model
+
+    @property
+    def page(self) -> str:
+        """The file of its page."""
+        return "results.md" if self.name == "tiny" else f"results-{self.name}.md"
+
+    @property
+    def option(self) -> str:
+        """Options of docs/results.py for this plan."""
+        given = "" if self.name == "tiny" else f" --model {self.name}"
+        if self == SMALLEST[self.name]:
+            return given + " --smallest"
+        return given + f" --prompts {self.prompts}" * (self != PLANS[self.name])
 
     def __str__(self) -> str:
         usual = vars(Plan())
@@ -84,7 +109,23 @@ SMOLLM2 = Plan(
     regret=10,
     sizes=Sizes(),
 )
-PLANS = {"tiny": FULL, "smollm2": SMOLLM2}
+#: All positions of SmolLM2, under policies of papers; `kvzip` needs as many positions again.
+LONG = Plan(
+    model="smollm2",
+    prompts=6,
+    lengths=(8192,),
+    budgets=(256, 512, 1024),
+    prefill=True,
+    only=(
+        *("full", "random", "streaming_llm", "h2o", "tova", "snapkv", "pyramidkv", "adakv+snapkv"),
+        *("expected_attention", "keydiff", "gkv", "ams", "cake"),
+    ),
+    tasks=("text", "needle"),
+    response=64,
+    sizes=Sizes(),
+    cost=(),
+)
+PLANS = {"tiny": FULL, "smollm2": SMOLLM2, "8k": LONG}
 #: The least that makes a page: a look at it, and the test of the one on tiny.
 SMALLEST = {
     "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
@@ -97,4 +138,5 @@ SMALLEST = {
         tried=(128,),
         cost=(128, 256),
     ),
+    "8k": Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=LONG.only, cost=()),
 }

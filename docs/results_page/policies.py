@@ -48,6 +48,8 @@ def scaled(sizes: Sizes, name: str, calibration: str | None = None, **params: An
 def table_policies(plan: Plan, calibration: str) -> dict[str, Policy]:
     """The rows of the tables, each called by its label: the names of the catalogue, and crosses."""
     build = partial(scaled, plan.sizes)
+    if plan.only:
+        return {name: replace(build(name), name=name) for name in plan.only}
     out = {}
     for name in names():
         kind = kvsim.policies.describe(name).kind

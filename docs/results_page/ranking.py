@@ -218,17 +218,22 @@ def beside(figure: str) -> str:
     return figure.replace(".png", "-ranking.png")
 
 
-def figures(by_budget: Mapping[int, Sequence[Row]], path: Path) -> None:
-    """Draw KL of every policy, and KL and wiped-out regions of the best of each family."""
+def figures(by_budget: Mapping[int, Sequence[Row]], path: Path, *, every: bool = True) -> None:
+    """Draw KL and wiped-out regions of the best of each family, and KL of every policy.
+
+    Without `every` the first alone has all policies, in the figure at `path`.
+    """
     middle = by_budget[[*by_budget][(len(by_budget) - 1) // 2]]
     measured = [row for row in middle if row.values[KL].n and row.label != "full"]
-    every = Figure(figsize=(7.5, 0.155 * len(measured) + 1.0), dpi=72)
-    _draw([every.subplots()], [KL], measured, by_budget)
-    leaders = best(middle)
+    leaders = best(middle) if every else measured
     ranking = Figure(figsize=(7.5, 0.17 * len(leaders) + 1.3), dpi=72)
     _draw([*ranking.subplots(1, 2, sharey=True)], [KL, WIPED], leaders, by_budget)
+    images = {Path(beside(str(path))) if every else path: ranking}
+    if every:
+        images[path] = Figure(figsize=(7.5, 0.155 * len(measured) + 1.0), dpi=72)
+        _draw([images[path].subplots()], [KL], measured, by_budget)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for image, file in ((every, path), (ranking, Path(beside(str(path))))):
+    for file, image in images.items():
         handles = image.axes[0].get_legend_handles_labels()
         image.legend(*handles, fontsize=7, ncols=4, loc="lower center")
         image.tight_layout(rect=(0, 0.3 / image.get_figheight(), 1, 1))

@@ -18,6 +18,7 @@ from kvsim.schema import FIDELITY
 from kvsim.studies.claims import Evidence, Seconds
 from kvsim.studies.claims.evidence import of
 from results_page.plan import Plan
+from results_page.stages import MEASURED
 
 Floats = NDArray[np.float64]
 
@@ -33,7 +34,8 @@ _LAYERED = ("segment_count", "sparsity_compressed")
 class Results:
     """The values of every trace; digests and sizes (tokens, of these prompt) of the traces.
 
-    made: the weights of the model, and what computed the values.
+    made: the weights of the model, and what computed the values. stages: rows of the time
+    and memory of stages.
     """
 
     plan: Plan
@@ -41,6 +43,7 @@ class Results:
     digests: Sequence[str] = ()
     sizes: Sequence[tuple[int, int]] = ()
     made: Mapping[str, str] = field(default_factory=dict)
+    stages: pl.DataFrame = field(default_factory=pl.DataFrame)
 
     def of(
         self,
@@ -139,6 +142,8 @@ def read_values(path: Path, plan: Plan) -> Results:
         ).items()
     }
     rows = rows.filter(~events)
+    of_stages = pl.col("metric").is_in(MEASURED)
+    stages, rows = rows.filter(of_stages), rows.filter(~of_stages)
     traces = rows.unique("prompt", keep="first", maintain_order=True)
     return Results(
         plan,
@@ -146,4 +151,5 @@ def read_values(path: Path, plan: Plan) -> Results:
         traces["digest"].to_list(),
         traces.select("tokens", "prompt_tokens").rows(),
         json.loads(written["made"]),
+        stages,
     )

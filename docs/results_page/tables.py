@@ -30,6 +30,7 @@ from results_page.policies import (
     table_policies,
     variants,
 )
+from results_page.stages import ANSWER, MEASURED, Stages, answered
 from results_page.statistics import STORED, stored_rows
 from results_page.traces import in_memory, judge_of, record, samples, weights
 
@@ -43,6 +44,14 @@ _METRICS = (
 #: What is measured of the traces, and asked for where policies drop rows on the way down.
 _OF_TRACES = ("window_overlap", "sparsity", "attention_return")
 _ACROSS = ("output_error", "retained_mass", "entries_seen")
+#: Metrics of a page on long prompts, and where its only event is.
+_LONG = (
+    *("layer_error", "output_error", "retained_mass", "entries_seen", "wipeout"),
+    *("needle_recall", "needle_wipeout"),
+)
+_AFTER_PROMPT = Schedule(None, prefill=True)
+#: Policies with one budget for all layers, which are in memory at once.
+_JOINT, _JOINT_MEMORY = ("cake",), {"memory": 3 << 30}
 _OF_PROMPTS = (
     *("expectation", "projection_gap", "score_decline", "layer_entropy"),
     *("rank_variance", "rank_relative", "rank_union", "selection_layer"),
@@ -54,7 +63,8 @@ class Replays:
     """Policies to replay over a prompt, and what to measure of them.
 
     budgets: of the plan. options: of `replay_all`. more: further metrics of a policy. judged:
-    whether the model judges them. regret: whether to measure it, of policies that a budget binds.
+    whether the model judges them. answers: whether what it answers then is measured too. regret:
+    whether to measure it, of policies that a budget binds.
     """
 
     policies: Sequence[Policy]
@@ -63,6 +73,7 @@ class Replays:
     options: Mapping[str, Any]
     more: Mapping[str, Sequence[str]] = field(default_factory=dict)
     judged: bool = True
+    answers: bool = False
     regret: bool = False
 
     def fitting(self, tokens: int) -> list[int]:
@@ -72,13 +83,14 @@ class Replays:
     def pieces(self, policy: Policy) -> dict[str, tuple[str, ...]]:
         """The metrics of a policy in pieces, by a name for all that decides about a piece."""
         pieces = [(*self.metrics, *self.more.get(policy.name, ()))]
-        pieces += [JUDGED] * (self.judged and policy.positions == "absolute")
+        of_model = (*JUDGED, *[ANSWER] * self.answers)
+        pieces += [of_model] * (self.judged and policy.positions == "absolute")
         pieces += [REGRET] * (self.regret and policy.bounded)
         decides = policy.name, _params(policy), policy.schedule, self.budgets, self.options
         return {_hash(*decides, metrics): metrics for metrics in pieces}
 
     def measure(
-        self, trace: Trace, judge: Judge, missing: Collection[str]
+        self, trace: Trace, judge: Judge, missing: Collection[str], stages: Stages
     ) -> Iterator[tuple[str, pl.DataFrame]]:
         """Replay the policies of missing pieces; name and Table of each piece."""
         budgets = self.fitting(trace.n_pos)
@@ -91,14 +103,19 @@ class Replays:
                 turns[policy.name] += 1
         for (metrics, _), policies in together.items():
             regret = {"regret": not set(REGRET).isdisjoint(metrics)}
-            replayed = [name for name in metrics if name not in JUDGED] or ["entries_seen"]
-            run = replay_all([trace], policies, budgets, metrics=replayed, **regret, **self.options)
+            judged = (*JUDGED, ANSWER)
+            replayed = [name for name in metrics if name not in judged] or ["entries_seen"]
+            options = {**regret, **self.options}
+            with stages.on("replay"):
+                run = replay_all([trace], policies, budgets, metrics=replayed, **options)
             if run.failures:
                 raise SystemExit(f"a replay failed: {run.failures[0]}")
             records = [one for one in run.records if not unjudged(one)]
             of_model = []
             if not set(JUDGED).isdisjoint(metrics):
-                of_model = [measure_judged(trace, records, judge.outcomes(records), JUDGED)]
+                with stages.on("judge"):
+                    outcomes = [answered(trace, each) for each in judge.outcomes(records)]
+                of_model = [measure_judged(trace, records, outcomes, judged)]
             values = pl.concat([run.table, *of_model])
             for policy in policies:
                 table = values.filter(policy=policy.name)
@@ -125,21 +142,23 @@ def measure_prompt(
         if file.exists():
             of_prompt = stored_rows(file).filter(prompt=name)
             rows |= {str(each["piece"][0]): each for each in of_prompt.partition_by("piece")}
+    stages = Stages()
     if rows:
         tokens = next(iter(rows.values()))["tokens"][0]
     else:
-        tokens = open_trace(record(plan, folder, [number])[0]).n_pos
+        (path,) = record(plan, folder, [number], stages)
+        tokens = open_trace(path).n_pos
     replays = _replays(plan, calibration, regret=number <= (plan.regret or number))
     replays = [each for each in replays if each.fitting(tokens)]
-    of_trace = _of_trace(plan)
+    of_trace = _of_trace(plan, stages)
     pieces = (piece for each in replays for one in each.policies for piece in each.pieces(one))
     wanted = [*dict.fromkeys(pieces), *of_trace]
     missing = set(wanted).difference(rows)
     if missing:
-        path = record(plan, folder, [number])[0]
+        (path,) = record(plan, folder, [number])
         trace, digest = in_memory(path), open_trace(path).digest
         judge = judge_of(plan, trace)
-        new = dict(pair for each in replays for pair in each.measure(trace, judge, missing))
+        new = dict(pair for each in replays for pair in each.measure(trace, judge, missing, stages))
         new |= {piece: make(trace) for piece, make in of_trace.items() if piece in missing}
         for piece, table in new.items():
             of_piece = (name, piece, digest, trace.n_pos, trace.prompt_len)
@@ -171,9 +190,17 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     """Return the replays of a prompt."""
     rows = [*table_policies(plan, str(calibration)).values()]
     terms = {"interval": plan.interval, "prefill": plan.prefill}
-    schedule = Schedule(None, prefill=True)
-    at_the_prompt = [replace(one, schedule=schedule) for one in prompt_policies(plan.sizes)]
     tried, each_own = plan.tried or plan.budgets, {"own_schedule": True}
+    if plan.only:
+        rows = [replace(one, schedule=_AFTER_PROMPT) for one in rows]
+        joint = [one for one in rows if one.name in _JOINT]
+        rows = [one for one in rows if one not in joint]
+        return [
+            Replays(rows, plan.budgets, _LONG, each_own, answers=True),
+            Replays(joint, plan.budgets, _LONG, {**each_own, **_JOINT_MEMORY}, answers=True),
+        ]
+    expected = prompt_policies(plan.sizes)
+    at_the_prompt = [replace(one, schedule=_AFTER_PROMPT) for one in expected]
     sparsity = {"gkv": ("sparsity_compressed",)}
     overlap = {"expected_attention": ("value_norm_overlap",)}
     return [
@@ -184,8 +211,10 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     ]
 
 
-def _of_trace(plan: Plan) -> dict[str, Callable[[Trace], pl.DataFrame]]:
+def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.DataFrame]]:
     """Return the metrics of a trace alone, by the names of the pieces."""
+    if plan.only:
+        return {_hash(MEASURED): lambda _: stages.table()}
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)
 
     def of_prompt(trace: Trace) -> pl.DataFrame:

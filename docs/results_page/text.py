@@ -13,11 +13,11 @@ from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.policies import parameters
 from results_page.groups import groups
-from results_page.plan import PLANS, SMALLEST, Plan
+from results_page.plan import REAL, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
 from results_page.ranking import Row, opening, shown, table
 from results_page.statistics import Results
-from results_page.traces import ANSWER, DEPTHS, REAL, VERBS, labels
+from results_page.traces import ANSWER, DEPTHS, VERBS, labels
 
 #: The heading of what follows the opening.
 MEASURED = "## How this was measured"
@@ -60,12 +60,6 @@ def _and(names: Sequence[str]) -> str:
 
 def _introduction(r: Results, first: str) -> str:
     plan = r.plan
-    option = f" --model {plan.model}" if plan.lengths else ""
-    if plan == SMALLEST[plan.model]:
-        option += " --smallest"
-    elif plan != PLANS[plan.model]:
-        option += f" --prompts {plan.prompts}"
-    traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
     events = f"an event after each {plan.interval} rows of the response, and " + (
         f"one after the prompt (`--interval {plan.interval} --prefill`)"
         if plan.prefill
@@ -78,17 +72,10 @@ def _introduction(r: Results, first: str) -> str:
 
 {MEASURED}
 
-<!-- not run: takes {"hours" if plan.lengths else "minutes"}, and writes this page -->
-```bash
-python docs/results.py{option}
-```
+{command(plan)}
 
 * {about[1]}
-* Weights of `{plan.model}`: sha256 `{r.made["weights"]}`. Digests of the traces together: sha256 \
-`{traces}`.
-* {r.made["tools"]}, CPU.
-* The values of every prompt: `docs/{_stem(plan)}.parquet`, from which \
-`python docs/results.py{option} --stored` writes this page.
+{sources(r)}
 * One schedule for every policy: {events}.
 * A value is the mean over layers and heads (and over the rows of the response) of a prompt, then \
 over prompts. In brackets: its 95 % bootstrap interval over prompts ({RESAMPLES} resamples, \
@@ -96,8 +83,23 @@ seed 0), with at least {FEWEST} prompts.
 * Numbers of layer 0 are exact, those of deeper layers [open loop](concepts.md#fidelity)."""
 
 
-def _stem(plan: Plan) -> str:
-    return "results" + f"-{plan.model}" * bool(plan.lengths)
+def command(plan: Plan) -> str:
+    """The command that makes the page."""
+    time = "hours" if plan.lengths else "minutes"
+    return f"""<!-- not run: takes {time}, and writes this page -->
+```bash
+python docs/results.py{plan.option}
+```"""
+
+
+def sources(r: Results) -> str:
+    """Lines on the weights, the traces, the packages and the file of values."""
+    traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
+    return f"""* Weights of `{r.plan.model}`: sha256 `{r.made["weights"]}`. Digests of the traces \
+together: sha256 `{traces}`.
+* {r.made["tools"]}, CPU.
+* The values of every prompt: `docs/{r.plan.page.replace(".md", ".parquet")}`, from which \
+`python docs/results.py{r.plan.option} --stored` writes this page."""
 
 
 def _tiny(r: Results) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvsim.recorder import Prompt, capture_many, load_model
 from kvsim.recorder.models import load_tokenizer
 from kvsim.recorder.prompts import token_count
 from kvsim.recorder.provenance import describe_model
+from kvsim.runner.full import FullPass
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
 from kvsim.studies.language import tasks
@@ -20,11 +21,10 @@ from kvsim.text.tasks import DEPTHLESS, sample
 from kvsim.tiny import PATH
 from kvsim.tiny.vocabulary import DOMAINS
 from results_page.plan import Plan
+from results_page.stages import Stages
 
 #: Tasks of the prompts for tiny, in turn: those whose response is long enough for events.
 VERBS = tuple(task for task in tasks.TASKS if task != "needle")
-#: Tasks of the prompts on real text, in turn: of texts the response is given, too.
-REAL = ("text", "needle", "text", "quote", "text", "chat", "text", "fewshot")
 #: Depths of the needles, in turn.
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 #: Tokens that the model writes at most, where the response is not given.
@@ -45,9 +45,12 @@ def labels(plan: Plan, number: int) -> dict[str, Any]:
     """Labels of a prompt, the groups of a table; number 0 is the prompt for calibration."""
     if plan.lengths:
         if not number:
-            return {"length": plan.calibration, "task": "text"}
+            return {"length": plan.calibration or plan.lengths[0], "task": "text"}
         at = number - 1
-        return {"length": plan.lengths[at % len(plan.lengths)], "task": REAL[at % len(REAL)]}
+        return {
+            "length": plan.lengths[at % len(plan.lengths)],
+            "task": plan.tasks[at % len(plan.tasks)],
+        }
     domains = list(DOMAINS)
     return {"domain": domains[number % len(domains)], "task": VERBS[number % len(VERBS)]}
 
@@ -76,6 +79,8 @@ def _real(plan: Plan, number: int) -> Prompt:
     task, length = (labels(plan, number)[name] for name in ("task", "length"))
     at = None if task in DEPTHLESS else DEPTHS[number % len(DEPTHS)]
     prompt_length = length * 3 // 4 if task == "text" else length
+    if plan.response is not None:
+        prompt_length = length - plan.response
     count = partial(token_count, tokenizer=tokenizer)
     one = sample(plan.seed, number, count, task=task, length=prompt_length, depth=at)
     response = None
@@ -93,7 +98,9 @@ def _real(plan: Plan, number: int) -> Prompt:
     )
 
 
-def record(plan: Plan, folder: Path, numbers: Sequence[int]) -> list[Path]:
+def record(
+    plan: Plan, folder: Path, numbers: Sequence[int], stages: Stages | None = None
+) -> list[Path]:
     """The traces of some prompts; those that an earlier run left in the folder are used again."""
     wanted = [samples(plan)[number] for number in numbers]
     paths = [folder / f"{prompt.id}.zarr" for prompt in wanted]
@@ -101,7 +108,9 @@ def record(plan: Plan, folder: Path, numbers: Sequence[int]) -> list[Path]:
     if missing:
         model, tokenizer = _model(plan.model)
         most = {"max_new_tokens": ANSWER} if plan.lengths and not missing[0].response else {}
-        capture_many(model, tokenizer, missing, folder, o_proj=True, probe="repeat", **most)
+        most |= {"sensitivity": False} if plan.only else {"probe": "repeat"}
+        with (stages or Stages()).on("capture"):
+            capture_many(model, tokenizer, missing, folder, o_proj=True, **most)
     for prompt, path in zip(wanted, paths, strict=True):
         recorded = open_trace(path).meta["text"]
         if prompt.content not in (recorded["prompt"], recorded["messages"]):
@@ -113,7 +122,7 @@ def in_memory(path: Path) -> Trace:
     """A stored trace with its arrays in memory, for it is read some hundred times."""
     trace = open_trace(path)
     more = ("attn_out", "lse", "o_proj", "tokens", "probe_q", "probe_k")
-    given: dict[str, Any] = {name: trace.read(name) for name in more}
+    given: dict[str, Any] = {name: trace.read(name) for name in more if trace.has(name)}
     return Trace.from_arrays(
         trace.q,
         trace.k,
@@ -129,6 +138,14 @@ def in_memory(path: Path) -> Trace:
     )
 
 
+class FromPrompt(Judge):
+    """A judge that takes keys and values of the prompt from the trace, and runs the response."""
+
+    @cached_property
+    def _full(self) -> FullPass:
+        return FullPass(self.running, self.trace, self._residual, self.trace.prompt_len - 1)
+
+
 def judge_of(plan: Plan, trace: Trace) -> Judge:
     """The judge of replays of a trace."""
-    return Judge(RunningModel(_model(plan.model)[0]), trace)
+    return (FromPrompt if plan.only else Judge)(RunningModel(_model(plan.model)[0]), trace)

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from kvsim.analysis.arrays import Floats, Ints, mean_known
+from kvsim.analysis.attention.windows import default_window
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.output.error import check_record, output_error
 from kvsim.analysis.output.metrics import METRICS as OUTPUT
@@ -121,9 +122,10 @@ def measure(
     beside = [name for name, given in references.items() if given is not None]
     chosen = choose(metrics, beside=beside, records=records is not None)
     if isinstance(trace, Analysis):
-        analysis, trace = trace, trace.trace
+        analysis = trace
     else:
         analysis = Analysis(trace, device=device, only=records[0].layers if records else None)
+    trace = analysis.trace
     if metrics is None:
         chosen = {name: chosen[name] for name in available(chosen, [trace])}
     check_arrays(trace, chosen)
@@ -236,13 +238,22 @@ def check_arrays(trace: Trace, metrics: Iterable[str]) -> None:
     """Raise NeedsError where the trace lacks an array that one of the metrics reads."""
     for name in dict.fromkeys(array for each in metrics for array in metric(each).arrays):
         if not _has(trace, name):
-            trace.read(name, slice(0, 0))
+            trace.read("q" if name in ROWS else name, slice(0, 0))
+
+
+#: What `Metric.arrays` names beside arrays: the first of the rows that a metric reads.
+ROWS: Mapping[str, Callable[[int], int]] = {
+    "all_rows": lambda _: 0,
+    "last_windows": lambda n_pos: n_pos - 4 * default_window(n_pos),
+}
 
 
 def _has(trace: Trace, array: str) -> bool:
     """Whether a trace has an array; the length of the residual stream follows from the stream."""
     if array == "layer_sensitivity":
         return bool(trace.header.layer_sensitivity)
+    if array in ROWS:
+        return trace.left_out is None or trace.left_out[1] <= ROWS[array](trace.n_pos)
     return trace.has(array) or (array == "residual_norm" and trace.has("residual"))
 
 
@@ -269,6 +280,7 @@ def subjects_of(
 
     references: by name (`Metric.beside`), what each record is compared with.
     """
+    trace = trace.evicting
     beside = [references.get(name) or [None] * len(records) for name in BESIDE]
     replayed = list({id(r): r for r in chain(records, *beside) if r is not None}.values())
     for record in replayed:

@@ -166,7 +166,7 @@ class Loading:
     device: shared.ModelDevice = "cpu"
     trust_remote_code: shared.TrustRemoteCode = False
 
-    def loaded(self, recorded: Sequence[Trace]) -> Any:
+    def loaded(self, recorded: Sequence[Trace], *, weights: bool = True) -> Any:
         """Load the model and its tokenizer in the precision of the recording."""
         from kvsim.cli.show import echo_error
         from kvsim.recorder import load_model
@@ -174,6 +174,11 @@ class Loading:
 
         shared.quiet_transformers()
         dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None
+        if not weights:
+            from kvsim.recorder.models import load_outline
+
+            on_cpu, trusted = self.device == "cpu", self.trust_remote_code
+            return load_outline(self.model, dtype=dtype, on_cpu=on_cpu, trust_remote_code=trusted)
         return load_model(
             self.model,
             dtype=dtype,

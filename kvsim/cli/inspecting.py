@@ -62,8 +62,11 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "model": " ".join(quoted(model[key]) for key in ("name", "type", "dtype") if key in model),
         "weights": _source(model.get("source")),
         "length": length_text(facts),
+        "rows": _rows(facts.get("left_out")),
         "shape": f"{layers_text(facts)}, {plural(facts['qheads'], 'query head')}, "
-        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}{_values(facts)}",
+        f"{plural(facts['heads'], 'KV head')}, dim {facts['dim']}{_values(facts)}"
+        + ", at most: layers have several sizes"
+        * ("sizes" in facts),
         "attention": _attention(facts),
         "labels": ", ".join(f"{name} {quoted(label)}" for name, label in facts["labels"].items()),
         **{
@@ -93,6 +96,13 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         megabytes = "-" if size is None else f"{size / 1e6:.2f}"
         rows.append([name, shape, array["dtype"], array["source_dtype"] or "-", megabytes])
     show.echo_table(["array", "shape", "stored as", "in the model", "MB"], rows, right=4)
+
+
+def _rows(left_out: Sequence[int] | None) -> str:
+    if left_out is None:
+        return ""
+    start, stop = left_out
+    return f"without queries, outputs and log-sum-exp of rows {start} to {stop - 1}"
 
 
 def _source(source: object) -> str:

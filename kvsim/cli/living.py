@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
+from kvsim.cli.forecasts import echo_plan
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, NewPrompts, grouped, offered
 from kvsim.cli.replaying import folder_state, show_run
 from kvsim.cli.shared import OptionError, Stop
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is printed."""
+    """What is printed, or planned alone."""
 
+    plan: shared.Plan = False
     show_text: shared.ShowText = False
     as_json: shared.Json = False
 
@@ -62,6 +64,11 @@ def live(
         raise OptionError("expected recorded traces, or --prompts FILE.jsonl, one of them")
     if record_to is not None and prompts is None:
         raise OptionError("--record-to says where --prompts are recorded; give --prompts as well")
+    if printed.plan and prompts is not None:
+        raise OptionError(
+            "--plan is given with --prompts, expected recorded traces; `kvsim capture --plan` says "
+            "what recording takes"
+        )
     folder.check()
 
     from kvsim.analysis.live.table import choose_live
@@ -69,6 +76,7 @@ def live(
     from kvsim.core.policy import Protection
     from kvsim.runner.checks import check_live
     from kvsim.sweeps.closed_loop import live as run_live
+    from kvsim.sweeps.closed_loop import plan_live
 
     choose_live(options["metrics"])
     policies = chosen.built()
@@ -77,6 +85,12 @@ def live(
     recorded = shared.open_traces(traces or [])
     if options["max_new_tokens"] is None:
         options["max_new_tokens"] = 0 if prompts is None else 512
+    if printed.plan:
+        decoder, tokenizer = loading.loaded(recorded, weights=False)
+        options |= {"tokenizer": tokenizer, "events": folder.events}
+        planned, _ = plan_live(decoder, recorded, policies, budget, **options)
+        echo_plan(planned, out, 1, as_json=printed.as_json)
+        return
     try:
         with ExitStack() as stack, show.bar("cells") as report:
             decoder, tokenizer = loading.loaded(recorded)

@@ -286,7 +286,7 @@ def _unwindowed(trace: Trace) -> int | None:
 
 
 def _check_place(trace: Trace, layer: int | None, head: int | None, *, replays: bool) -> None:
-    places = (("layer", layer, trace.n_layers), ("head", head, trace.n_heads))
+    places = (("layer", layer, trace.n_layers), ("head", head, trace.evicting.n_heads))
     for option, place, count in places:
         if place is not None and place >= count:
             raise OptionError(f"--{option} is {place}; {trace.name} has 0 to {count - 1}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsim.cli import shared
+from kvsim.cli.forecasts import echo_forecast, echo_took, took_document
 from kvsim.cli.groups import grouped, offered
 from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
@@ -21,8 +22,20 @@ from kvsim.recorder.options import Options
 from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
-#: Options of the command; progress is always shown.
-_OFFERED = [name for name in parameters(Options) if name != "progress"]
+if TYPE_CHECKING:
+    from kvsim.recorder import Prompt
+    from kvsim.store.forecast import Forecast
+
+#: Options of the command; progress is always shown, and the plan next to what it took.
+_OFFERED = [name for name in parameters(Options) if name not in ("planned", "progress")]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is printed, or planned alone."""
+
+    plan: shared.Plan = False
+    as_json: shared.Json = False
 
 
 @grouped
@@ -77,7 +90,7 @@ def capture(
         ),
     ] = None,
     trust_remote_code: shared.TrustRemoteCode = False,
-    as_json: shared.Json = False,
+    shown: Shown,
 ) -> None:
     """Record what a model's attention sees as it answers a prompt.
 
@@ -85,30 +98,37 @@ def capture(
     the others, and `kvsim trace recover` turns the incomplete one into a trace.
     """
     _check_prompts(model, prompt, prompts, limit)
-    options = Options(**given, progress=True)
-    if options.resume and is_url(out):
-        raise OptionError(
-            f"--out is {out}; expected a local folder, in which --resume finds traces"
-        )
+    forecasts: list[Forecast] = []
+    options = Options(**given, progress=True, planned=forecasts.append)
 
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
     from kvsim.recorder import capture as record
     from kvsim.recorder.capturing import suggesting_resume
     from kvsim.recorder.prompts import file_name
     from kvsim.store import check_writable, describe
+    from kvsim.store.forecast import Meter
 
-    path = _stage(context, out)
-    if prompts is None:
-        requested = [Prompt(path.stem, prompt or "")]
-    else:
+    path = _stage(context, out, resume=options.resume)
+    requested = [Prompt(path.stem, prompt or "")]
+    if prompts is not None:
         requested = read_prompts(prompts, limit=limit, note=echo_error)
     single = len(requested) == 1 and (prompts is None or path.suffix == ".zarr")
     paths = [path] if single else [path / file_name(each.id) for each in requested]
     with suggesting_resume(applies=not (single or options.overwrite or is_url(out))):
         new = [each for each in paths if not (options.resume and each.exists())]
         _check_outputs(new, path, out, options.overwrite)
-    check_writable(paths[0].parent)
     shared.quiet_transformers()
+    if shown.plan:
+        pairs = [(p, at) for p, at in zip(requested, paths, strict=True) if at in new]
+        place: dict[str, Any] = {
+            "device": device or device_map or "cpu",
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+        }
+        _plan(model, pairs, options, as_json=shown.as_json, **place)
+        return
+    check_writable(paths[0].parent)
+    meter = Meter()
     before = {path: _identity(path) for path in paths}
     try:
         decoder, tokenizer = load_model(
@@ -135,13 +155,32 @@ def capture(
             }
             for trace, at in zip(traces, paths, strict=True)
         ]
+        outputs = {at for at, each in zip(paths, facts, strict=True) if not each["kept"]}
+        named = [each["projections"] for each in facts if each["projections"]]
+        outputs |= {paths[0].parent / each["folder"] for each in named}
+        took = took_document(forecasts, meter.actual(outputs))
     except KeyboardInterrupt as interrupt:
         drafts = getattr(interrupt, "__notes__", [])  # the writer's notes on its draft
         outcome = _interrupted(before, out, resume=options.resume)
         raise Stop("; ".join([outcome, *drafts]), 130) from None
     finally:
         _publish(paths, path, out)
-    _report(facts, as_json=as_json)
+    _report(facts, took, as_json=shown.as_json)
+
+
+def _plan(
+    model: str,
+    captures: Sequence[tuple[Prompt, Path]],
+    options: Options,
+    *,
+    as_json: bool,
+    **loading: Any,
+) -> None:
+    """Print what captures take."""
+    from kvsim.recorder.forecast import planned
+
+    folder = captures[0][1].parent if captures else None
+    echo_forecast(planned(model, captures, options, **loading), folder, as_json=as_json)
 
 
 def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:
@@ -172,9 +211,9 @@ def _interrupted(before: Mapping[Path, int | None], out: str, *, resume: bool) -
     )
 
 
-def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
-        echo_json({"traces": facts})
+        echo_json({"traces": facts, **took})
         return
     for trace in facts:
         answer = answer_text(trace["answer_check"])
@@ -193,15 +232,20 @@ def _report(facts: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
             f"{which} reached {cut[0]['max_new_tokens']} tokens without an end; a larger "
             "--max-new-tokens records more."
         )
+    echo_took(took)
 
 
-def _stage(context: typer.Context, out: str) -> Path:
+def _stage(context: typer.Context, out: str, *, resume: bool) -> Path:
     """Return where to record: `out`, or for a URL a local folder that is removed at the end.
 
     Traces that could not be uploaded and drafts of interrupted captures stay there.
     """
     if not is_url(out):
         return Path(out)
+    if resume:
+        raise OptionError(
+            f"--out is {out}; expected a local folder, in which --resume finds traces"
+        )
     folder = Path(mkdtemp(prefix="kvsim-"))
     context.call_on_close(lambda: _leave(folder))
     return Path(folder, out.rstrip("/").rpartition("/")[2])

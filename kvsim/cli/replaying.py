@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsim.cli import shared, show
+from kvsim.cli.forecasts import echo_plan, echo_took
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Judging, grouped, offered
 from kvsim.cli.runs import echo_responses
 from kvsim.cli.shared import Stop
@@ -56,6 +57,7 @@ def replay(
     protected: Annotated[dict[str, Any], offered(of=Protected)],
     judging: Judging,
     folder: Folder,
+    plan: shared.Plan = False,
     as_json: shared.Json = False,
 ) -> None:
     """Replay policies at budgets over traces and compare them.
@@ -70,6 +72,7 @@ def replay(
     from kvsim.analysis.table import BESIDE, REGRET, available, choose
     from kvsim.core.policy import Protection
     from kvsim.sweeps import SUMMARY, replay_all
+    from kvsim.sweeps.driver import plan_replays
 
     if regret and metric is not None:
         metric = list(dict.fromkeys([*metric, *REGRET]))
@@ -78,15 +81,19 @@ def replay(
     policies = chosen.built(protect)
     opened = shared.open_traces(traces)
     usual = available(SUMMARY, opened)
+    options |= {"metrics": metric if metric or out is not None else usual}
+    options |= {"judge": judging.by, "events": folder.events}
+    if plan:
+        planned = plan_replays(opened, policies, budget, **options, accounts=out is not None)
+        echo_plan(planned, out, options["jobs"], as_json=as_json)
+        return
     try:
         with folder.replacing(), show.bar("cells") as report:
             run = replay_all(
                 opened,
                 policies,
                 budget,
-                **options | {"metrics": metric if metric or out is not None else usual},
-                judge=judging.by,
-                events=folder.events,
+                **options,
                 out=out,
                 resume=folder.resume,
                 accounts=out is not None,
@@ -146,6 +153,7 @@ def show_run(
                 f"Note: {', '.join(missing)} cannot be computed on {where}; `kvsim metrics "
                 f"{missing[0]}` says what it reads."
             )
+    echo_took(run.parameters)
     finish(run, out)
 
 
@@ -190,7 +198,7 @@ def _print(
     for trace in traces:
         show.echo_text(
             f"{show.one_line(trace.name)}: {trace.n_pos} tokens (prompt {trace.prompt_len}), "
-            f"{plural(trace.n_layers, 'layer')}, {plural(trace.n_heads, 'KV head')}"
+            f"{plural(trace.n_layers, 'layer')}, {plural(trace.evicting.n_heads, 'KV head')}"
         )
     protected = {
         f"the first {protect.sink} positions": protect.sink,

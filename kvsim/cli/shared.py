@@ -168,6 +168,12 @@ TracePaths = Annotated[
     list[str], typer.Argument(metavar="TRACE", help=_OPTIONS["traces"].help.text)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Plan = Annotated[
+    bool,
+    typer.Option(
+        "--plan", help="Say what it takes (disk, memory, FLOPs, time), and do nothing else."
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

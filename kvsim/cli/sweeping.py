@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared, show
+from kvsim.cli.forecasts import echo_plan, echo_took
 from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.schema import is_url, plural
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from kvsim.sweeps.outcome import Run
     from kvsim.sweeps.planning import Plan
     from kvsim.sweeps.shards import Kept
-    from kvsim.sweeps.tasks import Task
 
 #: Most lines of the table that is printed; the others are in the results.
 _LINES = 60
@@ -71,9 +71,7 @@ class Spread:
 class Look:
     """What is done instead of computing."""
 
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what there is to do, and do nothing.")
-    ] = False
+    plan: shared.Plan = False
     status: Annotated[bool, typer.Option("--status", help="Say how far the sweep in --out is.")] = (
         False
     )
@@ -134,9 +132,12 @@ def sweep(
     kept = kept_in(out)
     grid = _grid(source or [], given, kept)
     plan = Plan.of(grid)
-    if look.status or look.dry_run:
+    if look.plan:
+        echo_plan(plan, out, jobs, as_json=as_json)
+        return
+    if look.status:
         kept.scan()
-        (_status if look.status else _dry_run)(plan, kept, as_json=as_json)
+        _status(plan, kept, as_json=as_json)
         return
     if look.collect and isinstance(kept, Shards):
         kept.scan()
@@ -208,46 +209,9 @@ def _bar() -> Iterator[Shown]:
         yield standing
 
 
-def _dry_run(plan: Plan, kept: Kept, *, as_json: bool) -> None:
-    from rich.filesize import decimal
-
-    from kvsim.sweeps.driver import estimate
-    from kvsim.sweeps.workers import processes
-
-    rest = _rest(plan, kept)
-    size, seconds = sum(map(plan.bytes_of, rest)), estimate(plan, kept)
-    jobs = processes(None, plan.flops, len(plan.tasks), plan.traces)
-    counts = {
-        "cells": len(plan.cells),
-        "traces": len(plan.traces),
-        "tasks": len(plan.tasks),
-        "tasks_left": len(rest),
-        "bytes_to_read": size,
-        "cpu_seconds": round(seconds, 1),
-        "jobs": jobs,
-    }
-    if as_json:
-        show.echo_json(counts)
-        return
-    show.echo_fields(
-        {
-            "cells": f"{len(plan.cells)} on {plural(len(plan.traces), 'trace')}",
-            "tasks": f"{len(rest)} of {len(plan.tasks)} left",
-            "to read": decimal(size),
-            "time": f"about {_time(seconds)} of one processor, {plural(jobs, 'job')}",
-        }
-    )
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     run = plan.run(kept)
-    rest = _rest(plan, kept)
+    rest = plan.left(kept)
     running = sum(kept.claimed(task) for task in rest)
     counts = {
         "cells": len(plan.cells),
@@ -266,16 +230,10 @@ def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
     )
 
 
-def _rest(plan: Plan, kept: Kept) -> list[Task]:
-    """The tasks that are left, each of the cells that are."""
-    done = kept.done
-    return [task for task in (each.without(done) for each in plan.tasks) if task is not None]
-
-
 def _standing(plan: Plan, kept: Kept, cells: int) -> str:
     """How far the sweep is; a cell is complete when the tasks of all its layers are done."""
     tasks, total = len(plan.tasks), len(plan.cells)
-    done = tasks - len(_rest(plan, kept))
+    done = tasks - len(plan.left(kept))
     complete = f"{cells} of {plural(total, 'cell')} {'is' if total == 1 else 'are'}"
     if cells == total:
         return f"{complete} done"
@@ -328,6 +286,7 @@ def _show(
     if out is not None and not as_json:
         more = "" if shard is None else "; --collect writes the results"
         show.echo_text(f"{out}: {standing}{more}.")
+    echo_took(run.parameters)
     show.echo_failures(run.failures)
     again = "" if out is None else "; the same command goes on"
     if run.interrupted:

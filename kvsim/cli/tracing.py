@@ -16,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Work on traces as files: recover, discard, pack and unpack.",
+    help="Work on traces as files: recover, discard, compact, pack and unpack.",
 )
 
 DraftPath = Annotated[
@@ -61,6 +61,31 @@ def unpack(
     from kvsim.store import packing
 
     typer.echo(str(packing.unpack(file, out)))
+
+
+@app.command()
+def compact(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace with all rows, or the name of a sample.")
+    ],
+    out: Annotated[Path, path_option("PATH", "Where to write the trace.")],
+    rows: Annotated[
+        str, typer.Option(metavar="response[+N]", help="The rows that stay, as of `kvsim capture`.")
+    ] = "response",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write a trace without the rows long before its response, as `kvsim capture --rows` does.
+
+    Most policies and metrics read sums over these rows instead (docs/compact-traces.md).
+    """
+    from kvsim import store
+    from kvsim.recorder.options import Options
+
+    whole = store.open_trace(trace)
+    stay = Options(rows=rows).rows_before
+    path = whole.compacted(stay if stay is not None else 0).save(out, overwrite=overwrite)
+    before, after = (store.describe(each)["bytes"] / 1e6 for each in (trace, path))
+    echo_text(f"{path}: {after:.1f} MB, of {before:.1f} MB")
 
 
 @app.command()

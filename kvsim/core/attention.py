@@ -304,11 +304,16 @@ def softmax(z: Tensor, sinks: Tensor) -> Tensor:
     return torch.cat([z, sinks.unsqueeze(-1)], dim=-1).softmax(-1)[..., :-1]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, formula: Formula) -> tuple[Tensor, Tensor]:
-    """Full attention of a layer: q [qhead, n, d], k, v [head, n, d] -> (out, lse [qhead, n])."""
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, formula: Formula, start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Full attention of w rows of a layer, from row `start` on.
+
+    q [qhead, w, d], k, v [head, start + w, d] -> (out [qhead, w, d], lse [qhead, w]).
+    """
     heads = k.shape[0]
     q, k, v = q.unflatten(0, (heads, -1)), k.unsqueeze(1), v.unsqueeze(1)
-    out, lse = recent_attention(q, k, v, formula, 0)
+    out, lse = recent_attention(q, k, v, formula, start)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 

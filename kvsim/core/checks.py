@@ -46,13 +46,18 @@ _ON_REQUEST = {
     "residual": "--residual (residual=True)",
     "residual_norm": "this version, which stores it",
     "layer_sensitivity": "--o-proj and --sensitivity, all layers and a response",
+    "received": "all rows (without --rows)",
+    "moments": "all rows (without --rows)",
     "probe_q": "--probe repeat (probe='repeat')",
     "probe_k": "--probe repeat (probe='repeat')",
 }
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """Return the dtype in which dtype `source` is stored: float32 holds every bfloat16 exactly."""
+    """Return the dtype in which numbers of dtype `source` are hashed, and projections stored.
+
+    float32 holds every bfloat16 exactly.
+    """
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 
@@ -176,6 +181,19 @@ def resolve_device(device: Any) -> str:
     return str(device)
 
 
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU; of a GPU all at once, for which it is waited once."""
+    if not any(each.is_cuda for each in tensors.values()):
+        return {name: each.to("cpu") for name, each in tensors.items()}
+    host = {}
+    for name, each in tensors.items():
+        pinned = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
+        host[name] = pinned.copy_(each, non_blocking=True)
+    for device in {each.device for each in tensors.values() if each.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return host
+
+
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise TraceError where the shapes of the given arrays do not fit together."""
     for name, shape in shapes.items():
@@ -189,6 +207,7 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     sizes = {**dict(zip(AXES["q"], shapes["q"], strict=True)), "head": heads}
     # any size, but the same in both
     sizes["hidden"] = shapes.get("o_proj", shapes.get("residual", (0,)))[-1]
+    sizes |= {"moment": 1 + shapes["k"][3], "before": shapes.get("received", (0, 0, 0))[2]}
     sizes["probe"] = shapes.get("probe_q", shapes.get("probe_k", (0, 0, 0)))[2]
     for name, shape in shapes.items():
         sizes["row"] = min(shape[2], n_pos) if name == "attention_window" else n_pos
@@ -229,7 +248,17 @@ def as_stored(
                 f"most {FLOAT16_MAX:.0f}; store it without store_dtype"
             )
     check_finite(name, stored.unsqueeze(0), where, layer=layer, pos=pos)
+    if dtype == torch.bfloat16 and not torch.equal(stored.to(values.dtype), values.cpu()):
+        raise TraceError(
+            f"{where}: {name} of layer {layer} is {DTYPES[values.dtype]}, expected bfloat16 as its "
+            "source_dtype says; load the model in float32"
+        )
     return stored
+
+
+def as_array(values: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor on the CPU as numpy stores it; of bfloat16, which it lacks, the bits."""
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).numpy()
 
 
 def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], where: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: `html` of an object for notebooks; `save_trace` and `to_xarray` of a trace.
+#: `html` of an object for notebooks; `save_trace`, `to_xarray` and `compacted` of a trace.
 delegates: dict[str, Callable[..., Any]] = {}
 
 

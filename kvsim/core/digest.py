@@ -18,11 +18,12 @@ from kvsim.core.attention import Rope
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
+from kvsim.core.left_out import held_blocks, stored_shape
 from kvsim.core.sources import ArraySource
-from kvsim.schema import CHUNK
+from kvsim.schema import AXES, CHUNK
 
 #: Arrays whose content makes up the digest, in this order, as far as a trace has them.
-DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse")
+DIGESTED = ("tokens", "q", "k", "v", "attn_out", "lse", "received", "moments")
 
 #: Arrays that have checksums. Arrays added after the digest was defined are not part of it.
 CHECKSUMMED = (*DIGESTED, "gate", "o_proj", "residual", "residual_norm", "probe_q", "probe_k")
@@ -36,9 +37,9 @@ class ContentDigest:
     """Checksums of the arrays of a trace, updated block by block, and the digest of the whole.
 
     Each array and layer has one SHA-256, over its blocks of 256 positions in order, each block as
-    C-order little-endian bytes in the stored dtype; an array without positions is one block. The
-    digest is the SHA-256 of a canonical JSON text with the checksums of `DIGESTED`, dtypes, shapes
-    and the header's facts on which attention depends.
+    C-order little-endian bytes in the stored dtype, bfloat16 as float32; an array without positions
+    is one block. The digest is the SHA-256 of a canonical JSON text with the checksums of
+    `DIGESTED`, dtypes, shapes and the header's facts on which attention depends.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,8 @@ class ContentDigest:
     def update(self, name: str, layer: int, block: Array) -> None:
         """Add the next block of `layer` (0 for `tokens`, which has none), without a layer axis."""
         data = np.ascontiguousarray(block, dtype=block.dtype.newbyteorder("<"))
+        if data.dtype == np.uint16:  # the bits of bfloat16
+            data = (data.astype("<u4") << 16).view("<f4")
         self._dtypes[name] = data.dtype.name
         self._hashes.setdefault(name, {}).setdefault(layer, hashlib.sha256()).update(data.data)
 
@@ -87,9 +90,14 @@ def array_digest(source: ArraySource, header: Header, dtype: torch.dtype) -> str
             continue
         stored = stored_dtype(header.source_dtypes.get(name, DTYPES[dtype]))
         for layer in range(shapes["q"][0]):
-            part = source.read(name, slice(layer, layer + 1), _ALL)[0]
-            digest.update_all(name, layer, part.to(stored).numpy(), axis=1)
-    return digest.total(header, shapes)
+            only = slice(layer, layer + 1)
+            blocks = held_blocks(name, shapes["k"][2], header.left_out)
+            for pos in blocks if "pos" in AXES[name] else [_ALL]:
+                part = source.read(name, only, pos)[0]
+                digest.update(name, layer, part.to(stored).numpy())
+    return digest.total(
+        header, {name: stored_shape(name, x, header.left_out) for name, x in shapes.items()}
+    )
 
 
 def text_checksum(texts: Sequence[str]) -> str:
@@ -116,8 +124,12 @@ def content_digest(
     }
     if header.context_len is not None:
         facts["context_len"] = header.context_len
+    if header.left_out is not None:
+        facts["left_out"] = list(header.left_out)
     if header.owners:
         facts["owners"] = list(header.owners)
+    if header.sizes:
+        facts["sizes"] = [*map(list, header.sizes)]
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)

@@ -14,8 +14,25 @@ model and is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from kvsim.errors import PolicyError
+
+
+def attention_flops(pairs: float, n_qheads: int, entry_size: int) -> float:
+    """FLOPs of one layer's attention over so many pairs of a row and an entry.
+
+    entry_size: numbers of a key and its value. Per query head and pair: 2 d for the logit, 3 for
+    the softmax, 2 d of the value for it.
+    """
+    return pairs * n_qheads * (2 * entry_size + 3)
+
+
+def causal_pairs(rows: float, before: float = 0) -> float:
+    """Pairs of a row and an entry: row i of those after `before` sees before + i + 1 entries."""
+    return rows * before + rows * (rows + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -95,3 +112,37 @@ class Event:
         h, _, d, n = self.sizes
         pairs = self.since * (n - (self.since - 1) / 2)
         return Flops(2 * h * pairs * d, 4 * h * pairs)
+
+
+def unknown(policy: Any, event: Event) -> list[str]:
+    """Return the names of the pieces that return no FLOPs of such an event."""
+    pieces = _pieces(policy)
+    if policy.propagation is not None:
+        pieces.append(policy.propagation)
+    return [type(piece).__name__ for piece in pieces if piece.flops(event) is None]
+
+
+def event_flops(policy: Any, event: Event) -> Flops:  # a Policy, whose module imports this one
+    """FLOPs of one event in one layer. Raises PolicyError where a piece's are unknown."""
+    if policy.per_query_head:
+        event = replace(event, model=event.model.per_query_head())
+    return total_flops(policy.name, _pieces(policy), event)
+
+
+def _pieces(policy: Any) -> list[Any]:
+    """Return the pieces that compute at an event; scorers from the outside in."""
+    return [*policy.scorers, policy.allocator, policy.layer_budgets]
+
+
+def total_flops(policy: str, pieces: Iterable[Any], event: Event) -> Flops:
+    """FLOPs of some pieces of a policy at an event; raises as `event_flops`."""
+    total = Flops()
+    for piece in pieces:
+        flops = piece.flops(event)
+        if flops is None:
+            raise PolicyError(
+                f"{policy}: the FLOPs of {type(piece).__name__} are unknown; expected a "
+                "method flops(event) that returns kvsim.core.flops.Flops"
+            )
+        total += flops
+    return total

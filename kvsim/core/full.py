@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 
 from kvsim.core.attention import Formula, attention_weights, causal_attention
@@ -47,12 +47,12 @@ class FullAttention:
         self._computed_layers: set[int] = set()
         self._last: tuple[int, Tensor] | None = None
 
-    def layers(self, layers: slice) -> tuple[Tensor, Tensor]:
-        """Return attn_out [layer, qhead, pos, dim] and lse [layer, qhead, pos]."""
+    def layers(self, layers: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Return attn_out [layer, qhead, pos, dim] and lse [layer, qhead, pos] of rows."""
         if self._base is not None:
-            return self._base.layers(layers)
+            return self._base.layers(layers, rows)
         recorded = {
-            name: self._read(name, layers, slice(None))
+            name: self._read(name, layers, rows)
             for name in ("attn_out", "lse")
             if name in self._source.shapes
         }
@@ -60,6 +60,7 @@ class FullAttention:
             return recorded["attn_out"], recorded["lse"]
         with _COMPUTING if self._cache else nullcontext():
             out, lse = self._compute(range(*layers.indices(len(self._formulas))))
+        out, lse = out[:, :, rows], lse[:, :, rows]
         return recorded.get("attn_out", out), recorded.get("lse", lse)
 
     def _compute(self, layers: range) -> tuple[Tensor, Tensor]:
@@ -126,17 +127,23 @@ class FullAttention:
         return self._source.read(name, layers, pos).to(self._dtype)
 
 
-def check_recorded(arrays: Mapping[str, Tensor], formulas: Sequence[Formula], where: str) -> None:
+def check_recorded(
+    read: Callable[[str, slice, slice], Tensor],
+    names: Collection[str],
+    formulas: Sequence[Formula],
+    where: str,
+) -> None:
     """Raise TraceError where recorded attention cannot be that of q, k and v.
 
     The first row tells, at no cost: it sees itself alone. Rounding passes; another array does not.
+    read: `Trace.read`. names: of attn_out and lse, those that are recorded.
     """
-    names = {"attn_out", "lse"} & arrays.keys()
     for layer, formula in enumerate(formulas if names else ()):
-        q, k, v = (arrays[name][layer, :, :1] for name in "qkv")
+        first = _only(layer), slice(0, 1)
+        q, k, v = (read(name, *first)[0] for name in "qkv")
         out, lse = causal_attention(q, k, v, formula)
         for name in sorted(names):
-            given = arrays[name][layer, :, :1]
+            given = read(name, *first)[0]
             if name == "lse":
                 wrong = (given - lse).abs() > _MISFIT * (1 + lse.abs())
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.parameters import check_fields
 from kvsim.core.probe import Chunk, Probe
+from kvsim.core.sources import Size
 from kvsim.errors import TraceError
-from kvsim.schema import LABELS
+from kvsim.schema import CHUNK, LABELS, SUMS
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,11 @@ class Header:
         name: for tables and figures; not part of the digest.
         source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
         meta: provenance, ready for JSON; not part of the digest.
+        left_out: rows (start, stop) of which only sums are stored; None where there are none.
         owners: the place of the layer whose entries each layer reads, its own or an earlier one;
             empty where each reads its own.
+        sizes: query heads, KV heads, dimensions of keys and of values of each layer, of which the
+            arrays have the largest, padded with zeros; empty where all layers have those.
     """
 
     prompt_len: int
@@ -43,6 +47,8 @@ class Header:
     meta: Mapping[str, Any] = field(default_factory=dict)
     context_len: int | None = None
     owners: tuple[int, ...] = ()
+    sizes: tuple[Size, ...] = ()
+    left_out: tuple[int, int] | None = None
 
     @property
     def labels(self) -> dict[str, str | int | float]:
@@ -71,6 +77,14 @@ class Header:
         kinds = model.get("other_layers") if isinstance(model, dict) else None
         pairs = kinds.items() if isinstance(kinds, dict) else ()
         return {number: str(kind) for kind, numbers in pairs for number in numbers}
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all layers with attention, as far as `meta` says which these are."""
+        model, others = self.meta.get("model"), self.other_layers
+        layers = model.get("layers") if isinstance(model, dict) else None
+        layers = layers if isinstance(layers, int) else len(self.layer_ids)
+        return [*self.layer_ids] == [x for x in range(layers + len(others)) if x not in others]
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:
@@ -119,13 +133,8 @@ class Header:
         n_layers, n_qheads, n_pos, dim = shapes["q"]
         check_fields(self, where, TraceError)
         heads, value_dim = shapes["v"][1::2]
-        latent = self.meta.get("latent")
-        if latent is not None and (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
-            raise TraceError(
-                f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
-                f"{dim} and values of {value_dim} dimensions; expected the size of the values of "
-                "one head, which end its keys; record it again"
-            )
+        self._check_sizes((n_qheads, heads, dim, value_dim), n_layers, where)
+        sizes = self.sizes or ((n_qheads, heads, dim, value_dim),) * n_layers
         if not 1 <= self.prompt_len <= n_pos:
             raise TraceError(
                 f"{where}: prompt_len is {self.prompt_len}, expected 1 to {n_pos}, "
@@ -136,6 +145,7 @@ class Header:
                 f"{where}: context_len is {self.context_len}, expected 1 to {self.prompt_len}, the "
                 "number of tokens of the prompt"
             )
+        self._check_left_out(shapes, where)
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)
         Probe.of(self.meta, self.context_len or self.prompt_len, where)
         logprobs, n = self.meta.get("response_logprobs"), n_pos - self.prompt_len
@@ -172,24 +182,75 @@ class Header:
                 f"{where}: layer is {reprlib.repr(list(self.layer_ids))}, expected the model's "
                 "layer numbers, increasing from 0 or more"
             )
-        width = max(2 * len(rope.inv_freq) for rope in self.ropes)
-        if width > dim:
-            raise TraceError(
-                f"{where}: rope rotates {width} dimensions, but a head has {dim}; "
-                f"expected at most {dim // 2} frequencies"
-            )
-        for formula in self.formulas:
+        self._check_layers(sizes, where)
+
+    def _check_layers(self, sizes: Sequence[Size], where: str) -> None:
+        latent = self.meta.get("latent")
+        for _, heads, dim, value_dim in sizes if latent is not None else ():
+            if (latent, heads, value_dim) != (value_dim, 1, min(value_dim, dim)):
+                raise TraceError(
+                    f"{where}: latent is {reprlib.repr(latent)}, of {heads} KV heads with keys of "
+                    f"{dim} and values of {value_dim} dimensions; expected the size of the values "
+                    "of one head, which end its keys; record it again"
+                )
+        for rope, formula, (n_qheads, _, dim, _) in zip(
+            self.ropes, self.formulas, sizes, strict=True
+        ):
+            width = 2 * len(rope.inv_freq)
+            if width > dim:
+                raise TraceError(
+                    f"{where}: rope rotates {width} dimensions, but a head has {dim}; "
+                    f"expected at most {dim // 2} frequencies"
+                )
             if len(formula.sinks) not in (0, n_qheads):
                 raise TraceError(
                     f"{where}: {len(formula.sinks)} sinks for {n_qheads} query heads; "
                     "expected one for each, or none"
                 )
 
+    def _check_sizes(self, largest: Size, n_layers: int, where: str) -> None:
+        whole = [[*map(type, x)] == [int] * 4 and min(x) > 0 for x in self.sizes]
+        valid = not self.sizes or (
+            whole == [True] * n_layers
+            and len({*self.sizes}) > 1
+            and tuple(map(max, *self.sizes)) == largest
+            and all(qheads % heads == 0 for qheads, heads, *_ in self.sizes)
+        )
+        if not valid:
+            raise TraceError(
+                f"{where}: sizes are {reprlib.repr(self.sizes)}, expected query heads, KV heads, "
+                f"dimensions of keys and of values for each of {n_layers} layers, at most {largest}"
+            )
+
+    def _check_left_out(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+        if self.left_out is None:
+            if sums := [name for name in SUMS if name in shapes]:
+                raise TraceError(
+                    f"{where}: it has {sums[0]} and leaves out no rows, expected both or neither"
+                )
+            return
+        start, stop = self.left_out
+        blocks = start % CHUNK == stop % CHUNK == 0
+        if not (blocks and 0 < start < stop < (self.context_len or self.prompt_len)):
+            raise TraceError(
+                f"{where}: rows {start} to {stop - 1} are left out; expected whole blocks of "
+                f"{CHUNK} rows, the first one and the last row of the prompt not among them"
+            )
+        missing = [name for name in ("attn_out", "lse", "received") if name not in shapes]
+        if missing or shapes["received"][2] != stop:
+            raise TraceError(
+                f"{where}: rows {start} to {stop - 1} are left out, and "
+                f"{missing[0] if missing else 'received'} is not there or of other rows; expected "
+                "outputs, log-sum-exp and the attention received from them"
+            )
+
     def _check_owners(self, where: str) -> None:
         for layer, owner in enumerate(self.owners):
             before = 0 <= owner < layer and self.owners[owner] == owner
             formula = self.formulas[layer]
-            alike = before and self.formulas[owner] == formula and not formula.sinks
+            sizes = self.sizes or [()] * len(self.owners)
+            same = before and (self.formulas[owner], sizes[owner]) == (formula, sizes[layer])
+            alike = same and not formula.sinks
             if owner != layer and not alike:
                 raise TraceError(
                     f"{where}: layer {layer} reads the entries of layer {owner}; expected an "

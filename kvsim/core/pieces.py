@@ -292,7 +292,7 @@ class Wrapper(Scorer):
 
     def inner(self, view: View) -> Scores:
         """The scores of the scorer inside."""
-        return Scores.of(self.scorer.score(view))
+        return Scores.of(view.scored(self.scorer))
 
 
 # --------------------------------------------------------------------------------- the allocator

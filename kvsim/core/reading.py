@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -155,9 +156,10 @@ class Reads:
     """The account of a reader: which pages each row read.
 
     bits: uint8 [layer, head, row, byte], row 0 the first after the prompt; page i of a row is a bit
-    of byte i // 8, from the highest on. Layers in which everything is read have all bits set. The
-    head axis counts query heads, KV heads or 1, as `heads` says. page: entries of a page. first:
-    the row of bits[:, :, 0]. summary: bits that the summary of a page takes, and that a row reads.
+    of byte i // 8, from the highest on; a large account is a file, mapped into memory. Layers in
+    which everything is read have all bits set. The head axis counts query heads, KV heads or 1, as
+    `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. summary: bits that the
+    summary of a page takes, and that a row reads.
     """
 
     bits: NDArray[np.uint8]
@@ -190,7 +192,17 @@ class Reads:
 
     def dense(self, at: int) -> bool:
         """Whether everything was read in a layer, by its place in the record."""
-        return bool((self.bits[at] == 255).all())
+        return bool(self.bits[at].min(initial=255) == 255)
+
+    def whole(self, held: NDArray[np.int64]) -> bool:
+        """Whether every row read all entries that were held for it, [layer, H, row]."""
+        of_layers, of_bits, of_held = *self.bits.shape[:2], held.shape[1]
+        heads = max(of_bits, of_held)
+        for at, head in product(range(of_layers), range(heads)):
+            read = np.bitwise_count(self.bits[at, head * of_bits // heads]).sum(-1, dtype=np.int64)
+            if (read < -(-held[at, head * of_held // heads] // self.page)).any():
+                return False
+        return True
 
     def pages(self, at: int, rows: slice, count: int) -> Tensor:
         """Which of the first `count` pages rows read in a layer; bool [head, row, page]."""

@@ -29,6 +29,13 @@ class Source(Protocol):
     def compacted(self) -> bool:
         """Whether only live entries are held, in the slots of `Entries`; else all positions."""
 
+    def summed(self, name: str) -> tuple[int, Tensor] | None:
+        """First rows whose queries are not all held, and what was summed over them.
+
+        name: `received` [L, H, G, n] or `moments` [L, H, G, 1 + d, d], as `kvsim.core.left_out` has
+        them. None where all queries are held.
+        """
+
     @property
     def rope(self) -> Rope:
         """The model's rotary embedding."""

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.errors import TraceError
-from kvsim.schema import AXES
+from kvsim.core.left_out import LeftOut, held_parts, stored_part, whole_shape
+from kvsim.errors import NeedsError, TraceError
+from kvsim.schema import AXES, OF_ROWS, OF_VALUES
 
 _ALL = slice(None)
+
+#: Query heads, KV heads, dimensions of keys and of values of a layer.
+Size = tuple[int, int, int, int]
 
 
 class ArraySource(Protocol):
@@ -33,16 +37,21 @@ class InMemory:
     Raises TraceError for an array that was written to: torch has no read-only tensors.
     """
 
-    def __init__(self, arrays: Mapping[str, Tensor]) -> None:
-        self.arrays = dict(arrays)
+    def __init__(
+        self, arrays: Mapping[str, Tensor], left_out: LeftOut = None, where: str = "the trace"
+    ) -> None:
+        self.arrays, self._left_out, self._where = dict(arrays), left_out, where
         self._versions = {name: _version(array) for name, array in arrays.items()}
-        self.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        self.shapes = {
+            name: whole_shape(name, tuple(array.shape), left_out) for name, array in arrays.items()
+        }
         self.positions = torch.arange(self.shapes["q"][2])
 
     def read(self, name: str, layers: slice, pos: slice) -> Tensor:
         """Return a view of part of an array."""
         array = self.arrays[name]
         _check_unwritten(name, array, self._versions[name])
+        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
         return _part(name, array, layers, pos)
 
 
@@ -55,11 +64,21 @@ class Loaded:
             and so is attention with an axis for rows, which is much larger.
         dtype: the dtype in which they are held.
 
+    left_out: rows that the source, which errors call `where`, has not.
+
     Raises TraceError as `InMemory` does.
     """
 
-    def __init__(self, base: ArraySource, layers: slice, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        base: ArraySource,
+        layers: slice,
+        dtype: torch.dtype,
+        left_out: LeftOut = None,
+        where: str = "the trace",
+    ) -> None:
         self.base, self.shapes, self.positions = base, base.shapes, base.positions
+        self._left_out, self._where = left_out, where
         self._layers = range(*layers.indices(base.shapes["q"][0]))
         self._dtype = dtype
         self._arrays: dict[str, tuple[Tensor, int]] = {}
@@ -73,11 +92,19 @@ class Loaded:
             return self.base.read(name, layers, pos)
         if name not in self._arrays:
             with torch.inference_mode(mode=False):  # so that it has a version
-                array = self.base.read(name, slice(cached.start, cached.stop), _ALL).to(self._dtype)
+                array = self._whole(name, slice(cached.start, cached.stop)).to(self._dtype)
             self._arrays[name] = array, _version(array)
         array, version = self._arrays[name]
         _check_unwritten(name, array, version)
+        pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
         return _part(name, array, slice(wanted[0] - cached[0], wanted[-1] + 1 - cached[0]), pos)
+
+    def _whole(self, name: str, layers: slice) -> Tensor:
+        """All that there is of an array in some layers."""
+        if self._left_out is None or name not in OF_ROWS:
+            return self.base.read(name, layers, _ALL)
+        held = held_parts(name, range(len(self.positions)), self._left_out)
+        return torch.cat([self.base.read(name, layers, part) for part in held], 2)
 
 
 def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:
@@ -121,6 +148,52 @@ class PerQueryHead:
         """Part of an array, keys and values with a head for each query head."""
         part = self.base.read(name, layers, pos)
         return part.repeat_interleave(self.group, dim=1) if name in self._REPEATED else part
+
+
+def is_sized(name: str) -> bool:
+    """Whether an array has an axis of heads, or of their dimensions."""
+    return not {"qhead", "head", "dim"}.isdisjoint(AXES[name])
+
+
+def sized(name: str, shape: Sequence[int], size: Size) -> tuple[int, ...]:
+    """Return the shape of an array with a layer axis, of layers of a size."""
+    qheads, heads, dim, value_dim = size
+    lengths = {"qhead": qheads, "head": heads, "dim": value_dim if name in OF_VALUES else dim}
+    return tuple(lengths.get(axis, n) for axis, n in zip(AXES[name], shape, strict=True))
+
+
+def narrowed(name: str, array: Tensor, size: Size) -> Tensor:
+    """Return layers of a size of an array, which is padded to the largest."""
+    shape = sized(name, array.shape, size)
+    return array if shape == array.shape else array[tuple(map(slice, shape))].contiguous()
+
+
+def padded(name: str, array: Tensor, size: Size) -> Tensor:
+    """Return layers of an array, padded with zeros to a size."""
+    out = array.new_zeros(sized(name, array.shape, size))
+    out[tuple(map(slice, array.shape))] = array
+    return out
+
+
+class OneSize:
+    """Layers of one size of another source; NeedsError for the others."""
+
+    def __init__(self, base: ArraySource, sizes: Sequence[Size], size: Size) -> None:
+        self.base, self.positions, self._sizes, self._size = base, base.positions, sizes, size
+        self.shapes = {name: sized(name, shape, size) for name, shape in base.shapes.items()}
+
+    def read(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Part of an array."""
+        part = self.base.read(name, layers, pos)
+        if not is_sized(name):
+            return part
+        for place in range(*layers.indices(len(self._sizes))):
+            if self._sizes[place] != self._size:
+                raise NeedsError(
+                    f"layer {place} has (query heads, KV heads, dimensions, of values) "
+                    f"{self._sizes[place]}, expected {self._size}, as the others that are read"
+                )
+        return narrowed(name, part, self._size)
 
 
 class SharedEntries:

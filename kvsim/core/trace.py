@@ -7,9 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
@@ -24,7 +23,6 @@ from kvsim.core.checks import (
     as_tokens,
     check_finite,
     check_meta,
-    check_shapes,
     check_steps,
     check_texts,
     in_memory,
@@ -32,13 +30,24 @@ from kvsim.core.checks import (
 )
 from kvsim.core.delegates import Displayed, delegates
 from kvsim.core.digest import array_digest
+from kvsim.core.facts import Facts
 from kvsim.core.full import FullAttention, check_recorded
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import left_out_among, whole_shapes
 from kvsim.core.parameters import integer
 from kvsim.core.probe import check_probe
 from kvsim.core.shared_results import Memo
-from kvsim.core.sources import ArraySource, InMemory, Loaded, PerQueryHead, SelectedRows
+from kvsim.core.sources import (
+    ArraySource,
+    InMemory,
+    Loaded,
+    OneSize,
+    PerQueryHead,
+    SelectedRows,
+    Size,
+    is_sized,
+)
 from kvsim.errors import NeedsError, PositionError, TraceError
 
 if TYPE_CHECKING:
@@ -49,7 +58,7 @@ T = TypeVar("T")
 _ALL = slice(None)
 
 
-class Trace(Displayed):
+class Trace(Facts, Displayed):
     """One token sequence through one model: q, k, v after RoPE, and its header.
 
     Use `Trace.from_arrays`, `kvsim.open_trace` or `kvsim.capture` to get one. Immutable.
@@ -70,8 +79,11 @@ class Trace(Displayed):
         dim, value_dim: dimensions of a key, and of a value.
         entry_size: numbers that a cache holds of an entry in one head; the value of latent
             attention is a part of the key.
+        sizes: query heads, KV heads, dim and value_dim of each layer. Where layers differ in them,
+            n_qheads to entry_size but n_pos raise NeedsError, as does reading different layers
+            together; `alike` returns the trace of layers of one size.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
-        owners: `Header`'s too; each layer its own by default.
+        left_out, owners: `Header`'s too; each layer its own owner by default.
     """
 
     def __init__(
@@ -85,38 +97,19 @@ class Trace(Displayed):
         path: Path | str | None = None,
         base: Trace | None = None,
     ) -> None:
+        super().__init__(header, source.shapes)
         self.source: Final = source
-        self.header: Final = header
         self.dtype: Final[torch.dtype] = dtype or torch.float32
         self.token_text: Final = None if token_text is None else [*map(str, token_text)]
         self.path: Final = path
         self._digest, self._base = digest, base
-        layers, qheads, n_pos, dim = source.shapes["q"]
-        self.n_layers: Final = layers
-        self.n_qheads: Final = qheads
-        self.n_heads: Final = source.shapes["k"][1]
-        self.group: Final = qheads // self.n_heads
-        self.n_pos: Final = n_pos
-        self.dim: Final = dim
-        self.value_dim: Final = source.shapes["v"][3]
-        self.entry_size: Final = dim + (0 if header.latent else self.value_dim)
-        self.prompt_len: Final = header.prompt_len
-        self.context_len: Final = header.context_len
-        self.formulas: Final = header.formulas
-        self.ropes: Final = header.ropes
-        self.layer_ids: Final = header.layer_ids
-        self.owners: Final = header.owners or tuple(range(layers))
-        self.name: Final = header.name
-        self.meta: Final = header.meta
-        self.source_dtypes: Final = header.source_dtypes
         #: what replays computed of it, whatever they keep
         self.memo: Final = Memo()
         same = None if base is None else base.full_attention
         self.full_attention: FullAttention = FullAttention(
             source, header.formulas, self.dtype, cache=path is None, base=same
         )
-
-    # --- building and saving ---
+        self._alike: dict[Size, Trace] = {}
 
     @classmethod
     def from_arrays(
@@ -138,11 +131,15 @@ class Trace(Displayed):
         residual_norm: ArrayLike | None = None,
         probe_q: ArrayLike | None = None,
         probe_k: ArrayLike | None = None,
+        left_out: tuple[int, int] | None = None,
+        received: ArrayLike | None = None,
+        moments: ArrayLike | None = None,
         tokens: ArrayLike | Sequence[int] | None = None,
         token_text: Sequence[str] | None = None,
         name: str = "memory",
         layer_ids: Sequence[int] | None = None,
         owners: Sequence[int] = (),
+        sizes: Sequence[Size] = (),
         meta: Mapping[str, Any] | None = None,
     ) -> Self:
         """Build a trace of arrays in memory, each copied once at most.
@@ -170,11 +167,16 @@ class Trace(Displayed):
             probe_q: queries after RoPE of rows that repeat the context [layer, qhead, probe, dim];
                 `meta["probe"]` says what they are.
             probe_k: keys after RoPE of these rows [layer, head, probe, dim].
+            left_out: rows (start, stop) that q, attn_out, lse and gate do not have.
+            received: attention received from the rows before `stop` [layer, qhead, stop].
+            moments: of their queries before RoPE, mean and products [layer, qhead, 1 + dim, dim].
             tokens: token ids [pos].
             token_text: the text of each token.
             name: for tables and figures.
             layer_ids: the model's number of each layer; 0, 1, 2, ... by default.
             owners: the layer whose entries each layer reads, by its place; each its own by default.
+            sizes: query heads, KV heads, dim and value_dim of each layer, where they differ: arrays
+                have the largest, padded with zeros.
             meta: provenance, ready for JSON.
 
         float64 arrays compute in float64, all others in float32.
@@ -184,13 +186,14 @@ class Trace(Displayed):
         """
         optional = {"attn_out": attn_out, "lse": lse, "o_proj": o_proj, "residual": residual}
         optional |= {"residual_norm": residual_norm, "probe_q": probe_q, "probe_k": probe_k}
-        optional |= {"gate": gate}
+        optional |= {"gate": gate, "received": received, "moments": moments}
         given = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
         arrays = {key: as_tensor(key, array, name) for key, array in given.items()}
-        check_shapes({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        n_layers, _, n_pos, dim = arrays["q"].shape
+        shapes = whole_shapes({key: tuple(x.shape) for key, x in arrays.items()}, left_out, name)
+        n_layers, _, n_pos, dim = shapes["q"]
         if formulas is None:
-            formulas = [Formula(dim**-0.5 if scale is None else scale)] * n_layers
+            dims = [size[2] for size in sizes] or [dim] * n_layers
+            formulas = [Formula(x**-0.5 if scale is None else scale) for x in dims]
         elif scale is not None:
             raise TraceError(f"{name}: both scale and formulas are given, expected one of them")
         check_meta(meta or {}, name)
@@ -203,22 +206,25 @@ class Trace(Displayed):
             layer_ids=of_layers("layer_ids", ids, name),
             name=name,
             owners=of_layers("owners", owners, name),
+            sizes=cast("tuple[Size, ...]", tuple(map(tuple, of_layers("sizes", sizes, name)))),
             source_dtypes={key: DTYPES[array.dtype] for key, array in arrays.items()},
             meta=dict(meta or {}),
+            left_out=left_out,
         )
-        header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
-        check_probe(header.probe, {key: tuple(x.shape) for key, x in arrays.items()}, name)
+        header.check(shapes, name)
+        check_probe(header.probe, shapes, name)
         double = any(arrays[key].dtype == torch.float64 for key in "qkv")
         dtype = torch.float64 if double else torch.float32
         arrays = {key: in_memory(given[key], array, dtype) for key, array in arrays.items()}
         for key, array in arrays.items():
             check_finite(key, array, name)
-        check_recorded(arrays, header.formulas, name)
         if tokens is not None:
             arrays["tokens"] = as_tokens(tokens, n_pos, name)
         if token_text is not None:
             check_texts(token_text, n_pos, name)
-        return cls(InMemory(arrays), header, dtype=dtype, token_text=token_text)
+        trace = cls(InMemory(arrays, left_out, name), header, dtype=dtype, token_text=token_text)
+        check_recorded(trace.read, {"attn_out", "lse"} & arrays.keys(), header.formulas, name)
+        return trace
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path | str:
         """Write the trace to `path`, as `kvsim.save_trace`, and return the path."""
@@ -227,6 +233,32 @@ class Trace(Displayed):
     def to_xarray(self) -> xarray.Dataset:
         """Return the arrays with named dimensions, as `kvsim.to_xarray`."""
         return cast("xarray.Dataset", delegates["to_xarray"](self))
+
+    def alike(self, layers: Iterable[int]) -> Trace:
+        """Return the trace for layers of one size: places stay, and other layers cannot be read.
+
+        Itself where all layers have one size. Raises NeedsError as `size_of`.
+        """
+        if not self.header.sizes:
+            return self
+        size = self.size_of(layers)
+        if size not in self._alike:
+            alike = self._alike[size] = Trace(
+                OneSize(self.source, self.sizes, size),
+                replace(self.header, sizes=()),
+                dtype=self.dtype,
+                token_text=self.token_text,
+                digest=self.digest,
+                path=self.path,
+            )
+            alike.windowed = self.windowed
+            alike.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
+        return self._alike[size]
+
+    @property
+    def evicting(self) -> Trace:
+        """The trace for the layers in which replays evict, those not `windowed`; see `alike`."""
+        return self.alike(i for i in range(self.n_layers) if i not in self.windowed)
 
     def per_query_head(self) -> Trace:
         """Return the trace with keys and values repeated, so that each query head has its own.
@@ -244,13 +276,17 @@ class Trace(Displayed):
             base=self,
         )
 
+    def compacted(self, rows: int = 512) -> Trace:
+        """Return the trace without rows long before the response, as `kvsim.store.compacted`."""
+        return cast("Trace", delegates["compacted"](self, rows))
+
     def loaded(self, layers: slice = _ALL) -> Trace:
         """Return the trace with some layers held in memory, each array as soon as it is read.
 
         For callers that read them many times: what is stored is read and converted once, and full
         attention, once computed, is kept.
         """
-        source = Loaded(self.source, layers, self.dtype)
+        source = Loaded(self.source, layers, self.dtype, self.left_out, self.name)
         facts: Any = {"token_text": self.token_text, "digest": self.digest, "path": self.path}
         same = Trace(source, self.header, dtype=self.dtype, **facts)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
@@ -266,63 +302,13 @@ class Trace(Displayed):
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
         header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
+        header = replace(header, left_out=left_out_among(rows, self.left_out))
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
-
-    # --- facts ---
 
     @property
     def positions(self) -> Tensor:
         """Position of each row in the sequence, by which RoPE rotated it; int64 [pos]."""
         return self.source.positions
-
-    @property
-    def scale(self) -> float:
-        """Factor of the logits q . k, if all layers share it; else NeedsError."""
-        return self._shared("scale", [formula.scale for formula in self.formulas])
-
-    @property
-    def rope(self) -> Rope:
-        """The rotary embedding, if all layers share it; else NeedsError."""
-        return self._shared("rope", self.ropes)
-
-    def _shared(self, name: str, of_layers: Sequence[T]) -> T:
-        if len({*of_layers}) > 1:
-            raise NeedsError(
-                f"{self.name}: the layers have {len({*of_layers})} kinds of {name}, expected one; "
-                f"see trace.formulas and trace.ropes, which have one for each layer"
-            )
-        return of_layers[0]
-
-    @cached_property
-    def windowed(self) -> tuple[int, ...]:
-        """Layers, by their place, whose window or chunks mask something out for some row."""
-        n_pos = self.n_pos
-        return tuple(i for i, x in enumerate(self.formulas) if (x.reach or n_pos) < n_pos)
-
-    @property
-    def whole(self) -> bool:
-        """Whether these are all layers with attention, as far as `meta` says which these are."""
-        model = self.meta.get("model")
-        layers = model.get("layers") if isinstance(model, dict) else None
-        layers = layers if isinstance(layers, int) else self.n_layers
-        others = self.header.other_layers
-        numbers = [x for x in range(layers + len(others)) if x not in others]
-        return [*self.layer_ids] == numbers
-
-    @property
-    def labels(self) -> dict[str, str | int | float]:
-        """Labels of the prompt, as far as it has them (`schema.LABELS`)."""
-        return self.header.labels
-
-    @property
-    def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
-        return self.header.spans
-
-    @property
-    def response_logprobs(self) -> tuple[float, ...]:
-        """Log-likelihood of each token of a response that was given, in nats; else none."""
-        return self.header.response_logprobs
 
     @property
     def digest(self) -> str:
@@ -339,12 +325,11 @@ class Trace(Displayed):
         return name in self.source.shapes
 
     def __repr__(self) -> str:
+        qheads, heads, dim, _ = map(max, *self.sizes, self.sizes[0])
         return (
-            f"Trace({self.name!r}, layers={self.n_layers}, qheads={self.n_qheads}, "
-            f"heads={self.n_heads}, pos={self.n_pos}, dim={self.dim}, prompt_len={self.prompt_len})"
+            f"Trace({self.name!r}, layers={self.n_layers}, qheads={qheads}, "
+            f"heads={heads}, pos={self.n_pos}, dim={dim}, prompt_len={self.prompt_len})"
         )
-
-    # --- arrays ---
 
     def read(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
         """Return part of an array in the compute dtype (`tokens`: int64); a view if in memory.
@@ -356,14 +341,20 @@ class Trace(Displayed):
                 and for a probe.
 
         Raises:
-            NeedsError: the trace has no such array.
+            NeedsError: the trace has no such array, or left out some of these rows.
             TraceError: the stored array is damaged.
         """
+        return self.stored(name, layers, pos).to(torch.int64 if name == "tokens" else self.dtype)
+
+    def stored(self, name: str, layers: slice = _ALL, pos: slice = _ALL) -> Tensor:
+        """Return part of an array as `read`, in the dtype in which it is stored."""
         if not self.has(name):
             raise NeedsError(missing_array(name, self.source.shapes, self.meta, self.name))
         check_steps(layers, pos)
-        array = self.source.read(name, layers, pos)
-        return array.to(torch.int64 if name == "tokens" else self.dtype)
+        source = self.source
+        if self.header.sizes and is_sized(name):
+            source = self.alike(range(*layers.indices(self.n_layers))).source
+        return source.read(name, layers, pos)
 
     @property
     def q(self) -> Tensor:
@@ -420,13 +411,14 @@ class Trace(Displayed):
         """Token ids [pos], int64, or None."""
         return self.read("tokens") if self.has("tokens") else None
 
-    def full(self, layers: slice = _ALL) -> tuple[Tensor, Tensor]:
-        """Return full attention of `layers`: attn_out [layer, qhead, pos, value_dim] and lse.
+    def full(self, layers: slice = _ALL, rows: slice = _ALL) -> tuple[Tensor, Tensor]:
+        """Return full attention of rows: attn_out [layer, qhead, pos, value_dim] and lse.
 
-        As recorded, else computed from q, k, v; traces in memory keep what they have computed.
+        As recorded, else computed; traces in memory keep what they have computed.
         """
-        check_steps(layers)
-        return self.full_attention.layers(layers)
+        check_steps(layers, rows)
+        alike = self.alike(range(*layers.indices(self.n_layers)))
+        return alike.full_attention.layers(layers, rows)
 
     def attention(self, layer: int, rows: Positions, pos: Positions | None = None) -> Tensor:
         """Return exact rows of full attention [qhead, row, pos], computed by the log-sum-exp.
@@ -442,6 +434,7 @@ class Trace(Displayed):
             raise PositionError(f"layer is {layer!r}; expected 0..{self.n_layers - 1}")
         at = as_positions(rows, self.n_pos)
         to = as_positions(_ALL if pos is None else pos, self.n_pos)
+        alike = self.alike([range(self.n_layers)[layer]])
         if not len(at) or not len(to):
-            return torch.zeros((self.n_qheads, len(at), len(to)), dtype=self.dtype)
-        return self.full_attention.weights(range(self.n_layers)[layer], at, to)
+            return torch.zeros((alike.n_qheads, len(at), len(to)), dtype=self.dtype)
+        return alike.full_attention.weights(range(self.n_layers)[layer], at, to)

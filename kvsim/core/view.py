@@ -8,29 +8,21 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
-from kvsim.core.attention import Formula, Reduction, Rope, reduce_group, softmax
+from kvsim.core.attention import Formula, Reduction, Rope, reduce_group
 from kvsim.core.entries import Entries, gather
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
 from kvsim.core.setting import Setting, Source
+from kvsim.core.weights import LOGIT_BYTES, row_grid, row_weights
 from kvsim.errors import PolicyError
 from kvsim.schema import GUIDE
 
-__all__ = ["Setting", "Source", "View"]
+__all__ = ["LOGIT_BYTES", "Setting", "Source", "View"]
 
 T = TypeVar("T")
-
-#: Bytes of logits that a View holds at once where it can work in blocks of rows.
-LOGIT_BYTES = 16 << 20
-
-#: Bytes of what passes through several operations at once on a processor, whose cache they fit.
-CACHE_BYTES = 1 << 20
-
-# Products of fewer rows are slower.
-_LEAST_ROWS = 64
 
 
 class View:
@@ -255,6 +247,13 @@ class View:
         """Return queries of a span before RoPE."""
         return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
 
+    def summed(self, name: str) -> tuple[int, Tensor] | None:
+        """First rows whose queries are not all held, and what was summed over them; else None.
+
+        name: as for `Source.summed`.
+        """
+        return self._source.summed(name)
+
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return `compute()`, computed at the first event that needs it and kept for later ones.
 
@@ -277,6 +276,10 @@ class View:
                 of a cache that nothing has left.
         """
         return self._source.lasting(key, compute)
+
+    def scored(self, scorer: Any) -> Any:
+        """Return what a scorer returns of this view, which an engine may know from a replay."""
+        return scorer.score(self)
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Output [L, H, G, w, d] and log-sum-exp [L, H, G, w] of rows start..stop-1, full cache."""
@@ -344,6 +347,12 @@ class View:
         """Attention received from row `first` on."""
         example = self.keys
         layers, heads, n = example.shape[:3]
+        if first == 0:
+            total, acted = self._received_of_all(), self._since >= 0
+            if bool(acted.any()):  # in other layers
+                since = self._received(int(self._since[acted].min()) + 1)
+                total = since.where(acted.view(-1, 1, 1), total)
+            return total
         per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
         # a quarter: fewer rows together see fewer entries that only some of them see
         step = max(1, LOGIT_BYTES // (4 * per_row * example.element_size()))
@@ -363,6 +372,26 @@ class View:
             total[..., :seen] += attention.sum(2)
         return total
 
+    def _received_of_all(self) -> Tensor:
+        """Attention received from all rows, in layers from which nothing has left; [L, H, n].
+
+        The order of the sum is the same in any block of layers and at any event.
+        """
+        queries = self._source.queries(self.row, self.row + 1)
+        total = queries.new_zeros(*queries.shape[:3], self.row + 1)  # [L, H, G, n]
+        start, attended = 0, self._rounded_after is not None
+        if (before := self._source.summed("received")) is not None:
+            start = before[0]
+            total[..., :start] = before[1]
+        size = total[0, ..., 0].numel() * total.element_size()
+        for low, high in row_grid(start, self.row + 1, size):
+            most = max(1, LOGIT_BYTES // ((high - low) * high * size))
+            for layer in range(0, len(total), most):
+                only = slice(layer, layer + most)
+                part = self._rows(low, high, high, weigh=True, attended=attended, layers=only)
+                total[only, ..., :high] += part.sum(3)
+        return total.sum(2)
+
     def rows(self, start: int, stop: int, seen: int | None = None) -> Tensor:
         """Attention of rows start..stop-1 over the first `seen` slots; [L, H, G, w, seen].
 
@@ -373,54 +402,48 @@ class View:
         return self._rows(start, stop, seen, weigh=True)
 
     def _rows(
-        self, start: int, stop: int, seen: int | None, *, weigh: bool, attended: bool = False
+        self,
+        start: int,
+        stop: int,
+        seen: int | None,
+        *,
+        weigh: bool,
+        attended: bool = False,
+        layers: slice = slice(None),
     ) -> Tensor:
         """Logits of rows start..stop-1, -inf where hidden, or their softmax; [L, H, G, w, seen].
 
         attended: with keys as they were stored when the row attended, and not as they are now.
+        layers: those of the block.
         """
-        queries, formula = self._source.queries(start, stop), self.formula
-        k = self.keys[..., :seen, :].flatten(0, 1)
-        pos, live = (x[..., :seen].flatten(0, 1) for x in (self.pos, self.live))
-        layers, heads, group, count = queries.shape[:4]
+        queries = self._source.queries(start, stop)[layers]
+        k = self.keys[layers, :, :seen].flatten(0, 1)
+        pos, live = (x[layers, :, :seen].flatten(0, 1) for x in (self.pos, self.live))
+        n_layers, heads, group, count = queries.shape[:4]
         q = queries.flatten(2, 3).flatten(0, 1)  # [L * H, G * w, d]
         row = torch.arange(start, stop, device=q.device).expand(group, -1).flatten()  # [G * w]
-        before, after = k, pos
+        before: tuple[Tensor, Tensor] | None = None
         if attended and self._rounded_after is not None:
-            before = gather(self._source.exact_keys, self._entries)[..., :seen, :].flatten(0, 1)
-            after = self._rounded_after.gather(-1, self.pos.clamp(min=0))[..., :seen].flatten(0, 1)
+            exact = gather(self._source.exact_keys, self._entries)[layers, :, :seen]
+            after = self._rounded_after.gather(-1, self.pos.clamp(min=0))[layers, :, :seen]
+            before = exact.flatten(0, 1), after.flatten(0, 1)
         # the first slot that may hold an entry which a row is too old to see; positions ascend
         younger, slots = self._entries.stop - 1 - start, k.shape[1]
         first = min(slots, max(0, self.pos.shape[-1] - younger))
         padded = self._padded
-        sinks = None
-        if weigh and formula.sinks:
-            sinks = formula.sink(q, heads).repeat_interleave(count, 1).repeat(layers, 1)
-        out = q.new_empty(*q.shape[:2], slots)
-        for heads_at, rows_at in _parts(out):
-            z = formula.capped((q[heads_at, rows_at] @ k[heads_at].mT).mul_(formula.scale))
-            if attended:
-                unrounded = q[heads_at, rows_at] @ before[heads_at].mT
-                unrounded = formula.capped(unrounded.mul_(formula.scale))
-                z = unrounded.where(row[rows_at, None] <= after[heads_at, None], z)
-            if first < slots:
-                hidden = pos[heads_at, None, first:] > row[rows_at, None]
-                z[..., first:].masked_fill_(hidden, -torch.inf)
-            if padded:
-                z.masked_fill_(~live[heads_at].unsqueeze(1), -torch.inf)
-            if not weigh:
-                out[heads_at, rows_at] = z
-            elif sinks is None:
-                torch.softmax(z, -1, out=out[heads_at, rows_at])
-            else:
-                out[heads_at, rows_at] = softmax(z, sinks[heads_at, rows_at])
+        out = row_weights(
+            *(q, k, self.formula, row, pos[:, first:], n_layers),
+            live=live if padded else None,
+            before=before,
+            weigh=weigh,
+        )
         if weigh and (padded or not first):
             # a row older than every live entry sees nothing
             oldest = pos.masked_fill(~live, stop).amin(-1, keepdim=True)
             blind = oldest > row
             if bool(blind.any()):
                 out.masked_fill_(blind.unsqueeze(-1), 0.0)
-        return out.view(layers, heads, group, count, -1)
+        return out.view(n_layers, heads, group, count, -1)
 
 
 def _unwritten(original: Tensor, copy: Tensor, version: int) -> bool:
@@ -429,16 +452,3 @@ def _unwritten(original: Tensor, copy: Tensor, version: int) -> bool:
         return False
     # NaN is what a column holds before it has a value
     return torch.equal(original, copy) or torch.allclose(original, copy, 0, 0, equal_nan=True)
-
-
-def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of the first two axes of a tensor that are computed together."""
-    first, second = of.shape[:2]
-    most = first * second
-    if of.device.type == "cpu":
-        most = max(1, CACHE_BYTES // max(1, of.shape[2] * of.element_size()))
-    rows = min(second, max(_LEAST_ROWS, most))
-    size = max(1, most // max(1, second))
-    for a in range(0, first, size):
-        for b in range(0, second, rows):
-            yield slice(a, a + size), slice(b, b + rows)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.policy import Plan, Policy, Scores, protected_by
+from kvsim.core.policy import Plan, Policy, Scorer, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
 from kvsim.core.storing import advance, round_marked
@@ -57,6 +58,46 @@ class Choice:
             notes={name: note.cpu().numpy() for name, note in plan.notes.items()},
         )
         return [plans]
+
+
+class EventView(View):
+    """The View of an event, which knows the scores of caches that nothing has left.
+
+    They are the same for every policy with an equal scorer, whatever keeps entries by them, and at
+    every budget unless the scorer reads the budget.
+    """
+
+    _reads_budget = False
+
+    @property
+    def budget(self) -> Tensor:
+        """Entries that each head keeps when the layer's budget is shared equally, int [L, 1]."""
+        self._reads_budget = True
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: Tensor) -> None:
+        self._budget = budget
+
+    def scored(self, scorer: Scorer) -> Scores:
+        """Return the scores of a scorer, which must not be written to."""
+        if not self._entries.whole or self.setting.guarded:
+            return Scores.of(scorer.score(self))
+        setting, before = self.setting, self._reads_budget
+
+        def score() -> tuple[Any, ...]:
+            self._reads_budget = False
+            scores = Scores.of(scorer.score(self))
+            budgets = self._budget.tolist() if self._reads_budget else None
+            return scores.values, *scores.columns.values(), (*scores.columns,), budgets
+
+        looks = setting.events, setting.protected_ends, setting.response
+        key = ("scores", scorer, self.row, setting.prompt_len, setting.interval, looks)
+        values, *columns, names, budgets = self.across(key, score)
+        self._reads_budget = before or budgets is not None
+        if budgets not in (None, self._budget.tolist()):
+            return Scores.of(scorer.score(self))
+        return Scores(values, dict(zip(names, columns, strict=True)))
 
 
 class Block:
@@ -128,7 +169,7 @@ class Block:
         setting = self.setting
         if self._context is not None and row < setting.prompt_len - 1:
             setting = self._context
-        view = View(
+        view = EventView(
             self.source,
             entries,
             setting,
@@ -141,7 +182,7 @@ class Block:
         acting = acts.tolist()
         if not any(acting):
             return Choice(view, acts, entries.live)
-        scores = Scores.of(policy.scorer.score(view))
+        scores = Scores.of(view.scored(policy.scorer))
         values = scores.values
         check(policy, scores, entries.live, self.layers, row)
         protected = protected_by(policy.requested, view)

@@ -47,7 +47,7 @@ def check_cell(
     event before there are enough rows for the scorer. MemoryLimitError.
     """
     policy = policy.at(whole(budget))
-    trace = isolated(trace) if policy.foreign else trace
+    trace = (isolated(trace) if policy.foreign else trace).evicting
     schedule = schedule or policy.schedule
     _check_context(trace, policy, schedule)
     needs = policy.scorer.needs | (policy.reader.needs if policy.reader else frozenset())
@@ -187,15 +187,11 @@ def _idle(
     ends = ends + np.arange(len(ends))[:, None] * (n_pos + 1)
     left = np.bincount(ends.ravel(), minlength=len(ends) * (n_pos + 1)).reshape(*layers, -1)
     held = rows + 1 - left.cumsum(-1)[..., rows]  # entries that a row sees, its own too
-    if reads is not None:
-        heads = max(held.shape[1], reads.bits.shape[1])
-        pages = (-(-held // reads.page)).repeat(heads // held.shape[1], 1)
-        read = np.bitwise_count(reads.bits).sum(-1, dtype=np.int64)
-        if (read.repeat(heads // read.shape[1], 1) >= pages).all():
-            yield (
-                f"{policy.name}: every row reads all that is held, so that its reader has no "
-                "effect; give a smaller budget"
-            )
+    if reads is not None and reads.whole(held):
+        yield (
+            f"{policy.name}: every row reads all that is held, so that its reader has no effect; "
+            "give a smaller budget"
+        )
     if policy.codec is not None:
         least = min(clock.exact + clock.step for clock in policy.codec.clocks)
         if held.max() - 1 < least:
@@ -249,9 +245,10 @@ def _eviction_remark(
             "bytes of one for each KV head at the same budget"
         )
     if trace.windowed:
+        sized = any((trace.formulas[x].reach or trace.n_pos) >= trace.n_pos for x in trace.windowed)
         remarks.append(  # about the trace, so that it appears once for all policies
-            f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text, and "
-            f"are not replayed: {windows(trace)}"
+            f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text"
+            f"{', or have heads of another size' * sized}, and are not replayed: {windows(trace)}"
         )
     remarks.append(_budget_remark(trace, policy, budget))
     remarks.append(_full_layers_remark(trace, policy, budget, schedule))

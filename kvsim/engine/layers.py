@@ -77,12 +77,8 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
             )
 
 
-def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
-    """How many layers fit the memory budget with q, k, v and working space.
-
-    MemoryLimitError where not even one does.
-    """
-    limit = DEFAULT_MEMORY if memory is None else memory
+def _layer_bytes(trace: Trace, policy: Policy) -> int:
+    """Bytes of q, k, v of a layer and its working space, without those of a block of rows."""
     item = trace.dtype.itemsize
     copies = 2 if policy.codec is None else 4  # of keys and values, which a codec overwrites
     # layers that read the entries of one are scored with it
@@ -100,12 +96,27 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
         event += (
             (trace.n_qheads + trace.n_heads) * trace.source.shapes["probe_q"][2] * trace.dim * item
         )
+    return stored + event
+
+
+def replay_bytes(trace: Trace, policy: Policy, layers: int, memory: int | None) -> int:
+    """Most bytes of a replay of so many layers in a memory budget; of a short text fewer."""
+    limit = DEFAULT_MEMORY if memory is None else memory
+    return min(limit, layers * _layer_bytes(trace, policy))
+
+
+def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
+    """How many layers fit the memory budget with q, k, v and working space.
+
+    MemoryLimitError where not even one does.
+    """
+    limit = DEFAULT_MEMORY if memory is None else memory
     layers, subject = 1, "one layer of this trace needs"
     if policy.across_layers:
         layers = sharing(trace)
         shared = "a budget" if policy.layer_budgets.across_layers else "a ranking"
         subject = f"{policy.name} shares {shared} over all layers, which need"
-    need = layers * (stored + event) + 4 * LOGIT_BYTES  # and those of one block of rows
+    need = layers * _layer_bytes(trace, policy) + 4 * LOGIT_BYTES  # with one block of rows
     if need > limit:
         raise MemoryLimitError(
             f"{subject} {need / 2**20:.0f} MiB to replay, the memory budget is "

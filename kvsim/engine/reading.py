@@ -10,6 +10,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, prod
+from shutil import disk_usage
+from tempfile import TemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
@@ -39,8 +41,8 @@ def read(
 ) -> Reads:
     """Return which pages the rows after the prompt read.
 
-    evicted_at [layer, H, T]: what is resident. Raises MemoryLimitError where the account would take
-    more than `memory` bytes.
+    evicted_at [layer, H, T]: what is resident. An account of more than `memory` bytes lies in a
+    temporary file; raises MemoryLimitError without room for it.
     """
     reader, first = reader.fitted(trace, budget), trace.prompt_len
     bits = account(trace, reader, layers, memory)
@@ -57,15 +59,21 @@ def account(trace: Trace, reader: Reader, layers: Sequence[int], memory: int) ->
     heads = {"query": trace.n_qheads, "kv": trace.n_heads, "layer": 1}[reader.heads]
     size = ceil(trace.n_pos / reader.page) // 8 + 1  # one bit is never set where pages are chosen
     shape = len(layers), heads, trace.n_pos - trace.prompt_len, size
-    if (needed := prod(shape)) > memory:
-        raise MemoryLimitError(
-            f"the account of what {reader.label} reads takes {needed / 2**20:.0f} MiB, the memory "
-            f"budget is {memory / 2**20:.0f} MiB; give at least --memory {-(-needed // 2**20)}MiB, "
-            "or replay fewer layers"
-        )
-    bits = np.zeros(shape, np.uint8)
+    bits = np.zeros(shape, np.uint8) if prod(shape) <= memory else _in_file(shape, reader.label)
     bits[[at for at, layer in enumerate(layers) if reads_all(trace, reader, layer)]] = 255
     return bits
+
+
+def _in_file(shape: tuple[int, ...], label: str) -> NDArray[np.uint8]:
+    """Return zeros in a temporary file, which is gone with the array."""
+    needed, folder = prod(shape), gettempdir()
+    if needed > (free := disk_usage(folder).free):
+        raise MemoryLimitError(
+            f"the account of what {label} reads takes {needed / 2**30:.1f} GiB, and {folder} has "
+            f"{free / 2**30:.1f} GiB free; set TMPDIR to a larger disk, or replay fewer layers"
+        )
+    with TemporaryFile() as file:
+        return np.memmap(file, np.uint8, "w+", shape=shape)
 
 
 def reads_all(trace: Trace, reader: Reader, layer: int) -> bool:
@@ -84,16 +92,17 @@ def _of_layer(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of rows after the prompt, and the pages that they read, bool [head, w, P]."""
     only = slice(layer, layer + 1)
-    q, k, v = (trace.read(name, only)[0].to(gone.device) for name in ("q", "k", "v"))
-    q = q.unflatten(0, (len(k), -1))
     first, n_pos, of_layer = trace.prompt_len, trace.n_pos, dict[Hashable, Any]()
+    k, v = (trace.read(name, only)[0].to(gone.device) for name in "kv")
+    q = trace.read("q", only, slice(first, None))[0].to(gone.device).unflatten(0, (len(k), -1))
     for start, stop in periods(gone, first, n_pos):
         period = Period(k, v, gone[:, :stop] >= start, reader.page)
         pages = period.pages(trace, layer, reader, budget, of_layer)
         most = max(1, _MOST_SCORES // (q.shape[0] * q.shape[1] * pages.live.shape[1]))
         for begin in range(start, stop, min(ROWS, most)):
             rows = slice(begin, min(begin + min(ROWS, most), stop))
-            yield rows, choose(reader, q[:, :, rows], pages, period.slots[:, rows], budget)
+            queries = q[:, :, rows.start - first : rows.stop - first]
+            yield rows, choose(reader, queries, pages, period.slots[:, rows], budget)
 
 
 def periods(gone: Tensor, first: int, n_pos: int) -> Iterator[tuple[int, int]]:

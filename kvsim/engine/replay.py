@@ -109,7 +109,7 @@ def run(
 ) -> Record:
     """`replay` with the schedule resolved, and the options of tests."""
     policy, guarded = policy.at(budget), policy.foreign or options.guard
-    trace = isolated(trace) if guarded else trace
+    trace = (isolated(trace) if guarded else trace).evicting
     source = trace.per_query_head() if policy.per_query_head else trace
     check_cell(trace, policy, budget, options.memory, schedule)
     chosen = replayed(trace, options.layers)

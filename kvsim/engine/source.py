@@ -101,8 +101,9 @@ class TraceSource:
         self._place, self._most = (tuple(layers), str(device)), most
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
-        """An array of the layers on the device."""
-        return _together([self._trace.read(name, run, pos).to(self._device) for run in self._runs])
+        """An array of the layers on the device, to which it is moved as it is stored."""
+        parts = [self._trace.stored(name, run, pos).to(self._device) for run in self._runs]
+        return _together(parts).to(self._trace.dtype)
 
     def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
         """Return `compute()`, kept with the trace unless keys and values were overwritten."""
@@ -139,6 +140,10 @@ class TraceSource:
             # whole chunks, because neighbouring rows are read next
             first = start // CHUNK * CHUNK
             last = min(-(-stop // CHUNK) * CHUNK, self._trace.n_pos)
+            if self._trace.left_out is not None:
+                low, high = self._trace.left_out
+                first = first if start < high else max(first, high)
+                last = last if stop > low else min(last, low)
             self._window, self._window_start = self._read("q", slice(first, last)), first
         return self._grouped(self._window[:, :, start - first : stop - first])
 
@@ -159,16 +164,26 @@ class TraceSource:
         queries = self._grouped(self._read("probe_q"))
         return ProbeRows(queries, self._read("probe_k"), self._trace.header.probe_chunks)
 
+    def summed(self, name: str) -> tuple[int, Tensor] | None:
+        """Sums over the rows before the end of those left out, [L, H, G, ...]; None if all are."""
+        if self._trace.left_out is None:
+            return None
+        return self._trace.left_out[1], self._grouped(self._read(name))
+
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""
-        output, lse = self._full
-        return output[..., start:stop, :], lse[..., start:stop]
+        first, output, lse = self._full
+        if start < first:
+            self._trace.full(self._runs[0], slice(start, stop))  # its error names what is left out
+        return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
 
     @cached_property
-    def _full(self) -> tuple[Tensor, Tensor]:
-        arrays = zip(*(self._trace.full(run) for run in self._runs), strict=True)
+    def _full(self) -> tuple[int, Tensor, Tensor]:
+        """The first row, behind those that are left out, and full attention from there on."""
+        first = 0 if self._trace.left_out is None else self._trace.left_out[1]
+        arrays = zip(*(self._trace.full(x, slice(first, None)) for x in self._runs), strict=True)
         output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
-        return self._grouped(output), self._grouped(lse)
+        return first, self._grouped(output), self._grouped(lse)
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Hold all positions still; with `poison`, those that left [L, H, T] become NaN."""
@@ -208,13 +223,14 @@ def _together(parts: Sequence[Tensor]) -> Tensor:
 
 def windows(trace: Trace) -> str:
     """Name what masks out entries, and where: `a sliding window in layers 0, 2 (4096 tokens)`."""
-    kinds: dict[str, dict[int | None, list[int]]] = {}
+    kinds: dict[str, dict[str, list[int]]] = {}
     for layer in trace.windowed:
-        by_size = kinds.setdefault(trace.formulas[layer].local, {})
-        by_size.setdefault(trace.formulas[layer].reach, []).append(layer)
+        formula = trace.formulas[layer]
+        masks = (formula.reach or trace.n_pos) < trace.n_pos
+        by_size = kinds.setdefault(formula.local if masks else "heads of another size", {})
+        by_size.setdefault(f" ({formula.reach} tokens)" * masks, []).append(layer)
     return ", ".join(
-        f"{kind} in "
-        + ", ".join(f"{numbered(layers)} ({size} tokens)" for size, layers in by_size.items())
+        f"{kind} in " + ", ".join(f"{numbered(layers)}{size}" for size, layers in by_size.items())
         for kind, by_size in kinds.items()
     )
 
@@ -226,9 +242,15 @@ def longest_unmasked(trace: Trace) -> int:
 
 def check_unwindowed(trace: Trace, layer: int) -> None:
     """Raise PolicyError for a layer whose window or chunks are shorter than the text."""
-    if layer in trace.windowed:
+    if layer not in trace.windowed:
+        return
+    reach = trace.formulas[layer].reach or trace.n_pos
+    if reach >= trace.n_pos:
         raise PolicyError(
-            f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of "
-            f"{trace.formulas[layer].reach} positions, which bounds its cache by itself; expected "
-            "layers that see the whole text"
+            f"layer {layer} of {trace.name} has heads of another size than the last; expected "
+            "layers of one size; record it without the others (--layers)"
         )
+    raise PolicyError(
+        f"layer {layer} of {trace.name} has {trace.formulas[layer].local} of {reach} positions, "
+        "which bounds its cache by itself; expected layers that see the whole text"
+    )

@@ -65,7 +65,7 @@ def bursts(
     more than 64 positions those 64 of which the other records keep most. least: positions from
     which a run is a burst.
     """
-    trace, records = as_trace(trace), drawn_records(records)
+    trace, records = as_trace(trace).evicting, drawn_records(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     row, strips = strips_after(trace, records, layer=layer, head=head, row=row)
     first, last = _stretch(strips) if zoom is None else zoom

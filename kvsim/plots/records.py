@@ -86,7 +86,7 @@ def retention_map(
     The number is the mean retained mass of rows after the prompt. A
     bar marks the needle of the prompt, if it has one.
     """
-    trace, records = as_trace(trace), drawn_records(records)
+    trace, records = as_trace(trace).evicting, drawn_records(records)
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     heads = slice(head * trace.group, (head + 1) * trace.group)
     attention = trace.attention(layer, slice(0, trace.n_pos))[heads].amax(0)
@@ -148,7 +148,7 @@ def error_over_rows(
 
     smooth: rows of the running mean.
     """
-    trace, records = as_trace(trace), drawn_records(records)
+    trace, records = as_trace(trace).evicting, drawn_records(records)
     budgets = sorted({record.budget for record in records})
     figure = Figure(figsize=(8.5, 2.6 * len(budgets) + 0.6), dpi=150)
     axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
@@ -235,7 +235,7 @@ def token_text(
 
     row: of the event; the layer's last by default. Errors are those of `token_states`.
     """
-    trace = as_trace(trace)
+    trace = as_trace(trace).evicting
     layer, head = trace_layer(trace, layer), trace_head(trace, head)
     states = token_states(trace, record, layer=layer, head=head, row=row)
     placed = _placed(states.text[start:])
@@ -287,7 +287,7 @@ def token_html(
     Positions from `start` up to and without `stop` are shown. needed: `last_needed` of the head,
     which distinguishes evicted tokens that a later row would attend to (`token_states`).
     """
-    trace = as_trace(trace)
+    trace = as_trace(trace).evicting
     states = token_states(trace, record, layer=layer, head=head, row=row, needed=needed)
     codes, pieces = states.codes[start:stop], states.text[start:stop]
     edges = np.flatnonzero(np.diff(codes, prepend=-1)).tolist()
@@ -318,7 +318,7 @@ def lift_bars(
     many of the largest lifts, and so many of the smallest. Raises NeedsError if the trace has no
     text of tokens.
     """
-    trace = as_trace(trace)
+    trace = as_trace(trace).evicting
     check_record(trace, record)
     layer = trace_layer(trace, layer)
     table = retention_lift(trace, record, layer, heads=heads, sink=SINK, recent=RECENT)

@@ -196,9 +196,17 @@ class AMS(Allocator):
             buffered = _BUFFER if view.interval is None else min(view.interval, _BUFFER)
             rows = min(rows, buffered - 1)
         width = view.budget.minimum(count - 1).clamp(min=1, max=max(1, rows))  # W_e, [L, H]
+        if int(count.min()) <= view.row:
+            return self._usage_over(view, width)
+        # nothing has left: replays share it
+        terms = view.row, view.prompt_len, view.interval, *width.flatten().tolist()
+        return view.across(("usage", self, *terms), lambda: self._usage_over(view, width))
+
+    def _usage_over(self, view: View, width: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from the last `width` rows, int [L, H]."""
         attention = view.attn(int(width.max()))  # [L, H, G, w, n]
         group, held_rows = attention.shape[2:4]
-        row = torch.arange(view.row + 1 - held_rows, view.row + 1, device=count.device)
+        row = torch.arange(view.row + 1 - held_rows, view.row + 1, device=width.device)
         counted = row > view.row - width.unsqueeze(-1)  # [L, H, w]
         weight = counted.to(attention.dtype).repeat(1, 1, group).unsqueeze(2)  # [L, H, 1, G * w]
         received = (weight @ attention.flatten(2, 3))[:, :, 0].double() / group  # [L, H, n]

@@ -35,17 +35,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.attention import Rope
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import SINKS, Moments, merged
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.policy import Protection, Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
+from kvsim.core.weights import row_grid
 from kvsim.errors import PolicyError
-from kvsim.policies.calibration import row_blocks
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class ExpectedAttention(Scorer):
         start, stop, future = self._samples(view)
         _, mu, sigma = view.across(
             ("moments", start, stop, self.covariance),
-            lambda: moments(row_blocks(view.unrotated_span, start, stop), self.covariance),
+            lambda: _seen_moments(view, start, stop, covariance=self.covariance),
         )
         logits = self._logits(view, mu, sigma, future)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
@@ -184,25 +186,31 @@ class ExpectedAttention(Scorer):
         return Protection(sink=self.sink)
 
 
-def moments(blocks: Iterable[Tensor], covariance: bool = True) -> tuple[int, Tensor, Tensor | None]:
-    """Number, mean [..., d] and covariance [..., d, d] of the rows of blocks [..., w, d].
+def moments(
+    blocks: Iterable[Tensor], covariance: bool = True, before: Moments | None = None
+) -> tuple[int, Tensor, Tensor | None]:
+    """Number, mean [L, ..., d] and covariance [L, ..., d, d] of the rows of blocks [L, ..., w, d].
 
-    The covariance divides by the number of rows; None where it is not requested. Blocks merge
-    without cancellation (Chan, Golub and LeVeque 1983, doi 10.1080/00031305.1983.10483115).
+    The covariance divides by the number of rows; None where it is not requested. before: those of
+    other rows (`kvsim.core.left_out.merged`).
     """
-    count, mean, spread = 0, torch.zeros(()), torch.zeros(())
     for block in blocks:
-        rows = block.shape[-2]
-        block_mean = block.mean(-2)
-        shift = block_mean - mean if count else block_mean
-        if covariance:
-            centred = block - block_mean.unsqueeze(-2)
-            within = centred.mT @ centred
-            between = shift.unsqueeze(-1) * shift.unsqueeze(-2) * (count * rows / (count + rows))
-            spread = spread + within + between if count else within
-        mean = mean + shift * (rows / (count + rows)) if count else block_mean
-        count += rows
+        before = merged(before, block, covariance=covariance)
+    if before is None:
+        raise ValueError("no rows, expected at least one")
+    count, mean, spread = before
     return count, mean, spread / count if covariance else None
+
+
+def _seen_moments(
+    view: View, start: int, stop: int, *, covariance: bool
+) -> tuple[int, Tensor, Tensor | None]:
+    """Moments of rows start..stop-1, a block of 256 positions after the other."""
+    before, summed = None, view.summed("moments") if start == SINKS else None
+    if summed is not None and summed[0] < stop:
+        start, both = summed
+        before = start - SINKS, both[..., 0, :], both[..., 1:, :]
+    return moments(starmap(view.unrotated_span, row_grid(start, stop)), covariance, before)
 
 
 def expected_logits(keys: Tensor, mu: Tensor, sigma: Tensor | None, scale: float) -> Tensor:

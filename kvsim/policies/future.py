@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvsim.core.lazy import torch
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.view import Source
 from kvsim.errors import MemoryLimitError
-from kvsim.policies.optimum import Floats, Ints, Optimum, solve
+from kvsim.policies.optimum import Ints, Optimum, solve
 
 # Rows whose attention is computed at once.
 _ROWS = 64
@@ -55,15 +55,15 @@ def best(
         part = slice(begin, begin + each)
         capacity = (places[part] - protected).clip(min=0)
         capacity = capacity.reshape(capacity.shape[0] * pools, len(events))
-        mass = future_mass(source, events, start, part)
-        mass = mass.reshape(len(capacity), len(first), len(events))
-        parts.append(solve(mass, first, capacity))
+        mass = future_mass(source, events, start, (begin, min(begin + each, layers)))
+        masses = mass.cpu().numpy().reshape(len(capacity), len(first), len(events))
+        parts.append(solve(masses, first, capacity))
     of_pools = Optimum.concatenated(parts)
-    masses = (of_pools.retained, of_pools.bound, of_pools.chance)
+    sums = (of_pools.retained, of_pools.bound, of_pools.chance)
     return Optimum(
         of_pools.stop.reshape(layers, heads, rows),
         of_pools.price.reshape(places.shape),
-        *(mass.reshape(layers, pools) for mass in masses),
+        *(x.reshape(layers, pools) for x in sums),
     )
 
 
@@ -80,23 +80,42 @@ def _check_memory(entries: int, pools: int, events: int, memory: int) -> None:
 
 
 def future_mass(
-    source: Source, events: Sequence[int], start: int, layers: slice = slice(None)
-) -> Floats:
-    """Full attention that an entry gets between an event and the next; [L, H, T, M].
+    source: Source,
+    events: Sequence[int],
+    start: int,
+    layers: tuple[int, int] | None = None,
+    weigh: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Full attention that an entry gets between an event and the next; float64 [L, H, T, M].
 
     Summed over the rows from `start` on and the query heads of the group; 0 at events before its
-    row.
+    row. Replays of a trace share it.
+
+    layers: the first, and the one behind the last; all by default. weigh: of a layer's attention
+    [H, G * w, n], the output of the rows and the values of the entries, what is summed instead.
     """
-    keys = source.keys[layers]
-    mass = keys.new_zeros(*keys.shape[:3], len(events), dtype=torch.float64)
-    for event, row in enumerate(events):
-        end = events[event + 1] + 1 if event + 1 < len(events) else source.n_rows
-        for low in range(max(row + 1, start), end, _ROWS):
-            high = min(low + _ROWS, end)
-            q = source.queries(low, high)[layers].flatten(2, 3) * source.formula.scale
-            lse = source.full(low, high)[1][layers].flatten(2, 3).unsqueeze(-1)
-            for layer, visible in enumerate(keys[:, :, : row + 1].mT):  # one stays in the cache
-                z = source.formula.capped(q[layer] @ visible)  # [H, G * w, n]
-                mass[layer, :, : row + 1, event] += z.sub_(lse[layer]).exp_().sum(1)
-    out: Floats = mass.cpu().numpy()
-    return out
+    begin, end = layers or (0, len(source.keys))
+    start = max(start, events[0] + 1 if events else 0)
+
+    def compute() -> Tensor:
+        keys = source.keys[begin:end]
+        mass = keys.new_zeros(*keys.shape[:3], len(events), dtype=torch.float64)
+        for event, row in enumerate(events):
+            stop = events[event + 1] + 1 if event + 1 < len(events) else source.n_rows
+            for low in range(max(row + 1, start), stop, _ROWS):
+                _add(mass[:, :, : row + 1, event], low, min(low + _ROWS, stop))
+        return mass
+
+    def _add(mass: Tensor, low: int, high: int) -> None:
+        q = source.queries(low, high)[begin:end].flatten(2, 3) * source.formula.scale
+        output, lse = (x[begin:end] for x in source.full(low, high))
+        n = mass.shape[-1]
+        for layer, visible in enumerate(source.keys[begin:end, :, :n].mT):  # one stays in the cache
+            z = source.formula.capped(q[layer] @ visible)  # [H, G * w, n]
+            weights = z.sub_(lse[layer].flatten(1).unsqueeze(-1)).exp_()
+            if weigh is not None:
+                values = source.values[begin + layer, :, :n]
+                weights = weigh(weights, output[layer].flatten(1, 2), values)
+            mass[layer] += weights.sum(1)
+
+    return source.lasting(("future", tuple(events), start, begin, end, weigh), compute)

@@ -135,6 +135,7 @@ class _Flow:
 
     def __init__(self, total: Floats, first: Ints, capacity: Ints, cost: Floats) -> None:
         self.total, self.cost = total, cost
+        self.by_stop = np.ascontiguousarray(total.transpose(0, 2, 1))
         self.stop = np.stack(
             [(of - price).argmax(1) for of, price in zip(total, cost, strict=True)]
         )
@@ -223,11 +224,12 @@ class _Flow:
             new, which = at[active], pool[active]
             old = before[active, new]
             with np.errstate(invalid="ignore"):  # entries that are not yet there at either stop
-                gains = self.total[which, :, new] - self.total[which, :, old]
+                gains = self.by_stop[which, new]
+                gains -= self.by_stop[which, old]
             gains[self.stop[which] != old[:, None]] = -np.inf
             entry, low = gains.argmax(1), np.minimum(old, new)
             idle = (new == old + 1) | ((new == old - 1) & (self.idle[which, low] > 0))
-            idle &= gains.max(1) < 0
+            idle &= gains[np.arange(len(entry)), entry] < 0
             self.idle[which[idle], low[idle]] += (new - old)[idle]
             moves.append((which[~idle], entry[~idle], new[~idle]))
             changed += [which * self.stops + stop for stop in (old, new)]

@@ -22,12 +22,15 @@ import numpy as np
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Scorer
-from kvsim.core.view import LOGIT_BYTES, View
-from kvsim.policies.future import best
+from kvsim.core.view import View
+from kvsim.policies.future import best, future_mass
 
 # The least attention that others are taken to receive beside an entry: a row that sees one entry
 # alone would lose everything with it, which is a large number and not infinity.
 _OTHERS = 1e-6
+
+# Sums of a layer that are held at once, of an entry at an event each.
+_MOST = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -48,23 +51,20 @@ class Oracle(Scorer):
         if self.by == "optimum":
             stops = view.once(self, lambda: self._stops(view))
             return stops.gather(-1, view.pos.clamp(min=0))
-        keys, n = view.keys, view.pos.shape[-1]
-        total = keys.new_zeros(keys.shape[:3])
-        first = view.row + 1
-        if first == view.n_rows:
-            return total
-        group = view.span(first, first + 1).shape[2]
-        step = max(1, LOGIT_BYTES // (keys[..., 0].numel() * group * keys.element_size()))
-        for start in range(first, view.n_rows, step):
-            stop = min(start + step, view.n_rows)
-            q = view.span(start, stop).flatten(2, 3)  # [L, H, G * w, d]
-            output, lse = (x.flatten(2, 3) for x in view.full(start, stop))
-            z = view.formula.capped((q @ keys.transpose(-1, -2)).mul_(view.scale))
-            attention = z.sub_(lse.unsqueeze(-1)).exp_().clamp_(max=1.0)  # [L, H, G * w, n]
-            if self.by == "output":
-                attention *= _alone(attention, output, view.values)
-            total += attention.sum(2)
-        return total.masked_fill_(~view.live, 0.0) if n else total
+        source, events, weigh = view.source, view.setting.events or (view.row,), None
+        if self.by == "output":
+            weigh = _moved
+        # events whose later rows are weighed together; a codec changes keys from one to the next
+        each = 1 if view.rounded else max(1, _MOST // source.keys[0, ..., 0].numel())
+        first = events.index(view.row) // each * each
+        together = events[first : first + each]
+        weighed, ahead = source.memo.get(self, (None, None))
+        if weighed != together:
+            mass = future_mass(source, together, 0, weigh=weigh)
+            ahead = mass.flip(-1).cumsum(-1).flip(-1)
+            source.memo[self] = together, ahead
+        total: Tensor = ahead[..., together.index(view.row)].gather(-1, view.pos.clamp(min=0))
+        return total.masked_fill(~view.live, 0.0)
 
     def _stops(self, view: View) -> Tensor:
         """The number of the event that evicts each entry, that of all events if none does."""
@@ -92,10 +92,11 @@ class Oracle(Scorer):
         return Flops(2 * pairs * d, pairs * (2 + (3 * d + 3 if self.by == "output" else 0)))
 
 
-def _alone(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
-    """Change of the output without an entry, per unit of its attention, relative to its norm."""
+def _moved(attention: Tensor, output: Tensor, values: Tensor) -> Tensor:
+    """How far the output moves without an entry, relative to its norm; overwrites attention."""
+    attention.clamp_(max=1.0)
     # by differences: where one entry has nearly all attention, the output is nearly its value
     distance = torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
     size = output.norm(dim=-1, keepdim=True)
     relative = torch.where(size > 0, distance / size, torch.zeros_like(distance))
-    return relative / (1 - attention).clamp_(min=_OTHERS)
+    return attention.mul_(relative / (1 - attention).clamp_(min=_OTHERS))

@@ -10,13 +10,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Layout, Rope, recent_attention
-from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.core.attention import Layout, Rope, causal_attention
+from kvsim.core.checks import DTYPES, compute_dtype, on_host, relative_error, tolerance
 from kvsim.core.header import Header
+from kvsim.core.left_out import LeftOut, Sums
+from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.modules import unrecordable
-from kvsim.schema import CHUNK, numbered
+from kvsim.recorder.sink import MemorySink
+from kvsim.recorder.sizes import as_largest, size_of
+from kvsim.schema import CHUNK, OF_ROWS, numbered
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
 
@@ -31,34 +35,6 @@ _NO_ROPE, _UNKNOWN = Rope(()), Rope((), layout="unknown")
 
 #: Share of the tolerance beyond which factors of queries at different positions differ.
 _FACTOR = 0.3
-
-
-class MemorySink:
-    """Blocks in memory, with the methods of a TraceWriter that take them."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, dict[int, list[Tensor]]] = {}
-        self._dropped: set[str] = set()
-
-    def append(self, name: str, layer: int, block: Tensor) -> None:
-        """Keep a copy of the block."""
-        if name in self._dropped:
-            return
-        layers = self.blocks.setdefault(name, {})
-        layers.setdefault(layer, []).append(block.to("cpu", copy=True))
-
-    def drop(self, name: str) -> None:
-        """Forget an array; later blocks of it are ignored."""
-        self.blocks.pop(name, None)
-        self._dropped.add(name)
-
-    def set_length(self, n_pos: int) -> None:
-        """Do nothing: blocks in memory need no length."""
-
-    def array(self, name: str) -> Tensor:
-        """Return the whole array, its layers stacked."""
-        layers, axis = self.blocks[name], pos_axis(name)
-        return torch.stack([torch.cat(layers[layer], dim=axis) for layer in sorted(layers)])
 
 
 class _Layer:
@@ -77,8 +53,9 @@ class _Layer:
         self.factors: list[float] = []
         self.owner = call.layer  # the layer whose entries it reads, itself or an earlier one
         self.keys: Tensor | None = call.k  # in the first forward
-        self.shape = _shape(call)
+        self.shape = size_of(call)
         self.parts: dict[str, Tensor] = {}
+        self.sums: Sums | None = None  # of rows up to those that are left out
         self.start = self.filled = 0
         self.error = 0.0
 
@@ -106,11 +83,6 @@ def _same_keys(keys: Tensor | None, other: Tensor) -> bool:
         return False
     here = keys.to(other.device)
     return here.data_ptr() == other.data_ptr() or (here is not keys and torch.equal(here, other))
-
-
-def _shape(call: KernelCall) -> tuple[int, ...]:
-    """Return the numbers of query heads, KV heads, dimensions, and dimensions of values."""
-    return call.q.shape[0], *call.k.shape[::2], call.v.shape[2]
 
 
 def _rows(call: KernelCall, row: int, count: int) -> dict[str, Tensor]:
@@ -143,10 +115,11 @@ class BlockRecorder:
 
     open_sink: opens the sink from the first call, which shows the shapes, after its check.
     read_ropes: returns the rotary embeddings in effect. layer_ids: the recorded layers, ascending.
+    sizes: of each of them where they differ, else empty; blocks are padded to the largest.
     begin: called once every layer has been called, before the first block of the last one.
     store_dtype: ``float16`` if the sink stores less than the model's precision. rounds_logits: the
     kernel keeps logits in the model's dtype (eager), so in 16 bits its own rounding grows with the
-    logits, and with it the tolerance.
+    logits, and with it the tolerance. left_out: rows of which the sink gets sums alone.
     """
 
     def __init__(
@@ -156,13 +129,18 @@ class BlockRecorder:
         *,
         layer_ids: Sequence[int],
         begin: Callable[[], None],
+        sizes: tuple[Size, ...] = (),
         store_dtype: torch.dtype | None = None,
         rounds_logits: bool = False,
+        left_out: LeftOut = None,
     ) -> None:
+        self.left_out = left_out
         self.open_sink, self.read_ropes, self.store_dtype = open_sink, read_ropes, store_dtype
         self.layer_ids, self.begin, self.rounds_logits = layer_ids, begin, rounds_logits
+        self.sizes = sizes
         self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
+        self.without_moments = False  # queries before RoPE are not known
         self.last: int | None = None
         self.allowed = 0.0
 
@@ -224,6 +202,7 @@ class BlockRecorder:
             formulas=tuple(layer.formula for layer in layers),
             ropes=tuple(layer.ropes[0] for layer in layers),
             owners=owners if owners != tuple(range(len(layers))) else (),
+            sizes=self.sizes,
             meta={**header.meta, "capture_check": check, **latent},
         )
 
@@ -247,18 +226,18 @@ class BlockRecorder:
         return layer
 
     def _check_shapes(self, call: KernelCall) -> None:
-        shape = _shape(call)
+        shape = size_of(call)
         if call.q.shape[0] % call.k.shape[0]:
             raise unrecordable(
                 f"layer {call.layer} has {shape[0]} query heads and {shape[1]} KV heads; expected "
                 "a multiple"
             )
-        first = next((layer.shape for layer in self.layers.values()), shape)
-        if shape != first:
-            raise CaptureError(
+        sizes = self.sizes or tuple(layer.shape for layer in self.layers.values())[:1]
+        expected = sizes[self.layer_ids.index(call.layer) if self.sizes else 0] if sizes else shape
+        if shape != expected:
+            raise unrecordable(
                 f"layer {call.layer} has (query heads, KV heads, dimensions, of values) {shape}, "
-                f"earlier layers {first}; expected the same; record layers of one shape alone "
-                "(--layers)"
+                f"in a run of two tokens {expected}, expected the same"
             )
 
     def _check_rotation(self, call: KernelCall, layer: _Layer) -> None:
@@ -271,6 +250,9 @@ class BlockRecorder:
         start, q, rotated = call.start, call.q, call.rotated_q
         end, dtype, rope = start + q.shape[1], compute_dtype(q.dtype), layer.ropes[0]
         if rope == _UNKNOWN:
+            return
+        if call.up is not None and call.k.shape == call.v.shape:  # latents, which are not rotated
+            layer.ropes = [_NO_ROPE]
             return
         fits, least = layer.ropes, 0.0
         if not layer.hooked or rotated is None:
@@ -345,13 +327,37 @@ class BlockRecorder:
                 raise _changed("keys", number, layer.start, least, before.dtype)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
-            rounded = _History(history.call, self.store_dtype)
-            _, lse = rounded.attend(block["q"].to(self.store_dtype), layer.start)
+            history = _History(history.call, self.store_dtype)
+            _, lse = history.attend(block["q"].to(self.store_dtype), layer.start)
         if self.sink is None:  # set by the first call
             raise RuntimeError("no sink")
-        for name, part in {**block, "lse": lse}.items():
+        first, stop = self.left_out or (0, 0)
+        if layer.start < stop:
+            self._add_up(layer, block["q"], history)
+        held = {
+            name: as_largest(name, part, self.sizes)
+            for name, part in {**block, "lse": lse}.items()
+            if name not in OF_ROWS or not first <= layer.start < stop
+        }
+        for name, part in on_host(held).items():
             self.sink.append(name, self.layer_ids.index(number), part)
         layer.start += size
+
+    def _add_up(self, layer: _Layer, q: Tensor, history: _History) -> None:
+        """Add the rows of a block to the sums of a layer, which are stored when all are there."""
+        end, rope, keys = layer.start + q.shape[1], layer.ropes[0], history.kv[0]
+        if layer.sums is None:
+            layer.sums = Sums(layer.formula, None if rope == _UNKNOWN else rope)
+        layer.sums.add(q.to(self.store_dtype or q.dtype).to(keys.dtype), keys[:, :end])
+        if self.left_out is None or self.sink is None or end < self.left_out[1]:
+            return
+        arrays, place = layer.sums.arrays(), self.layer_ids.index(history.call.layer)
+        if "moments" not in arrays or rope != layer.sums.rope:
+            self.sink.drop("moments")
+            self.without_moments = True
+        for name, values in arrays.items():
+            if name != "moments" or not self.without_moments:
+                self.sink.write_layer(name, place, values)
 
     def _check_output(
         self, call: KernelCall, out: Tensor, recomputed: Tensor, lse: Tensor
@@ -449,7 +455,5 @@ class _History:
     def attend(self, q: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Compute attention of rows start, start + 1, ...: q [qhead, w, d] -> out, lse."""
         end = start + q.shape[1]
-        k, v = (part[:, None, :end] for part in self.kv)  # [head, 1, n, d]
-        rows = q.to(k.dtype).unflatten(0, (len(k), -1))  # [head, group, w, d]
-        out, lse = recent_attention(rows, k, v, self.call.formula, start)
-        return out.flatten(0, 1), lse.flatten(0, 1)
+        k, v = (part[:, :end] for part in self.kv)
+        return causal_attention(q.to(k.dtype), k, v, self.call.formula, start)

@@ -10,8 +10,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsim.core.options import takes_options
+from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
+from kvsim.recorder.forecast import forecast
+from kvsim.recorder.generation import device_of
 from kvsim.recorder.models import load_model, unwrapped
 from kvsim.recorder.options import Options, check_in_memory
 from kvsim.recorder.prompts import (
@@ -26,6 +29,7 @@ from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
 from kvsim.schema import is_url
+from kvsim.store.forecast import Rates
 from kvsim.store.publication import check_target, check_writable
 
 
@@ -73,6 +77,7 @@ def capture(
             else with the output of its attention; with `residual`, a model whose decoder layers are
             not found, or do not pass on what they return; with `resume`, a trace at `out` that is
             of another capture; anything but a model and tokenizer of transformers.
+        OutputError, MemoryLimitError: the plan does not fit on the disk, or into `memory`.
         TraceError: a number that is not finite, or too large for `store_dtype`.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
@@ -91,7 +96,10 @@ def capture(
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out, describe_model(model))
-    return session.existing() or session.run()
+    existing = session.existing()
+    if existing is None:
+        _check_fits(model, [session], checked)
+    return existing or session.run()
 
 
 @takes_options(Options)
@@ -145,6 +153,8 @@ def capture_many(
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
     traces = [session.existing() for session in sessions]
+    new = [each for each, trace in zip(sessions, traces, strict=True) if trace is None]
+    _check_fits(model, new, checked)
     for place, prompt in enumerate(prompts):
         session = sessions.pop(0)  # a session that has run keeps blocks
         try:
@@ -155,6 +165,20 @@ def capture_many(
             more = "; in the same place resume=True (--resume) records the others" if place else ""
             raise type(error)(f"prompt {prompt.id!r}{done}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
+
+
+def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Options) -> None:
+    """Plan captures; raise OutputError or MemoryLimitError where they do not fit, unless forced."""
+    folder = next((each.out.parent for each in sessions if each.out), None)
+    if not sessions or (folder is None and options.memory is None and options.planned is None):
+        return
+    device = device_of(model).type
+    with threads_for(model):
+        planned = forecast(model, sessions, Rates.measured(device), device)
+    if not options.force:
+        planned.check(folder, options.most_memory)
+    if options.planned is not None:
+        options.planned(planned)
 
 
 def _check_local(out: str | Path) -> None:

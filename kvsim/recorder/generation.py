@@ -1,4 +1,7 @@
-"""Generation: prefill, then one token after the other; or all tokens of a given response."""
+"""Generation: prefill, then one token after the other; or all tokens of a given response.
+
+A long prompt goes through the model in chunks of rows, over one cache.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,29 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
+from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError, KvsimError, error_line
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.positions import has_rope, reset_frequencies
+from kvsim.recorder.positions import has_rope, reset_frequencies, steady_length
+from kvsim.schema import CHUNK
 
 #: What ended a response by itself: a token that ends one, or a stop string.
 Ended = Literal["eos", "stop"]
 
+#: Pairs of a row and an entry in one forward of a long prompt. Attention weights of 32 heads, as
+#: eager attention keeps them, take 1 GiB then.
+PAIRS = 1 << 23
+
+#: More rows than any prompt has.
+WHOLE = 1 << 31
+
 # Rows whose log-softmax is computed at once.
 _ROWS = 128
+
+# Rows that show whether a model goes on where its last forward ended.
+_FEW = 16
 
 
 def generate(
@@ -34,6 +50,7 @@ def generate(
     sampled: Callable[[int], None],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
+    chunk: int,
 ) -> tuple[list[int], Ended | None]:
     """Return the tokens of prompt and response, and what ended the response, if anything did.
 
@@ -43,12 +60,22 @@ def generate(
     response, as its last one. completed: called with the tokens so far and the start of the
     response, returns whether it ends here. sampled: called with each token of the response before
     it goes through the model. before_last: called with the final length before the last forward.
-    progress: called with (tokens done, most tokens possible) after every forward.
+    progress: called with (tokens done, most tokens possible) after every forward. chunk: the most
+    rows of a forward.
     """
     tokens = list(ids)
     total = len(tokens) + new_tokens
     generator = torch.Generator().manual_seed(seed)
-    forward, inputs = _forward(model), tokens[:]
+    cache, inputs = full_cache(model), tokens[:]
+
+    def forward(*, last: bool) -> Tensor:
+        """Run the new tokens; return the logits [V] of the last one."""
+        logits, start = Tensor(), len(tokens) - len(inputs)
+        for end, of_chunk in run_chunks(model, cache, inputs, start, 1, chunk):
+            progress(total if last and end == len(tokens) else end, total)
+            logits = of_chunk
+        return logits[-1]
+
     with torch.no_grad(), evaluating(model):
         while True:
             ended: Ended | None = None
@@ -58,12 +85,9 @@ def generate(
                 ended = "stop"
             if ended or len(tokens) == total:
                 before_last(len(tokens))
-                forward(inputs, len(tokens) - len(inputs), 1)
-                progress(total, total)
+                forward(last=True)
                 return tokens, ended
-            logits = forward(inputs, len(tokens) - len(inputs), 1)[0]
-            progress(len(tokens), total)
-            tokens.append(sample(logits, temperature, generator))
+            tokens.append(sample(forward(last=False), temperature, generator))
             sampled(tokens[-1])
             inputs = tokens[-1:]
 
@@ -75,21 +99,24 @@ def score(
     *,
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
+    chunk: int,
 ) -> list[float]:
-    """Run all tokens in one forward; return the log-likelihood of each from `start` on.
+    """Run all tokens; return the log-likelihood of each from `start` on.
 
-    That of a token is given all tokens before it. before_last, progress: as for `generate`.
+    That of a token is given all tokens before it. before_last, progress, chunk: as for `generate`.
     """
-    n = len(ids)
+    n, parts = len(ids), list[Tensor]()
     with torch.no_grad(), evaluating(model):
         before_last(n)
-        logits = _forward(model)(ids, 0, n - start + 1)[:-1]
-        progress(n, n)
-        targets = torch.tensor(ids[start:], device=logits.device)
-        parts = [
-            part.double().log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
-            for part, token in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
-        ]
+        for end, logits in run_chunks(model, full_cache(model), ids, 0, n - start + 1, chunk):
+            progress(end, n)
+            targets = torch.tensor(ids[end - len(logits) + 1 : end + 1], device=logits.device)
+            parts += [
+                part.double().log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+                for part, token in zip(
+                    logits[: len(targets)].split(_ROWS), targets.split(_ROWS), strict=True
+                )
+            ]
         return [float(x) for x in torch.cat(parts)]
 
 
@@ -108,29 +135,83 @@ def check_logits(logits: Tensor, start: int) -> Tensor:
     return logits
 
 
-def _forward(model: PreTrainedModel) -> Callable[[Sequence[int], int, int], Tensor]:
-    """Return a function that runs tokens from a row on, over one cache of all rows before.
+def run_chunks(
+    model: PreTrainedModel, cache: Cache, ids: Sequence[int], start: int, count: int, chunk: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Run tokens from row `start` on, over a cache of all rows before, `chunk` in a forward.
 
-    It returns so many of the last logits, [n, V].
+    After each forward it yields its end, and the logits [n, V] of those of its rows that are among
+    the last `count`.
     """
-    device, options = device_of(model), cache_option(model, full_cache(model))
+    device, options = device_of(model), cache_option(model, cache)
     # some models count from 0 in every forward; without RoPE a position may be counted otherwise
     states = "position_ids" in inspect.signature(model.forward).parameters and has_rope(model)
-
-    def forward(ids: Sequence[int], start: int, count: int) -> Tensor:
-        n = start + len(ids)
-        at = {"position_ids": torch.arange(start, n, device=device)[None]} if states else {}
-        inputs = torch.tensor([ids], device=device)
-        out = run_model(model, inputs, use_cache=True, **options, **at, **last_logits(model, count))
+    for at in range(0, len(ids), chunk):
+        part = ids[at : at + chunk]
+        begin, end = start + at, start + at + len(part)
+        wanted = max(0, min(len(part), end - (start + len(ids) - count)))
+        rows = max(1, wanted)  # 0 asks for all
+        pos = {"position_ids": torch.arange(begin, end, device=device)[None]} if states else {}
+        inputs = torch.tensor([part], device=device)
+        out = run_model(model, inputs, use_cache=True, **options, **pos, **last_logits(model, rows))
         logits = getattr(out, "logits", None)
         if logits is None:
             raise CaptureError(
                 f"{type(model).__name__} returns no logits, expected a model for causal language "
                 "modelling, as AutoModelForCausalLM loads it"
             )
-        return check_logits(logits[0, -count:], n - count)
+        yield end, check_logits(logits[0, -rows:], end - rows)[rows - wanted :]
 
-    return forward
+
+def chunk_rows(
+    model: PreTrainedModel, ids: Sequence[int], requested: int | None = None
+) -> tuple[int, list[str]]:
+    """Return the most rows of a forward of a prefill of `ids`, and notes on it.
+
+    `WHOLE` unless requested, up to `PAIRS` pairs of a row and an entry. Raises CaptureError where
+    fewer are requested and the model computes something else in chunks.
+    """
+    n = len(ids)
+    rows = requested or max(CHUNK, PAIRS // n // CHUNK * CHUNK)
+    if rows >= n or (requested is None and n * n <= PAIRS):
+        return WHOLE, []
+    if (steady_length(model, rows) or n) < n:
+        reason = "frequencies of its RoPE change with the length"
+    elif not continues(model, ids):
+        reason = f"{type(model).__name__} starts from empty states in a forward of several rows"
+    else:
+        return rows, []
+    if requested is not None:
+        raise CaptureError(
+            f"chunk is {requested} for a prompt of {n} tokens, and {reason}; expected one forward "
+            "for all of them; leave --chunk out"
+        )
+    return WHOLE, [f"the prompt was run in one piece: {reason}"]
+
+
+def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
+    """Return whether a forward of several rows goes on from the states of the rows before.
+
+    In some families it starts from empty ones, and only a forward of one row does. Of the first few
+    `ids`, logits are those of one forward up to rounding, which is that of rows that run one by
+    one.
+    """
+    half = len(ids[:_FEW]) // 2
+    first, rest = [*ids[:half]], [*ids[half:_FEW]]
+
+    def last(*parts: Sequence[int]) -> Tensor:
+        cache, start, logits = full_cache(model), 0, Tensor()
+        for part in parts:
+            ((start, logits),) = run_chunks(model, cache, part, start, 1, len(part))
+        return logits
+
+    with torch.no_grad(), evaluating(model):
+        whole = last(first + rest)
+        chunk, single = (
+            float((last(first, *parts) - whole).abs().max())
+            for parts in ([rest], [[token] for token in rest])
+        )
+    return chunk <= max(tolerance(DTYPES[whole.dtype]) * float(whole.abs().max()), 4 * single)
 
 
 def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:

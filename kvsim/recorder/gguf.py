@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -113,11 +114,7 @@ def dequantised(
     Other processes neither build nor replace a folder meanwhile. note: called with a line when
     dequantising begins and when it ends. Raises as `load_model`.
     """
-    if find_spec("gguf") is None:
-        raise CaptureError(
-            "a GGUF file needs gguf, which is not installed, expected the extra gguf; "
-            "`pip install 'kvsim[gguf]'`"
-        )
+    _check_package()
     digest = _checked_digest(file)
     content = _read(file.path)
     folder = _cache() / digest
@@ -130,6 +127,28 @@ def dequantised(
             report(f"dequantised in {time.monotonic() - began:.0f} s, {size / 1e6:.0f} MB")
         package = {} if file.package is None else {"package": file.package}
         yield folder, {"file": file.path.name, "sha256": digest, **content.source, **package}
+
+
+@contextmanager
+def described(file: GgufFile) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Provide a folder with the configuration and the tokenizer of a GGUF file, from its header.
+
+    And the provenance of its weights as far as the header says it. Raises as `load_model`.
+    """
+    _check_package()
+    content = _read(file.path)
+    with TemporaryDirectory(prefix="kvsim-") as folder:
+        for name, text in content.files.items():
+            Path(folder, name).write_bytes(text)
+        yield Path(folder), {"file": file.path.name, **content.source}
+
+
+def _check_package() -> None:
+    if find_spec("gguf") is None:
+        raise CaptureError(
+            "a GGUF file needs gguf, which is not installed, expected the extra gguf; "
+            "`pip install 'kvsim[gguf]'`"
+        )
 
 
 def _cache() -> Path:

@@ -32,6 +32,7 @@ from kvsim.recorder.modules import (
     replacing_kernel,
     unrecordable,
 )
+from kvsim.recorder.positions import indexed
 
 #: Returns the mask that the kernel of a layer gets instead of the one that the model made, from the
 #: layer's number, the queries [1, qhead, w, dim] and that mask.
@@ -120,8 +121,14 @@ class _Interceptor:
     """The state of the attention module that runs: set by its pre-hook, read by the wrappers."""
 
     def __init__(
-        self, modules: dict[int, nn.Module], kernel: str, receive: Callable[[KernelCall], None]
+        self,
+        modules: dict[int, nn.Module],
+        kernel: str,
+        receive: Callable[[KernelCall], None],
+        *,
+        indexed: bool,
     ) -> None:
+        self.indexed = indexed
         self.layer_of = {id(module): layer for layer, module in modules.items()}
         self.kernel = kernel
         self.receive = receive
@@ -201,7 +208,7 @@ class _Interceptor:
 
     def _again(self, module: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
         args, named = self.arguments
-        without = functools.partial(_without_cache, rows=len(hidden))
+        without = functools.partial(_without_cache, rows=len(hidden), indexed=self.indexed)
         self.recomputed = []
         try:
             with torch.no_grad():
@@ -232,7 +239,8 @@ class _Interceptor:
     def _sinks(self, layer: int, sinks: Tensor) -> tuple[float, ...]:
         """Return the sinks as numbers, read once: reading waits for the device."""
         if layer not in self.sinks or self.sinks[layer][0] is not sinks:
-            self.sinks[layer] = sinks, tuple(sinks.detach().double().flatten().tolist())
+            known = torch.zeros(sinks.shape) if sinks.is_meta else sinks  # a plan has shapes alone
+            self.sinks[layer] = sinks, tuple(known.detach().double().flatten().tolist())
         return self.sinks[layer][1]
 
     def _rotation(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -254,10 +262,15 @@ def _chunk(module: nn.Module) -> int | None:
     return int(config.attention_chunk_size)
 
 
-def _without_cache(argument: Any, rows: int) -> Any:
-    """Return an argument for a module that runs again on rows alone, to which it may write."""
+def _without_cache(argument: Any, rows: int, *, indexed: bool) -> Any:
+    """Return an argument for a module that runs again on rows alone, to which it may write.
+
+    indexed: integers are positions from which an indexer chooses, those of these rows at most.
+    """
     if isinstance(argument, Cache):
         return None
+    if indexed and isinstance(argument, Tensor) and argument.dtype in (torch.int32, torch.int64):
+        return argument.clamp(max=rows - 1)
     if isinstance(argument, Tensor) and argument.dim() == 4:  # a mask over the cached entries too
         return argument[..., -rows:]
     return copy.copy(argument) if isinstance(argument, MutableMapping) else argument
@@ -299,7 +312,8 @@ def intercepting(
         if layers is None or layer in layers
     }
     name = kernel_name(model)
-    interceptor = _Interceptor(modules, name, receive or (lambda _: None))
+    chooses = indexed(model) is not None
+    interceptor = _Interceptor(modules, name, receive or (lambda _: None), indexed=chooses)
 
     def wrap(original: Kernel) -> Kernel:
         def kernel(

@@ -55,12 +55,12 @@ class ProjectionModules:
             _matrix(f"{self.names[layer]} of layer {layer}", module)
             for layer, module in self.modules.items()
         ]
-        kinds = {(matrix.shape, matrix.dtype) for matrix in matrices}
+        kinds = {(len(matrix), matrix.dtype) for matrix in matrices}
         if len(kinds) != 1:
-            listed = ", ".join(sorted(f"{list(shape)} {DTYPES[dtype]}" for shape, dtype in kinds))
+            listed = ", ".join(sorted(f"{rows} rows of {DTYPES[dtype]}" for rows, dtype in kinds))
             raise CaptureError(
                 f"the output projections ({', '.join(sorted({*self.names.values()}))}) of "
-                f"{type(model).__name__} are {listed}, expected one shape and dtype in all layers"
+                f"{type(model).__name__} are {listed}, expected one size and dtype in all layers"
             )
         ((_, dtype),) = kinds
         self.dtype = DTYPES[dtype]
@@ -202,7 +202,8 @@ def _name(layer: int, module: nn.Module) -> str:
 def _matrix(what: str, projection: nn.Module) -> Tensor:
     """Return the weights [hidden, qheads x dim] of an output projection, as a view."""
     weight = cast("Tensor", projection.weight).detach()
-    away = "offloaded" if weight.is_meta else "sharded" if hasattr(weight, "full_tensor") else ""
+    offloaded = weight.is_meta and hasattr(projection, "_hf_hook")  # else of a plan
+    away = "offloaded" if offloaded else "sharded" if hasattr(weight, "full_tensor") else ""
     if away:
         raise CaptureError(
             f"{what} is {away} until the layer runs, expected weights that stay on a device; "

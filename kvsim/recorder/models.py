@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from kvsim import tiny
 from kvsim.core.checks import resolve_device
 from kvsim.errors import CaptureError, error_line, suggest
-from kvsim.recorder.gguf import SMOLLM2, dequantised, find_gguf
+from kvsim.recorder.gguf import SMOLLM2, dequantised, described, find_gguf
 from kvsim.recorder.modules import kernel_name
 from kvsim.schema import first_of, numbered
 
@@ -102,14 +102,7 @@ def load_model(
         _check_device_map(device_map, device)
     if device == "auto":
         device = resolve_device(device)
-    if dtype is None:
-        on_cpu = device in (None, "cpu") and device_map in (None, "cpu")
-        dtype = "float32" if on_cpu else "auto"
-    dtype = _DTYPES.get(dtype, dtype)
-    if dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
-        raise CaptureError(
-            f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
-        )
+    dtype = _dtype_name(dtype, on_cpu=device in (None, "cpu") and device_map in (None, "cpu"))
     options = {"attn_implementation": attention, "device_map": device_map}
     with _quiet(), _located(name, note) as (place, local, source):
         offline = None if local else unreachable()
@@ -159,6 +152,45 @@ def load_model(
     return loaded, tokenizer
 
 
+def load_outline(
+    name: str | Path, *, dtype: str | None, on_cpu: bool, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Any]:
+    """Return a model without its weights, on the device meta, and its tokenizer.
+
+    name, dtype, trust_remote_code: as those of `load_model`, whose errors this raises too. on_cpu:
+    whether the model would be loaded to a CPU, for the default dtype.
+    """
+    dtype = _dtype_name(dtype, on_cpu=on_cpu)
+    with _quiet(), _located(name, None, weights=False) as (place, local, _):
+        shared: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        shared["local_files_only"] = local or unreachable() is not None
+        try:
+            config = AutoConfig.from_pretrained(place, **shared)
+            config._experts_implementation = "batched_mm"  # noqa: SLF001  others read numbers
+            stated = getattr(config, "dtype", None) or torch.float32
+            options = {"dtype": stated if dtype == "auto" else getattr(torch, dtype)}
+            with torch.device("meta"):
+                model = _auto_class(config).from_config(
+                    config, trust_remote_code=trust_remote_code, **options
+                )
+        except _UNUSABLE as error:
+            raise CaptureError(
+                f"model {str(name)!r} has no usable configuration ({error_line(error)}); expected "
+                f"a decoder model, or {_NAMED}{_close(str(name))}"
+            ) from error
+        return cast("PreTrainedModel", model.eval()), _load_tokenizer(place, shared)
+
+
+def _dtype_name(dtype: str | None, *, on_cpu: bool) -> str:
+    """Return the full name of a data type; by default float32 on a CPU, elsewhere auto."""
+    dtype = ("float32" if on_cpu else "auto") if dtype is None else _DTYPES.get(dtype, dtype)
+    if dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
+        raise CaptureError(
+            f"dtype is {dtype!r}, expected float32, bfloat16, float16, float64 or auto"
+        )
+    return dtype
+
+
 def load_tokenizer(name: str | Path, *, note: Callable[[str], None] | None = None) -> Any:
     """Load the tokenizer of a model, without the model.
 
@@ -190,13 +222,16 @@ def unreachable() -> str | None:
 
 @contextmanager
 def _located(
-    name: str | Path, note: Callable[[str], None] | None
+    name: str | Path, note: Callable[[str], None] | None, *, weights: bool = True
 ) -> Iterator[tuple[str, bool, tuple[str, dict[str, Any]] | None]]:
-    """Provide the path or hub id of a model, whether it is local, and `_GGUF` of a GGUF file."""
+    """Provide the path or hub id of a model, whether it is local, and `_GGUF` of a GGUF file.
+
+    weights: False where configuration and tokenizer are enough.
+    """
     if str(name) in tiny.MODELS:
         yield str(tiny.MODELS[str(name)]), True, None
     elif (file := find_gguf(name)) is not None:
-        with dequantised(file, note) as (folder, source):
+        with dequantised(file, note) if weights else described(file) as (folder, source):
             yield str(folder), True, (file.name, source)
     else:
         yield *_place(name), None

@@ -27,8 +27,11 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 # The table belongs to the process, so captures in several threads take turns.
 _TABLE_LOCK = threading.RLock()
 
-#: The list of decoder layers of each model, by name ("" without one), and its attention modules.
-_MEASURED: WeakKeyDictionary[PreTrainedModel, tuple[str, dict[int, str]]] = WeakKeyDictionary()
+#: The list of decoder layers of a model, by name ("" without one), its attention modules, and what
+#: `kernel_sizes` returns.
+_Measured = tuple[str, dict[int, str], set[tuple[int, ...]]]
+
+_MEASURED: WeakKeyDictionary[PreTrainedModel, _Measured] = WeakKeyDictionary()
 
 
 def unrecordable(what: str) -> CaptureError:
@@ -86,7 +89,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
     Raises CaptureError as `attention_modules`, or where attention is outside a list of layers.
     """
-    name, modules = _measured(model)
+    name, modules, _ = _measured(model)
     if not name:
         raise CaptureError(
             f"the attention of layer {min(modules)} is outside a list of decoder layers, expected "
@@ -100,7 +103,7 @@ def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
 
     Kinds are those of the configuration, such as ``linear_attention``, or classes of the layers.
     """
-    name, modules = _measured(model)
+    name, modules, _ = _measured(model)
     layers = decoder_layers(model) if name else []
     stated = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     kinds: dict[str, list[int]] = {}
@@ -111,23 +114,31 @@ def other_layers(model: PreTrainedModel) -> dict[str, list[int]]:
     return kinds
 
 
-def _measured(model: PreTrainedModel) -> tuple[str, dict[int, str]]:
+def kernel_sizes(model: PreTrainedModel) -> set[tuple[int, ...]]:
+    """Return the heads and dimensions of queries, keys and values that kernels get, each once."""
+    return _measured(model)[2]
+
+
+def _measured(model: PreTrainedModel) -> _Measured:
     with _TABLE_LOCK:
         if model not in _MEASURED:
-            _MEASURED[model] = _placed(model, *_called(model))
+            called, holding, sizes = _called(model)
+            _MEASURED[model] = *_placed(model, called, holding), sizes
         return _MEASURED[model]
 
 
-def _called(model: PreTrainedModel) -> tuple[list[nn.Module], set[int]]:
+def _called(model: PreTrainedModel) -> tuple[list[nn.Module], set[int], set[tuple[int, ...]]]:
     """Return modules that call the kernel in a run of two tokens, and layers that hold keys then.
 
-    A module is there once for each call, in order.
+    A module is there once for each call, in order. And what `kernel_sizes` returns.
     """
     called: list[nn.Module] = []
+    sizes: set[tuple[int, ...]] = set()
 
     def wrap(original: Kernel) -> Kernel:
         def kernel(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
             called.append(module)
+            sizes.add(tuple(n for x in args[:3] for n in x.shape[1::2]))
             return original(module, *args, **options)
 
         return kernel
@@ -136,7 +147,8 @@ def _called(model: PreTrainedModel) -> tuple[list[nn.Module], set[int]]:
     with torch.no_grad(), evaluating(model), replacing_kernel(kernel_name(model), wrap):
         run_model(model, ids, use_cache=True, **cache_option(model, cache))
     keys = (getattr(layer, "keys", None) for layer in cache.layers)
-    return called, {number for number, x in enumerate(keys) if x is not None and x.numel()}
+    holding = {number for number, x in enumerate(keys) if x is not None and x.numel()}
+    return called, holding, sizes
 
 
 def _placed(

@@ -14,11 +14,17 @@ from typing import Annotated, Any, Literal, Self
 from kvsim.core.options import Help, given_options
 from kvsim.core.parameters import AtLeast, Between, Finite, check_fields
 from kvsim.errors import CaptureError, PolicyError
+from kvsim.schema import size_in_bytes
 
 Progress = Callable[[int, int], None]
 
 #: Tokens of a chunk of a probe by default, as in KVzip's paper.
 PROBE_CHUNK = 2048
+
+#: Rows before the response that are stored beside it by default.
+ROWS = 512
+
+_ROWS = r"response(?:\+(\d{1,9}))?"
 
 _PROBE = r"repeat(?::0*([1-9]\d{0,8}))?"
 
@@ -96,6 +102,16 @@ class Options:
             "be recomputed. It takes as many numbers per token and layer as the hidden size."
         ),
     ] = False
+    rows: Annotated[
+        str | None,
+        Help(
+            "'response' stores queries and outputs of the response, of the 512 rows before it "
+            "('response+N': of N rows) and of the first 256, and sums over the others, which most "
+            "policies and metrics read instead (docs/compact-traces.md). Before a question behind "
+            "a context if there is one. All rows by default.",
+            "response[+N]",
+        ),
+    ] = None
     probe: Annotated[
         str | None,
         Help(
@@ -103,6 +119,15 @@ class Options:
             "'repeat:N' for chunks of N tokens, 2048 by default. The model reads the context a "
             "second time for them.",
             "repeat[:N]",
+        ),
+    ] = None
+    chunk: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Run at most so many tokens of the prompt through the model at once. By default a "
+            "prompt of up to 2,896 tokens runs in one piece, and a longer one in chunks of at "
+            "least 256, over the model's own cache."
         ),
     ] = None
     store_dtype: Annotated[
@@ -117,6 +142,17 @@ class Options:
             "others."
         ),
     ] = False
+    memory: Annotated[
+        int | str | None,
+        Help("Refuse a capture whose plan takes more memory, such as 16GB.", "SIZE"),
+    ] = None
+    force: Annotated[
+        bool, Help("Record even if the plan says that the disk or the memory is too small.")
+    ] = False
+    planned: Annotated[
+        Callable[[Any], None] | None,
+        Help("Called with the plan, a `kvsim.store.forecast.Forecast`, before the first token."),
+    ] = None
     progress: Annotated[
         Progress | bool | None,
         Help("A function of (tokens done, most tokens possible); True shows a bar on a terminal."),
@@ -141,6 +177,10 @@ class Options:
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
         ):
             raise CaptureError(f"progress is {self.progress!r}, expected a function, True or None")
+        if self.planned is not None and not callable(self.planned):
+            raise CaptureError(f"planned is {self.planned!r}, expected a function or None")
+        if self.most_memory == 0:
+            raise CaptureError(f"memory is {self.memory!r}, expected bytes, or a size such as 16GB")
         stop: Any = self.stop
         stops: Sequence[Any] = self.stops if isinstance(stop, Sequence) else [stop]
         if not all(isinstance(text, str) and text for text in stops):
@@ -148,10 +188,33 @@ class Options:
         if self.system is not None and not self.system.strip():
             raise CaptureError("system is empty, expected the text of a system message")
         self.dense_rows(1)
+        if self.rows is not None and not re.fullmatch(_ROWS, self.rows):
+            raise CaptureError(
+                f"rows is {self.rows!r}, expected 'response', or 'response+N' for N rows before "
+                "the response too"
+            )
+        for name in ("attention", "residual"):
+            if self.rows is not None and getattr(self, name):
+                raise CaptureError(
+                    f"rows and {name} are both given, expected one of them; {name} is of all rows, "
+                    "and --rows leaves some out"
+                )
         if self.probe is not None and not re.fullmatch(_PROBE, self.probe):
             raise CaptureError(
                 f"probe is {self.probe!r}, expected 'repeat', or 'repeat:N' for chunks of N tokens"
             )
+
+    @property
+    def rows_before(self) -> int | None:
+        """Rows before the response that are stored; None for all."""
+        match = re.fullmatch(_ROWS, self.rows or "")
+        return match and int(match[1] or ROWS)
+
+    @property
+    def most_memory(self) -> int | None:
+        """Bytes that a plan may take; 0 for what is no size."""
+        given = self.memory
+        return size_in_bytes(given) or 0 if isinstance(given, str) else given
 
     @property
     def probe_chunk(self) -> int:

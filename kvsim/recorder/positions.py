@@ -60,8 +60,15 @@ def steady_length(model: PreTrainedModel, start: int = 0) -> int | None:
 
 
 def indexed(model: PreTrainedModel) -> int | None:
-    """Return how many entries an indexer chooses for each row (DSA); None of other models."""
-    return getattr(model.config.get_text_config(), "index_topk", None)
+    """Return how many entries an indexer chooses for each row (DSA); None of other models.
+
+    One by one, or in blocks (MiniMax-M3, Qwen4).
+    """
+    config = model.config.get_text_config()
+    blocks = getattr(config, "index_topk_blocks", None)
+    if blocks is not None:
+        return int(blocks * config.index_block_size)
+    return getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None)
 
 
 def indexer_notes(model: PreTrainedModel, n_pos: int) -> list[str]:

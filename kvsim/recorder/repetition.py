@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 
 from kvsim.core.probe import Chunk, Probe
 from kvsim.errors import CaptureError
-from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import device_of, evaluating, last_logits
+from kvsim.recorder.cache import full_cache
+from kvsim.recorder.generation import chunk_rows, evaluating, run_chunks
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.options import PROBE_CHUNK
 from kvsim.recorder.positions import steady_length
 from kvsim.recorder.prompts import rendered
+from kvsim.recorder.sizes import layer_sizes
 from kvsim.recorder.tokenization import knows
 
 #: Requests for the first chunk, and for a later one behind the last tokens of the former.
@@ -77,32 +78,30 @@ def check_length(model: PreTrainedModel, context: int, probe: Probe, n_pos: int 
 
 
 def read_probe(
-    model: PreTrainedModel, context: Sequence[int], probe: Probe, layers: Sequence[int]
+    model: PreTrainedModel,
+    context: Sequence[int],
+    probe: Probe,
+    layers: Sequence[int],
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the context, then each chunk of the probe behind it.
+    """Run the context, then each chunk of the probe behind it; at most `rows` in a forward.
 
     Returns its queries [layer, qhead, probe, dim] and keys [layer, head, probe, dim].
     """
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
     def receive(call: KernelCall) -> None:
-        if call.start:  # the rows of a chunk
+        if call.start >= len(context):  # the rows of a chunk of the probe
             calls[call.layer].append((call.q.clone(), call.k[:, call.start :].clone()))
 
     check_length(model, len(context), probe)
-    device, cache = device_of(model), full_cache(model)
+    layer_sizes(model, layers, probe)
+    cache, most = full_cache(model), rows or chunk_rows(model, context)[0]
     states = any(hasattr(layer, "conv_states") for layer in cache.layers)
 
     def forward(ids: Sequence[int], start: int) -> None:
-        at = torch.arange(start, start + len(ids), device=device)
-        model(
-            torch.tensor([list(ids)], device=device),
-            position_ids=at[None],
-            cache_position=at,
-            use_cache=True,
-            **cache_option(model, cache),
-            **last_logits(model, 1),
-        )
+        for _ in run_chunks(model, cache, ids, start, 1, most):
+            pass
 
     with torch.inference_mode(), evaluating(model), intercepting(model, receive, layers=layers):
         forward(context, 0)

@@ -17,7 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvsim.core.attention import Formula, sees
-from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
+from kvsim.recorder.generation import (
+    check_logits,
+    device_of,
+    evaluating,
+    last_logits,
+    run_model,
+)
 from kvsim.recorder.hooks import (
     KERNELS,
     Attention,
@@ -84,7 +90,7 @@ def layer_sensitivity(
         many tokens, or where queries depend on the length of the cache.
 
     Raises:
-        CaptureError: logits that are not finite.
+        CaptureError: logits that are not finite, a model that cannot run the rows together.
     """
     count = min(ROWS, len(tokens) - prompt_len - 1)  # the last row predicts no recorded token
     limit = steady_length(model) or len(tokens)
@@ -128,7 +134,8 @@ class _Copies:
             evaluating(model),
             intercepting(model, lambda _: None, attending=self._attend),
         ):
-            logits: Tensor = model(
+            logits: Tensor = run_model(
+                model,
                 torch.tensor([[*tokens] * copies], device=device),
                 position_ids=at.repeat(copies)[None],
                 # a mask of four axes is taken as it is, so that none is made

@@ -15,14 +15,15 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
+from kvsim.core.left_out import LeftOut, left_out_before
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
-from kvsim.recorder.blocks import BlockRecorder, MemorySink
-from kvsim.recorder.generation import StopStrings, generate, score, stop_tokens
+from kvsim.recorder.blocks import BlockRecorder
+from kvsim.recorder.generation import StopStrings, chunk_rows, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, model_notes
@@ -33,16 +34,14 @@ from kvsim.recorder.prompts import Prompt, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
+from kvsim.recorder.sink import MemorySink, arrays_of
+from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
-from kvsim.schema import WIDE_VERSION, axes_of
 from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import LANGUAGES, final_part, is_right
-
-#: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
-MAX_ATTENTION_BYTES = 4 << 30
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -86,10 +85,17 @@ class Session:
             self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
             n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
+        self.left_out: LeftOut = None
+        if options.rows_before is not None:
+            end = encoded.context_len or len(encoded.ids)
+            self.left_out = left_out_before(end, options.rows_before)
+        self.chunk, notes = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
+        self.notes += notes
         self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
-        self.notes += indexer_notes(model, self.limit)
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        self.notes += model_notes(model, self.layer_ids)
+        whole = options.attention, options.probe, self.left_out
+        self.sizes = layer_sizes(model, self.layer_ids, *whole)
+        self.notes += [*indexer_notes(model, self.limit), *model_notes(model, self.layer_ids)]
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
         self._writer: TraceWriter | None = None
@@ -102,8 +108,10 @@ class Session:
             lambda: read_ropes(model),
             layer_ids=self.layer_ids,
             begin=self._begin,
+            sizes=self.sizes,
             store_dtype=torch.float16 if options.store_dtype else None,
             rounds_logits=kernel_name(model) == "eager",
+            left_out=self.left_out,
         )
         if options.o_proj or (options.o_proj is None and self.out is not None):
             with self._leaving_out("o_proj"):
@@ -142,7 +150,7 @@ class Session:
         model, options, shapes = self._described, self.options, trace.source.shapes
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
-        stored = DTYPES[trace.source.read("q", slice(0, 1), slice(0, 0)).dtype]
+        stored = DTYPES[stored_dtype(DTYPES[trace.stored("q", slice(0, 1), slice(0, 0)).dtype])]
         sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
         weights = model.get("weights")  # not known of a model that is not in memory
         known = weights if weights is None else recorded.get("weights", weights)
@@ -155,6 +163,7 @@ class Session:
             "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
             "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
             "it is stored in": (stored, options.store_dtype or exact),
+            "the rows left out are": (trace.left_out, self.left_out),
         }
         differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
         if config := config_differences(trace.meta, model):
@@ -211,7 +220,7 @@ class Session:
             texts = token_strings(tokens, self.tokenizer)
             recorded: dict[str, torch.Tensor] = {}
             if self.probe is not None:
-                rows = read_probe(self.model, self.context, self.probe, self.layer_ids)
+                rows = read_probe(self.model, self.context, self.probe, self.layer_ids, self.chunk)
                 recorded = dict(zip(PROBE, rows, strict=True))
             if self._writer is None:
                 return self._in_memory(header, tokens, texts, recorded)
@@ -238,7 +247,10 @@ class Session:
                 tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
                 start = len(self.encoded.ids)
                 self.logprobs = score(
-                    self.model, tokens, start, before_last=finish, progress=progress
+                    *(self.model, tokens, start),
+                    before_last=finish,
+                    progress=progress,
+                    chunk=self.chunk,
                 )
                 return tokens, GIVEN
             return generate(
@@ -252,6 +264,7 @@ class Session:
                 sampled=lambda token: self._store_tokens([token]),
                 before_last=self._recorder.finish_at,
                 progress=progress,
+                chunk=self.chunk,
             )
 
     def _receive(self, call: KernelCall) -> None:
@@ -285,7 +298,8 @@ class Session:
         """Store the projections next to the trace, once all of them are checked."""
         if self._writer is None or self.projections is None:
             return
-        blocks = [self.projections.blocks[layer] for layer in self.layer_ids]
+        of_layers = (self.projections.blocks[layer] for layer in self.layer_ids)
+        blocks = [as_largest("o_proj", block, self.sizes) for block in of_layers]
         shape = len(blocks), *blocks[0].shape
         self._stored = self._writer.write_projections(
             shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
@@ -318,42 +332,28 @@ class Session:
     def _attention_array(self) -> str:
         return "attention" if self.options.attention in (True, "full") else "attention_window"
 
+    def arrays(self, call: KernelCall) -> dict[str, Any]:
+        """Return shapes, of most positions, and types of the arrays that a call is a part of."""
+        rows = self.options.dense_rows(self.limit)
+        check_dense(len(self.layer_ids) * len(call.q) * rows, self.limit)
+        size = largest(self.sizes or [size_of(call)])
+        shapes, dtypes = arrays_of(
+            *(call, size, len(self.layer_ids), self.limit), probe=self.probe, left_out=self.left_out
+        )
+        if rows:
+            shapes[self._attention_array] = (*shapes["lse"][:2], rows, self.limit)
+            dtypes[self._attention_array] = dtypes["lse"]
+        return {"shapes": shapes, "source_dtypes": dtypes, "left_out": self.left_out}
+
     def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
         """Open the destination of blocks; the first kernel call shows the shapes."""
         if self.out is None:
             return MemorySink()
-        rows = self.options.dense_rows(self.limit)
-        size = len(self.layer_ids) * len(call.q) * rows * self.limit * 4
-        if size > MAX_ATTENTION_BYTES:
-            raise CaptureError(
-                f"dense attention of up to {self.limit} tokens takes {size / 2**30:.1f} GiB, "
-                f"expected at most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows "
-                "from q, k and lse, or store the last rows alone (--attention window:N)"
-            )
-        source, of_entries = DTYPES[call.q.dtype], DTYPES[call.k.dtype]
-        exact = "float64" if source == "float64" else "float32"
-        sizes = {"layer": len(self.layer_ids), "pos": self.limit, "row": rows}
-        sizes |= {"qhead": len(call.q), "head": len(call.k), "dim": call.q.shape[2]}
-        sizes["value_dim"] = call.v.shape[2]
-        dtypes = dict.fromkeys(("q", "attn_out"), source) | dict.fromkeys(("k", "v"), of_entries)
-        dtypes["lse"] = exact
-        if rows:
-            dtypes[self._attention_array] = exact
-        if self.probe is not None:
-            sizes["probe"] = len(self.probe.tokens)
-            dtypes |= dict.fromkeys(PROBE, source)
-        dtypes |= {} if call.gate is None else {"gate": source}
-        if call.residual is not None:
-            sizes["hidden"], dtypes["residual"] = len(call.residual[0]), DTYPES[call.residual.dtype]
-        if call.residual_norm is not None:
-            dtypes["residual_norm"] = "float32"
         writer = TraceWriter(
             self.out,
-            shapes={
-                name: tuple(sizes[axis] for axis in axes_of(name, WIDE_VERSION)) for name in dtypes
-            },
-            source_dtypes=dtypes,
+            **self.arrays(call),
             layer_ids=self.layer_ids,
+            newest=bool(self.sizes),
             store_dtype=self.options.store_dtype,
             overwrite=self.options.overwrite,
             projections=self.projections is not None,
@@ -379,6 +379,7 @@ class Session:
             name=self.name,
             meta=meta,
             context_len=self.encoded.context_len,
+            left_out=self.left_out,
         )
 
     @property
@@ -434,7 +435,8 @@ class Session:
         arrays |= {name: values.to("cpu") for name, values in recorded.items()}
         if self.projections is not None:
             blocks = self.projections.blocks
-            arrays["o_proj"] = torch.stack([blocks[layer].to("cpu") for layer in sorted(blocks)])
+            parts = (as_largest("o_proj", blocks[x], self.sizes) for x in sorted(blocks))
+            arrays["o_proj"] = torch.stack([part.to("cpu") for part in parts])
         return Trace.from_arrays(
             **arrays,
             prompt_len=header.prompt_len,
@@ -446,5 +448,7 @@ class Session:
             name=header.name,
             layer_ids=header.layer_ids,
             owners=header.owners,
+            sizes=header.sizes,
+            left_out=header.left_out,
             meta=header.meta,
         )

@@ -171,6 +171,9 @@ class LiveSource:
         """Return `compute()`: each event has other rows."""
         return compute()
 
+    def summed(self, name: str) -> None:
+        """Return None: all queries are held."""
+
     @property
     def keys(self) -> Tensor:
         """[L, H, n, d], after RoPE."""

@@ -161,16 +161,17 @@ class ClosedLoop:
         self, rows: FullRows, full: Sequence[Tensor], layers: Sequence[int]
     ) -> OutputDeviation:
         """The error of the attention output of some layers; rows of the prompt have none."""
-        trace, projections = self.trace, self.running.projections
-        shape = (len(layers), trace.n_qheads, trace.n_pos)
+        trace, projected = self.trace, self.running.projected
+        shape = (len(layers), trace.evicting.n_qheads, trace.n_pos)
         error = np.zeros(shape, np.float32)
-        added = None if projections is None else np.zeros((shape[0], shape[2]), np.float32)
+        added = None if projected is None else np.zeros((shape[0], shape[2]), np.float32)
         after = slice(trace.prompt_len, None)
         for at, layer in enumerate(layers if trace.n_pos > trace.prompt_len else ()):
             moved = rows.outputs[layer] - full[layer]  # [qhead, n, d]
             error[at, :, after] = relative_change(rows.outputs[layer], full[layer]).cpu().numpy()
-            if added is not None and projections is not None:
-                stream = torch.einsum("hnd,hdm->nm", moved, projections[layer].to(moved.dtype))
+            if added is not None and projected is not None:
+                blocks = projected.read("o_proj", slice(layer, layer + 1))[0].to(moved)
+                stream = torch.einsum("hnd,hdm->nm", moved, blocks)
                 added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
@@ -219,14 +220,14 @@ class ClosedLoop:
         if greedy and (stopped == "eos" or (long and stopped != "given")):
             return tuple(recorded[: writing.new_tokens])
         model, prompt = self.running.model, self._ids[: trace.prompt_len]
-        cache = full_cache(model)
+        cache, chunk = full_cache(model), self.running.chunk(prompt)
 
         def feed(token: int) -> Tensor:
             row = cache.get_seq_length()
             return self.running.forward([token], row, cache, 1)[-1]
 
         with torch.inference_mode(), evaluating(model):
-            return self._write(writing, self.running.forward(prompt, 0, cache, 1)[-1], feed)
+            return self._write(writing, self.running.run(prompt, cache, 1, chunk)[-1], feed)
 
     def _response(self, tokens: tuple[int, ...]) -> Response:
         full = self._full_response

@@ -52,6 +52,9 @@ class ComputedLayer:
         """Return `compute()`: no later replay reads these rows."""
         return compute()
 
+    def summed(self, name: str) -> None:
+        """Return None: all queries are held."""
+
     @property
     def keys(self) -> Tensor:
         """Keys, [1, H, k, d]."""

@@ -80,7 +80,8 @@ class Decoding:
         policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
         self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
-        self.sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
+        sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
+        self.sketch, self._row_size = sketch.evicting, sketch.row_size
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
@@ -381,9 +382,7 @@ class Decoding:
     @property
     def full_bytes(self) -> int:
         """Bytes that the full cache of the rows so far takes."""
-        sketch, itemsize = self.sketch, self.running.model.dtype.itemsize
-        heads = len({*sketch.owners}) * sketch.n_heads
-        return heads * sketch.entry_size * len(self.tokens) * itemsize
+        return self._row_size * len(self.tokens) * self.running.model.dtype.itemsize
 
     @property
     def _other_bytes(self) -> int:

@@ -17,8 +17,8 @@ from kvsim.recorder.layers import Residual
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import RecordedCheck
 
-#: Numbers of predictions that are compared at once.
-_COMPARED = 1 << 22
+#: Numbers of predictions that are compared at once, which a processor's cache holds.
+_COMPARED = 1 << 18
 
 
 @dataclass
@@ -35,8 +35,9 @@ class FullRows:
         skip = max(0, self.first - start)
         if skip >= call.q.shape[1]:
             return
-        self.out.setdefault(call.layer, []).append(call.out[:, skip:])
-        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:])
+        # copies, because slices would hold the rows of the whole call
+        self.out.setdefault(call.layer, []).append(call.out[:, skip:].clone())
+        self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:].clone())
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -53,21 +54,31 @@ class FullPass:
     """A pass of a model over the tokens of a trace, each row with all rows before it.
 
     logits [R, V] predict the R tokens of the response. keys, values [H, T, d] of each layer.
-    outputs, inputs: of the rows after the prompt (`Rows`). Raises CaptureError unless the model
-    computes what was recorded (`Comparison`).
+    outputs, inputs: of the rows after the prompt (`FullRows`). begin: the first row to run, at most
+    the last of the prompt, behind recorded keys and values. Raises CaptureError unless the model
+    computes what was recorded of these rows (`RecordedCheck`).
     """
 
-    def __init__(self, running: RunningModel, trace: Trace, residual: Residual) -> None:
+    def __init__(
+        self, running: RunningModel, trace: Trace, residual: Residual, begin: int = 0
+    ) -> None:
         rows = FullRows(trace.prompt_len, residual)
         comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
         entries: dict[int, tuple[Tensor, Tensor]] = {}
+        tokens: list[int] = trace.read("tokens").tolist()
+        chunk = running.chunk(tokens)
 
         def receive(call: KernelCall) -> None:
             comparison.receive(call)
             entries[call.layer] = call.k, call.v
-            rows.add(call, 0)
+            rows.add(call, call.start)
 
+        for place, layer in enumerate(trace.layer_ids if begin else ()):
+            rows_before = slice(place, place + 1), slice(0, begin)
+            recorded = (trace.read(name, *rows_before) for name in ("k", "v"))
+            keys, values = (x.to(running.device, running.model.dtype) for x in recorded)
+            cache.update(keys, values, layer)
         with (
             torch.inference_mode(),
             evaluating(running.model),
@@ -75,7 +86,7 @@ class FullPass:
             residual.following(),
         ):
             wanted = trace.n_pos - trace.prompt_len + 1
-            self.logits = running.forward(trace.read("tokens").tolist(), 0, cache, wanted)[:-1]
+            self.logits = running.run(tokens[begin:], cache, wanted, chunk, begin)[:-1]
         comparison.check(self.logits)
         self.outputs, self.inputs = rows.outputs, rows.inputs
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))
@@ -94,6 +105,6 @@ def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str,
         token = at[rows]
         parts["nll"].append(-live.gather(-1, token.expand(*live.shape[:-1], 1))[..., 0])
         parts["full_nll"].append(-expected.gather(-1, token)[:, 0])
-        parts["kl"].append((expected.exp() * (expected - live)).sum(-1).clamp(min=0))
+        parts["kl"].append((expected - live).mul_(expected.exp()).sum(-1).clamp(min=0))
         parts["agreement"].append((live.argmax(-1) == expected.argmax(-1)).double())
     return {name: torch.cat(each, dim=-1).cpu().numpy() for name, each in parts.items()}

@@ -95,7 +95,13 @@ class Judge:
         """
         out: dict[int, Outcome] = {}
         for numbers, logits, moved in self._batches(records):
-            of_each = compared(logits, self._full.logits, self._ids[self.trace.prompt_len :])
+            full, response = self._full.logits, self._ids[self.trace.prompt_len :]
+            same = len(full) - logits.shape[1]
+            parts = (
+                compared(full[:same].expand(len(numbers), -1, -1), full[:same], response[:same]),
+                compared(logits, full[same:], response[same:]),
+            )
+            of_each = {name: np.concatenate([x[name] for x in parts], -1) for name in parts[0]}
             full_nll = of_each.pop("full_nll")
             for place, number in enumerate(numbers):
                 values = {name: each[place] for name, each in of_each.items()}
@@ -110,7 +116,9 @@ class Judge:
         """
         out: dict[int, Tensor] = {}
         for numbers, logits, _ in self._batches(records):
-            out.update(zip(numbers, logits, strict=True))
+            same = self._full.logits[: len(self._full.logits) - logits.shape[1]]
+            together = torch.cat([same.expand(len(numbers), -1, -1), logits], dim=1)
+            out.update(zip(numbers, together, strict=True))
         return torch.stack([out[number] for number in range(len(records))])
 
     def _batches(
@@ -140,12 +148,13 @@ class Judge:
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
 
-        Returns logits [B, R, V], and |h' - h| / |h| of the input of each layer [B, L, R].
+        Returns the last logits [B, <= R, V], those before being as with the full cache, and
+        |h' - h| / |h| of the input of each layer [B, L, R].
         """
         trace, full, n = self.trace, self._full, self.trace.n_pos
         first = max(start, trace.prompt_len)
         moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
-        logits = full.logits.expand(len(records), -1, -1)
+        logits = full.logits[:0].expand(len(records), -1, -1)
         if start < n:
             entries = JudgedRows(trace, full, records, start, self.running)
 
@@ -164,8 +173,7 @@ class Judge:
                 intercepting(running.model, receive, attending=entries.attend),
                 self._residual.following(),
             ):
-                own = self._forward(start, len(records), before)
-            logits = torch.cat([logits[:, : logits.shape[1] - own.shape[1]], own], dim=1)
+                logits = self._forward(start, len(records), before)
         return logits, moved
 
     def _forward(self, start: int, count: int, before: Cache | None) -> Tensor:
@@ -248,12 +256,11 @@ class JudgedRows:
             parts.append(attention(part, keys, values, mask))
         return torch.cat(parts, dim=1).flatten(0, 1)[None]
 
-    def _gone(self, layer: int, record: Record) -> Tensor:
-        """The last row that sees each entry of a layer, int32 [H or qhead, T]."""
+    def _gone(self, layer: int, record: Record, heads: int) -> Tensor:
+        """The last row that sees each entry of a layer of H heads, int32 [H or qhead, T]."""
         if layer in record.layers:
             gone = torch.from_numpy(record.evicted_at[record.layers.index(layer)])
             return gone.to(self._pos.device)
-        heads = record.evicted_at.shape[1]
         return torch.full((heads, len(self._pos)), NEVER, dtype=torch.int32).to(self._pos.device)
 
     def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> _Layer:
@@ -261,7 +268,7 @@ class JudgedRows:
         trace, full, start = self._trace, self._full, self._start
         shared = (full.keys[layer][:, :start], full.values[layer][:, :start])
         tables = [torch.cat(pair, dim=1) for pair in zip(shared, (key, value), strict=True)]
-        gone = [self._gone(layer, record) for record in self._records]
+        gone = [self._gone(layer, record, len(key)) for record in self._records]
         heads = max(map(len, gone))
         last = torch.stack([x.repeat_interleave(heads // len(x), 0) for x in gone])
         if trace.formulas[layer].reach is not None:
@@ -340,7 +347,8 @@ class JudgedRows:
 
     def _read(self, layer: int, record: Record, reads: Reads, rows: slice) -> Tensor:
         """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
-        gone, begin = self._gone(layer, record), min(max(rows.start, reads.first), rows.stop)
+        heads = record.evicted_at.shape[1]
+        gone, begin = self._gone(layer, record, heads), min(max(rows.start, reads.first), rows.stop)
         everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
         if begin == rows.stop:
             return everything

@@ -14,14 +14,20 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvsim.core.attention import Formula
-from kvsim.core.checks import DTYPES, relative_error, tolerance
 from kvsim.core.policy import Policy
 from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.sources import InMemory
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import check_logits, device_of, evaluating, last_logits
+from kvsim.recorder.generation import (
+    check_logits,
+    chunk_rows,
+    continues,
+    device_of,
+    evaluating,
+    last_logits,
+)
 from kvsim.recorder.hooks import KERNELS, KernelCall, intercepting
 from kvsim.recorder.models import model_name, unwrapped
 from kvsim.recorder.modules import kernel_name
@@ -71,17 +77,8 @@ class RunningModel:
 
     @cached_property
     def continues(self) -> bool:
-        """Whether a forward of several rows goes on from the states of the rows before.
-
-        In some families it starts from empty ones, and only a forward of one row does.
-        """
-        if not self.has_states:
-            return True
-        ids, cache = [1, 2, 3, 4, 5, 6], self.filled([1, 2, 3])
-        with torch.inference_mode(), evaluating(self.model):
-            expected = self.forward(ids, 0, full_cache(self.model), 3)
-            error = relative_error(self.forward(ids[3:], 3, cache, 3)[None], expected[None])
-        return float(error.max()) <= tolerance(DTYPES[expected.dtype])
+        """Whether a forward of several rows goes on from the states of the rows before."""
+        return not self.has_states or continues(self.model, range(1, 7))
 
     def check_states(self) -> None:
         """Raise CaptureError where a forward of several rows starts from empty states."""
@@ -93,10 +90,9 @@ class RunningModel:
 
     def filled(self, ids: Sequence[int]) -> Cache:
         """Return a cache of all of these tokens."""
-        cache = full_cache(self.model)
+        cache, chunk = full_cache(self.model), self.chunk(ids)
         with torch.inference_mode(), evaluating(self.model):
-            if ids:
-                self.forward(ids, 0, cache, 1)
+            self.run(ids, cache, 0, chunk)
         return cache
 
     @cached_property
@@ -145,8 +141,8 @@ class RunningModel:
             )
 
     @cached_property
-    def projections(self) -> Tensor | None:
-        """Output projection of each query head [layer, qhead, d, D].
+    def projected(self) -> Trace | None:
+        """A trace of a few tokens with output projections.
 
         None without such matrices, or where a gate acts before them.
         """
@@ -154,7 +150,7 @@ class RunningModel:
             trace = self._projected
         except CaptureError:
             return None
-        return None if trace.has("gate") else trace.o_proj.to(self.device)
+        return None if trace.has("gate") else trace
 
     def sketch(
         self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
@@ -173,7 +169,7 @@ class RunningModel:
             key: zero.expand(*shapes[key][:2], n_pos, shapes[key][3]) for key in ("q", "k", "v")
         }
         if example.has("o_proj"):
-            arrays["o_proj"] = example.o_proj
+            arrays["o_proj"] = example.source.read("o_proj", slice(None), slice(None))
         model = object_at(example.meta, "model")
         meta: dict[str, Any] = {
             "model": {key: model[key] for key in ("layers", "other_layers") if key in model}
@@ -218,6 +214,21 @@ class RunningModel:
         ).logits[0]
         return check_logits(out[len(out) - logits :], start + len(ids) - logits)
 
+    def chunk(self, ids: Sequence[int]) -> int:
+        """Return the most rows of a forward of these tokens over an empty cache, for `run`."""
+        return chunk_rows(self.model, ids)[0] if ids else 1
+
+    def run(
+        self, ids: Sequence[int], cache: Cache, logits: int, chunk: int, begin: int = 0
+    ) -> Tensor:
+        """Run tokens behind `begin` rows, at most `chunk` in a forward; logits as `forward`."""
+        first, parts = len(ids) - logits, list[Tensor]()
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            wanted = min(len(part), max(0, start + len(part) - first))
+            parts.append(self.forward(part, begin + start, cache, wanted))
+        return torch.cat(parts) if parts else torch.empty(0, 0)
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -236,17 +247,18 @@ class Prefix:
 
 def prefill(running: RunningModel, ids: Sequence[int]) -> Prefix:
     """Run the first rows of a sequence with the full cache."""
-    queries: dict[int, Tensor] = {}
+    queries: dict[int, list[Tensor]] = {}
 
     def receive(call: KernelCall) -> None:
-        queries[call.layer] = call.q
+        queries.setdefault(call.layer, []).append(call.q)
 
     model = running.model
-    cache = full_cache(model)
+    cache, chunk = full_cache(model), running.chunk(ids)
     with torch.inference_mode(), evaluating(model), intercepting(model, receive):
-        logits = running.forward(ids, 0, cache, 1)[0]
+        logits = running.run(ids, cache, 1, chunk)[0]
     keys, values = (
         [None if x is None else x[0] for x in (getattr(layer, name) for layer in cache.layers)]
         for name in ("keys", "values")
     )
-    return Prefix(tuple(ids), keys, values, [queries[at] for at in sorted(queries)], logits)
+    of_layers = [torch.cat(queries[at], dim=1) for at in sorted(queries)]
+    return Prefix(tuple(ids), keys, values, of_layers, logits)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsim.core.checks import DTYPES, tolerance
+from kvsim.core.left_out import held_parts
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.hooks import KernelCall
@@ -99,8 +100,14 @@ class RecordedCheck:
         place = self._trace.layer_ids.index(call.layer)
         if place not in (0, last):
             return
-        for name, x in {"q": call.q, "k": call.k[:, rows], "v": call.v[:, rows]}.items():
-            stored = self._trace.read(name, slice(place, place + 1), rows)[0]
+        arrays = {"q": call.q, "k": call.k[:, rows], "v": call.v[:, rows]}
+        pairs = (
+            (name, x[:, part.start - rows.start : part.stop - rows.start], part)
+            for name, x in arrays.items()
+            for part in held_parts(name, range(rows.start, rows.stop), self._trace.left_out)
+        )
+        for name, x, part in pairs:
+            stored = self._trace.read(name, slice(place, place + 1), part)[0]
             full = stored.to(x.device)
             if x.shape != full.shape:
                 raise CaptureError(
@@ -111,7 +118,7 @@ class RecordedCheck:
             what = f"{name} of layer {call.layer}"
             if place == 0:
                 error = relative(gap, size.maximum(size.mean(-1, keepdim=True))).amax(0)
-                self._compare(what, error, _FIRST, call.start)
+                self._compare(what, error, _FIRST, part.start)
             if place == last:
                 self._compare(what, relative(gap.norm(), size.norm())[None], _DEEP)
 

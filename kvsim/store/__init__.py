@@ -1,5 +1,6 @@
 """Traces as files, in the format of docs/trace-format.md, and records."""
 
+from kvsim.store.compacting import compacted
 from kvsim.store.publication import check_target, check_writable
 from kvsim.store.reader import open_trace
 from kvsim.store.recovery import Draft, discard, find_drafts, recover
@@ -12,6 +13,7 @@ __all__ = [
     "Verification",
     "check_target",
     "check_writable",
+    "compacted",
     "describe",
     "discard",
     "find_drafts",

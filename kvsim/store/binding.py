@@ -13,6 +13,7 @@ from dataclasses import replace
 from reprlib import repr as short_repr
 from typing import Any
 
+from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, content_digest, document_digest
 from kvsim.core.header import Header
 from kvsim.store.layout import UNSEALED, StoredArray
@@ -23,7 +24,7 @@ from kvsim.store.place import damaged
 ATTRIBUTES = frozenset(
     (
         *("kvsim_format", "complete", "n_tokens", "committed_tokens", "prompt_len", "context_len"),
-        "owners",
+        *("owners", "sizes", "left_out"),
         *("attention", "ropes", "digest", "checksums", "name", "meta", "chunks", "seal"),
     )
 )
@@ -100,7 +101,10 @@ def check_binding(
             what = f"attribute checksums.{name} is {short_repr(recorded)}"
             raise damaged(f"{where}: {what}, expected {count} of 64 hex digits")
     shapes = {name: array.shape for name, array in arrays.items()}
-    dtypes = {name: array.dtype.name for name, array in arrays.items()}
+    dtypes = {
+        name: DTYPES[stored_dtype(array.number)] if array.dtype.kind in "fu" else array.dtype.name
+        for name, array in arrays.items()
+    }
     digest = content_digest(header, shapes, dtypes, checksums)
     if digest != attributes["digest"]:
         raise damaged(

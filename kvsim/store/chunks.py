@@ -9,17 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
-import google_crc32c
 import numcodecs.blosc
 import numpy as np
 from numcodecs.vlen import VLenUTF8
 from numpy.typing import NDArray
 
+from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import TraceError, error_line
-from kvsim.store.layout import COMPRESSOR, LEVEL, StoredArray
+from kvsim.store.layout import COMPRESSOR, LEVEL, NAN, StoredArray
 from kvsim.store.place import Place, check_limit, damaged
+from kvsim.store.shards import crc32c, find_bounds
 
 # As zarr does: blosc's threads order the blocks of a frame by when they finish, so the same values
 # would have other bytes every time.
@@ -30,18 +32,19 @@ Values = NDArray[Any]
 
 
 def check_chunks(array: StoredArray, sizes: Mapping[str, int], where: str) -> None:
-    """Raise TraceError if a chunk of `array` is missing among the files, or far too large.
+    """Raise TraceError if a file of `array` is missing among the files, or far too large.
 
     Time and memory grow with the number of files, not with what the metadata claims.
     """
-    for key in map(array.key, array.indices()):
+    for key in array.files():
         if key not in sizes:  # reached after as many keys as there are files
             count = sum(file.startswith(f"{array.name}/c/") for file in sizes)
+            expected = array.shape[0] if array.sharded else array.nchunks
             raise damaged(
-                f"{where}: {array.name} has {count} of {array.nchunks} chunks, the first missing "
-                f"is {key.partition('/')[2]}, expected all"
+                f"{where}: {array.name} has {count} of {expected} chunks, the first missing is "
+                f"{key.partition('/')[2]}, expected all"
             )
-        check_limit(where, key, sizes[key], array.encoded)
+        check_limit(where, key, sizes[key], array.largest_file)
 
 
 def read_part(array: StoredArray, part: Sequence[slice], place: Place) -> Values:
@@ -72,9 +75,19 @@ def read_part(array: StoredArray, part: Sequence[slice], place: Place) -> Values
             copy(index)
         return out
     with ThreadPoolExecutor(place.readers) as pool:
+        if array.sharded:  # each index once, before all its chunks would read it together
+            keys = [array.key([layer, *low[1:]]) for layer in range(low[0], high[0])]
+            with suppress(FileNotFoundError):  # which reading its chunks names
+                for _ in pool.map(lambda key: find_bounds(array, key, place), keys):
+                    pass
         for _ in pool.map(copy, touched):
             pass
     return out
+
+
+def as_numbers(array: StoredArray, values: Values) -> Tensor:
+    """Return stored values as a tensor of the numbers that they are."""
+    return torch.from_numpy(values).view(getattr(torch, array.number))
 
 
 def read_chunk(array: StoredArray, index: Index, place: Place) -> Values:
@@ -91,13 +104,9 @@ def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes
 
     Raises TraceError if it is missing, damaged, or not the one that belongs to its place.
     """
-    key = array.key(index)
-    try:
-        data = place.read(key, array.encoded)
-    except FileNotFoundError as error:
-        raise _unusable(array, index, place, "is missing") from error
+    data = _stored(array, index, place)
     body = data[:-4]
-    if len(data) < 4 or _crc(body) != data[-4:]:
+    if len(data) < 4 or crc32c(body) != data[-4:]:
         raise _unusable(array, index, place, "is damaged (its checksum is wrong)")
     if array.crc(index) not in (None, data[-4:]):
         reason = "is not the recorded one, or the trace was replaced since it was opened"
@@ -105,19 +114,27 @@ def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes
     return body
 
 
+def _stored(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
+    """Return a chunk as it is stored: a file, or part of one; raise as `check_chunk`."""
+    key = array.key(index)
+    try:
+        if not array.sharded:
+            return place.read(key, array.encoded)
+        bounds = find_bounds(array, key, place)
+        rank = array.rank(index) % array.per_shard
+        return place.part(key, int(bounds[rank]), int(bounds[rank + 1] - bounds[rank]))[0]
+    except FileNotFoundError as error:
+        raise _unusable(array, index, place, "is missing") from error
+
+
 def read_crc(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
     """Return the CRC-32C with which a chunk ends; raise as `check_chunk`."""
-    return _crc(check_chunk(array, index, place))
-
-
-def _crc(body: bytes) -> bytes:
-    crc: int = google_crc32c.value(body)
-    return crc.to_bytes(4, "little")
+    return crc32c(check_chunk(array, index, place))
 
 
 def _unusable(array: StoredArray, index: Sequence[int], place: Place, what: str) -> TraceError:
     return TraceError(
-        f"{place.path}: chunk {array.key(index).partition('/')[2]} of {array.name} {what}, "
+        f"{place.path}: chunk c/{'/'.join(map(str, index))} of {array.name} {what}, "
         "expected the recorded one; open the trace again, copy it again or record it again"
     )
 
@@ -134,12 +151,13 @@ def encode_chunk(array: StoredArray, values: Values) -> tuple[bytes, bytes]:
         data = np.ascontiguousarray(values, array.dtype)
         size = array.dtype.itemsize
         if data.shape != array.chunks:
-            data = np.full(array.chunks, np.nan if array.dtype.kind == "f" else -1, array.dtype)
+            fill = {"f": np.nan, "u": NAN}.get(array.dtype.kind, -1)
+            data = np.full(array.chunks, fill, array.dtype)
             data[tuple(map(slice, values.shape))] = values
     shuffle = numcodecs.blosc.BITSHUFFLE
     name = COMPRESSOR.encode("ascii")
     body: bytes = numcodecs.blosc.compress(data, name, LEVEL, shuffle, 0, size)
-    return body, _crc(body)
+    return body, crc32c(body)
 
 
 def _decode(array: StoredArray, body: bytes) -> Values:

@@ -2,6 +2,7 @@
 
 Metadata and chunks are written here, one file at a time, and not by zarr, whose threads go on
 writing after an error, when the folder may have been removed (docs/decisions.md, section Store).
+Shards grow chunk by chunk and get their index at the end.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.left_out import LeftOut
 from kvsim.files import LOCK, Kind, lock
 from kvsim.store.binding import sealed
-from kvsim.store.chunks import encode_chunk, read_crc, read_part
+from kvsim.store.chunks import Index, encode_chunk, read_crc, read_part
 from kvsim.store.layout import DIMENSIONS, StoredArray, array_document, parse_array
-from kvsim.store.metadata import find_document, group_attributes
+from kvsim.store.metadata import find_document, group_attributes, left_out_of
 from kvsim.store.place import Folder
+from kvsim.store.shards import encode_index, scan
 
 #: The file of a draft's tokens, a JSON object per line, locked by its writer.
 TOKENS = "draft.jsonl"
@@ -106,9 +110,10 @@ def read_tokens(folder: Path) -> tuple[list[int], list[str] | None]:
 class Group:
     """A group in a folder to which nothing else writes.
 
-    Each file is written under a temporary name and renamed, in the calling thread: when a call has
-    returned or raised, nothing is still being written. Methods that write raise OSError where the
-    disk refuses, and those that read TraceError where a file is damaged or of no trace.
+    Each file is written under a temporary name and renamed, or a shard continued, in the calling
+    thread: when a call has returned or raised, nothing is still being written. Methods that write
+    raise OSError where the disk refuses, and those that read TraceError where a file is damaged or
+    of no trace.
 
     attributes: of the group. arrays: by name.
     """
@@ -118,7 +123,7 @@ class Group:
         self.attributes: dict[str, Any] = {}
         self.arrays: dict[str, StoredArray] = {}
         self._documents: dict[str, dict[str, Any]] = {}
-        self._crcs: dict[str, bytes] = {}
+        self._crcs: dict[tuple[str, Index], bytes] = {}
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -129,7 +134,16 @@ class Group:
             document = find_document(group.place, f"{name}/{_ROOT}")
             if document is not None:
                 group._register(name, document)
+        for array in group.arrays.values():
+            if array.sharded:
+                group._scan(array)
         return group
+
+    def _scan(self, array: StoredArray) -> None:
+        """Find the chunks of shards that an earlier process has written."""
+        for key in array.files():
+            with contextlib.suppress(FileNotFoundError), (self.folder / key).open("rb") as file:
+                array.bounds[key] = scan(array, file)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -137,8 +151,14 @@ class Group:
         return {name: array.shape for name, array in self.arrays.items()}
 
     @property
-    def _version(self) -> Any:
+    def version(self) -> Any:
+        """The version of the format, None before it is set."""
         return self.attributes.get("kvsim_format")
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Rows that are left out."""
+        return left_out_of(self.attributes, str(self.folder))
 
     def set(self, **attributes: Any) -> None:
         """Add or change attributes of the group."""
@@ -146,20 +166,31 @@ class Group:
         self._put_root()
 
     def create(
-        self, name: str, shape: tuple[int, ...], dtype: str, source_dtype: str | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        source_dtype: str | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         """Create an array without chunks; dtype is a numpy name or ``string``."""
-        self._declare(name, array_document(name, shape, dtype, source_dtype, self._version))
+        how: dict[str, Any] = {"sharded": sharded, "rows": self.left_out is not None}
+        document = array_document(name, shape, dtype, source_dtype, self.version, **how)
+        self._declare(name, document)
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
         """Change the shape of an array; chunks beyond it are removed."""
-        array = self.arrays[name]
-        document = {**self._documents[name], "shape": list(shape)}
-        resized = parse_array(name, document, str(self.folder), self._version)
-        for index in array.indices():
+        array, document = self.arrays[name], self._documents[name]
+        types = document["data_type"], array.source_dtype, self.version
+        resized = replace(array, shape=shape)
+        bounds = {key: each[: resized.per_shard + 1] for key, each in array.bounds.items()}
+        for index in () if array.sharded else array.indices():
             if any(at >= n for at, n in zip(index, resized.grid, strict=True)):
                 (self.folder / array.key(index)).unlink(missing_ok=True)
-        self._declare(name, document)
+        how: dict[str, Any] = {"sharded": array.sharded, "rows": self.left_out is not None}
+        self._declare(name, array_document(name, shape, *types, **how))
+        self.arrays[name].bounds.update(bounds)  # the file is cut when its index is written
 
     def remove(self, name: str) -> None:
         """Remove an array."""
@@ -182,9 +213,21 @@ class Group:
         for place in itertools.product(*map(range, -(-(end - first) // chunks))):
             low = place * chunks
             part = values[tuple(map(slice, low, low + chunks))]
-            key = array.key(place + first // chunks)
-            body, self._crcs[key] = encode_chunk(array, part)
-            self._put(key, body, self._crcs[key])
+            index = tuple(map(int, place + first // chunks))
+            body, crc = encode_chunk(array, part)
+            self._add(array, index, body, crc)
+            self._crcs[name, index] = crc
+
+    def _add(self, array: StoredArray, index: Index, body: bytes, crc: bytes) -> None:
+        key = array.key(index)
+        if not array.sharded:
+            self._put(key, body, crc)
+            return
+        bounds = [*array.bounds.get(key, [0])]
+        if len(bounds) - 1 != array.rank(index) % array.per_shard:
+            raise ValueError(f"{array.name}: chunk {index} is not the next of its shard")
+        self._put(key, body, crc, start=bounds[-1])
+        array.bounds[key] = [*bounds, bounds[-1] + len(body) + len(crc)]
 
     def read(self, name: str, part: Sequence[slice]) -> NDArray[Any]:
         """Return part of an array: a slice for each leading axis."""
@@ -193,18 +236,26 @@ class Group:
     def written(self, name: str) -> int:
         """Return the number of chunks of an array that are written."""
         array = self.arrays[name]
+        if array.sharded:
+            return sum(len(bounds) - 1 for bounds in array.bounds.values())
         return sum((self.folder / array.key(index)).is_file() for index in array.indices())
 
     def crcs(self, name: str) -> bytes:
         """Return the CRC-32C of each chunk of an array; chunks of an earlier process are read."""
         array = self.arrays[name]
         return b"".join(
-            self._crcs.get(array.key(index)) or read_crc(array, index, self.place)
+            self._crcs.get((name, index)) or read_crc(array, index, self.place)
             for index in array.indices()
         )
 
     def seal(self, attributes: Mapping[str, Any]) -> None:
-        """Replace the attributes of the group by these, bound to the arrays and all chunks."""
+        """Replace the attributes of the group by these, bound to the arrays and all chunks.
+
+        Shards get their indexes before.
+        """
+        for array in self.arrays.values():
+            for key, bounds in array.bounds.items():
+                self._put(key, encode_index(bounds), start=bounds[-1])
         chunks = {name: self.crcs(name) for name in self.arrays}
         self.attributes = sealed(attributes, self.arrays, chunks)
         self._put_root()
@@ -224,12 +275,20 @@ class Group:
         self._put(f"{name}/{_ROOT}", _json(document))
 
     def _register(self, name: str, document: dict[str, Any]) -> None:
-        self.arrays[name] = parse_array(name, document, str(self.folder), self._version)
+        rows = self.left_out is not None
+        self.arrays[name] = parse_array(name, document, str(self.folder), self.version, rows=rows)
         self._documents[name] = document
 
-    def _put(self, key: str, *parts: bytes) -> None:
+    def _put(self, key: str, *parts: bytes, start: int | None = None) -> None:
+        """Write a file, or the rest of one from `start` on; a kill leaves what was before it."""
         path = self.folder / key
         path.parent.mkdir(parents=True, exist_ok=True)
+        if start is not None:
+            with path.open("r+b" if start else "wb") as file:
+                file.seek(start)
+                file.writelines(parts)
+                file.truncate()
+            return
         partial = path.with_name(path.name + PARTIAL)
         with partial.open("wb") as file:
             file.writelines(parts)

@@ -14,7 +14,10 @@ from xarray.core.indexing import (
     explicit_indexing_adapter,
 )
 
-from kvsim.schema import AXES, axes_of, format_of
+from kvsim.core.lazy import torch
+from kvsim.core.left_out import held_parts
+from kvsim.core.trace import Trace
+from kvsim.schema import AXES, FORMAT_VERSION, OF_ROWS, WIDE_VERSION, axes_of, format_of
 from kvsim.store.metadata import attributes_of
 from kvsim.store.opening import TraceLike, as_trace
 from kvsim.store.reader import StoredTrace
@@ -29,23 +32,38 @@ def to_xarray(trace: TraceLike) -> Dataset:
     """
     trace = as_trace(trace)
     data: dict[str, Any] = {}
-    source, version = trace.source, format_of(trace.source.shapes)
+    source, (keys, values) = trace.source, (trace.source.shapes[x][-1] for x in "kv")
+    named = WIDE_VERSION if trace.header.sizes or keys != values else FORMAT_VERSION
+    version = format_of(source.shapes, newest=bool(trace.header.sizes))
+    coords: dict[str, Any] = {"layer": list(trace.layer_ids)}
+    rows = trace.left_out is not None
+    if trace.left_out is not None:
+        start, stop = trace.left_out
+        coords["row"] = [*range(start), *range(stop, trace.n_pos)]
     if isinstance(source, StoredTrace):
+        version = source.attributes["kvsim_format"]
         for name in source.shapes:
             dtype = source.array(name).source_dtype
             attributes = {} if dtype is None else {"source_dtype": dtype}
             lazy = LazilyIndexedArray(_LazyArray(source, name))
-            data[name] = Variable(axes_of(name, version), lazy, attributes)
+            data[name] = Variable(axes_of(name, named, rows=rows), lazy, attributes)
     else:
         data = {
-            name: (axes_of(name, version), trace.read(name).numpy())
+            name: (axes_of(name, named, rows=rows), _whole(trace, name))
             for name in source.shapes
             if name != "attention"
         }
     if trace.token_text is not None:
         data["token_text"] = (AXES["token_text"], np.array(trace.token_text))
-    coords = {"layer": list(trace.layer_ids)}
-    return Dataset(data, coords=coords, attrs=attributes_of(trace.header, source.shapes))
+    return Dataset(data, coords=coords, attrs=attributes_of(trace.header, version))
+
+
+def _whole(trace: Trace, name: str) -> np.ndarray[Any, Any]:
+    """All that a trace in memory has of an array."""
+    if name not in OF_ROWS:
+        return trace.read(name).numpy()
+    parts = held_parts(name, range(trace.n_pos), trace.left_out)
+    return np.concatenate([trace.read(name, pos=part).numpy() for part in parts], 2)
 
 
 class _LazyArray(BackendArray):
@@ -53,8 +71,9 @@ class _LazyArray(BackendArray):
 
     def __init__(self, stored: StoredTrace, name: str) -> None:
         self.stored, self.name = stored, name
-        self.shape = stored.shapes[name]
-        self.dtype = stored.array(name).dtype
+        array = stored.array(name)
+        self.shape = array.shape
+        self.dtype = np.dtype(np.float32) if array.number == "bfloat16" else array.dtype
 
     def __getitem__(self, key: ExplicitIndexer) -> Any:
         return explicit_indexing_adapter(key, self.shape, IndexingSupport.BASIC, self._part)
@@ -76,5 +95,7 @@ class _LazyArray(BackendArray):
                 rest.append(slice(places.start - low, None if stop < 0 else stop, places.step))
             else:
                 rest.append(0)
-        values = self.stored.read(self.name, limits["layer"], limits[blocked]).numpy()
-        return values[tuple(rest)]
+        read = self.stored.read_stored if self.name in OF_ROWS else self.stored.read
+        values = read(self.name, limits["layer"], limits[blocked])
+        values = values.float() if values.dtype == torch.bfloat16 else values
+        return values.numpy()[tuple(rest)]

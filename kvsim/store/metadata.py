@@ -16,8 +16,10 @@ from typing import Any
 
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
+from kvsim.core.left_out import LeftOut
+from kvsim.core.sources import Size
 from kvsim.errors import TraceError, error_line
-from kvsim.schema import FORMAT_VERSION, WIDE_VERSION, format_of
+from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import Place, damaged
@@ -60,11 +62,22 @@ def find_document(place: Place, key: str) -> dict[str, Any] | None:
 def check_format(attributes: Mapping[str, Any], where: str) -> None:
     """Raise TraceError for a trace, or a draft of one, of another version of the format."""
     version = attributes.get("kvsim_format")
-    if version not in (FORMAT_VERSION, WIDE_VERSION):
+    if version not in range(FORMAT_VERSION, NEWEST_VERSION + 1):
         raise TraceError(
             f"{where} was recorded by another version of kvsim (trace format "
-            f"{short_repr(version)}, expected {FORMAT_VERSION} or {WIDE_VERSION}); record it again"
+            f"{short_repr(version)}, expected {FORMAT_VERSION} to {NEWEST_VERSION}); record it "
+            "again"
         )
+
+
+def left_out_of(attributes: Mapping[str, Any], where: str) -> LeftOut:
+    """Return which rows a trace leaves out; TraceError for what names none."""
+    value = attributes.get("left_out")
+    if value is None and "left_out" not in attributes:
+        return None
+    if not (isinstance(value, list) and [*map(type, value)] == [int, int] and value[0] < value[1]):
+        raise damaged(f"{where}: left_out is {short_repr(value)}, expected [start, stop] of rows")
+    return value[0], value[1]
 
 
 def group_attributes(place: Place) -> dict[str, Any]:
@@ -111,15 +124,17 @@ def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
-    """Return the attributes that describe the header of arrays with these shapes."""
+def attributes_of(header: Header, version: int) -> dict[str, Any]:
+    """Return the attributes that describe the header of a trace in a version of the format."""
     ropes = list(dict.fromkeys(header.ropes))
     return {
-        "kvsim_format": format_of(shapes),
+        "kvsim_format": version,
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
         **({"owners": list(header.owners)} if header.owners else {}),
+        **({"sizes": [*map(list, header.sizes)]} if header.sizes else {}),
+        **({"left_out": list(header.left_out)} if header.left_out else {}),
         "attention": [
             {
                 "scale": formula.scale,
@@ -137,12 +152,12 @@ def attributes_of(header: Header, shapes: Shapes) -> dict[str, Any]:
 
 
 def whole_attributes(
-    header: Header, shapes: Shapes, checksums: Mapping[str, Any], digest: str
+    header: Header, shapes: Shapes, version: int, checksums: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
     """Return the attributes of a complete trace, without those that bind it."""
-    counts = dict.fromkeys(("n_tokens", "committed_tokens"), shapes["q"][2])
+    counts = dict.fromkeys(("n_tokens", "committed_tokens"), shapes["k"][2])
     final = {"checksums": checksums, "digest": digest, "complete": True}
-    return {**attributes_of(header, shapes), **counts, **final}
+    return {**attributes_of(header, version), **counts, **final}
 
 
 def read_header(
@@ -162,20 +177,27 @@ def read_header(
                 f"{len(stored_ropes)} of attribute ropes"
             )
         ropes.append(stored_ropes[index])
-    floats = {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind in "fu"}
     return Header(
         prompt_len=_get(attributes, "prompt_len", int, where),
         formulas=tuple(formulas),
         ropes=tuple(ropes),
         layer_ids=layer_ids,
         name=printable(str(attributes.get("name", where))),
-        source_dtypes={name: x.source_dtype or x.dtype.name for name, x in floats.items()},
+        source_dtypes={name: x.source_dtype or x.number for name, x in floats.items()},
         meta=object_at(attributes, "meta"),
         context_len=(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None
         ),
         owners=tuple(_get(attributes, "owners", list, where) if "owners" in attributes else ()),
+        sizes=_sizes(attributes, where) if "sizes" in attributes else (),
+        left_out=left_out_of(attributes, where),
     )
+
+
+def _sizes(attributes: Mapping[str, Any], where: str) -> tuple[Size, ...]:
+    sizes = _get(attributes, "sizes", list, where)
+    return tuple(tuple(each) if isinstance(each, list) else () for each in sizes)
 
 
 def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:

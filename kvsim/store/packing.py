@@ -7,13 +7,14 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from kvsim.errors import OutputError, TraceError, TraceExistsError, local_path
 from kvsim.files import published, refused, unbroken
 from kvsim.schema import is_url
 from kvsim.store.chunks import check_chunk
 from kvsim.store.layout import StoredArray
-from kvsim.store.place import MEMBER, SUFFIX, Folder, Packed
+from kvsim.store.place import MEMBER, PIECE, SUFFIX, Folder, Packed, Place
 from kvsim.store.projections import copy_projections
 from kvsim.store.publication import check_writable
 from kvsim.store.reader import StoredTrace
@@ -43,15 +44,16 @@ def pack(path: str | Path, out: str | Path | None = None) -> Path:
         target = local_path(out, TraceError)
     with _published(target) as draft:
         for array in arrays.values():
-            for index in array.indices():
-                check_chunk(array, index, place)
+            _check(array, place)
         sizes = place.sizes()
         with unbroken(), zipfile.ZipFile(draft, "x", zipfile.ZIP_STORED) as archive:
             for key in _keys(sizes, arrays):
                 member = zipfile.ZipInfo(key)  # dated 1980, whatever the time
                 member.external_attr = (stat.S_IFREG | 0o644) << 16
                 member.create_system = 3
-                archive.writestr(member, place.read(key, sizes[key]))
+                member.file_size = sizes[key]
+                with archive.open(member, "w") as file:
+                    _copy(place, key, sizes[key], file)
     copy_projections(stored.projections, target.parent)
     return target
 
@@ -78,13 +80,17 @@ def unpack(path: str | Path, out: str | Path | None = None) -> Path:
     name = place.path.name
     plain = name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else f"{name}.zarr"
     target = place.path.with_name(plain) if out is None else local_path(out, TraceError)
+    for array in stored.arrays.values():
+        if array.sharded:  # whose checksum in the zip is of all its chunks
+            _check(array, place)
     sizes = place.sizes()
     with _published(target) as draft, unbroken():
         # the root comes last: after a kill there is no trace
         for key in sorted(_keys(sizes, stored.arrays), key=lambda key: key == "zarr.json"):
-            file = draft / key
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(place.read(key, sizes[key]))
+            member = draft / key
+            member.parent.mkdir(parents=True, exist_ok=True)
+            with member.open("wb") as file:
+                _copy(place, key, sizes[key], file)
     copy_projections(stored.projections, target.parent)
     return target
 
@@ -95,10 +101,25 @@ def _open(path: str | Path, verb: str) -> StoredTrace:
     return StoredTrace(path)
 
 
+def _check(array: StoredArray, place: Place) -> None:
+    """Raise TraceError if a chunk of an array is damaged."""
+    for index in array.indices():
+        check_chunk(array, index, place)
+
+
+def _copy(place: Place, key: str, size: int, file: IO[bytes]) -> None:
+    """Write a file of a trace, no more than a piece of it at a time."""
+    if size <= PIECE:
+        file.write(place.read(key, size))
+        return
+    for start in range(0, size, PIECE):
+        file.write(place.part(key, start, PIECE)[0])
+
+
 def _keys(sizes: Collection[str], arrays: Mapping[str, StoredArray]) -> list[str]:
     """Return the keys of the files of a trace, and of arrays of later versions, sorted."""
     expected = {f"{name}/zarr.json" for name in arrays}
-    expected.update(array.key(index) for array in arrays.values() for index in array.indices())
+    expected.update(key for array in arrays.values() for key in array.files())
     return sorted(
         key
         for key in filter(MEMBER.fullmatch, sizes)

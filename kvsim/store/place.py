@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
@@ -30,6 +31,9 @@ MEMBER = re.compile(r"zarr\.json|[A-Za-z0-9_-]+/(?:zarr\.json|c(?:/[0-9]+)+)")
 #: Most bytes of the table of contents: a million files.
 _CONTENTS_LIMIT = 128 << 20
 
+#: Bytes of a file that are copied at a time.
+PIECE = 64 << 20
+
 _FULL = 0xFFFFFFFF  # in place of a number that is in the 64-bit record
 
 
@@ -54,6 +58,12 @@ class Place(Protocol):
         Raises FileNotFoundError, and TraceError for more than `limit` bytes or what cannot be read.
         """
 
+    def part(self, key: str, start: int, size: int) -> tuple[bytes, int]:
+        """Return bytes of a file from `start` on, `size` or as many as there are, and its size.
+
+        A negative `start` counts from its end. Raises as `read`.
+        """
+
     def sizes(self) -> Mapping[str, int] | None:
         """Return the bytes of each file; None where files cannot be listed, as over HTTP."""
 
@@ -69,6 +79,18 @@ class Folder:
 
     def read(self, key: str, limit: int) -> bytes:
         """Return the content of a file; links are not followed, pipes do not block."""
+        with self._opened(key) as (file, size):
+            check_limit(str(self.path), key, size, limit)
+            return file.read()
+
+    def part(self, key: str, start: int, size: int) -> tuple[bytes, int]:
+        """Return part of a file, and its size."""
+        with self._opened(key) as (file, total):
+            file.seek(from_end(start, total))
+            return file.read(size), total
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[io.FileIO, int]]:
         try:
             handle = os.open(self.path / key, _FLAGS)
         except (FileNotFoundError, NotADirectoryError):
@@ -81,9 +103,8 @@ class Folder:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
                 raise self._not_regular(key)
-            check_limit(str(self.path), key, status.st_size, limit)
             with open(handle, "rb", buffering=0, closefd=False) as file:
-                return file.read()
+                yield file, status.st_size
         except OSError as error:
             raise self._unreadable(key, error) from error
         finally:
@@ -117,6 +138,11 @@ class Folder:
 
     def _unreadable(self, key: str, error: OSError) -> TraceError:
         return TraceError(f"{self.path}: {key!r} is not readable ({error.strerror or error})")
+
+
+def from_end(start: int, size: int) -> int:
+    """Return where a part of a file begins; a negative `start` counts from its end."""
+    return start if start >= 0 else max(0, size + start)
 
 
 def damaged(what: str) -> TraceError:
@@ -155,17 +181,26 @@ class Packed:
         if member is None:
             raise FileNotFoundError(key)
         check_limit(str(self.path), key, member.file_size, limit)
+        data, _ = self.part(key, 0, member.file_size)
+        with _zip_errors(str(self.path)):
+            if zlib.crc32(data) != member.CRC:
+                raise zipfile.BadZipFile(f"member {key} is damaged")
+        return data
+
+    def part(self, key: str, start: int, size: int) -> tuple[bytes, int]:
+        """Return part of a member, and its size; its checksum is not compared."""
+        member = self._members.get(key)
+        if member is None:
+            raise FileNotFoundError(key)
+        start = from_end(start, member.file_size)
         with _zip_errors(str(self.path)), self.path.open("rb") as file:
             # the name and the length of a member are repeated before its bytes
             file.seek(member.header_offset)
             head = file.read(30 + len(key))
             if head[:4] != b"PK\x03\x04" or head[30:] != key.encode():
                 raise zipfile.BadZipFile(f"member {key} is not where it should be")
-            file.seek(struct.unpack_from("<H", head, 28)[0], os.SEEK_CUR)
-            data = file.read(member.file_size)
-            if zlib.crc32(data) != member.CRC:
-                raise zipfile.BadZipFile(f"member {key} is damaged")
-        return data
+            file.seek(struct.unpack_from("<H", head, 28)[0] + start, os.SEEK_CUR)
+            return file.read(max(0, min(size, member.file_size - start))), member.file_size
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each member in bytes."""

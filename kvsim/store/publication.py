@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvsim import files
-from kvsim.core.digest import ContentDigest, text_checksum
+from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
+from kvsim.core.left_out import whole_shapes
 from kvsim.core.probe import check_probe
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import hidden, move, sync, sync_tree
@@ -75,9 +76,12 @@ def complete(
     for name in sorted(group.arrays):
         require_chunks(group, name, where, "write the missing blocks first")
     shapes = group.shapes
-    header.check(shapes, where)
-    check_probe(header.probe, shapes, where)
-    group.seal(whole_attributes(header, shapes, checksums, digest.total(header, shapes)))
+    floats = {name: x for name, x in shapes.items() if name in CHECKSUMMED and name != "tokens"}
+    whole = whole_shapes(floats, header.left_out, where)
+    header.check(whole, where)
+    check_probe(header.probe, whole, where)
+    total = digest.total(header, shapes)
+    group.seal(whole_attributes(header, shapes, group.version, checksums, total))
 
 
 def put(group: Group, path: Path, *, file: TokenFile | None, overwrite: bool) -> None:

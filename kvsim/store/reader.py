@@ -15,14 +15,15 @@ import numpy as np
 
 from kvsim.core.checks import check_finite, check_shapes, first_row
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import stored_part, whole_shape
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.samples import SAMPLES, locate
-from kvsim.schema import format_of
+from kvsim.schema import NEWEST_VERSION, format_of
 from kvsim.store.binding import bound, check_attributes, check_binding
-from kvsim.store.chunks import check_chunks, read_part
+from kvsim.store.chunks import as_numbers, check_chunks, read_part
 from kvsim.store.layout import (
     DENSE,
     DIMENSIONS,
@@ -31,7 +32,14 @@ from kvsim.store.layout import (
     parse_array,
     require_arrays,
 )
-from kvsim.store.metadata import check_format, check_numbers, find_document, object_at, read_header
+from kvsim.store.metadata import (
+    check_format,
+    check_numbers,
+    find_document,
+    left_out_of,
+    object_at,
+    read_header,
+)
 from kvsim.store.place import Folder, Packed, Place, damaged
 from kvsim.store.projections import StoredProjections, find_projections
 from kvsim.store.remote import find_remote
@@ -96,8 +104,9 @@ class StoredTrace:
         self.sizes = self.place.sizes()
         self.arrays = self._parse()
         #: shape of each array that `read` returns
+        self._left_out = left_out_of(self.attributes, self.where)
         self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: array.shape
+            name: whole_shape(name, array.shape, self._left_out)
             for name, array in self.arrays.items()
             if name not in ("layer", "token_text")
         }
@@ -140,11 +149,16 @@ class StoredTrace:
             return tokens
         if name == "o_proj" and self.projections is not None:
             return self.projections.read(layers)
+        pos = stored_part(name, pos, self.shapes["k"][2], self._left_out, self.where)
+        return self.read_stored(name, layers, pos)
+
+    def read_stored(self, name: str, layers: slice, pos: slice) -> Tensor:
+        """Return part of an array with layers, as `read`; pos: places in what is stored."""
         axis = block_axis(name)
         if axis is None:
             axis, pos = 1, _ALL
         part = (layers, *[_ALL] * (axis - 1), pos)
-        tensor = torch.from_numpy(read_part(self.arrays[name], part, self.place))
+        tensor = as_numbers(self.arrays[name], read_part(self.arrays[name], part, self.place))
         # writers refuse NaN, so a reader that finds one has lost data
         first_layer = range(self.shapes[name][0])[layers].start
         first_pos = range(self.shapes[name][axis])[pos].start
@@ -186,8 +200,8 @@ class StoredTrace:
         for name in DIMENSIONS:
             document = find_document(self.place, f"{name}/zarr.json")
             if document is not None:
-                version = self.attributes["kvsim_format"]
-                arrays[name] = parse_array(name, document, self.where, version)
+                version, rows = self.attributes["kvsim_format"], "left_out" in self.attributes
+                arrays[name] = parse_array(name, document, self.where, version, rows=rows)
             elif name in listed:  # where files cannot be listed, the array is missing
                 raise TraceError(
                     f"{self.where}: {name}/zarr.json is missing, expected a zarr group written by "
@@ -201,11 +215,12 @@ class StoredTrace:
         floats = {name: shape for name, shape in self.shapes.items() if name != "tokens"}
         check_shapes(floats, self.where)
         version = self.attributes["kvsim_format"]
-        if version != format_of(self.shapes):
+        expected = format_of(self.shapes, newest="sizes" in self.attributes)
+        if version not in (NEWEST_VERSION, expected):
             sizes = self.shapes["k"][-1], self.shapes["v"][-1]
             raise damaged(
-                f"{self.where}: kvsim_format is {version}, expected {format_of(self.shapes)} of "
-                f"keys and values with {sizes} dimensions"
+                f"{self.where}: kvsim_format is {version}, expected {expected} of keys and values "
+                f"with {sizes} dimensions"
             )
         n_layers, _, n_pos, _ = self.shapes["q"]
         lengths = {"tokens": n_pos, "token_text": n_pos, "layer": n_layers}

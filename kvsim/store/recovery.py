@@ -300,7 +300,13 @@ def _finish(group: Group, progress: Progress) -> None:
             f"{where}: no array {', '.join(gone)}, which the capture had begun; nothing was "
             f"published, remove it with `{_removal(group.folder)}`"
         )
-    n_pos = group.arrays["q"].shape[2]
+    n_pos, left_out = group.arrays["k"].shape[2], group.left_out
+    if left_out is not None and committed <= left_out[1]:
+        raise TraceError(
+            f"{where}: rows {left_out[0]} to {left_out[1] - 1} are left out (--rows), and only "
+            f"{committed} tokens are on disk, so that no row behind them can be recovered; nothing "
+            f"was published, remove it with `{_removal(group.folder)}`"
+        )
     dropped = [
         name
         for name in LATE
@@ -318,11 +324,11 @@ def _finish(group: Group, progress: Progress) -> None:
         notes.insert(0, "recovered without token ids, which were not on disk")
     header = _noted(header, *notes)
     # the header comes first, so that notes on dropped arrays survive an attempt that ends below
-    group.set(**attributes_of(header, group.shapes))
+    group.set(**attributes_of(header, group.version))
     for name in (*dropped, "tokens", "token_text"):  # the last two are written at the end
         group.remove(name)
     for name, array in list(group.arrays.items()):
-        shape = cut_shape(name, array.shape, committed)  # ends a chunk or the array
+        shape = cut_shape(name, array.shape, committed, left_out)  # ends a chunk or the array
         if shape != array.shape:
             group.resize(name, shape)
         require_chunks(group, name, where, "record the trace again")
@@ -351,7 +357,7 @@ def _usable(group: Group, name: str, committed: int) -> bool:
     array = group.arrays[name]
     if name in PROBE:  # written when all else is there, in a moment
         return False
-    whole = "pos" not in DIMENSIONS[name] or group.arrays["q"].shape[2] == committed
+    whole = "pos" not in DIMENSIONS[name] or group.arrays["k"].shape[2] == committed
     return whole and group.written(name) == array.nchunks
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import http
 import http.client
+import re
 import socket
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from kvsim.errors import KvsimError, TraceError, TraceExistsError, error_line
-from kvsim.store.place import Folder, Place, check_limit
+from kvsim.store.place import PIECE, Folder, Place, check_limit, from_end
 
 #: Files that are on their way at the same time.
 _READERS = 16
@@ -42,13 +44,37 @@ class Web:
 
     def read(self, key: str, limit: int) -> bytes:
         """Return the content of a file."""
+        data, _ = self._request(key, limit)
+        check_limit(self.path, key, len(data), limit)
+        return data
+
+    def part(self, key: str, start: int, size: int) -> tuple[bytes, int]:
+        """Return part of a file, and its size; TraceError for a server that sends whole files."""
+        span = f"{start}-{start + size - 1}" if start >= 0 else str(start)
+        data, sent = self._request(key, size, {"Range": f"bytes={span}"})
+        total = re.fullmatch(r"bytes \d+-\d+/(\d{1,18})", sent or "")
+        if total is None or len(data) > size:
+            raise TraceError(
+                f"{self.path}: the server does not send parts of {key!r}, expected one that "
+                "supports range requests; use another server, or download the trace"
+            )
+        return data, int(total[1])
+
+    def _request(
+        self, key: str, limit: int, headers: Mapping[str, str] | None = None
+    ) -> tuple[bytes, str | None]:
+        """Return an answer, `limit` + 1 bytes of it at most, and which range of the file it is."""
         parts = _split(self.path)
         path = f"{parts.path.rstrip('/')}/{key}"
         url = parts._replace(path=path).geturl()
         watch, data = _Watch(), bytearray()
         try:
             opener = urllib.request.build_opener(watch)
-            with watch, opener.open(url, timeout=_TIMEOUT) as response:
+            request = urllib.request.Request(url, headers=dict(headers or {}))  # noqa: S310  HTTP
+            with watch, opener.open(request, timeout=_TIMEOUT) as response:
+                sent = response.headers["Content-Range"]
+                if headers and response.status != http.HTTPStatus.PARTIAL_CONTENT:
+                    return b"", None
                 while len(data) <= limit and (part := response.read1(limit + 1 - len(data))):
                     data += part
                     watch.received = len(data)
@@ -65,8 +91,7 @@ class Web:
                 f"{url} is not readable ({reason}), expected a server that has the "
                 "trace; check the URL and the network"
             ) from error
-        check_limit(self.path, key, len(data), limit)
-        return bytes(data)
+        return bytes(data), sent
 
     def sizes(self) -> None:
         """Return None: HTTP has no lists of files."""
@@ -151,12 +176,24 @@ class Remote:
 
     def read(self, key: str, limit: int) -> bytes:
         """Return the content of a file."""
-        path = f"{self._root}/{key}"
         with store_errors(self.path, "read"):
-            size = self._sizes[key] if key in self._sizes else self._system.info(path)["size"]
-            check_limit(self.path, key, size, limit)
-            data: bytes = self._system.cat_file(path)
+            check_limit(self.path, key, self._size(key), limit)
+            data: bytes = self._system.cat_file(f"{self._root}/{key}")
         return data
+
+    def part(self, key: str, start: int, size: int) -> tuple[bytes, int]:
+        """Return part of a file, and its size."""
+        with store_errors(self.path, "read"):
+            total = self._size(key)
+            start = from_end(start, total)
+            path, end = f"{self._root}/{key}", min(start + size, total)
+            data: bytes = self._system.cat_file(path, start=start, end=end) if start < end else b""
+        return data, total
+
+    def _size(self, key: str) -> int:
+        if key in self._sizes:
+            return self._sizes[key]
+        return int(self._system.info(f"{self._root}/{key}")["size"])
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file in bytes."""
@@ -209,7 +246,10 @@ def upload(folder: Path, url: str) -> str:
     sizes = place.sizes()
 
     def put(key: str) -> None:
-        system.pipe_file(f"{root}/{key}", place.read(key, sizes[key]))
+        if sizes[key] > PIECE:  # a shard
+            system.put_file(str(folder / key), f"{root}/{key}")
+        else:
+            system.pipe_file(f"{root}/{key}", place.read(key, sizes[key]))
 
     try:
         with store_errors(url, "written"):

@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.attention import attention_weights, causal_attention
-from kvsim.core.checks import first_row, relative_error, tolerance
+from kvsim.core.checks import as_array, first_row, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
+from kvsim.core.left_out import held_parts, stored_part
+from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
-from kvsim.schema import AXES, CHUNK
+from kvsim.schema import AXES, CHUNK, OF_ROWS
 from kvsim.store.layout import DENSE
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import Facts
 from kvsim.store.reader import StoredTrace
 
 _ALL = slice(None)
+
+#: Rows of a block that is read and recomputed at once.
+ROWS = 16 * CHUNK
 
 Progress = Callable[[int, int], None]
 
@@ -96,7 +101,7 @@ class _Check:
         self.problems: list[str] = []
         self.errors: dict[str, list[float]] = {name: [] for name in ("attn_out", "lse", *DENSE)}
         sources = stored.header.source_dtypes
-        dtypes = {name: stored.array(name).dtype.name for name in sources}
+        dtypes = {name: stored.array(name).number for name in sources}
         involved = [sources.get("attn_out", "float32"), sources["q"]]
         involved += [dtypes[name] for name in ("q", "k", "v", "attn_out") if name in dtypes]
         self.output_tolerance = tolerance(*involved)
@@ -108,62 +113,72 @@ class _Check:
         self.lse_tolerance = tolerance(dtypes.get("lse", "float32"))
 
     def layer(self, layer: int) -> None:
-        parts: dict[str, torch.Tensor] = {}
-        for name in CHECKSUMMED[1:]:
-            values = self._read(name, layer) if name in self.stored.arrays else None
-            if values is not None:
-                parts[name] = values
-                self._checksum(name, layer, values)
-        if self.stored.projections is not None:
+        """Check a layer: its keys and values whole, other arrays a block of rows at a time."""
+        stored, digest, damaged = self.stored, ContentDigest(), set[str]()
+        sizes, left_out = stored.header.sizes, stored.header.left_out
+
+        def read(name: str, pos: slice = _ALL) -> torch.Tensor | None:
+            values = None if name in damaged else self._read(name, layer, pos)
+            if values is None:
+                damaged.add(name)
+                return None
+            _update(digest, name, layer, values)
+            return narrowed(name, values[None], sizes[layer])[0] if sizes else values
+
+        names = [name for name in CHECKSUMMED[1:] if name in stored.arrays]
+        blocked = [name for name in names if name in (*OF_ROWS, "residual")]
+        whole = {name: read(name) for name in names if name not in blocked}
+        attention, n_pos = _Attention(stored, layer, deep=self.deep), stored.shapes["k"][2]
+        for start in range(0, n_pos, ROWS):
+            for pos in held_parts("q", range(start, min(start + ROWS, n_pos)), left_out):
+                rows = stored_part("q", pos, n_pos, left_out, stored.where)
+                parts = {name: read(name, rows) for name in blocked}
+                if not damaged & {"q", "k", "v"}:
+                    held = {**whole, **parts}
+                    known = {name: x for name, x in held.items() if x is not None}
+                    attention.add(pos.start, known)
+        if stored.projections is not None:
             self._read("o_proj", layer)  # compares its checksum
-        if {"q", "k", "v"} <= parts.keys():
-            self._attention(layer, parts)
-
-    def _read(self, name: str, layer: int, pos: slice = _ALL) -> torch.Tensor | None:
-        """Read one layer of an array; None, and a problem, if it is damaged."""
-        try:
-            return self.stored.read(name, slice(layer, layer + 1), pos)[0]
-        except TraceError as error:
-            self.problems.append(str(error))
-            return None
-
-    def _attention(self, layer: int, parts: Mapping[str, torch.Tensor]) -> None:
-        """Recompute attention if deep; always check dense attention, which has no checksum."""
-        stored, dtype = self.stored, self.stored.compute_dtype
-        dense = [name for name in DENSE if name in stored.arrays]
-        q, k, v = (parts[name].to(dtype) for name in "qkv")
-        lse = parts.get("lse")
-        latent = stored.header.latent
+        for name, (computed,) in digest.checksums().items():
+            if name not in damaged:
+                self._checksum(name, layer, computed)
+        latent, k, v = stored.header.latent, whole["k"], whole["v"]
+        if k is None or v is None or damaged & {"q"}:
+            return
         if self.deep and latent is not None and not torch.equal(k[..., -latent:], v):
             self.problems.append(
                 f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
                 "record the trace again"
             )
-        if self.deep or (dense and lse is None):
-            out, computed = causal_attention(q, k, v, stored.header.formulas[layer])
-            if "attn_out" in parts:
-                worst = float(relative_error(parts["attn_out"].to(dtype), out).max())
-                self._judge("attn_out", layer, worst, self.output_tolerance)
-            if lse is not None:
-                self._judge("lse", layer, float((lse - computed).abs().max()), self.lse_tolerance)
-            lse = computed
-        if lse is not None:
-            for name in dense:
-                self._dense(name, layer, q, k, lse)
+        for name, error in attention.errors.items():
+            if name not in damaged:
+                allowed = self.output_tolerance if name == "attn_out" else self.lse_tolerance
+                self._judge(name, layer, error, allowed)
+        if attention.recomputed or "lse" not in damaged:
+            for name in attention.dense:
+                self._dense(name, layer, k.to(stored.compute_dtype), torch.cat(attention.lse, 1))
 
-    def _dense(
-        self, name: str, layer: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def _read(self, name: str, layer: int, pos: slice = _ALL) -> torch.Tensor | None:
+        """Read one layer of an array; None, and a problem, if it is damaged."""
+        try:
+            read = self.stored.read if name == "o_proj" else self.stored.read_stored
+            return read(name, slice(layer, layer + 1), pos)[0]
+        except TraceError as error:
+            self.problems.append(str(error))
+            return None
+
+    def _dense(self, name: str, layer: int, k: torch.Tensor, lse: torch.Tensor) -> None:
         stored = self.stored
-        n_pos, first = q.shape[1], first_row(stored.shapes[name])
+        n_pos, first = k.shape[1], first_row(stored.shapes[name])
         worst, pos = 0.0, torch.arange(n_pos)
         for start in range(first, n_pos, CHUNK):
             rows = slice(start, min(start + CHUNK, n_pos))
             recorded = self._read(name, layer, slice(rows.start - first, rows.stop - first))
-            if recorded is None:
+            q = self._read("q", layer, rows)
+            if recorded is None or q is None:
                 return
             expected = attention_weights(
-                q[:, rows], k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
+                q.to(k.dtype), k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
             )
             worst = max(worst, float((recorded - expected).abs().max()))
         self._judge(name, layer, worst, self.lse_tolerance)
@@ -188,16 +203,10 @@ class _Check:
                 "at both; record the trace again"
             )
 
-    def _checksum(self, name: str, layer: int, values: torch.Tensor) -> None:
-        digest, axes = ContentDigest(), AXES[name]
-        if "pos" in axes:
-            digest.update_all(name, layer, values.numpy(), axes.index("pos") - ("layer" in axes))
-        else:
-            digest.update(name, layer, values.numpy())
-        ((computed,),) = digest.checksums().values()
+    def _checksum(self, name: str, layer: int, computed: str) -> None:
         recorded = self.stored.attributes["checksums"][name][layer]
         if computed != recorded:
-            place = f" in layer {layer}" if "layer" in axes else ""
+            place = f" in layer {layer}" if "layer" in AXES[name] else ""
             self.problems.append(
                 f"{self.stored.where}: the checksum of {name}{place} is {computed[:12]}..., "
                 f"expected {recorded[:12]}...; the array was changed after recording"
@@ -222,8 +231,9 @@ class _Check:
                     "copy the trace again or record it again"
                 )
             if "tokens" in stored.shapes:
-                tokens = stored.read("tokens", _ALL, _ALL)
-                self._checksum("tokens", 0, tokens)
+                tokens, digest = stored.read("tokens", _ALL, _ALL), ContentDigest()
+                _update(digest, "tokens", 0, tokens)
+                self._checksum("tokens", 0, *digest.checksums()["tokens"])
                 embedded = "residual" in stored.shapes and stored.header.layer_ids[0] == 0
                 if embedded and not self.problems:
                     self._embeddings(tokens)
@@ -241,6 +251,55 @@ class _Check:
             digest=stored.digest,
             problems=tuple(self.problems),
         )
+
+
+class _Attention:
+    """Attention of a layer, recomputed a block of rows at a time, and the errors of what is stored.
+
+    lse: that of all rows, in blocks: recomputed, or as it is stored.
+    """
+
+    def __init__(self, stored: StoredTrace, layer: int, *, deep: bool) -> None:
+        self.dense = [name for name in DENSE if name in stored.arrays]
+        self.recomputed = deep or bool(self.dense and "lse" not in stored.arrays)
+        self.formula, self.dtype = stored.header.formulas[layer], stored.compute_dtype
+        self.lse: list[torch.Tensor] = []
+        self._largest: dict[str, torch.Tensor] = {}
+
+    def add(self, start: int, parts: Mapping[str, torch.Tensor]) -> None:
+        """Add rows from `start` on; k and v are whole."""
+        q, k, v = (parts[name].to(self.dtype) for name in "qkv")
+        stop, lse = start + q.shape[1], parts.get("lse")
+        if self.recomputed:
+            out, computed = causal_attention(q, k[:, :stop], v[:, :stop], self.formula, start)
+            if "attn_out" in parts:
+                self._note("gap", (parts["attn_out"].to(self.dtype) - out).abs().amax((-2, -1)))
+                self._note("size", out.abs().amax((-2, -1)))
+            if lse is not None:
+                self._note("lse", (lse - computed).abs().max())
+            lse = computed
+        self.lse += [] if lse is None else [lse]
+
+    def _note(self, name: str, x: torch.Tensor) -> None:
+        self._largest[name] = torch.maximum(self._largest.get(name, x), x)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The largest error of each stored array: of outputs as `relative_error` has it."""
+        found = {name: float(x) for name, x in self._largest.items() if name == "lse"}
+        if "gap" not in self._largest:
+            return found
+        gap, size = self._largest["gap"], self._largest["size"]
+        return {"attn_out": float(torch.where(gap == 0, gap, gap / size).max()), **found}
+
+
+def _update(digest: ContentDigest, name: str, layer: int, values: torch.Tensor) -> None:
+    """Add values of a layer, without a layer axis, to the checksum of an array."""
+    axes = AXES[name]
+    if "pos" in axes:
+        digest.update_all(name, layer, as_array(values), axes.index("pos") - ("layer" in axes))
+    else:
+        digest.update(name, layer, as_array(values))
 
 
 def describe(path: str | Path) -> dict[str, Any]:
@@ -263,6 +322,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
         "context_len": stored.header.context_len,
+        **({"left_out": list(left_out)} if (left_out := stored.header.left_out) else {}),
         "layers": n_layers,
         "layer_ids": list(stored.header.layer_ids),
         "qheads": n_qheads,
@@ -270,11 +330,12 @@ def describe(path: str | Path) -> dict[str, Any]:
         "dim": dim,
         **({"value_dim": stored.shapes["v"][3]} if stored.shapes["v"][3] != dim else {}),
         **({} if latent is None else {"latent": latent}),
+        **({"sizes": [*map(list, stored.header.sizes)]} if stored.header.sizes else {}),
         "attention": _kinds(stored.header),
         "arrays": {
             name: {
                 "shape": list(array.shape),
-                "dtype": "string" if name == "token_text" else array.dtype.name,
+                "dtype": "string" if name == "token_text" else array.number,
                 "source_dtype": stored.header.source_dtypes.get(name),
                 "bytes": None if sizes is None else _bytes(sizes, f"{name}/"),
             }

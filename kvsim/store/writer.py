@@ -11,24 +11,26 @@ from typing import Any, Self
 import numpy as np
 
 from kvsim.core.attention import Formula, attention_weights
-from kvsim.core.checks import DTYPES, as_stored, stored_dtype
+from kvsim.core.checks import DTYPES, as_array, as_stored
 from kvsim.core.digest import CHECKSUMMED, ContentDigest
 from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.left_out import LeftOut, held_parts
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
-from kvsim.schema import AXES, CHUNK, format_of, is_url
+from kvsim.schema import AXES, CHUNK, OF_ROWS, SUMS, format_of, is_url
+from kvsim.store.chunks import as_numbers
 from kvsim.store.draft import Group, TokenFile, recover_command
-from kvsim.store.layout import DENSE, LATER, cut_shape, pos_axis
+from kvsim.store.layout import DENSE, cut_shape, pos_axis, stored_arrays
 from kvsim.store.metadata import attributes_of
 from kvsim.store.projections import Facts, copy_projections, store_projections, upload_projections
 from kvsim.store.publication import check_target, complete, put, remove_trace, write_whole
 from kvsim.store.remote import check_free, upload
 
 #: Arrays that are not appended position by position; commits do not wait for them.
-LATE = (*DENSE, "o_proj", *PROBE)
+LATE = (*DENSE, "o_proj", *PROBE, *SUMS)
 
 
 class TraceWriter:
@@ -44,8 +46,10 @@ class TraceWriter:
         shapes: shape of each array with layers; the number of positions may be an upper bound.
         source_dtypes: dtype of each array in the model.
         layer_ids: the model's number of each layer.
+        newest: the header will have something that only the newest format can say.
         store_dtype: ``float16`` to store all but lse and attention in half precision.
         overwrite: replace a trace that is at `path`.
+        left_out: rows that are never appended to q, attn_out, lse and gate.
         projections: `write_projections` will be called; a recovery notes it if they are missing.
 
     Raises:
@@ -59,9 +63,11 @@ class TraceWriter:
         shapes: Mapping[str, tuple[int, ...]],
         source_dtypes: Mapping[str, str],
         layer_ids: Sequence[int],
+        newest: bool = False,
         store_dtype: str | None = None,
         overwrite: bool = False,
         projections: bool = False,
+        left_out: LeftOut = None,
     ) -> None:
         if store_dtype not in (None, "float16"):
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
@@ -69,7 +75,7 @@ class TraceWriter:
         self.path, self.overwrite, self.store_dtype = path, overwrite, store_dtype
         self.layer_ids = tuple(layer_ids)
         self.folder = hidden(path, "tmp")
-        self._digest = ContentDigest()
+        self._digest, self._left_out = ContentDigest(), left_out
         self._group = Group(self.folder)
         self._next: dict[str, list[int]] = {}
         self._begun = {*shapes, *(["o_proj"] if projections else [])}
@@ -82,18 +88,19 @@ class TraceWriter:
             with self._writing():
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
+                arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out)
+                newest |= any(each.sharded or each.number == "bfloat16" for each in arrays)
                 self._group.set(
-                    kvsim_format=format_of(shapes),
+                    kvsim_format=format_of(shapes, newest=newest),
                     complete=False,
                     committed_tokens=0,
                     arrays=sorted(self._begun),  # a recovery expects them
+                    **({} if left_out is None else {"left_out": list(left_out)}),
                 )
-                for name, shape in shapes.items():
-                    source = source_dtypes[name]
-                    narrow = store_dtype is not None and name not in ("lse", *DENSE, *LATER)
-                    dtype = "float16" if narrow else DTYPES[stored_dtype(source)]
-                    self._group.create(name, shape, dtype, source)
-                    self._next[name] = [0] * shape[0]
+                for each in arrays:
+                    declared = each.dtype.name, each.source_dtype
+                    self._group.create(each.name, each.shape, *declared, sharded=each.sharded)
+                    self._next[each.name] = [0] * each.shape[0]
                 write_whole(self._group, "layer", np.array(self.layer_ids, np.int32), "int32")
         except BaseException:  # an interrupt here comes before __exit__ could clean up
             self._discard()
@@ -139,23 +146,23 @@ class TraceWriter:
 
     def _attributes(self, header: Header) -> dict[str, Any]:
         header = header if self._so_far is None else self._so_far(header)
-        return attributes_of(header, self._group.shapes)
+        return attributes_of(header, self._group.version)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which `name` is stored."""
-        dtype: torch.dtype = getattr(torch, self._group.arrays[name].dtype.name)
+        dtype: torch.dtype = getattr(torch, self._group.arrays[name].number)
         return dtype
 
     @property
     def n_pos(self) -> int:
         """Number of positions, or its upper bound before `set_length`."""
-        return self._group.arrays["q"].shape[2]
+        return self._group.arrays["k"].shape[2]
 
     def set_length(self, n_pos: int) -> None:
         """Fix the number of positions; last blocks that are not full must come after this."""
         for name in self._next:
             array = self._group.arrays[name]
-            shape = cut_shape(name, array.shape, n_pos)
+            shape = cut_shape(name, array.shape, n_pos, self._left_out)
             if shape != array.shape:
                 with self._writing():
                     self._group.resize(name, shape)
@@ -170,18 +177,25 @@ class TraceWriter:
             return
         start = self._next[name][layer]
         axis = pos_axis(name)
-        size = block.shape[axis]
-        if size != CHUNK and start + size != self.n_pos:
+        size, total = block.shape[axis], self._group.arrays[name].shape[axis + 1]
+        if size != CHUNK and start + size != total:
             raise ValueError(f"a block of {size} positions, expected {CHUNK}, or the last")
         self.write_layer(name, layer, block, start)
         self._next[name][layer] = start + size
         if self._header is None:  # nothing could be recovered
             return
-        committed = min(min(ends) for name, ends in self._next.items() if name not in LATE)
+        committed = min(
+            self._position(name, min(ends)) for name, ends in self._next.items() if name not in LATE
+        )
         if committed > self._committed:
             with self._writing():
                 self._group.set(**self._attributes(self._header), committed_tokens=committed)
                 self._committed = committed
+
+    def _position(self, name: str, rows: int) -> int:
+        """The position of the next row of an array that has so many."""
+        first, stop = self._left_out or (0, 0)
+        return rows + stop - first if name in OF_ROWS and rows >= first else rows
 
     def drop(self, name: str) -> None:
         """Remove an array, or projections, that turned out to be unusable."""
@@ -195,7 +209,7 @@ class TraceWriter:
     def write_layer(self, name: str, layer: int, values: Tensor, start: int = 0) -> None:
         """Store one layer of an array, or of its positions from `start` on; raise as `append`."""
         dtype, where = self.dtype(name), str(self.path)
-        array = as_stored(name, values, dtype, where, layer=layer, pos=start).numpy()
+        array = as_array(as_stored(name, values, dtype, where, layer=layer, pos=start))
         with self._writing():
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
@@ -220,7 +234,10 @@ class TraceWriter:
         first, at = self.n_pos - self._group.arrays[name].shape[2], torch.arange(self.n_pos)
         for layer, formula in enumerate(formulas):
             part = [slice(layer, layer + 1)]
-            q, k, lse = (torch.from_numpy(self._group.read(x, part)[0]) for x in ("q", "k", "lse"))
+            q, k, lse = (
+                as_numbers(self._group.arrays[x], self._group.read(x, part)[0])
+                for x in ("q", "k", "lse")
+            )
             q, k = q.to(lse.dtype), k.to(lse.dtype)
             for start in range(first, self.n_pos, CHUNK):
                 rows = slice(start, min(start + CHUNK, self.n_pos))
@@ -315,20 +332,25 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         names.remove("o_proj")
         copy_projections(projections, target.parent)
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
+    left_out = header.left_out
     with TraceWriter(
         target,
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
         layer_ids=header.layer_ids,
+        newest=bool(header.sizes),
         overwrite=overwrite,
+        left_out=left_out,
     ) as writer:
         for name in names:
             for layer in range(trace.n_layers):
-                values = source.read(name, slice(layer, layer + 1), slice(None))[0]
+                only = slice(layer, layer + 1)
                 if "pos" not in AXES[name]:
-                    writer.write_layer(name, layer, values)
+                    writer.write_layer(name, layer, source.read(name, only, slice(None))[0])
                     continue
-                for block in values.split(CHUNK, dim=pos_axis(name)):
-                    writer.append(name, layer, block)
+                axis = pos_axis(name)
+                for part in held_parts(name, range(trace.n_pos), left_out):
+                    for block in source.read(name, only, part)[0].split(CHUNK, axis):
+                        writer.append(name, layer, block)
         tokens = None if trace.tokens is None else trace.tokens.numpy()
         return writer.publish(header, tokens=tokens, token_text=trace.token_text)

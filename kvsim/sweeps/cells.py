@@ -69,6 +69,7 @@ def cells_of(
 
 def flops_of(trace: Trace, layers: int) -> float:
     """Floating-point operations of the attention outputs of a cell in some layers, about."""
+    trace = trace.evicting
     return layers * trace.n_qheads * (trace.dim + trace.value_dim) * float(trace.n_pos**2)
 
 

@@ -27,6 +27,7 @@ from kvsim.experiment import LiveOptions
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
+from kvsim.recorder.forecast import ModelWork
 from kvsim.runner.checks import check_live
 from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import RunningModel
@@ -81,6 +82,27 @@ def live(
         KvsimError: what `replay_all` raises.
     """
     show = check_progress(progress)
+    given = given_options(LiveOptions, options, "live", PolicyError)
+    plan, paging = plan_live(model, traces, policies, budgets, tokenizer=tokenizer, **options)
+    kept = kept_in(given["out"])
+    begin(plan, kept, resume=given["resume"])
+    run = finish(plan, kept, progress=show and (lambda now: show(*now.steps, now.label)))
+    return replace(run, notes=(*run.notes, *([] if paging is None else paging.notes)))
+
+
+def plan_live(
+    model: Any,
+    traces: Traces,
+    policies: PolicyLike | Iterable[PolicyLike],
+    budgets: int | str | Iterable[int | str],
+    *,
+    tokenizer: Any = None,
+    **options: Unpack[LiveOptions],
+) -> tuple[Plan, Paging | None]:
+    """Return the plan of `live`, which computes it, and its blocks, if any; raises as that does.
+
+    model: without weights it can be planned alone.
+    """
     given = given_options(LiveOptions, options, "live", PolicyError)
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
     metrics = None if given["metrics"] is None else names_of(given["metrics"])
@@ -142,13 +164,11 @@ def live(
         parameters=parameters,
         notes=tuple(filter(None, [shared])),
         document={**parameters, "traces": {trace.name: trace.digest for trace in traces}},
+        model=ModelWork(running.model),
         compute=executor.compute,
         check=executor.check,
     )
-    kept = kept_in(given["out"])
-    begin(plan, kept, resume=given["resume"])
-    run = finish(plan, kept, progress=show and (lambda now: show(*now.steps, now.label)))
-    return replace(run, notes=(*run.notes, *([] if paging is None else paging.notes)))
+    return plan, paging
 
 
 class Loops:

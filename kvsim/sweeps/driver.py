@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, get_type_hints
 
@@ -24,15 +24,17 @@ from kvsim.files import lock
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.schema import plural
+from kvsim.store.forecast import Meter
 from kvsim.store.opening import Traces, as_traces
-from kvsim.sweeps.cells import Cell, Progress
+from kvsim.sweeps.cells import Progress
 from kvsim.sweeps.cluster import on_a_cluster
+from kvsim.sweeps.forecast import forecast
 from kvsim.sweeps.grid import Grid
 from kvsim.sweeps.outcome import Run
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import kept_in
 from kvsim.sweeps.shards import Kept, Shards
-from kvsim.sweeps.tasks import Outcome, Task, replayed
+from kvsim.sweeps.tasks import Outcome, Task
 from kvsim.sweeps.terms import measurable, shared_terms
 from kvsim.sweeps.workers import IN_MEMORY, Lost, in_processes, in_this_process, processes
 
@@ -146,13 +148,35 @@ def replay_all(
         TraceError: two traces have one name.
     """
     given = given_options(ReplayOptions, options, "replay_all")
+    show = check_progress(progress)
+    accounts = accounts or given["out"] is not None
+    plan = plan_replays(traces, policies, budgets, accounts=accounts, **options)
+    kept = kept_in(given["out"])
+    begin(plan, kept, resume=given["resume"])
+    return finish(
+        plan,
+        kept,
+        jobs=given["jobs"],
+        progress=show and (lambda now: show(*now.steps, now.label)),
+    )
+
+
+def plan_replays(
+    traces: Traces,
+    policies: PolicyLike | Iterable[PolicyLike],
+    budgets: int | str | Iterable[int | str],
+    *,
+    accounts: bool = True,
+    **options: Unpack[ReplayOptions],
+) -> Plan:
+    """Return the plan of `replay_all`, which computes it; raises as that does."""
+    given = given_options(ReplayOptions, options, "replay_all")
     traces, policies, budgets = as_traces(traces), as_policies(policies), listed(budgets)
     if not (traces and policies and budgets):
         raise PolicyError(
             f"{plural(len(traces), 'trace')}, {len(policies)} policies and {len(budgets)} budgets; "
             "expected at least one of each"
         )
-    show = check_progress(progress)
     interval, own_schedule = given["interval"], given["own_schedule"]
     terms = interval, given["prefill"], given["compress"]
     shared_terms(policies, terms, own_schedule=own_schedule)
@@ -167,20 +191,12 @@ def replay_all(
         | {"intervals": [None] if own_schedule else interval}
         | {"metrics": [*chosen], "records": True}
     )
-    out = given["out"]
-    plan = Plan.of(grid, list(chosen), accounts=accounts or out is not None)
+    plan = Plan.of(grid, list(chosen), accounts=accounts)
     if metrics is None:
         plan = plan._replace(parameters={**plan.parameters, "metrics": None})
     for cell in plan.cells:
         check_cell(cell.trace, cell.policy, cell.budget, grid.options["memory"], cell.schedule)
-    kept = kept_in(out)
-    begin(plan, kept, resume=given["resume"])
-    return finish(
-        plan,
-        kept,
-        jobs=given["jobs"],
-        progress=show and (lambda now: show(*now.steps, now.label)),
-    )
+    return plan
 
 
 # --------------------------------------------------------------------------------- the work itself
@@ -198,13 +214,17 @@ def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **op
 
     options: those of `work`.
     """
+    meter, planned = Meter(), forecast(plan, kept, options.get("jobs", 1), plan.share(shard))
     interrupted = not work(plan, kept, shard=shard, **options)
     run = plan.run(kept, interrupted=interrupted)
+    run.parameters["plan"] = {**planned.describe(), "actual": meter.actual()}
     if isinstance(kept, Shards) and shard is None:
         if run.parameters["done"]:
             publish(run, kept)
         else:
             kept.withdraw()
+    if isinstance(kept, Shards):
+        run.parameters["plan"]["actual"] = meter.actual([kept.folder])
     return run
 
 
@@ -340,47 +360,3 @@ def publish(run: Run, shards: Shards) -> None:
         lock(locked, wait=True)
         names = replace_run(shards.folder, write)
     shards.send(*names)
-
-
-#: Seconds that an estimate may take.
-_SAMPLE = 5.0
-
-
-def estimate(plan: Plan, kept: Kept) -> float:
-    """Seconds of one processor that is left to do, about.
-
-    By what is finished; where nothing is, by one layer of the first trace: each policy at its
-    first budget, until some seconds are over.
-    """
-    work_of = plan.flops_of
-    done = kept.done
-    work = sum(work_of(task) for task in plan.tasks if task.without(done) is not None)
-    measured = [task for task in plan.tasks if task.key in kept.parts and task.cells]
-    if measured:
-        rate = sum(kept.parts[task.key].seconds for task in measured) / sum(map(work_of, measured))
-        return rate * work
-    first = next((task for task in plan.tasks if task.cells), None)
-    return 0.0 if first is None else _sampled(first, work_of) * work
-
-
-def _sampled(task: Task, work_of: Callable[[Task], float]) -> float:
-    """Seconds of a floating-point operation, by the first cells of some policies of a task.
-
-    They share work, as cells of a task do. The first one alone pays for what a process loads once,
-    and says how many there is time for.
-    """
-    first: dict[str, tuple[Cell, str]] = {}
-    for cell, key in zip(task.cells, task.keys, strict=True):
-        first.setdefault(cell.policy.name, (cell, key))
-    alone = [pair for pair in first.values() if pair[0].policy.propagation is None]
-    layers = task.layers[:1] if alone else task.layers
-
-    def rate(pairs: Sequence[tuple[Cell, str]]) -> float:
-        cells = tuple(cell._replace(layers=layers) for cell, _ in pairs)
-        sample = replace(task, cells=cells, keys=tuple(key for _, key in pairs), layers=layers)
-        return replayed(sample).seconds / work_of(sample)
-
-    pairs, began = alone or list(first.values()), time.perf_counter()
-    of_first = rate(pairs[:1])
-    fitting = int(_SAMPLE / (time.perf_counter() - began))
-    return rate(pairs[:fitting]) if fitting else of_first

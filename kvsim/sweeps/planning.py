@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvsim.core.lazy import torch
 from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
@@ -22,6 +23,9 @@ from kvsim.sweeps.remarks import cell_remarks
 from kvsim.sweeps.shards import Kept
 from kvsim.sweeps.tasks import Compute, Task, replayed, tasks_of
 from kvsim.sweeps.terms import Terms, described, params_of
+
+if TYPE_CHECKING:
+    from kvsim.recorder.forecast import ModelWork
 
 
 def grid_from(config: str | Path | Mapping[str, Any] | Grid | None, **more: Any) -> Grid:
@@ -43,8 +47,9 @@ class Plan(NamedTuple):
 
     policies: of the cells, each once. metrics: names. parameters: of the run, ready for JSON.
     notes: remarks on all results. document: the configuration, which a folder keeps. records:
-    whether they are kept. compute: of one task, in this process or another one. check: raises
-    where no task can be computed, before the first of them.
+    whether they are kept. model: work of a forward of the model that runs. compute: of one task, in
+    this process or another one. check: raises where no task can be computed, before the first of
+    them.
     """
 
     traces: Sequence[Trace]
@@ -57,6 +62,7 @@ class Plan(NamedTuple):
     compute: Compute
     notes: Sequence[str] = ()
     records: bool = True
+    model: ModelWork | None = None
     check: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -103,20 +109,27 @@ class Plan(NamedTuple):
 
     def flops_of(self, task: Task) -> float:
         """Floating-point operations of the attention outputs of the cells of a task, about."""
-        return max(1, len(task.cells)) * flops_of(self._trace(task), len(task.layers))
+        return max(1, len(task.cells)) * flops_of(self.trace_of(task), len(task.layers))
 
-    def _trace(self, task: Task) -> Trace:
+    def trace_of(self, task: Task) -> Trace:
+        """The trace of a task."""
         return next(each for each in self.traces if each.name == task.name)
 
     def bytes_of(self, task: Task) -> int:
         """Bytes of queries, keys, values and outputs that a task reads, as they are stored."""
-        trace = self._trace(task)
+        trace = self.trace_of(task)
         return len(task.layers) * sum(
             int(np.prod(trace.source.shapes[name][1:]))
-            * np.dtype(trace.source_dtypes[name]).itemsize
+            * int(getattr(torch, trace.source_dtypes[name]).itemsize)
             for name in ("q", "k", "v", "attn_out", "lse")
             if name in trace.source.shapes
         )
+
+    def left(self, kept: Kept, tasks: Sequence[Task] | None = None) -> list[Task]:
+        """The tasks, or some of them, that are left, each of the cells that are."""
+        done = kept.done
+        of_each = (each.without(done) for each in (self.tasks if tasks is None else tasks))
+        return [task for task in of_each if task is not None]
 
     @property
     def keys(self) -> dict[int, list[str]]:

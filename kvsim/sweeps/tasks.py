@@ -200,7 +200,7 @@ def _blocks(trace: Trace, layers: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _layer_bytes(trace: Trace) -> int:
     """Bytes of queries, keys, values and outputs of a layer in memory."""
-    item = torch.empty((), dtype=trace.dtype).element_size()
+    item, trace = torch.empty((), dtype=trace.dtype).element_size(), trace.evicting
     return (trace.n_qheads + trace.n_heads) * trace.n_pos * (trace.dim + trace.value_dim) * item
 
 

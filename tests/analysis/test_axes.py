@@ -21,7 +21,6 @@ from kvsim.analysis.kept.states import (
 )
 from kvsim.analysis.kept.text import retention_lift
 from kvsim.errors import PolicyError
-from kvsim.studies.expectation.normality import states
 from kvsim.studies.segments.segmentation import cut_table, segmented
 from traces import random_trace
 
@@ -47,11 +46,9 @@ OF_TRACE = {
     "window_overlap": lambda trace, layer: window_overlap(trace, layer, window=8),
     "attention_gaps": attention_gaps,
     "attention_sparsity": attention_sparsity,
-    "states": states,
     "head_table": head_table,
     "last_needed": lambda trace, layer: last_needed(trace, layer, 0, least=0.1),
     "overlap_curves": lambda trace, layer: plots.overlap_curves(trace, layers=[layer], window=8),
-    "state_ridges": plots.state_ridges,
 }
 #: What computes of a record alone.
 OF_RECORD = {

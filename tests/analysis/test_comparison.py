@@ -64,18 +64,6 @@ def test_results_whose_rows_see_more_entries_are_flagged():
     assert rows.filter(pl.col("unfair"))["policy"].to_list() == ["ams"]
 
 
-def simulated(rng, prompts, shifts, budgets=(64,)):
-    """A Table in which policies differ by shifts of the mean, over prompts of various hardness."""
-    hardness = rng.gamma(4, 0.1, prompts)
-    return pl.concat(
-        table(
-            {name: hardness + shift + rng.gamma(2, 0.02, prompts) for name, shift in shifts},
-            budget=budget,
-        )
-        for budget in budgets
-    )
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """A sweep over eight short prompts of tiny, with events after the prompt and every 16 rows."""
@@ -287,22 +275,6 @@ def test_references_have_no_rank(real):
     assert named.filter(policy="tova")["against"].unique().to_list() == ["oracle"]
 
 
-def test_a_true_order_is_shown():
-    """With enough prompts the ranking is that of the simulation, and what differs is called so."""
-    shifts = [("tova", 0.2), ("snapkv", 0.0), ("h2o", 0.1), ("knorm", 0.1)]
-    comparison = compare(simulated(np.random.default_rng(5), 20, shifts))
-    rows = comparison.table
-
-    assert rows["policy"][0] == "snapkv"
-    assert rows["policy"][3] == "tova"
-    assert rows["verdict"].to_list() == [None, "worse", "worse", "worse"]
-    assert rows["needed"].null_count() == 4
-    against = compare(simulated(np.random.default_rng(5), 20, shifts), against="h2o").table
-    verdicts = dict(against.select("policy", "verdict").iter_rows())
-    assert verdicts == {"snapkv": "better", "tova": "worse", "knorm": "undecided", "h2o": None}
-    assert against.filter(policy="knorm")["needed"][0] > 20
-
-
 def test_higher_is_better_where_the_metric_says_so():
     """The ranking, the verdict, the leads, the front and the bound are those of the other side."""
     rng = np.random.default_rng(6)
@@ -394,17 +366,6 @@ def test_different_schedules_are_flagged():
     )
 
 
-def test_results_of_one_policy_are_told_apart():
-    """Policies with several parameters are called by what differs, also in `against`."""
-    values = {"ams": [1.0, 2.0, 3.0]}
-    both = pl.concat([table(values), table(values, params='{"window": 8}')])
-
-    assert compare(both, against="ams (window=8)").table["policy"].to_list() == [
-        "ams",
-        "ams (window=8)",
-    ]
-
-
 @pytest.mark.parametrize(("prompts", "decided"), [(2, False), (5, False), (6, True)])
 def test_few_prompts_have_no_bound(prompts, decided):
     """However far the values are from the target, fewer than 6 prompts decide no budget."""
@@ -471,13 +432,3 @@ def test_rows_of_earlier_events_change_nothing(real, tmp_path):
     ]
 
     assert rows[0].equals(rows[1])
-
-
-def test_wipeout_is_that_of_all_prompts():
-    """Where one of the prompts has no value, there is neither a mean nor a front."""
-    errors = table({"tova": [1.0, 2.0], "h2o": [2.0, 3.0]})
-    lost = table({"tova": [0.5], "h2o": [0.1]}, "wipeout")
-
-    assert compare(pl.concat([errors, lost])).table["wipeout"].count() == 0
-    assert compare(pl.concat([errors, lost])).table["wipeout_front"].count() == 0
-    assert compare(pl.concat([errors, lost])).table["front"].to_list() == [True, False]

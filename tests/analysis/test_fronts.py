@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvsim.analysis.fronts import against_entries
+from kvsim.analysis.fronts import against_entries, front
 
 KEYS = {"params": "{}", "requested": "8", "interval": 4, "prefill": None}
 
@@ -40,6 +43,25 @@ def test_the_front_follows_the_direction_of_the_metric(metric, best):
 
     assert points["seen"].to_list() == [10.0, 20.0, 20.0]
     assert {*points.filter("best")["policy"]} == best
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=9), st.booleans()
+)
+def test_the_front_is_what_no_point_dominates(points, higher):
+    """As a loop over all pairs says, ties included."""
+    seen, mean = np.array(points, dtype=float).T
+    loss = -mean if higher else mean
+    n = range(len(seen))
+    expected = [
+        not any(
+            seen[j] <= seen[i] and loss[j] <= loss[i] and (seen[j] < seen[i] or loss[j] < loss[i])
+            for j in n
+        )
+        for i in n
+    ]
+
+    assert front(pl.DataFrame({"seen": seen, "mean": mean}), higher=higher).to_list() == expected
 
 
 def test_results_that_differ_by_rounding_are_both_on_the_front():

@@ -270,19 +270,6 @@ def test_stages_and_labels_split_the_averages():
     ]
 
 
-def test_a_sweep_can_be_averaged_and_compared():
-    """The Table of real results has what these functions read."""
-    trace = kvsim.open_trace(kvsim.sample_trace())
-    policies = [kvsim.policy("tova"), kvsim.policy("snapkv")]
-    found = replay_all([trace], policies, ["25%"], interval=64, metrics=["output_error", "wipeout"])
-    mean = averages(found.table).filter(policy="tova", metric="output_error")["mean"].item()
-
-    assert mean == pytest.approx(
-        found.table.filter(policy="tova", metric="output_error")["value"].mean()
-    )
-    assert compare(found.table, "tova")["policy"].unique().to_list() == ["snapkv"]
-
-
 def test_listed_events_leave_every_summary_as_it_is():
     """Of wipe-out the last event counts; means split by event have each of them."""
     trace = kvsim.open_trace(kvsim.sample_trace())

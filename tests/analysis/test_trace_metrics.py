@@ -19,8 +19,7 @@ from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import ASL
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed, key_projections
-from kvsim.studies.expectation.fit import normal_ks
-from kvsim.studies.expectation.normality import state_normality
+from kvsim.studies.expectation.normality import ks_by_chance, state_normality
 from kvsim.studies.layers.metrics import TAUS
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks, ranks
@@ -76,7 +75,7 @@ def values_of_arrays(trace, ks, rule):
     layers, out = range(trace.n_layers), {}
     ranks, first = ranking(trace, rule), trace.n_layers // 3
     expected = expected_and_observed(trace, trace.prompt_len).spearman[-1]
-    distance = state_normality(trace, skip=4).effects["ks"].mean(-1)
+    distance = state_normality(trace, skip=4).distance.mean(-1)
     for layer in layers:
         out["layer_entropy", "", layer, None, None] = ranks.entropy()[layer]
         for qhead in range(trace.n_qheads):
@@ -197,7 +196,7 @@ def test_chance_of_a_union_is_what_random_rankings_have():
 
 def test_normal_samples_are_no_farther_from_normal_than_chance():
     """Chance falls with the root of their number, and queries that are normal have it."""
-    assert normal_ks(400) == pytest.approx(normal_ks(100) / 2, rel=0.1)
+    assert ks_by_chance(400) == pytest.approx(ks_by_chance(100) / 2, rel=0.1)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((1, 16, 404, 8))
     k = rng.standard_normal((1, 16, 404, 8))
@@ -207,8 +206,8 @@ def test_normal_samples_are_no_farther_from_normal_than_chance():
     )
 
     assert found.height == 16
-    assert found["value"].mean() == pytest.approx(normal_ks(400), rel=0.05)
-    assert set(found["chance"]) == {normal_ks(400)}
+    assert found["value"].mean() == pytest.approx(ks_by_chance(400), rel=0.05)
+    assert set(found["chance"]) == {ks_by_chance(400)}
 
 
 # ---------------------------------------------------------------------------------------- the Table
@@ -275,8 +274,7 @@ def test_a_trace_alone_has_all_of_its_metrics():
     of_record = kvsim.measure(sample, record).filter(pl.col("policy").is_null())
 
     of_trace = {name for name, entry in METRICS.items() if entry.kind == "trace"}
-    gold = {"gold_recall", "gold_layer", "gold_regret"}
-    assert set(table["metric"]) == of_trace - gold
+    assert set(table["metric"]) == of_trace
     both = table.filter(pl.col("metric").is_in(of_record["metric"].unique()))
     assert both.equals(of_record)
     assert set(of_record["metric"]) == {name for name in of_trace if METRICS[name].default}
@@ -284,25 +282,6 @@ def test_a_trace_alone_has_all_of_its_metrics():
     assert asked.filter(metric="layer_entropy").equals(table.filter(metric="layer_entropy"))
     with pytest.raises(PolicyError, match=r"output_error is about a record, and only a trace"):
         kvsim.measure(sample, metrics=["layer_entropy", "output_error"])
-
-
-def test_gold_tokens_are_found_in_layers():
-    """Recall of each layer at each k, the first that has all, and layers from there to ASL's."""
-    trace = settling_trace(24)
-    places = Ranks(trace, rule=ASL(window=8)).ranking.ranks
-    gold = places[9].argsort()[:6].tolist()  # the best six of layer 9
-    found = values(measured(trace, ("gold_recall", "gold_layer", "gold_regret", "selection_layer"),
-                            ks=(6, 12), rule=ASL(window=8), gold=gold))  # fmt: skip
-
-    for k in (6, 12):
-        held = [len(set(gold) & set(of_layer.argsort()[:k].tolist())) / 6 for of_layer in places]
-        got = [found["gold_recall", f"k={k}", layer, None, None] for layer in range(24)]
-        assert got == pytest.approx(held)
-        first = held.index(1.0)
-        assert found["gold_layer", f"k={k}", None, None, None] == first <= 9
-        at = found["selection_layer", f"k={k},tau=0.3", None, None, None]
-        regret = found["gold_regret", f"k={k}", None, None, None]
-        assert regret == (None if at is None else at - first)
 
 
 def test_overlap_of_layers_is_that_of_their_first_tokens():

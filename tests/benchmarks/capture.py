@@ -156,6 +156,7 @@ def turn(model: PreTrainedModel, shape: Shape, out: Path | None) -> tuple[float,
             sampled=lambda _token: None,
             before_last=lambda _n: None,
             progress=mark,
+            chunk=len(ids),
         )
     else:
         kvsim.capture(

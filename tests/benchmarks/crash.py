@@ -4,14 +4,16 @@
 
 A process that has loaded the model forks children that record the same prompt; each is killed
 (SIGKILL) after a random part of the time that an undisturbed capture takes. Every second one
-overwrites an older trace. What it leaves is recovered by children that are killed as well. Then it
-is looked at: nothing but whole traces has a name without a dot, and every draft is recovered as an
-exact prefix of the undisturbed capture, or says that nothing was committed.
+overwrites an older trace, every second pair is sharded. What it leaves is recovered by children
+that are killed as well. Then it is looked at: nothing but whole traces has a name without a dot,
+and every draft is recovered as an exact prefix of the undisturbed capture, or says that nothing was
+committed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import shutil
@@ -29,7 +31,7 @@ import torch
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder import capture, load_model
-from kvsim.store import find_drafts, open_trace, recover, verify
+from kvsim.store import find_drafts, layout, open_trace, recover, verify
 
 #: Tokens of the prompt and of the response: commits in the prefill and while tokens come.
 PROMPT, RESPONSE = 700, 100
@@ -86,7 +88,8 @@ def run(kills: int, folder: Path, seed: int) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, len(tokenizer), (PROMPT,), generator=generator).tolist()
 
-    def record(path: Path) -> None:
+    def record(path: Path, *, sharded: bool = False) -> None:
+        layout.MOST_FILES = 0 if sharded else layout.MOST_FILES
         capture(
             model, tokenizer, ids, max_new_tokens=RESPONSE, out=path, o_proj=True, overwrite=True
         )
@@ -103,7 +106,8 @@ def run(kills: int, folder: Path, seed: int) -> Outcome:
         path.parent.mkdir()
         if i % 2:
             shutil.copytree(old, path)
-        child(lambda path=path: record(path), after=draw.uniform(0, 1.2 * seconds))
+        write = functools.partial(record, path, sharded=i % 4 > 1)
+        child(write, after=draw.uniform(0, 1.2 * seconds))
         for draft in sorted(path.parent.glob(".t.zarr.tmp-*")):
             spent = child(lambda draft=draft: again(draft), after=draw.uniform(0, 0.2))
             outcome.recoveries_killed += spent is None

@@ -41,7 +41,7 @@ class Command:
 
 
 PROMPT = prompts(1, task="walk")[0].prompt
-CAPTURE = ("capture", "--model", "tiny", "--prompt", PROMPT, "--max-new-tokens", "300")
+CAPTURE = ("capture", "--model", "tiny", "--prompt", PROMPT, "--max-new-tokens", "300", "--force")
 COMMANDS = {
     "prompts": Command(("prompts", "--n", "60"), "p.jsonl", ("--overwrite",)),
     "report": Command(("report", "RUN"), "r.html", ("--overwrite",), slow=True),
@@ -53,6 +53,9 @@ COMMANDS = {
     "masks": Command(("masks", "RUN"), "m.safetensors", ("--overwrite",)),
     "pack": Command(("trace", "pack", "sample"), "t.zarr.zip"),
     "unpack": Command(("trace", "unpack", "PACKED"), "t.zarr"),
+    "compact": Command(
+        ("trace", "compact", "sample", "--rows", "response+0"), "t.zarr", ("--overwrite",)
+    ),
     "capture": Command(CAPTURE, "c.zarr", ("--overwrite",), slow=True),
     "demo": Command(("demo",), "demo", (), slow=True),
     "tune": Command(

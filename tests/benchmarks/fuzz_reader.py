@@ -19,6 +19,7 @@ import tempfile
 import warnings
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import google_crc32c
 import numcodecs
@@ -31,7 +32,7 @@ from kvsim.cli import _status
 from kvsim.errors import TraceError
 from kvsim.recorder import load_model
 from kvsim.samples import sample_trace
-from kvsim.store import describe, verify
+from kvsim.store import describe, layout, verify
 from kvsim.store.packing import pack
 from mutations import Files, damaged, make, read_files, removed, reseal
 
@@ -48,6 +49,9 @@ RAW = {
     "@half@": '"\\ud800"',
     "@control@": '"\\u0000\\u001b[2J\\n"',
 }
+#: Bytes of the index of a shard of two chunks.
+_INDEX = 36
+
 HOSTILE = [
     *(None, True, False, 0, -1, 1, 2, 255, 2**31 - 1, 2**31, 2**53, 2**60, 2**63, 2**64, 0.5, -0.0),
     *(float("nan"), float("inf"), 1e300, 1e-320, "", "x", "q", "NaN", "../x", "/etc/passwd", "3"),
@@ -59,16 +63,18 @@ EXTRA = ["storage_transformers", "extension", "complete", "kvsim_format", "chunk
 
 
 def make_traces(folder: Path) -> dict[str, Path]:
-    """A plain trace, one of layers that differ, a packed one, one with every array, the sample."""
+    """A plain trace, one of layers that differ, sharded, packed, with every array, the sample."""
     for name, mixed in (("plain", False), ("mixed", True)):
         make(0, mixed=mixed).save(folder / f"{name}.zarr")
+    with mock.patch.object(layout, "MOST_FILES", 0):
+        make(0, mixed=False).save(folder / "sharded.zarr")
     pack(folder / "plain.zarr", folder / "packed.zip")
     options = {"layers": [0, 2], "attention": "full", "o_proj": True, "residual": True}
     model, _ = load_model("tiny")
     ids = [i % 60 for i in range(280)]
     capture(model, None, ids, max_new_tokens=20, out=folder / "full.zarr", **options)
     shutil.copytree(sample_trace(), folder / "sample.zarr")
-    names = ("plain.zarr", "mixed.zarr", "packed.zip", "full.zarr", "sample.zarr")
+    names = ("plain.zarr", "mixed.zarr", "sharded.zarr", "packed.zip", "full.zarr", "sample.zarr")
     return {name: folder / name for name in names}
 
 
@@ -148,6 +154,19 @@ def encode(rng: random.Random, case: Original, files: Files) -> None:
     files[key] = _sealed(content if codec is None or not content else bytes(codec.encode(content)))
 
 
+def reindex(rng: random.Random, case: Original, files: Files) -> None:
+    """Change numbers of the index of a shard, and its checksum with them."""
+    key = _chunk(rng, files)
+    if len(files[key]) > _INDEX:
+        table = np.frombuffer(files[key][-_INDEX:-4], "<u8").copy()
+        for _ in range(rng.choice((1, 1, 2))):
+            at = rng.randrange(len(table))
+            hostile = (0, 1, 4, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+            near = int(table[at]) + rng.choice((-1, 1, 4, -16))
+            table[at] = rng.choice([*hostile, near % (1 << 64), int(rng.choice(table))])
+        files[key] = files[key][:-_INDEX] + _sealed(table.tobytes())
+
+
 def duplicate(rng: random.Random, case: Original, files: Files) -> None:
     """Put a file to another place too: where one is, or where none belongs."""
     key = rng.choice(sorted(files))
@@ -200,7 +219,7 @@ def edit(rng: random.Random, case: Original, files: Files) -> None:
     files[key] = text.encode()
 
 
-DAMAGE = (damaged, damaged, flip_checked, flip_checked, encode, removed, duplicate, swap)
+DAMAGE = (damaged, damaged, flip_checked, flip_checked, encode, removed, duplicate, swap, reindex)
 DAMAGE += (edit, edit, edit)
 
 

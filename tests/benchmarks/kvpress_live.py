@@ -4,9 +4,6 @@
     python tests/benchmarks/kvpress_live.py --model smollm2 # half an hour
     python tests/benchmarks/kvpress_live.py --smallest      # seconds; what the test suite runs
 
-What is measured is kept in
-`traces/kvpress-live-MODEL.json`, and the same command goes on with it.
-
 Same model, prompt and number of new tokens, one process, one thread. A cell of kvpress is one
 greedy generation under a press that compresses after the prompt and then every some rows. kvsim
 captures the generation with the full cache once, to disk, and `kvsim.sweep` replays and measures
@@ -20,13 +17,12 @@ gives what each cell would have kept and how far attention outputs move on the f
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data import topics
@@ -45,8 +41,6 @@ with warnings.catch_warnings():  # what it imports warns about Python 3.13
     import kvpress
 
 from harness import options, publish
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -187,33 +181,11 @@ def replayed(
     return {"capture": cpu, "sweep": cpu_sweep, "wall": wall + wall_sweep}
 
 
-class Measured:
-    """Seconds by the name of what was measured, in a file if there is one."""
-
-    def __init__(self, shape: Shape, file: Path | None) -> None:
-        self.file, self.shape = file, json.loads(json.dumps(asdict(shape)))
-        self.steps: dict[str, dict[str, float]] = {}
-        if file is not None and file.exists():
-            saved = json.loads(file.read_text())
-            if saved["shape"] == self.shape:
-                self.steps = saved["steps"]
-
-    def add(self, step: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Measure a step unless that is done."""
-        if step not in self.steps:
-            self.steps[step] = measure()
-            if self.file is not None:
-                document = {"shape": self.shape, "steps": self.steps}
-                self.file.write_text(json.dumps(document, indent=1))
-        return self.steps[step]
-
-
-def run(shape: Shape, file: Path | None = None) -> tuple[dict[str, float], list[str]]:
+def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     """Measure both, and return ratios and lines of the report."""
     logging.getLogger("kvpress").setLevel(logging.ERROR)  # of ratios that it replaces by itself
     torch.set_num_threads(1)
     ALL_ATTENTION_FUNCTIONS._local_mapping.clear()  # as if kvpress were not there
-    measured = Measured(shape, file)
     names = shape.presses or tuple(PAIRS)
     model, tokenizer = load_model(shape.model)
     prompt = tokenizer("\n".join(topics.topics.values())[: 20 * shape.prompt])["input_ids"]
@@ -229,11 +201,9 @@ def run(shape: Shape, file: Path | None = None) -> tuple[dict[str, float], list[
 
     try:
         for budget in shape.budgets:
-            step = f"kvsim before {budget}"
-            turns.append(measured.add(step, lambda: replayed(model, shape, prompt, names)))
+            turns.append(replayed(model, shape, prompt, names))
             for name in names:
-                step = f"{name} {budget}"
-                live[name].append(measured.add(step, lambda: cell(name, budget)))  # noqa: B023  now
+                live[name].append(cell(name, budget))
     finally:
         model.generation_config.eos_token_id, model.config.eos_token_id = before
     return report(shape, live, turns)
@@ -274,8 +244,7 @@ if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--model", choices=list(AIM), default="tiny")
     given = parser.parse_args()
-    kept = None if given.smallest else ROOT / "traces" / f"kvpress-live-{given.model}.json"
-    _, lines = run(SMALLEST if given.smallest else AIM[given.model], kept)
+    _, lines = run(SMALLEST if given.smallest else AIM[given.model])
     if given.doc:
         lines = [line for line in lines if not line.startswith("  ")]
     publish(lines, given.doc, f"kvpress {given.model}")

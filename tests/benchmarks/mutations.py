@@ -12,8 +12,7 @@ list of chunks and the seal were renewed too, `verify` must find the change, or 
 leaves out by definition may differ. Anything else is a finding, printed with the seed of its case;
 case i of a run has the seed `--seed` + i.
 
-`--runs` changes run folders instead, as `run_mutations.py` says, and `--dumps` dumps of kept sets
-(`dump_mutations.py`).
+`--runs` changes run folders instead, as `run_mutations.py` says.
 """
 
 from __future__ import annotations
@@ -81,11 +80,22 @@ def write_files(path: Path, files: Files) -> None:
 def arrays_of(files: Files) -> dict[str, StoredArray]:
     """Return the arrays that the metadata documents describe."""
     keys = {name: f"{name}/zarr.json" for name in DIMENSIONS}
+    version = json.loads(files["zarr.json"])["attributes"].get("kvsim_format")
     return {
-        name: parse_array(name, json.loads(files[key]), "files")
+        name: parse_array(name, json.loads(files[key]), "files", version)
         for name, key in keys.items()
         if key in files
     }
+
+
+def chunk_of(array: StoredArray, index: tuple[int, ...], files: Files) -> bytes:
+    """Return a chunk as it is stored, wherever the index of its shard says that it is."""
+    data = files.get(array.key(index), b"")
+    if not array.sharded or len(data) < array.index_size:
+        return data
+    table = np.frombuffer(data[-array.index_size : -4], "<u8").reshape(-1, 2)
+    start, size = map(int, table[array.rank(index) % array.per_shard])
+    return data[start : start + size]
 
 
 def reseal(files: Files) -> None:
@@ -94,7 +104,7 @@ def reseal(files: Files) -> None:
     arrays = arrays_of(files)
     chunks = {
         name: b"".join(
-            files.get(array.key(index), b"")[-4:].rjust(4, b"\0") for index in array.indices()
+            chunk_of(array, index, files)[-4:].rjust(4, b"\0") for index in array.indices()
         )
         for name, array in arrays.items()
     }
@@ -453,7 +463,6 @@ def main() -> None:
     """Run cases and print their outcomes."""
     parser = options(__doc__, 300)
     parser.add_argument("--runs", action="store_true", help="change run folders and not traces")
-    parser.add_argument("--dumps", action="store_true", help="change dumps of kept sets instead")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -462,11 +471,6 @@ def main() -> None:
 
             run = run_mutations.OriginalRun(folder)
             campaign(lambda seed: run_mutations.run_case([run], seed, folder), given)
-        elif given.dumps:
-            import dump_mutations
-
-            dumps = dump_mutations.Originals(folder)
-            campaign(lambda seed: dump_mutations.run_case(dumps, seed, folder), given)
         else:
             originals = list(originals_in(folder))
             for original in originals:

@@ -53,7 +53,7 @@ def measured(trace: kvsim.Trace, interval: int, budget: int, error: float) -> di
         source = TraceSource(trace, layers, torch.device("cpu"))
         taken, mass = cpu_seconds(lambda s=source: future.future_mass(s, events, trace.prompt_len))
         spent["mass"] += taken
-        mass = mass.reshape(-1, *mass.shape[2:])
+        mass = mass.numpy().reshape(-1, *mass.shape[2:])
         places = np.full((len(mass), len(events)), budget)
         taken, optimum = cpu_seconds(lambda m=mass, p=places: solve(m, first, p))
         spent["solve"] += taken

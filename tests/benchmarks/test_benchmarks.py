@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvsim
 from kvsim.runner.decoding import Decoding, RunningModel
@@ -40,6 +41,7 @@ FIGURES = {
         {"smallest: cell after cell", "smallest: one process, one thread"},
     ),
     "slopes": (lambda script: (script.SMALLEST,), {"errors, outputs recorded, tokens"}),
+    "lengths": (lambda script: script.SMALLEST, {"capture, seconds", "judge, memory", ...}),
     "capture": (
         lambda script: (script.SMALLEST,),
         {"generation", "prompt", "memory in blocks", "bytes"},
@@ -83,7 +85,7 @@ def test_benchmark_prints_its_figures(capsys, monkeypatch, warm_python, name):
     assert not others or ... in expected
     if name in HOLDS:
         assert HOLDS[name](figures, lines)
-    if name not in ("optimum", "slopes", "paged", "commands"):
+    if name not in ("optimum", "slopes", "lengths", "paged", "commands"):
         assert all(value >= 0 for value in figures.values())
 
 
@@ -116,3 +118,15 @@ def test_kvpress_benchmark_runs_the_same_grid_live(capsys):
             logits = [decoding.feed(prompt)[-1]]
             logits += [decoding.feed([token])[-1] for token in response[:-1]]
         assert [int(row.argmax()) for row in logits] == response
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_computes_what_the_cpu_does(device):
+    """Traces, kept sets outside ties and judged values are equal; rates are printed."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+
+    lines = load("device").run(device, "small layers")
+
+    assert sum("tokens/s" in line for line in lines) == 4
+    assert sum("of the matrix rate" in line for line in lines) == 2

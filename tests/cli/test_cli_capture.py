@@ -292,3 +292,36 @@ def test_missing_trace(run, tmp_path, command):
 
     assert (status, out) == (2, "")
     assert "nowhere.zarr" in one_line(err)
+
+
+def test_a_plan_is_that_of_the_capture_and_records_nothing(run, tmp_path, prompt):
+    """`--plan` prints disk, memory, FLOPs and time, which the capture has next to what it took."""
+    out = tmp_path / "folder" / "a.zarr"
+    arguments = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", 2]
+    arguments += ["--out", out]
+
+    shown, planned = run(*arguments, "--plan"), run(*arguments, "--plan", "--json")
+    assert not out.parent.exists()
+    assert [line.split()[0] for line in shown[1].splitlines()] == [
+        *("disk", "memory", "FLOPs", "time")
+    ]
+
+    plan, first = json.loads(run(*arguments, "--json")[1])["plan"], json.loads(planned[1])
+    assert [plan[x] for x in ("bytes", "files", "flops")] == [
+        first[x] for x in ("bytes", "files", "flops")
+    ]
+    assert plan["actual"]["files"] == plan["files"]
+    assert plan["actual"]["bytes"] == pytest.approx(plan["bytes"], rel=0.3)
+
+
+def test_a_capture_ends_with_plan_and_outcome_where_progress_is_shown(
+    run, tmp_path, prompt, monkeypatch
+):
+    """One line on standard error, as the bar."""
+    monkeypatch.setattr("kvsim.progress.EVERY", 0)
+    given = ["capture", "--model", "tiny", "--prompt", prompt, "--max-new-tokens", 2]
+    status, _, err = run(*given, "--out", tmp_path / "a.zarr")
+
+    parts = r"[\d.]+ m?s, [\d.]+ \wB in \d+ files, [\d.]+ \wB of memory"
+    assert status == 0
+    assert re.fullmatch(rf"Planned: {parts}\. Took: {parts}\.", err.splitlines()[-1])

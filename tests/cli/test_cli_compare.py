@@ -92,16 +92,6 @@ def test_markdown_and_latex_are_tables(run, runs):
     assert r"50\% \& \textbackslash{}x\textasciicircum{}\_ \\" in latex(["a"], [["50% & \\x^_"]])
 
 
-def test_one_prompt_decides_nothing(run, runs):
-    """The table has no intervals, and a note and the target's table say that it is undecided."""
-    _, out, _ = run("compare", runs / "one", "--target", "9")
-
-    assert "[" not in out
-    assert "mean over one prompt" in out
-    assert "Note: one prompt decides nothing" in out
-    assert re.search(r"^tova +undecided", out, re.MULTILINE)
-
-
 def test_policies_and_budgets_are_chosen(run, runs):
     """Fewer policies and budgets are fewer comparisons; a Parquet file is a source too."""
     source = runs / "many" / "results.parquet"
@@ -143,32 +133,6 @@ def test_info_opens_with_the_verdict_of_a_run(run, runs):
     assert first.startswith("Budget 24: ")
     assert first in lines[:table]
     assert document["verdict"][0]["best"] in first
-
-
-def test_a_figure_is_drawn(run, runs, tmp_path):
-    """A new file of the format of its name; standard output stays the table alone."""
-    out = tmp_path / "ranking.svg"
-    status, document, err = run("compare", runs / "many", "--json", "--figure", out)
-
-    assert (status, err) == (0, f"Written to {out}.\n")
-    assert json.loads(document)["comparisons"] == 2
-    assert "streaming_llm" in out.read_text("utf-8") or out.stat().st_size > 1000
-    status, _, err = run("compare", runs / "many", "--figure", out)
-    assert (status, "give another --figure" in err) == (2, True)
-
-
-def test_live_runs_are_named_where_replays_are_given_too(run, runs, tmp_path):
-    """Whatever they measured; no command takes a mean over both."""
-    table = pl.read_parquet(runs / "one" / "results.parquet")
-    live = tmp_path / "live.parquet"
-    closed = table.with_columns(fidelity=pl.lit("closed", table.schema["fidelity"]))
-    closed.filter(policy="gkv").write_parquet(live)
-    replayed = runs / "many" / "results.parquet"
-
-    for command in (["compare"], ["table"], ["report", "--out", tmp_path / "x.html"]):
-        status, out, err = run(*command, live, replayed)
-        assert (status, out) == (2, "")
-        assert f"live runs: {live}; replays: {replayed}; expected one kind" in err
 
 
 def test_runs_of_several_models_are_compared_one_by_one(run, runs, tmp_path):

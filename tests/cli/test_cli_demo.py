@@ -71,31 +71,6 @@ def test_demo_answers_the_question(demo):
         assert len(read_records(folder / f"{prefix}run" / "records.zarr")) == 12
 
 
-def test_sentences_of_the_demo_rank_as_its_verdict_does():
-    """The best policy of a budget by the metric of the ranking, lower or higher."""
-    rows = [
-        {"policy": name, "budget": 64, "layer_error": x, "top_agreement": y}
-        for name, x, y in (("tova", 2.0, 0.9), ("h2o", 1.0, 0.5), ("full", 0.0, 1.0))
-    ]
-
-    for by, names in (("layer_error", ["h2o", "tova"]), ("top_agreement", ["tova", "h2o"])):
-        assert [row["policy"] for row in demo_module._ranked(rows, by, 64)] == names
-
-
-def test_demo_replaces_an_earlier_one(run, demo, small_demo, tmp_path):
-    """Run again, the demo takes the place of the folder that it made before."""
-    out = tmp_path / "demo"
-    shutil.copytree(demo[0], out)
-    before = json.loads((out / "demo.json").read_text())
-
-    status, text, err = run("demo", "--out", out, "--json")
-
-    assert (status, err) == (0, "")
-    assert json.loads(text)["trace"]["tokens"] != before["trace"]["tokens"]
-    assert not (out / "error.png").exists()
-    assert [p.name for p in tmp_path.iterdir()] == ["demo"]
-
-
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "more"])
 def test_demo_refuses_what_it_did_not_make(run, demo, small_demo, tmp_path, kind):
     """A folder without the demo's mark, or with anything besides, is left alone."""

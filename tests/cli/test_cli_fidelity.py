@@ -6,10 +6,7 @@ import json
 import re
 
 import polars as pl
-import pytest
 
-import kvsim
-from kvsim.studies.language.tasks import prompts
 from kvsim.studies.prediction.command import _print_correlations
 from kvsim.sweeps import closed_loop
 
@@ -74,59 +71,3 @@ def test_an_interrupted_run_compares_nothing(run, monkeypatch, tmp_path):
     assert (status, out) == (130, "")
     assert err.startswith("interrupted, what is done is kept in")
     assert "--resume" in err
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory):
-    """Six small traces, and where the calibration fitted on their live runs goes."""
-    folder = tmp_path_factory.mktemp("calibration")
-    asked = prompts(6, task="walk", facts=6, lines=6, kinds=3)
-    paths = [folder / f"{number}.zarr" for number in range(6)]
-    for path, prompt in zip(paths, asked, strict=True):
-        kvsim.capture("tiny", None, prompt.prompt, max_new_tokens=24, o_proj=True, out=path)
-    return paths, folder / "calibration.json"
-
-
-def test_fidelity_fits_what_predict_reads(run, calibrated):
-    """The curve of a user's own runs predicts cells between its errors, and no others."""
-    paths, file = calibrated
-    policies = "--policy=tova,knorm,keydiff,streaming_llm,h2o"
-    terms = ("--budget=16,32", "--interval=16", f"--calibration={file}")
-    fitted = run("fidelity", *paths, "--model=tiny", policies, *terms)
-    status, text, err = run("predict", *paths, "--policy=tova,knorm", *terms)
-    _, document, _ = run("predict", *paths, "--policy=tova,knorm", *terms, "--json")
-    rows = {(row["policy"], row["requested"]): row for row in json.loads(document)["cells"]}
-    (stored,) = json.loads(file.read_text())
-    gains = stored["curve"]["gains"]
-    stored["curve"] |= {"lowest": 1e6, "highest": 2e6, "gains": [["16", 0.1, -0.2, 0.3]]}
-    stored["interval"] = 5
-    file.with_name("far.json").write_text(json.dumps([stored]))
-    far = run(
-        "predict",
-        *paths,
-        "--policy=tova",
-        *terms[:2],
-        f"--calibration={file.with_name('far.json')}",
-    )
-
-    assert (fitted[0], fitted[2]) == (0, "")
-    for budget in ("16", "32"):
-        line = rf"^{budget} +output_error +[+-][01]\.\d\d \[.*\] +6 +5 *$"
-        assert re.search(line, fitted[1], re.MULTILINE), fitted[1]
-    assert (status, err) == (0, "")
-    assert "Calibration: tiny, 6 prompts of " in text
-    assert f"{rows['knorm', '16']['error']:.3g}" in text
-    assert rows["knorm", "16"]["low"] <= rows["knorm", "16"]["kl"] <= rows["knorm", "16"]["high"]
-    assert rows["knorm", "32"]["kl"] <= rows["knorm", "16"]["kl"]
-    factor = max(rows["knorm", "16"]["high"], 0.01) / rows["knorm", "16"]["kl"]
-    assert rows["knorm", "16"]["factor"] >= factor
-    assert re.search(rf"^knorm +16 .* {rows['knorm', '16']['factor']:.1f} *$", text, re.MULTILINE)
-    assert "answer lost" not in text  # nothing was written in the live runs
-    for budget, gain, low, high in gains:
-        assert f"{gain:.0%} [{low:.0%}, {high:.0%}] at {budget}" in text
-    assert "Note: budget 16: no gain over its mean is shown" in far[1]
-    assert "Note: budget 32: the gain over its mean was not measured" in far[1]
-    assert far[0] == 2
-    assert "Note: tova, budget 16: layer error" in far[1]
-    assert "the calibration is of events after" in far[1]
-    assert far[2].startswith("error: no cell is within the calibration")

@@ -76,7 +76,7 @@ REFUSED = {
     "sweep grid.yaml": "cannot be read",
     "sweep --out none --status": "no folder of a sweep",
     "sweep sample --policy tova --budget 48 --interval often": "intervals is 'often'",
-    # ------------------------------------------------------------------- live, fidelity, predict
+    # ------------------------------------------------------------------- live, fidelity ---------
     "live --model tiny --policy tova --budget 24": "expected recorded traces, or --prompts",
     f"{LIVE} --policy oracle": "reads rows of the future",
     f"{LIVE} --policy tova+infllm": "by rows of the trace",
@@ -88,8 +88,6 @@ REFUSED = {
     f"{LIVE} --model tiny-deep": "differs from the recorded tiny",
     f"{FIDELITY} --policy tova --budget 32 --resume": "give --out DIR as well",
     f"{FIDELITY} --policy oracle --budget 32": "oracle",
-    f"{FIDELITY} --policy tova --budget 32 --calibration file": "a path where nothing is yet",
-    "predict sample --policy tova --budget 96": "o_proj",
     # -------------------------------------------------------------------------------- recompute
     "recompute sample --model tiny --policy asl --budget 40": "record it again with --residual",
     # -------------------------------------------------------------------------- compare, table

@@ -161,20 +161,20 @@ def test_what_shows_progress_comes_first(command, tmp_path, monkeypatch):
     ]
 
 
-def test_a_dry_run_counts_and_writes_nothing(command, tmp_path):
+def test_a_plan_counts_and_writes_nothing(command, tmp_path):
     """Cells, tasks, bytes and seconds; no folder appears."""
     out = tmp_path / "x"
-    done = command(*LIST, *ONLY, "--dry-run", "--out", str(out), "--json")
+    done = command(*LIST, *ONLY, "--plan", "--out", str(out), "--json")
 
     told = json.loads(done.out)
     assert (told["cells"], told["traces"], told["tasks"], told["jobs"]) == (2, 1, 1, 1)
     assert told["bytes_to_read"] > 1_000_000
-    assert told["cpu_seconds"] > 0
+    assert told["seconds"] > 0
     assert not out.exists()
 
 
-def test_a_dry_run_gathers_finished_cells_once(command, tmp_path, monkeypatch):
-    """A dry run reads the finished cells as often for many tasks as for one."""
+def test_a_plan_gathers_finished_cells_once(command, tmp_path, monkeypatch):
+    """A plan reads the finished cells as often for many tasks as for one."""
     gathered = []
 
     def done(self):
@@ -185,7 +185,7 @@ def test_a_dry_run_gathers_finished_cells_once(command, tmp_path, monkeypatch):
     counts = []
     for traces in (["sample"], ["sample", "sample-smollm2"]):
         gathered.clear()
-        shown = command("sweep", *traces, *LIST[2:], *ONLY, "--dry-run", "--out", tmp_path / "x")
+        shown = command("sweep", *traces, *LIST[2:], *ONLY, "--plan", "--out", tmp_path / "x")
         assert shown.status == 0, shown.err
         counts.append(len(gathered))
 

@@ -104,18 +104,6 @@ def test_every_combination_has_one_turn(sizes):
     assert sorted(turn[0] for turn in turns[: sizes[0]]) == list(range(sizes[0]))
 
 
-def test_what_is_not_given_is_all_there_is(run):
-    """Several levels, and every task and domain in turn."""
-    _, out, err = run("prompts", "--level", "1,2", "--n", "56")
-    assert err == ""
-    _, _, err = run("prompts", "--level", "1,2", "--n", "28")
-    assert "28 prompts for 56 combinations (7 tasks x 2 levels x 4 domains)" in one_line(err)
-
-    counts = Counter((row["task"], row["level"], row["domain"]) for row in rows_of(out))
-    assert len(counts) == 7 * 2 * 4
-    assert set(counts.values()) == {1}
-
-
 def test_prompts_in_a_file(run, tmp_path):
     """`--out` writes what would be printed; what is there is kept unless it may be replaced."""
     out = tmp_path / "new" / "prompts.jsonl"

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
-import reference
 from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
@@ -497,30 +496,6 @@ def test_another_policy_does_not_equal_kvpress(kvpress, recorded, name):
     with pytest.raises(AssertionError):  # noqa: PT012 - any of the ratios
         for ratio in case.ratios:
             compare(case, kvpress, recorded("llama", case.length, case.kernel), ratio, policy)
-
-
-@pytest.mark.parametrize("name", [name for name, c in CASES.items() if "heads" not in c.params])
-def test_naive_replay_equals_kvpress(kvpress, recorded, name):
-    """The loops in float64 that kvsim is tested against keep the same sets as the press."""
-    case = CASES[name]
-    of = recorded("llama", case.length, case.kernel)
-    trace, ratio = of[2], case.ratios[-1]
-    press = case.press(kvpress, trace)
-    press.compression_ratio = ratio
-    naive = reference.replay(
-        trace.q,
-        trace.k,
-        trace.v,
-        prompt_len=case.length,
-        policy=case.name,
-        params=case.params,
-        budget=kvpress.utils.compute_n_kept(case.length, ratio),
-        interval=case.length,
-        scale=trace.scale,
-        rope=(trace.rope.inv_freq, trace.rope.attention_scaling),
-        o_proj=trace.o_proj,
-    )
-    assert_same_sets(naive.evicted_at > case.length - 1, *pressed(press, kvpress, of), case)
 
 
 @dataclass(frozen=True)

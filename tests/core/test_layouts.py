@@ -94,32 +94,6 @@ def test_the_memory_layout_of_arrays_changes_no_number(layouts, dtype, seed):
         assert outcome(*arrays, case) == outcome(*copies, case)
 
 
-def fortran(array):
-    """The array in Fortran order."""
-    return np.asfortranarray(array)
-
-
-def transposed(array):
-    """A tensor whose last two axes are swapped in memory."""
-    return torch.from_numpy(array).mT.contiguous().mT
-
-
-def stepped(array):
-    """Every second number of a tensor."""
-    return torch.from_numpy(array.repeat(2, axis=-1))[..., ::2]
-
-
-@pytest.mark.parametrize("layout", [fortran, transposed, stepped])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_layouts_that_a_fused_kernel_misreads(layout, dtype):
-    """Fortran order, a transposed view and a step are read as what they mean."""
-    case = make_case("normal", dtype=np.float32, **CASE)
-    copies = [torch.from_numpy(x).to(dtype) for x in (case.q, case.k, case.v)]
-    arrays = [torch.as_tensor(layout(x)).to(dtype) for x in (case.q, case.k, case.v)]
-
-    assert outcome(*arrays, case) == outcome(*copies, case)
-
-
 @given(
     sizes=st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 9)] * 3),
     orders=st.tuples(*[st.sampled_from(ORDERS)] * 4),

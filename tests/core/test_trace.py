@@ -29,17 +29,6 @@ def make(prompt_len=10, **options):
     return random_trace(**{"n": 40, "size": 1.0, "prompt_len": prompt_len} | options)
 
 
-def test_sizes_come_from_the_arrays():
-    """Every size is the one of the arrays, and scale is dim ** -0.5 unless given."""
-    trace = make(layer_ids=[3, 7])
-
-    assert (trace.n_layers, trace.n_qheads, trace.n_heads, trace.group) == (2, 4, 2, 2)
-    assert (trace.n_pos, trace.dim, trace.prompt_len) == (40, 8, 10)
-    assert trace.scale == 8**-0.5
-    assert make(scale=0.3).scale == 0.3
-    assert trace.layer_ids == (3, 7)
-
-
 def test_reading_memory_is_a_view():
     """`read` gives a view of the array that was passed in, cut as asked."""
     data = arrays()
@@ -66,15 +55,6 @@ def test_compute_dtype(dtype, expected):
 
     assert trace.dtype == trace.q.dtype == trace.attn_out.dtype == trace.lse.dtype == expected
     assert trace.source_dtypes["q"] == str(dtype).removeprefix("torch.")
-
-
-def test_numpy_arrays_are_accepted():
-    """numpy arrays give the same trace as torch tensors."""
-    data = {name: array.numpy() for name, array in arrays().items()}
-
-    trace = Trace.from_arrays(**data, prompt_len=10, rope=Rope.default(8))
-
-    assert trace.digest == make().digest
 
 
 def test_attention_is_computed_where_it_is_missing():

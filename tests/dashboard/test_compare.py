@@ -11,7 +11,7 @@ import pytest
 
 import kvsim
 from apps.dashboard import line_charts, runs
-from kvsim.analysis.folder import bind, read_run
+from kvsim.analysis.folder import read_run
 from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import labelled
@@ -141,16 +141,6 @@ def test_what_policies_cost_is_on_the_front_or_not(opened, ran):
         assert list(own["best"]) == front(wanted.with_columns(seen=seen["mean"])).to_list()
 
 
-def test_the_cost_can_be_bytes(opened, ran):
-    """Those that the cache takes, by the link or the control; the axis says which."""
-    app = opened(ran, "compare", run="several", cost="bytes_held")
-    shown = app.dataframe[2].value
-
-    own = shown[shown["metric"] == "output_error"]
-    assert list(own["seen"]) == averages(table_of(ran, metric="bytes_held"))["mean"].to_list()
-    assert "bytes of the cache" in app.get("plotly_chart")[2].proto.spec
-
-
 def test_regret_is_shown_where_it_was_asked_for(opened, ran):
     """And where it was not, how to ask for it."""
     app = opened(ran, "compare", run="several")
@@ -216,26 +206,6 @@ def test_a_long_trace_waits_for_a_click(opened, tmp_path):
     assert app.dataframe
 
 
-def test_a_policy_that_cannot_be_replayed_is_a_message(opened, tmp_path):
-    """A budget below what a policy needs."""
-    made(0).save(tmp_path / "trace.zarr")
-    app = opened(tmp_path, "compare", replay=["cake"], budgets=["5%"])
-
-    assert not app.exception
-    assert app.error
-
-
-def test_a_link_chooses_from_what_there_is(opened, ran):
-    """Anything else is ignored: no path, no policy to import."""
-    app = opened(
-        ran, "compare", run="../../etc", metric="nothing", policies=["os:system"], by="value"
-    )
-
-    assert not app.exception
-    assert app.selectbox(key="run").value == "one"
-    assert "os:system" not in app.multiselect(key="policies").value
-
-
 def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ran, tmp_path):
     """The page of a run does not show it; the next page has it, and its link."""
     shutil.copytree(ran / "one", tmp_path / "one")
@@ -292,32 +262,6 @@ def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monke
     assert same == [False, False, True, True]
     assert len(built) == 2
     assert sum(map(len, after)) < 30_000
-
-
-def test_names_are_text_and_nothing_else(opened, ran, tmp_path, hostile_tokens):
-    """Of runs, traces, policies and labels: escaped in pictures, plain in tables and files."""
-    saved = read_run(ran / "several").table
-    names = dict(zip(POLICIES, hostile_tokens, strict=False))
-    table = saved.with_columns(
-        policy=pl.col("policy").replace_strict(names),
-        domain=pl.col("trace").replace_strict(
-            dict(zip(saved["trace"].unique(maintain_order=True), hostile_tokens[3:], strict=False))
-        ),
-        trace=pl.format("{}<img src='http://names.invalid/t.png'>", "trace"),
-    )
-    folder = tmp_path / "<img src='x'> [a](b)"
-    folder.mkdir()
-    table.write_parquet(folder / "results.parquet")
-    bind(folder, {"note": "<script>"})
-    app = opened(tmp_path, "compare", run=folder.name, by="domain")
-
-    assert not app.exception
-    assert app.multiselect(key="policies").value == list(names.values())
-    for chart in app.get("plotly_chart"):
-        assert "<img" not in chart.proto.spec
-        assert "<a href" not in chart.proto.spec
-    said = [one.value for kind in ("markdown", "caption", "info") for one in app.get(kind)]
-    assert not any("<img" in one or "tokens.invalid" in one for one in said)
 
 
 def test_the_recorded_model_judges_on_request(opened, tmp_path):

@@ -170,24 +170,3 @@ def test_every_choice_runs_the_page_anew(opened, folder, key):
 
     assert not app.exception
     assert app.dataframe
-
-
-def test_names_are_text_and_nothing_else(opened, folder, tmp_path, hostile_tokens):
-    """Of policies, metrics and runs."""
-    saved = read_run(folder / "whole").table
-    names = dict(zip(saved["policy"].drop_nulls().unique(), hostile_tokens, strict=False))
-    table = saved.with_columns(
-        policy=pl.col("policy").replace_strict(names, default=None),
-        metric=pl.col("metric").replace("output_error", hostile_tokens[3]),
-    )
-    (tmp_path / "<script>run").mkdir()
-    table.write_parquet(tmp_path / "<script>run" / "results.parquet")
-    bind(tmp_path / "<script>run", {})
-    app = opened(tmp_path, "fidelity", run="<script>run")
-
-    assert not app.exception
-    for chart in app.get("plotly_chart"):
-        for markup in ("<img", "<script", "<a href", "<b>bold"):
-            assert markup not in chart.proto.spec
-    said = [one.value for kind in ("markdown", "caption", "info") for one in app.get(kind)]
-    assert not any("<img" in one or "<b>bold" in one for one in said)

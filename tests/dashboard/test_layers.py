@@ -111,13 +111,6 @@ def test_few_layers_are_said_to_be_few(opened, folder, name, said):
     assert any(said in one.value for one in app.caption)
 
 
-def test_many_layers_are_not(opened, folder):
-    """Nine can be told apart."""
-    app = opened(folder, "layers", trace="deep.zarr")
-
-    assert not any("deeper model" in one.value for one in app.caption)
-
-
 def test_overlap_and_sparsity_are_those_of_kvsim(opened, folder):
     """Of the layer that is chosen and the window of the link."""
     app = opened(folder, "layers", trace="deep.zarr", rows_of_window="12")
@@ -155,17 +148,3 @@ def test_a_trace_too_short_is_said_to_be(opened, folder, name):
 
     assert not app.exception
     assert app.info
-
-
-def test_tokens_are_text_and_nothing_else(opened, tmp_path, hostile_tokens):
-    """In hover texts of the pattern, and of a trace whose name is markup."""
-    texts = [hostile_tokens[i % len(hostile_tokens)] for i in range(130)]
-    settling_trace(
-        3, 130, prompt_len=100, token_text=texts, name="<img src='http://names.invalid/a.png'>"
-    ).save(tmp_path / "trace.zarr")
-    app = opened(tmp_path, "layers")
-
-    assert not app.exception
-    for chart in app.get("plotly_chart"):
-        for markup in ("<img", "<script", "<a href", "<b>bold"):
-            assert markup not in chart.proto.spec

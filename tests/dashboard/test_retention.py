@@ -237,14 +237,6 @@ def test_layers_behind_a_selection_are_replayed_with_their_rows(page, policy):
     assert row["kept"] == np.count_nonzero(gone[: row["event"] + 1] > row["event"])
 
 
-def test_nothing_dropped_is_an_empty_state(page):
-    """The full cache has no event; the page says what would make one."""
-    app = page(policy="full", beside="none")
-
-    assert not app.exception
-    assert any("Nothing is evicted" in one.value for one in app.info)
-
-
 def test_a_link_names_no_policy_beyond_the_catalogue(page):
     """Nothing is imported for a link."""
     app = page(policy="os:getcwd", beside="x+y")

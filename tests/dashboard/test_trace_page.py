@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.analysis.attention.windows import head_table
 from kvsim.samples import sample_trace
 from kvsim.store.index import find_runs, find_traces
 
@@ -48,19 +47,6 @@ def test_an_empty_folder_shows_the_sample_and_says_how_to_record(opened, tmp_pat
     assert any("kvsim capture --model tiny" in one.value for one in app.sidebar.caption)
     assert app.header[0].value == "Answer"
     assert [one.value for one in app.sidebar.code] == ["~/results"]
-
-
-def test_numbers_of_heads_are_those_of_kvsim(opened, folder):
-    """The table under the map, for the layer that the link names."""
-    app = opened(folder, "trace", trace="sample.zarr", layer="1")
-    trace = kvsim.open_trace(sample_trace())
-
-    shown = app.dataframe[0].value
-    table = head_table(trace, 1)
-
-    for name in ("sink", "local", "entropy", "sparsity"):
-        np.testing.assert_allclose(shown[name].to_numpy(), table[name])
-    assert shown["KV head"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_link_restores_the_page_and_ignores_nonsense(opened, folder):
@@ -127,43 +113,6 @@ def _sent(app, kind, shape):
     sent = json.loads(chart.proto.spec)["data"][0]["z"]
     assert sent["dtype"] == kind
     return np.frombuffer(base64.b64decode(sent["bdata"]), kind).reshape(shape)
-
-
-def test_layer_and_head_outlive_a_change_of_page(opened, folder, switch):
-    """They stand in the frame."""
-    app = opened(folder, "trace", trace="sample.zarr")
-    app.selectbox(key="layer").set_value(0)
-    app.selectbox(key="head").set_value(2)
-    app.run()
-
-    for page in ("compare", "retention"):  # the first has neither
-        switch(app, page)
-        app.run()
-
-    assert not app.exception
-    assert (app.selectbox(key="layer").value, app.selectbox(key="head").value) == (0, 2)
-
-
-def test_an_empty_window_is_a_message(opened, folder):
-    """Both ends at one place."""
-    app = opened(folder, "trace", trace="sample.zarr")
-    app.slider(key="rows").set_value((30, 30))
-    app.run()
-
-    assert not app.exception
-    assert "empty" in app.warning[0].value
-
-
-def test_names_under_the_pointer_are_escaped(hostile_tokens):
-    """Plotly knows some HTML; labels are one short line without any."""
-    from apps.dashboard import elements
-
-    names = elements.token_names(hostile_tokens, np.arange(len(hostile_tokens) + 1))
-
-    assert len(set(names)) == len(names)
-    assert not any("<" in one or "\n" in one or "\x1b" in one for one in names)
-    assert elements.token_names(["a", "b", "c"], np.array([0, 2, 3])) == ["0-1 a ...", "2 c"]
-    assert elements.token_names(None, np.array([4, 6, 7])) == ["4-5", "6"]
 
 
 def test_what_is_recorded_anew_is_read_anew(opened, tmp_path, folder):

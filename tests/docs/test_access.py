@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import polars as pl
 import pytest
@@ -55,17 +53,6 @@ def test_the_tables_of_the_loop_have_the_planted_numbers(monkeypatch):
     assert len(rest) == 8
 
 
-def test_the_order_in_words():
-    """Every pair in order; and one cell that diverges least though its error is largest."""
-    same, other = access_loop.order(planted()), access_loop.order(planted(swapped=True))
-
-    assert "1.00 [1.00, 1.00] over all ten rows, 45 of 45 pairs in the same order" in same
-    assert "a on 4, int8 on 4, b + int8 on 4, c on 4, d on 4." in same
-    assert "over all ten rows, 36 of 45 pairs" in other
-    assert "1.00 [1.00, 1.00] over the five, 10 of 10 pairs" in other
-    assert "c on 4, d on 0." in other
-
-
 @pytest.mark.parametrize(("prompt", "budget"), [(60, 24), (60, 100), (90, 40)])
 def test_the_eviction_holds_as_many_entries(prompt, budget):
     """Entries by the formula are those of a replay, and a budget is found again from its share."""
@@ -79,25 +66,6 @@ def test_the_eviction_holds_as_many_entries(prompt, budget):
     assert access_loop.entries_seen(prompt, 150, access_loop.as_many(prompt, 150, 2.0)) == (
         access_loop.entries_seen(prompt, 150, 150)
     )
-
-
-def test_what_is_measured_is_not_measured_again(tmp_path, monkeypatch):
-    """A prompt whose lines are there is left out, and another one adds its own."""
-    (tmp_path / "tiny").mkdir()
-    for name in ("x-001", "y-000"):
-        (tmp_path / "tiny" / f"{name}.zarr").mkdir()
-    results = tmp_path / "results.jsonl"
-    results.write_text(json.dumps({"model": "tiny", "prompt": "y-000"}) + "\n")
-    monkeypatch.setattr(access_loop, "RESULTS", results)
-    monkeypatch.setattr(access_loop, "load_model", lambda _: (None, None))
-    monkeypatch.setattr(access_loop.kvsim, "open_trace", lambda path: path.stem)
-    monkeypatch.setattr(
-        access_loop, "_measure", lambda _, __, trace, model: [{"model": model, "prompt": trace}]
-    )
-
-    access_loop.measure("tiny", tmp_path, None)
-
-    assert [row["prompt"] for row in access_loop.lines()] == ["y-000", "x-001"]
 
 
 def test_the_page_has_what_is_measured():

@@ -24,25 +24,6 @@ PAGES = {str(page.relative_to(ROOT)): page for page in generate.pages()}
 ALL = [block for name, page in PAGES.items() for block in blocks(name, page.read_text("utf-8"))]
 
 
-def test_blocks_are_found_with_their_declarations():
-    """The reader of fenced blocks sees language, line, and what the block says about itself."""
-    text = (
-        "```bash exec\nls\n```\n\n<!-- not run: needs a key -->\n```bash\nrm x\n```\n"
-        "<!-- not run: far away -->\n\ntext\n\n```json\n{}\n```\n\n````text exec\n```\n````\n"
-        "```python file=x.py\n1\n```\n"
-    )
-
-    found = [(b.line, b.language, b.how, b.body) for b in blocks("x.md", text)]
-
-    assert found == [
-        (2, "bash", "run", "ls\n"),
-        (7, "bash", "needs a key", "rm x\n"),
-        (14, "json", None, "{}\n"),
-        (18, "text", "run", "```\n"),
-        (21, "python", "run", "1\n"),
-    ]
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_says_whether_it_runs(name):
     """A block of code is marked `exec` or `file=NAME`, or preceded by `<!-- not run: reason -->`.
@@ -169,13 +150,6 @@ def anchors(text):
     titles = re.findall(r"(?m)^#+ (.+)$", re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", prose))
     slugs = [re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles]
     return {f"{s}-{n}" if (n := slugs[:i].count(s)) else s for i, s in enumerate(slugs)}
-
-
-def test_anchors_are_those_of_headings():
-    """Marks go, spaces become hyphens, repeated titles are numbered, comments in code are none."""
-    text = "# A `b_c`, [d](e.md#f)?\n```bash\n# no\n```\n## same\n## same\n"
-
-    assert anchors(text) == {"a-b_c-d", "same", "same-1"}
 
 
 def _target(page, link):

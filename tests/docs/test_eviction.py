@@ -6,16 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import eviction
-from apps.tiny.curriculum import collate
 from apps.tiny.model import build
 from apps.tiny.results import Results, digest
 from apps.tiny.tokenizer import save_tokenizer
-from kvsim.errors import BudgetError
 from kvsim.policies import names
-from kvsim.recorder import capture
 from kvsim.studies.language.tasks import prompts
 from kvsim.tiny import PATH
 
@@ -39,87 +35,6 @@ def counts(*hits, n=40):
     return [eviction.Count(f"p{k}", 0.2, n, k, n, 0.5, 0.9) for k in hits]
 
 
-def test_the_trace_of_a_right_response_is_that_of_decoding_it(model, sample):
-    """Read at once or token after token, the model's attention sees the same."""
-    tokens = collate([sample]).tokens[0]
-    decoded = capture(model, None, tokens[:20].tolist(), max_new_tokens=30)
-    found = eviction.gold_trace(model, decoded.read("tokens"), 20)
-
-    assert (found.prompt_len, found.n_pos) == (20, 50)
-    assert found.rope == decoded.rope
-    for name in ("q", "k", "v", "attn_out", "lse"):
-        torch.testing.assert_close(found.read(name), decoded.read(name), rtol=1e-4, atol=1e-4)
-
-
-def test_a_wrong_word_spoils_the_chain_from_there_on(sample):
-    """What counts as exact, reached and right; the report is no part of the chain."""
-    words = sample.response.split()
-    right = torch.ones(len(words) + 1, dtype=torch.bool)
-    right[len(words)] = False  # <eos>
-    assert eviction.judge(sample, right) == eviction.Outcome(
-        chain=True, reached=1.0, right=1.0, answer=True
-    )
-
-    report = right.clone()
-    report[sample.chain_words + 2] = False
-    one = eviction.judge(sample, report)
-    assert (one.chain, one.reached, one.answer) == (True, 1.0, True)
-    assert one.right == pytest.approx(1 - 1 / len(words))
-
-    middle = right.clone()
-    middle[12] = middle[20] = False
-    one = eviction.judge(sample, middle)
-    assert (one.chain, one.answer) == (False, True)
-    assert one.reached == pytest.approx(12 / sample.chain_words)
-
-    last = right.clone()
-    last[sample.chain_words - 2] = False  # d #0 a ;
-    assert not eviction.judge(sample, last).answer
-
-
-def test_a_model_that_knows_the_answer_is_exact(model, sample, monkeypatch):
-    """Words are compared with the row before them, for each policy and budget by itself."""
-    tokens, start = collate([sample]).tokens[0], 1 + sample.prompt_words
-    tried = {name: eviction.policy(name) for name in ("full", "knorm", "tova")}
-    asked = []
-
-    def knowing(judge, records):
-        assert torch.equal(judge.trace.tokens, tokens)
-        asked.extend((record.policy, record.budget) for record in records)
-        logits = torch.nn.functional.one_hot(tokens[start:], 1000).float()
-        logits = logits.repeat(len(records), 1, 1)
-        logits[-1, 7] = 0.0  # the last record forgets a word
-        logits[-1, 7, 999] = 1.0
-        return logits
-
-    monkeypatch.setattr(eviction.Judge, "logits", knowing)
-    found = eviction.measure_sample(model, sample, tried, (0.25, 0.5))
-
-    n = len(tokens)
-    sizes = [round(0.25 * n), round(0.5 * n)]
-    assert asked == [("full", sizes[0])] + [(p, b) for p in ("knorm", "tova") for b in sizes]
-    *exact, last = found.values()
-    assert all(one.chain and one.right == 1 for one in exact)
-    assert last.reached == pytest.approx(7 / sample.chain_words)
-    assert list(found) == [
-        ("full", 0.25),
-        *((p, b) for p in ("knorm", "tova") for b in (0.25, 0.5)),
-    ]
-
-
-def test_three_groups_leave_out_as_few_as_possible():
-    """A policy between two groups is left out, and there are no three groups of two."""
-
-    def parted(*hits):
-        return [[one.chain for one in group] for group in eviction.parted(counts(*hits))]
-
-    assert parted(0, 1, 40, 39, 20) == [[0, 1], [20], [40, 39]]
-    assert parted(0, 5, 12, 13, 36, 40) == [[0], [12, 13], [36, 40]]
-    assert parted(0, 5, 7, 12, 40) == [[0], [12], [40]]
-    assert parted(0, 5, 40, 40) == []
-    assert parted() == []
-
-
 def test_the_policies_are_names_of_the_catalogue_with_styles_of_their_own():
     """Nothing in the plan is unknown, and no two lines of the figure look alike."""
     plan = eviction.Plan()
@@ -130,26 +45,6 @@ def test_the_policies_are_names_of_the_catalogue_with_styles_of_their_own():
     styles = eviction._styles()
     assert set(styles) == set(tried) - {"full"}
     assert len({(one["color"], one["marker"]) for one in styles.values()}) == len(styles)
-
-
-def test_every_policy_of_the_plan_works_at_its_smallest_budget(model):
-    """The shortest sample of the plan is long enough, so no cell of the table is empty."""
-    plan = eviction.Plan()
-    task, level = min(
-        plan.cells, key=lambda cell: prompts(1, 1, task=cell[0], level=cell[1])[0].tokens
-    )
-    sample = prompts(1, 1, task=task, level=level)[0]
-    tried = {
-        name: one
-        for name, one in eviction.policies(plan).items()
-        if one.bounded and name != "oracle"
-    }
-
-    found = eviction.measure_sample(model, sample, tried, plan.budgets[:1])
-
-    assert len(found) == len(tried)
-    with pytest.raises(BudgetError):
-        eviction.measure_sample(model, sample, tried, (0.01,))
 
 
 def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys):

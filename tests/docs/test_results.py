@@ -8,10 +8,13 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
+import kvsim
 import results
 from kvsim import policy
 from kvsim.analysis.summaries import per_prompt
+from kvsim.core.policy import Schedule
 from kvsim.policies import CATALOGUE, names
+from kvsim.recorder import load_model
 from kvsim.studies.claims import CLAIMS, OPEN
 from results_page import tables as measuring
 from results_page.claims import claims_page
@@ -19,7 +22,7 @@ from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
-from results_page.traces import record
+from results_page.traces import ANSWER, record
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_the_page_has_its_parts(page):
     assert "python docs/results.py --smallest\n" in text
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", results.CLAIMED)
 def test_a_page_opens_with_the_ranking_of_its_tables(name):
     """The first of each budget is the best candidate of its table; each policy stands once."""
     text = results.PAGES[name].read_text("utf-8")
@@ -132,24 +135,6 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     assert len(entries) == 1
 
 
-def test_groups_split_the_same_numbers(page):
-    """Of two prompts, domains and tasks are one each; all of them have the IoU of the big table."""
-    found = tables(page.read_text("utf-8"))
-    head, *rows = found["By stage, domain and task"]
-    groups = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
-    columns, *policies = found["What policies keep and lose"]
-    iou = {row[0]: row[columns.index("IoU")] for row in policies}
-
-    assert list(groups)[:3] == ["early layers", "middle layers", "late layers"]
-    assert [groups[name]["prompts"] for name in ("early layers", "all")] == ["2", "2"]
-    for name in ("`tova`", "`ams`"):
-        each = [number(groups[group][name]) for group in groups if group.startswith("domain")]
-        stages = [number(groups[f"{stage} layers"][name]) for stage in ("early", "middle", "late")]
-        assert len(each) == 2
-        for parts in (each, stages, [number(groups["all"][name])]):
-            assert sum(parts) / len(parts) == pytest.approx(number(iou[name]), abs=0.006)
-
-
 def test_claims_of_two_prompts_are_not_decided(page):
     """No case has an interval, and a claim says how many prompts decide or what else it needs.
 
@@ -170,23 +155,6 @@ def test_claims_of_two_prompts_are_not_decided(page):
     assert {row[0] for row in found["G-KV, arXiv 2512.00504"][1:]} == {
         f"G{i}" for i in range(1, 15)
     }
-
-
-def test_the_page_tests_parts_of_policies(page):
-    """Ablations are found by their parameters, each at every budget of the page."""
-    found = tables(page.with_name("claims.md").read_text("utf-8"))
-    tested = {test: result for paper in CLAIMS for _, _, test, result in found[paper][1:]}
-
-    for pair in (
-        "boundary to the nearest one of the event before: ams (credit=False) minus ams",
-        "KL to the full cache: ams (weights=equal) minus ams (weights=mass)",
-        "KL to the full cache: ams (segmentation=fixed) minus ams (segmentation=mass)",
-        "KL to the full cache: keydiff minus keydiff (protect=recent 8 sink 4)",
-        "KL to the full cache: global_max (decay=0.5) minus global_max (decay=0.8)",
-        "KL to the full cache: expected_attention (covariance=False) minus expected_attention",
-    ):
-        ((result),) = [result for test, result in tested.items() if pair in test]
-        assert "; 2 few; " in result
 
 
 def test_only_what_is_missing_is_measured(page, tmp_path, monkeypatch):
@@ -235,6 +203,37 @@ def test_the_file_of_values_has_those_of_every_prompt(page):
             assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """What `--model 8k --smallest` writes, of tiny."""
+    folder = tmp_path_factory.mktemp("long")
+    places = f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"
+    results.main(["--model=8k", "--smallest", "--jobs=1", *places])
+    return folder / "page.md"
+
+
+def test_a_page_of_long_prompts_has_its_parts(long):
+    """Its policies by KL, the correlation with shorter prompts, time and memory, and one figure."""
+    text, plan = long.read_text("utf-8"), SMALLEST["8k"]
+    found = tables(text)
+    head, *rows = found["Which policy is best"]
+    kl = [number(row[head.index(f"KL {plan.budget}")]) for row in rows]
+    stages = {row[0]: [float(x) for x in row[1:]] for row in found["Time and memory"][1:]}
+
+    assert {row[0].strip("`") for row in rows} == set(plan.only)
+    assert rows[0][0] == "`full`"
+    assert kl == sorted(kl)
+    assert kl[0] == 0 < kl[1]
+    correlations = found["Do shorter prompts predict the ranking?"]
+    assert [row[0] for row in correlations[1:]] == [f"budget {n}" for n in FULL.budgets]
+    assert all(-1 <= number(cell) <= 1 for row in correlations[1:] for cell in row[1:])
+    assert [*stages] == ["capture", "replay", "judge"]
+    assert all(peak >= before > 0 for *_, before, peak in stages.values())
+    assert text.count(f"\n{plan.prompts} prompts of ") == 1
+    assert [file.name for file in (long.parent / "figures").iterdir()] == ["page.png"]
+    assert not long.with_name("claims.md").exists()
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("model", PLANS)
 def test_the_committed_page_follows_from_its_values(model, tmp_path):
@@ -259,13 +258,44 @@ def test_the_committed_claims_follow_from_the_values_of_both_models():
     text = results.CLAIMS_PAGE.read_text("utf-8")
 
     assert claims_page(results.committed()) == text
-    assert tables(text)["AMS, arXiv 2605.23200"][0][-2:] == [*PLANS]
+    assert tables(text)["AMS, arXiv 2605.23200"][0][-2:] == [*results.CLAIMED]
 
 
-@pytest.mark.parametrize("model", PLANS)
+@pytest.mark.parametrize("model", results.CLAIMED)
 def test_no_regret_is_below_zero(model):
     """Nothing retains more than the optimum."""
     rows = stored_rows(results.PAGES[model].with_suffix(".parquet")).filter(metric="regret")
 
     assert rows["prompt"].n_unique() == (PLANS[model].regret or PLANS[model].prompts)
     assert rows["value"].min() > -1e-6
+
+
+@pytest.mark.real
+@pytest.mark.deep
+def test_kept_answers_of_judged_rows_are_those_of_a_live_run(tmp_path):
+    """With one event, after the prompt, greedy decoding writes what the judged rows predict."""
+    only = ("snapkv", "tova", "expected_attention", "knorm")
+    plan = replace(SMALLEST["smollm2"], budgets=(48, 128), only=only)
+    (path,) = record(plan, tmp_path, [2])
+    model, tokenizer = load_model("smollm2")
+    schedule = Schedule(None, prefill=True)
+    policies = [replace(policy(name), name=name, schedule=schedule) for name in only]
+    run = kvsim.live(
+        model,
+        path,
+        policies,
+        plan.budgets,
+        tokenizer=tokenizer,
+        own_schedule=True,
+        max_new_tokens=ANSWER,
+        metrics="answer_kept",
+    )
+    judged = measure_prompt(2, plan, tmp_path, tmp_path, tmp_path / "none.parquet")
+
+    columns = ("policy", "budget", "value")
+    kept, expected = (
+        sorted(table.filter(metric="answer_kept").select(columns).rows())
+        for table in (judged, run.table)
+    )
+    assert kept == expected
+    assert {value for *_, value in kept} == {0, 1}

@@ -16,7 +16,6 @@ from kvsim.engine import layers_per_block
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import NEVER
-from kvsim.store.records import write_records
 from traces import random_trace
 
 
@@ -150,14 +149,6 @@ def test_a_given_schedule_replaces_the_policys_own_and_is_recorded():
     assert own.events == [9]
     assert (given.interval, given.prefill, given.own_schedule) == (6, False, False)
     assert given.events == [15, 21, 27, 33, 39]
-
-
-def test_layers_of_numpy_are_layers(tmp_path):
-    """The Record has them as plain numbers, and can be written."""
-    record = kvsim.replay(make_trace(layers=3), "tova", budget=7, layers=np.array([0, 2]))
-    write_records(tmp_path / "records.zarr", [record])
-
-    assert [(type(layer), layer) for layer in record.layers] == [(int, 0), (int, 2)]
 
 
 def test_progress_counts_layers():
@@ -304,13 +295,6 @@ def test_mistakes_of_a_scorer_name_the_rule_and_the_page(kind, message, interval
 
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("see docs/add-a-policy.md")
-
-
-def test_a_whole_number_of_numpy_is_a_budget():
-    """The Record keeps it as an int, which can be stored."""
-    record = kvsim.replay(make_trace(), kvsim.policy("tova"), budget=np.int64(8))
-
-    assert type(record.budget) is int
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.analysis.summaries import uneven
 from kvsim.core.attention import Formula, Rope
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots import layer_overlap, rank_pattern, variance_curves
 from kvsim.policies.asl import ASL
 from kvsim.report import page, write_report
 from kvsim.report.study import check_traces
-from kvsim.schema import merged, numbered, plural
+from kvsim.schema import merged
 from kvsim.studies.expectation.queries import Queries
 from kvsim.studies.layers.ranking import ranking
 from kvsim.studies.layers.ranks import Ranks
@@ -209,14 +208,6 @@ def test_a_remark_on_traces_is_made_once_for_all_policies():
     assert len(remarks) == 4  # of three of the policies as well
 
 
-def test_many_traces_are_counted():
-    """Three names of a kind, and how many more."""
-    layers = {f"p{i}": [0, 1] for i in range(5)} | {"long": [1]}
-    said = "layers 0-1 of p0, p1, p2 and 2 more; layer 1 of long"
-    assert uneven(layers).endswith(said)
-    assert uneven(dict.fromkeys(layers, (0,))) == ""
-
-
 def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     """As two models give them on one file of prompts; whose they are, and what to do."""
     of = ({"model": {"name": name}} for name in ("gemma", "llama"))
@@ -350,10 +341,3 @@ def test_an_axis_of_one_layer_has_one_tick():
         low, high = axis.get_xlim()
         assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [0]
     assert "among the first k in the last layer\n" in rank_pattern(found).get_suptitle()
-
-
-def test_numbers_and_what_they_count():
-    """Singular and plural; ranges of layers."""
-    assert [plural(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
-    assert numbered([3]) == "layer 3"
-    assert numbered([0, 2, 3, 4, 9]) == "layers 0, 2-4, 9"

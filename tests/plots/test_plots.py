@@ -74,16 +74,6 @@ def test_the_retention_map_shows_what_is_held_and_not_read(trace):
     assert labels[:3] == ["seen", "held, not read", "evicted"]
 
 
-def test_the_legend_of_the_retention_map_names_its_colours(trace, records):
-    """Seen, evicted, and evicted although needed."""
-    figure = plots.retention_map(trace, records)
-
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[:2] == ["seen", "evicted"]
-    assert "5%" in labels[2]
-    assert len(labels) == 3
-
-
 def test_the_retention_map_marks_the_needle():
     """A bar over the positions of the needle in each panel, which the legend names."""
     sample = kvsim.open_trace(kvsim.sample_trace("smollm2"))
@@ -130,13 +120,6 @@ def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
 
     assert cells.shape == (10, 10)
     assert cells[9, 0] == 4
-
-
-def test_equal_figures_are_equal_files(trace, records, tmp_path):
-    """No date or version makes two runs differ."""
-    paths = [plots.save(plots.error_over_rows(trace, records), tmp_path / f"{i}.png") for i in "ab"]
-
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 # ------------------------------------------------------------------------------------------ layers
@@ -263,58 +246,6 @@ def test_a_wide_rank_pattern_is_pooled(layered, monkeypatch):
     assert f"geometric mean of {factor}" in figure.get_suptitle()
 
 
-def test_the_bump_chart_follows_the_best_tokens(layered):
-    """A path per token, labelled with position and text that cannot be taken for mathematics."""
-    trace, found = layered
-    one = found[0]
-
-    (axis,) = plots.rank_bumps(one, trace, tokens=70).axes
-
-    paths = [line.get_ydata() for line in axis.get_lines() if len(line.get_xdata()) == 12]
-    assert [path[-1] for path in paths] == list(range(1, 71))
-    at = int(one.ranking.ranks[-1].argsort()[0])
-    np.testing.assert_array_equal(paths[0], one.ranking.ranks[:, at].numpy())
-    labels = [text.get_text() for text in axis.texts]
-    assert "5 $" in labels
-    assert not any(text.get_parse_math() for text in axis.texts)
-    assert r"7 t7\n" in labels
-    red = [text.get_text().split()[0] for text in axis.texts if text.get_color() == "#c8102e"]
-    assert sorted(red) == ["10", "40"]
-
-
-def test_the_bump_chart_explains_what_it_shows(layered):
-    """Colours, lines and labels are named, those alone that are there, and none within the axes."""
-    trace, found = layered
-    one = found[0]
-    bare = diagnose(trace, one.ranking, 100)
-    best = one.ranking.ranks[-1].argsort()[:3].tolist()
-    assert not {10, 40} & {*best}
-
-    shown = plots.rank_bumps(one, trace, tokens=70)
-    few = plots.rank_bumps(one, trace, tokens=3)
-    without = plots.rank_bumps(bare, tokens=70)
-
-    (full,), (plain,) = shown.axes, without.axes
-    assert "dark to light: ranks 1 to 70 there; red: gold; labels: position and text" in (
-        shown.get_suptitle()
-    )
-    assert full.get_ylabel() == "rank, of 70 (dotted: k = 16)"
-    assert full.get_xlabel() == "layer (dashed: selection layer)"
-    assert len(full.texts) == 70  # a label for each token, and nothing else
-    assert "gold" not in few.get_suptitle()
-    assert "labels: position (" in without.get_suptitle()
-    assert plain.get_xlabel() == "layer"
-
-
-def test_k_is_within_the_bump_chart(layered):
-    """The axis of ranks reaches to k, also where no path does."""
-    trace, found = layered
-    (axis,) = plots.rank_bumps(found[1], trace, tokens=1).axes
-
-    assert found[1].curve.k == 34
-    assert axis.get_ylim()[0] > 34.5
-
-
 def test_attention_of_the_layers_is_masked_after_the_row(layered):
     """A map per layer; what a row cannot see is blank."""
     trace, found = layered
@@ -371,21 +302,6 @@ def test_gold_recall_names_regret(layered):
     np.testing.assert_array_equal(axis.get_lines()[0].get_ydata(), found[0].recall)
 
 
-def test_the_legend_of_gold_recall_hides_no_line():
-    """For one line, and for as many as have names, the legend lies below the axes."""
-    trace = deep()
-    ranked = ranking(trace, ASL(window=16))
-    found = [diagnose(trace, ranked, 20 + n, gold=[10, 40]) for n in range(7)]
-
-    for some in (found[:1], found):
-        figure = plots.gold_recall(some)
-        figure.draw_without_rendering()
-        box = figure.legends[0].get_window_extent()
-        assert box.y1 <= figure.axes[0].get_tightbbox().y0
-        assert box.y0 >= 0
-        assert figure.axes[0].get_window_extent().height > 0.5 * 3.6 * figure.dpi
-
-
 def test_overlap_stands_beside_chance(layered):
     """Jaccard from the second layer on, chance and equal scores dotted."""
     _, found = layered
@@ -412,7 +328,7 @@ def test_shallow_models_have_every_figure(layers):
         plots.layer_overlap(found),
         plots.layer_attention(trace, 16),
         plots.selection_histogram(counts, layers),
-        *(make(one) for one in found for make in (plots.rank_pattern, plots.rank_bumps)),
+        *(plots.rank_pattern(one) for one in found),
         *(plots.selection_grid(trace.name, ranked.grid(b)) for b in (17, 32, 100)),
     ):
         figure.draw_without_rendering()

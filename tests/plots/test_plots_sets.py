@@ -98,14 +98,6 @@ def test_coverage_names_chance_middle_and_fidelity(traces, records):
     assert "(fidelity: exact, open)" in figure.get_suptitle()
 
 
-def test_figures_of_several_prompts_say_so(traces, records):
-    """The number of prompts, too few for an interval."""
-    figure = middle_coverage(traces, records)
-
-    assert "mean over 2 prompts\n" in figure.get_suptitle()
-    assert len(figure.axes[0].collections) == 2
-
-
 def test_what_cannot_be_shown_is_an_error(traces, records):
     """A record of another trace, and records in which nothing leaves."""
     with pytest.raises(TraceError, match="a record of 'b', but the traces are a"):
@@ -166,18 +158,6 @@ def test_stages_are_those_of_the_layers_in_the_table(table):
     ]
 
     assert heights[0] == heights[1]
-
-
-def test_schedules_have_bars_of_their_own(table):
-    """A policy that was replayed on two schedules is two results, side by side."""
-    tova = table.filter(policy="tova")
-    other = tova.with_columns(interval=pl.col("interval") + 1, value=pl.col("value") / 2)
-
-    bars = iou_by(pl.concat([tova, other])).axes[0].containers[::2]
-
-    assert [one.get_label().partition(" ")[0] for one in bars] == ["tova", "tova"]
-    assert [one[0].get_x() for one in bars] == sorted({one[0].get_x() for one in bars})
-    assert bars[1][0].get_height() == pytest.approx(bars[0][0].get_height() / 2)
 
 
 def test_bars_by_label_stand_beside_chance(table, records):

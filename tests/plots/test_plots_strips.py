@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import kvsim
-from kvsim import plots
-from kvsim.analysis.kept.bursts import dropped_bursts
 from kvsim.analysis.kept.states import STRIP_STATES as STATES
-from kvsim.analysis.kept.states import Strip, strip, strips_after
+from kvsim.analysis.kept.states import strip, strips_after
 from kvsim.errors import PolicyError, TraceError
 from kvsim.plots import events as module
 from kvsim.plots.events import bursts
@@ -70,20 +68,6 @@ def test_states_and_runs_equal_loops(gone, row):
     assert [STATES[code] for code in found.codes] == states
     assert found.runs.tolist() == runs
     assert found.lengths.tolist() == [last - first + 1 for first, last in runs]
-
-
-def test_runs_are_those_of_the_metric(trace, records):
-    """The same longest run and the same number of evicted positions in bursts."""
-    row, found = strips_after(trace, records, layer=1, head=1)
-
-    assert row == 99
-    for record, one, head in zip(records, found, (1, 2), strict=True):
-        metric = dropped_bursts(record.gone_after[1], lengths=(16,))
-        event = metric.rows.tolist().index(row)
-        assert one.lengths.max() == metric.longest[head, event]
-        assert one.lengths[one.lengths >= 16].sum() == metric.inside[0, head, event]
-        assert len(one.runs) == metric.runs[head, event]
-        assert (one.codes == 0).sum() == record.retained(row)[1, head].sum()
 
 
 def test_the_row_is_one_after_which_all_have_evicted(trace):
@@ -253,9 +237,3 @@ def test_what_cannot_be_shown_is_an_error(trace, records):
     for zoom in ((50, 100), (9, 9), (-1, 5)):
         with pytest.raises(PolicyError, match=r"zoom is .*; expected two positions of 0 to 99"):
             bursts(trace, records, zoom=zoom)
-
-
-def test_a_strip_is_all_that_a_figure_needs():
-    """The public names are those of the package."""
-    assert plots.bursts is bursts
-    assert Strip("x", np.zeros(1, np.int64), np.zeros((0, 2), np.int64)).lengths.tolist() == []

@@ -103,17 +103,6 @@ def test_the_caption_fits_and_keeps_its_fidelity(name):
     assert not figure._suptitle.get_parse_math()
 
 
-def test_a_caption_that_fits_is_as_it_was_given():
-    """And one without fidelities has no label."""
-    figure, other = Figure(figsize=(5, 3)), Figure(figsize=(5, 3))
-
-    caption(figure, "sample: layer 0, KV head 1", ["open"])
-    caption(other, "sample", [])
-
-    assert figure.get_suptitle() == "sample: layer 0, KV head 1 (fidelity: open)"
-    assert other.get_suptitle() == "sample"
-
-
 @pytest.mark.parametrize("width", range(3, 9))
 def test_a_caption_is_not_broken_before_a_unit(width):
     """`95 %` stays on one line, whatever the width of the figure."""

@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvsim.analysis.fronts import front
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError
-from kvsim.plots.style import requested_order, series
 from kvsim.plots.summary import over_budgets, pareto, ranking
 from tests.facts import facts
 
@@ -226,40 +222,4 @@ def test_many_metrics_stand_in_rows_of_three(table):
     places = [axis.get_subplotspec() for axis in figure.axes]
     assert [(one.rowspan.start, one.colspan.start) for one in places] == [
         *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))
-    ]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=9), st.booleans()
-)
-def test_the_front_is_what_no_point_dominates(points, higher):
-    """As a loop over all pairs says."""
-    seen, mean = (np.array(x, dtype=float) for x in zip(*points, strict=True))
-    loss = -mean if higher else mean
-    expected = [
-        not any(
-            seen[j] <= seen[i] and loss[j] <= loss[i] and (seen[j] < seen[i] or loss[j] < loss[i])
-            for j in range(len(seen))
-        )
-        for i in range(len(seen))
-    ]
-
-    assert front(pl.DataFrame({"seen": seen, "mean": mean}), higher=higher).to_list() == expected
-
-
-def test_21_series_are_told_apart():
-    """By colour or by line."""
-    styles = series(map(str, range(21)))
-
-    assert len({(one["color"], one["linestyle"]) for one in styles.values()}) == 21
-
-
-def test_budgets_are_ordered_by_size():
-    """Entries as numbers, then shares."""
-    assert requested_order(["64", "128", "5%", "50%", "32", "64"]) == [
-        "32",
-        "64",
-        "128",
-        "5%",
-        "50%",
     ]

@@ -112,27 +112,6 @@ def test_states_are_those_of_the_head_after_the_event(trace, record):
     assert len({*found.codes}) == 3
 
 
-def test_no_token_becomes_markup(trace, record):
-    """The page has one pre and spans, and the text of each run is that of its tokens."""
-    page = token_html(trace, record)
-
-    read = Read()
-    read.feed(page)
-    read.close()
-    assert read.tags[0] == ("pre", ["style"])
-    assert {(tag, *names) for tag, names in read.tags[1:]} == {("span", "style", "title")}
-    assert read.other == []
-    expected = []
-    for state, token in zip(
-        states(record, 1, 0, max(record.events)), trace.token_text, strict=True
-    ):
-        if not expected or expected[-1][0] != state:
-            expected.append((state, ""))
-        expected[-1] = state, expected[-1][1] + shown(token)
-    assert read.runs == expected
-    page.encode("utf-8")  # no lone surrogate is left
-
-
 def test_a_part_of_the_page_holds_these_tokens_alone():
     """Positions start to stop; the states are those of the whole."""
     trace = made([f"w{i} " for i in range(90)])

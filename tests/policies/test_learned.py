@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -197,23 +196,6 @@ def test_only_a_look_ahead_makes_it_clairvoyant(tmp_path):
     path.write_bytes(network().to_bytes())
     assert not Learned(str(path)).clairvoyant
     assert set(Learned(str(path)).columns) == {"total"}
-
-
-def test_another_process_keeps_the_same(file, warm_python):
-    """The record of a file read elsewhere is equal, bit for bit."""
-    code = (
-        "import kvsim, sys; from kvsim.testing.strategies import make_case;"
-        "case = make_case('sink', layers=2, heads=2, group=2, n=40, prompt_len=20, seed=1);"
-        "record = kvsim.replay(case.trace(), sys.argv[1], 9, interval=4);"
-        "print(record.evicted_at.tolist())"
-    )
-    name = f"learned:{file}"
-    case = make_case("sink", layers=2, heads=2, group=2, n=40, prompt_len=20, seed=1)
-    here = kvsim.replay(case.trace(), name, 9, interval=4).evicted_at.tolist()
-    there = subprocess.run(
-        [warm_python, "-c", code, name], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert json.loads(there.stdout) == here
 
 
 def projecting(shape=(2, 2, 8), digest="", **weights):

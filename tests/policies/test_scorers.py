@@ -186,16 +186,6 @@ def test_scorers_that_share_a_calibration_learn_what_is_their_own():
     assert torch.equal(scores(high, view_of(make_trace())), scores(alone, view_of(make_trace())))
 
 
-def test_another_trace_is_of_the_same_model():
-    """A model of the same shape and another name is refused, in one line."""
-    trace, other = make_trace(), make_trace(1)
-    other.meta.update(model={"name": "base", "type": "llama"})
-    kvsim.replay(trace, kvsim.policy("qfilter", calibration=other), 5)  # does not say of which
-    trace.meta.update(model={"name": "chat", "type": "llama"})
-    with pytest.raises(PolicyError, match=r"^qfilter: [^\n]* is of base [^\n]*of chat[^\n]*model$"):
-        kvsim.replay(trace, kvsim.policy("qfilter", calibration=other), 5)
-
-
 def test_another_trace_is_measured_once(monkeypatch):
     """Not again at the next event, nor for another part of the layers."""
     scorer = QFilter(make_trace(1))

@@ -4,7 +4,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsim
-from kvsim.core import view
+from kvsim.core import view, weights
 from kvsim.policies import CATALOGUE, names
 from kvsim.testing.strategies import make_case
 
@@ -37,8 +37,10 @@ def operations(name, *, layers, heads, tokens):
     trace.full()  # what the oracle reads is there
     # blocks of rows that fit memory or the processor's cache are no loops over heads or tokens
     with pytest.MonkeyPatch.context() as patch, Counting() as counting:
-        patch.setattr(view, "LOGIT_BYTES", 4 * view.LOGIT_BYTES)
-        patch.setattr(view, "CACHE_BYTES", view.LOGIT_BYTES)
+        for module in (view, weights):
+            patch.setattr(module, "LOGIT_BYTES", 4 * module.LOGIT_BYTES)
+        patch.setattr(weights, "CACHE_BYTES", weights.LOGIT_BYTES)
+        patch.setattr(weights, "CHUNK", 4 * weights.CHUNK)
         record = kvsim.replay(trace, policy, tokens // 2, prefill=True)
     # RPC keeps the whole prompt, and a single layer drops no rows for others
     assert record.events or name in ("full", "rpc") or (entry.kind == "propagation" and layers < 3)

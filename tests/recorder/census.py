@@ -181,8 +181,11 @@ def examine(name: str) -> dict[str, Any]:
         model = build(name)
         with torch.no_grad():
             model(tokens[None, :40])
+    except NotImplementedError as error:  # `build` raises it
+        return {"result": "not built", "reason": str(error)}
     except Exception as error:  # noqa: BLE001  whatever a configuration or a model raises
-        return {"result": "not built", "reason": _line(error)}
+        reason = TABLE["not_built"].get(name) or f"transformers raises {_line(error)}"
+        return {"result": "not built", "reason": reason}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "a.zarr"
         try:

@@ -155,16 +155,6 @@ def test_an_expected_answer_is_found(tmp_path):
     assert wrong.meta["answer_check"]["right"] is False
 
 
-def test_all_prompts_are_checked_before_the_first_runs(tmp_path):
-    """A bad prompt among many is named, and none is recorded."""
-    prompts = [Prompt("good", "w1"), Prompt("bad", "w1 hello")]
-
-    with pytest.raises(CaptureError, match="prompt 'bad': the tokenizer does not know 'hello'"):
-        capture_many(small("llama"), words_tokenizer(), prompts, tmp_path / "out")
-
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -246,17 +236,6 @@ def test_unknown_words_of_tiny_point_to_its_generator():
 
     with pytest.raises(CaptureError, match=r"'hello', 'there', .*`kvsim prompts`"):
         capture(model, tokenizer, "hello there")
-
-
-def test_text_needs_a_tokenizer():
-    """Text or a chat without a tokenizer is refused; token ids are not."""
-    for prompt in ("w1", [{"role": "user", "content": "w1"}]):
-        with pytest.raises(CaptureError, match="there is no tokenizer"):
-            capture(small("llama"), None, prompt)
-
-    trace = capture(small("llama"), None, [1, 2], max_new_tokens=1)
-    assert trace.token_text is None
-    assert trace.meta["text"]["response"] is None
 
 
 @pytest.mark.parametrize(

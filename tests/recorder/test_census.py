@@ -38,12 +38,17 @@ RECORDED: dict[str, list[int] | None] = {
     "nemotron_h": [2],
     "olmo_hybrid": [3],
     "recurrent_gemma": [2],
+    "gemma4_text": None,
+    "mimo_v2_flash": None,
+    "qwen4_exp_text": [3],
+    "minimax_m3_vl_text": None,
+    "hy_v4": None,
 }
 
 #: What may be recorded or refused in one line; by no means otherwise.
 OTHERS = [
     *("mamba", "bloom", "gptj", "minimax", "diffllama", "xlnet", "deepseek_v3"),
-    *("gemma3n_text", "llama4_text", "doge"),
+    *("gemma3n_text", "llama4_text", "doge", "qwen4_exp_text#budget_64"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import kvsim
 from kvsim import store
 from kvsim.errors import CaptureError, PolicyError, TraceError
 from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.positions import indexed
 from kvsim.runner.model import RunningModel
 from traces import changed
 
@@ -230,6 +232,24 @@ def test_an_indexer_is_noted_while_it_chooses_everything():
         kvsim.capture(model, None, IDS[:31], max_new_tokens=10)
     with pytest.raises(CaptureError, match="has an indexer that chooses entries for each row"):
         RunningModel(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({"index_topk": 40}, 40),
+        ({"index_topk_blocks": 3, "index_block_size": 16}, 48),
+        ({"indexer_budget": 32, "indexer_compress_ratio": 4}, 32),
+        ({"indexer_budget": None}, None),
+        ({}, None),
+    ],
+)
+def test_an_indexer_chooses_entries_or_blocks(config, count):
+    """The longest text of which it leaves nothing out is that of its configuration."""
+    text = SimpleNamespace(**config)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+
+    assert indexed(model) == count
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from dataclasses import replace
 
@@ -18,10 +17,9 @@ from kvsim.cli import main
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError, TraceError
-from kvsim.recorder import Prompt, capture, capture_many, load_model
+from kvsim.recorder import capture
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.modules import attention_modules
-from kvsim.schema import AXES
 from kvsim.store import TraceWriter, describe, open_trace, verify
 from kvsim.store.publication import require_chunks
 from kvsim.studies.language import tasks
@@ -82,54 +80,6 @@ def make(n=300, layers=2, hidden=12, **options):
 # --- exactness ---
 
 
-@pytest.mark.parametrize("family", NAMES)
-def test_the_residual_is_the_models_own(family, tmp_path):
-    """Prefill and generation give what the model's hidden states are in one forward."""
-    model = small(family)
-    options = {"max_new_tokens": 30, "residual": True}
-    before = hooks(model)
-
-    memory = capture(model, None, ids(490), **options)
-    stored = capture(model, None, ids(490), out=tmp_path / "a.zarr", **options)
-
-    assert hooks(model) == before
-    expected = own_stream(model, memory.tokens)
-    assert memory.residual.shape == (3, 520, 48)
-    assert error(memory.residual, expected) < 1e-5
-    assert error(memory.residual[:, 1:], expected[:, :-1]) > 0.1  # a shift would show
-    assert error(memory.residual[1:], expected[:-1]) > 0.1
-    assert torch.equal(stored.residual, memory.residual)
-    assert verify(stored.path, deep=True).ok
-
-
-@pytest.mark.parametrize("family", NAMES)
-@pytest.mark.parametrize("n", [1, 255, 256, 257, 512])
-def test_a_prompt_alone_is_kept_bit_for_bit(family, n, tmp_path):
-    """Without generation, the stream is the one of the same forward, for any length."""
-    model = small(family)
-
-    trace = capture(model, None, ids(n), max_new_tokens=0, residual=True, out=tmp_path / "a.zarr")
-
-    assert torch.equal(trace.residual, own_stream(model, ids(n)))
-    assert torch.equal(trace.residual[0], model.get_input_embeddings().weight[ids(n)])
-
-
-def test_the_residual_of_tiny(tmp_path):
-    """The same for the model that ships, for each of several prompts."""
-    model, tokenizer = load_model("tiny")
-    samples = tasks.prompts(2, 3, task="walk", facts=6, lines=4, kinds=2)
-    prompts = [Prompt(f"p{i}", sample.prompt) for i, sample in enumerate(samples)]
-
-    traces = capture_many(
-        model, tokenizer, prompts, tmp_path, max_new_tokens=20, residual=True, o_proj=True
-    )
-
-    for trace in traces:
-        assert error(trace.residual, own_stream(model, trace.tokens)) < 1e-5
-        assert trace.residual.shape[2] == trace.o_proj.shape[3]
-        assert verify(trace.path, deep=True).ok
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_every_dtype_is_kept_exactly(dtype, attention, tmp_path):
@@ -167,14 +117,6 @@ def test_other_arrays_and_digest_are_the_same(tmp_path):
     assert not without.has("residual")
 
 
-def test_a_residual_stream_has_checksums(tmp_path):
-    """A trace with a residual stream has a checksum for each layer of it."""
-    path = make().save(tmp_path / "a.zarr")
-
-    attributes = json.loads((path / "zarr.json").read_text())["attributes"]
-    assert len(attributes["checksums"]["residual"]) == 2
-
-
 def test_more_than_float16_holds_is_refused(tmp_path):
     """Massive activations do not fit into float16 storage: one clear line, no trace."""
     model = build()
@@ -187,24 +129,6 @@ def test_more_than_float16_holds_is_refused(tmp_path):
 
     assert list(tmp_path.iterdir()) == []
     assert float(capture(model, None, ids(20), **options).residual.abs().max()) > 65504
-
-
-def test_blocks_are_written_while_the_model_generates(tmp_path):
-    """Whole blocks of the stream are on disk as soon as those of the other arrays are."""
-    seen = {}
-
-    def chunks(done, total):
-        (folder,) = tmp_path.iterdir()
-        seen[done] = sum(file.is_file() for file in folder.glob("residual/c/*/*/*"))
-
-    capture(
-        small("llama"), None, ids(200), max_new_tokens=320, residual=True,
-        out=tmp_path / "a.zarr", progress=chunks,
-    )  # fmt: skip
-
-    assert {done: seen[done] for done in (200, 255, 256, 511, 512, 520)} == {
-        200: 0, 255: 0, 256: 3, 511: 3, 512: 6, 520: 9,
-    }  # fmt: skip
 
 
 # --- what is refused ---
@@ -377,21 +301,6 @@ def test_attention_of_other_rows_is_refused():
         capture(model, None, ids(9), max_new_tokens=0, residual=True)
 
 
-def test_no_hook_stays_after_an_error():
-    """An exception while the model generates takes all hooks away."""
-    model = build()
-    before = hooks(model)
-
-    def fail(done, total):
-        assert hooks(model) != before
-        raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        capture(model, None, ids(9), residual=True, progress=fail)
-
-    assert hooks(model) == before
-
-
 def test_no_hidden_state_is_held_after_an_error():
     """When a layer fails, what flowed into and out of layers is let go."""
     model = build()
@@ -411,24 +320,6 @@ def test_no_hidden_state_is_held_after_an_error():
 
 
 # --- traces ---
-
-
-def test_parts_are_read(tmp_path):
-    """Layers and positions are cut alike in memory and on disk, where a layer has own chunks."""
-    trace = make()
-    stored = open_trace(trace.save(tmp_path / "a.zarr"))
-    again = open_trace(stored.save(tmp_path / "b.zarr"))
-
-    part = slice(1, 2), slice(250, 260)
-    for one in (trace, stored, again, trace.per_query_head()):
-        assert torch.equal(one.read("residual", *part), trace.residual[part])
-        assert torch.equal(one.read("residual", pos=slice(0, 3)), trace.residual[:, :3])
-    array = zarr.open_group(stored.path, mode="r")["residual"]
-    assert array.chunks == (1, 256, 12)
-    assert array.metadata.dimension_names == AXES["residual"] == ("layer", "pos", "hidden")
-    assert stored.to_xarray()["residual"].dims == AXES["residual"]
-    assert trace.to_xarray()["residual"].dims == AXES["residual"]
-    assert trace.digest == stored.digest == make(residual=None).digest
 
 
 def test_a_trace_without_it_says_how_to_record_it():

@@ -13,6 +13,7 @@ import kvsim
 from kvsim.cli import app
 from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
+from kvsim.recorder.modules import attention_modules
 from kvsim.store import describe, recover, verify
 from small_model import small, words_tokenizer
 
@@ -27,6 +28,7 @@ def test_response_is_one_teacher_forced_forward(tmp_path):
     """Arrays are those of prompt and response in one prefill; likelihoods are the model's own."""
     prompt, response = ids(300), ids(520)[300:]
     calls = []
+    attention_modules(small())  # measured once for a model
     handle = small().register_forward_pre_hook(lambda *_: calls.append(1))
 
     options = {"out": tmp_path / "a.zarr", "sensitivity": False}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from recorder_models import several_axes
 
 import kvsim
 from families import Family, ids
@@ -167,19 +167,7 @@ def test_layers_with_keys_of_another_layer_are_rotated_as_their_queries():
 
 def test_positions_of_three_axes_have_the_order_of_the_configuration():
     """ERNIE-VL holds frequencies in the order of its axes and rotates text in the usual one."""
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
-    experts = {"moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": [16, 16]}
-    rope = {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    text = {**sizes, **heads, **experts, **rope, "vocab_size": 64, "pad_token_id": 0}
-    # the name had one underscore more until transformers 5.3
-    prefix = f"Ernie4_5_VL{'' if hasattr(transformers, 'Ernie4_5_VLMoeConfig') else '_'}Moe"
-    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
-
-    trace = kvsim.capture(model, None, [5] * 30, max_new_tokens=0)
+    trace = kvsim.capture(several_axes(), None, [5] * 30, max_new_tokens=0)
 
     expected = [THETA ** (-i / 8) for i in range(8)]
     assert trace.rope.layout == "interleaved"

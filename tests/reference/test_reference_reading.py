@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -317,10 +318,22 @@ def test_the_first_layers_are_those_of_the_model():
     assert dense == [[True, True], [False, False]]
 
 
-def test_an_account_that_is_too_large_is_refused():
-    """The error says how much memory it takes, before anything is read."""
+def test_an_account_beyond_the_memory_lies_in_a_file(monkeypatch):
+    """It is the same, bit for bit; without room for the file an error says how much it takes."""
     trace = make_case("normal", n=40, prompt_len=20, layers=2, seed=3).trace()
 
     kept = np.full((2, 1, 40), NEVER, np.int32)
-    with pytest.raises(MemoryLimitError, match="the account of what topk reads takes"):
+    found, expected = (
+        engine.read(trace, TopK(), kept, 4, [0, 1], device="cpu", memory=memory)
+        for memory in (9, 1 << 20)
+    )
+
+    assert isinstance(found.bits, np.memmap)
+    assert not isinstance(expected.bits, np.memmap)
+    assert np.array_equal(found.bits, expected.bits)
+    held = np.broadcast_to(np.arange(21, 41), (2, 1, 20))
+    assert not found.whole(held)
+    assert found.whole(np.minimum(held, 4))
+    monkeypatch.setattr(engine, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(MemoryLimitError, match=r"the account of what topk reads takes .* TMPDIR"):
         engine.read(trace, TopK(), kept, 4, [0, 1], device="cpu", memory=9)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from html.parser import HTMLParser
 
 import polars as pl
 import pytest
@@ -20,34 +19,16 @@ from kvsim.report import write_report
 from kvsim.schema import FIDELITY, FIDELITY_MEANING
 from kvsim.sweeps.driver import replay_all
 from tests.facts import facts
+from web import Reader
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
 HOSTILE = "<script>alert('x')</script>&\"' {body} [link](javascript:x)"
 
 
-class Reader(HTMLParser):
-    """What stands in a page: tags with their attributes, and its text."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag, attrs):
-        """A tag."""
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        """Text between tags."""
-        self.text += data
-
-
 def read(path):
     """A page, parsed."""
-    reader = Reader()
-    reader.feed(path.read_text("utf-8"))
-    return reader
+    return Reader(path.read_text("utf-8"))
 
 
 def saved(folder, values, **more):
@@ -156,17 +137,6 @@ def test_a_page_opens_with_the_verdict_as_a_table(tmp_path):
     assert [row[5] for row in rows[1:]] == ["tied", "tied", "not decided"]
 
 
-def test_verdicts_follow_from_the_intervals(tmp_path):
-    """What lies above zero on all prompts holds, beside its number."""
-    values = {"tova": [2.0, 2.2, 2.1] * 2, "ams": [1.0, 1.1, 1.0] * 2}
-    folder = saved(tmp_path / "r", values, interval=16, prefill=False)
-    page = read(write_report([folder], tmp_path / "r.html"))
-
-    assert re.search(r"AMS is better than tova\s*holds", page.text)
-    assert "+1.067" in page.text
-    assert re.search(r"Of \d+ claims these results have numbers for \d+: \d+ hold", page.text)
-
-
 def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
     """Every claim is on the page, with the command that gives what it lacks."""
     out = write_report([saved(tmp_path / "r", {"h2o": [0.1, 0.2]})], tmp_path / "r.html")
@@ -177,25 +147,6 @@ def test_a_claim_without_evidence_says_what_it_needs(tmp_path):
             assert f"<td>{paper}{i}</td>" in out.read_text("utf-8")
     assert "kvsim replay --policy tova,ams --interval N --no-prefill --out RUN" in page.text
     assert "kvsim report RUN TRACE..." in page.text
-
-
-def test_sentences_on_intervals_are_those_of_so_many_prompts(tmp_path):
-    """Up to five have no interval and decide nothing, and those of many say something."""
-    one, few, many = (
-        read(
-            write_report(
-                [saved(tmp_path / str(n), {"tova": [0.3] * n, "h2o": [0.1] * n})],
-                tmp_path / f"{n}.html",
-            )
-        )
-        for n in (1, 4, 9)
-    )
-
-    assert "Each policy minus tova on the same prompts at the same budget." in one.text
-    assert "An interval without 0" not in one.text
-    assert "An interval without 0" in many.text
-    lacking = ["prompts have no 95 % interval" in page.text for page in (one, few, many)]
-    assert lacking == [False, True, False]
 
 
 def test_the_others_stand_beside_a_policy_that_evicts(tmp_path):
@@ -249,20 +200,6 @@ def test_what_is_no_run_is_refused(tmp_path, run, capsys):
     assert _status(["report", str(run), "--out", str(tmp_path / "there.html"), "--overwrite"]) == 0
     assert _status(["report", str(tmp_path / "there.html"), "--out", str(tmp_path / "x.html")]) == 2
     assert "is no run folder" in capsys.readouterr().err
-
-
-def test_results_of_one_policy_are_told_apart_by_what_differs(tmp_path):
-    """Ablations by their parameters, and by the schedule where that alone differs."""
-    one = saved(tmp_path / "one", {"tova": [0.1, 0.2]}, interval=64, prefill=False)
-    other = saved(tmp_path / "other", {"tova": [0.3, 0.4]}, params='{"heads": "group"}')
-    third = saved(tmp_path / "third", {"tova": [0.5, 0.6]}, interval=16, prefill=False)
-    page = read(write_report([one, other, third], tmp_path / "r.html"))
-
-    assert "tova (heads=group)" in page.text
-    assert "tova (after: every 64 rows)" in page.text
-    assert "tova (after: every 16 rows)" in page.text
-    asked = read(write_report([one, other], tmp_path / "b.html", "tova (heads=group)"))
-    assert "Compared with tova (heads=group)" in asked.text
 
 
 def test_what_cannot_be_told_apart_is_refused(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import polars as pl
@@ -14,57 +13,20 @@ import pytest
 import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.analysis.output.reconstruction import reconstruction_table
-from kvsim.analysis.registry import METRICS
 from kvsim.analysis.summaries import Interval
 from kvsim.cli import _status
 from kvsim.errors import OutputError, PolicyError, TraceError
 from kvsim.report import page, write_report
-from kvsim.report.html import cell, details, lines, metric_name, section, table_of
-from kvsim.report.study import METHODS, RATIOS, study
-from kvsim.report.traces import SECTIONS
+from kvsim.report.html import cell, details, lines, section, table_of
+from kvsim.report.study import METHODS, RATIOS
 from kvsim.studies.expectation.expectation import STEPS, expected_and_observed
 from kvsim.sweeps.driver import replay_all
 from traces import changed, settling_trace
+from web import Reader
 
 pytestmark = pytest.mark.usefixtures("no_layout")
 
 HOSTILE = "<script>alert('x')</script>&\"' $\\foo$ {body}"
-
-
-class Reader(HTMLParser):
-    """Tags with their attributes, text, and the cells of each table, by the heading above it."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.text, self.tables, self._heading, self._inside = [], "", {}, "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        """A tag."""
-        self.tags.append((tag, dict(attrs)))
-        self._inside = {"h2": "h2", "td": "td"}.get(tag, self._inside)
-        if tag == "h2":
-            self._heading = ""
-        if tag == "tr":
-            self.tables.setdefault(self._heading, []).append([])
-        if tag == "td":
-            self.tables[self._heading][-1].append("")
-
-    def handle_endtag(self, tag):
-        """The end of one."""
-        self._inside = "" if tag == self._inside else self._inside
-
-    def handle_data(self, data):
-        """Text between tags."""
-        self.text += data
-        if self._inside == "h2":
-            self._heading += data
-        if self._inside == "td":
-            self.tables[self._heading][-1][-1] += data
-
-    def row(self, heading, *first):
-        """The first row of a section's tables that starts with these cells."""
-        return next(r for r in self.tables[heading] if r[: len(first)] == list(first))
 
 
 def settling(layers, n, **options):
@@ -210,25 +172,8 @@ def test_names_and_texts_of_traces_are_escaped(alone):
     assert not any(b"<script" in one for one in drawn)
     kinds = {x.partition(",")[0] for x in images}
     assert kinds == {"data:image/svg+xml;base64", "data:image/png;base64"}
-    wide = [int(a["width"]) for tag, a in found.tags if tag == "img" and "width" in a]
-    assert len(wide) == 2
-    assert all(300 < width < 1200 for width in wide)
-
-
-def test_every_step_is_reported_in_order(several):
-    """From 0 up, of one number; the last trace comes last."""
-    seen = []
-    found = study(several[1:], SECTIONS.values(), lambda *at: seen.append(at))
-    done, total, what = zip(*seen, strict=True)
-
-    measured = [x for x in METRICS.values() if x.kind == "trace" and not x.default]
-    assert list(done) == list(range(2 * (len(measured) + 1)))
-    assert set(total) == {len(done)}
-    assert what[0] == "random: expectation"
-    assert what[-1] == "prompt: reconstruction error"
-    assert found.table["trace"].unique(maintain_order=True).to_list() == ["random", "prompt"]
-    assert {METRICS[name].default for name in found.table["metric"].unique()} == {False}
-    assert found.first.trace is several[1]
+    (wide,) = [int(a["width"]) for tag, a in found.tags if tag == "img" and "width" in a]
+    assert 300 < wide < 1200
 
 
 def test_a_trace_too_short_for_anything_still_has_a_page():
@@ -251,15 +196,6 @@ def test_a_section_cannot_forget_to_escape():
     assert "&amp;lt;" not in made
     assert html.unescape(made).count(HOSTILE) == 7
     assert made.count("<td") == 2
-
-
-def test_headings_of_metrics():
-    """Their summaries on hover, their main variants below."""
-    for name, what in METRICS.items():
-        assert what.summary in html.unescape(metric_name(name))
-        assert what.main in metric_name(name)
-    with pytest.raises(KeyError):
-        metric_name("nothing")
 
 
 def test_a_trace_that_the_run_did_not_replay_is_refused(run, tmp_path):

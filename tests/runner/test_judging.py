@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -15,7 +16,9 @@ from families import FAMILIES
 from kvsim.analysis.table import JUDGED
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
-from kvsim.recorder import load_model
+from kvsim.recorder import generation, load_model
+from kvsim.recorder.layers import Residual
+from kvsim.runner.full import FullPass, FullRows
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
 from kvsim.sweeps import replay_all
@@ -72,6 +75,32 @@ def gap(mine, expected):
     """The largest difference of rows [..., V], relative to the row."""
     gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     return float(gap.max())
+
+
+def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
+    """Rows from the last of the prompt on, with recorded keys and values before them."""
+    run, trace, judge = tiny()
+    whole, begin = judge._full, trace.prompt_len - 1
+
+    behind = FullPass(run, trace, Residual(run.model), begin)
+
+    assert gap(behind.logits, whole.logits) < CLOSE
+    for name in ("keys", "values", "outputs", "inputs"):
+        for mine, expected in zip(getattr(behind, name), getattr(whole, name), strict=True):
+            assert mine.shape == expected.shape
+            assert gap(mine, expected) < CLOSE
+
+
+def test_rows_of_the_response_hold_no_others():
+    """What a pass keeps of its last rows does not hold the memory of all rows of the call."""
+    out, stream = torch.ones(2, 1000, 4), torch.ones(1000, 8)
+    call = SimpleNamespace(layer=0, q=out, out=out)
+    rows = FullRows(990, SimpleNamespace(rows=lambda _: stream))
+
+    rows.add(call, 0)
+
+    assert [x.untyped_storage().nbytes() for x in (rows.out[0][0], rows.stream[0][0])] == [320, 320]
+    assert rows.outputs[0].shape == (2, 10, 4)
 
 
 # ------------------------------------------------ decisions of a live run: its own predictions
@@ -302,3 +331,24 @@ def test_another_model_judges_nothing():
         replay_all([trace], "h2o", 64, metrics="response_kl")
     with pytest.raises(PolicyError, match="answer_right is about a running model"):
         replay_all([trace], "h2o", 64, metrics="answer_right", judge=True)
+
+
+def test_a_long_sequence_is_judged_in_chunks(monkeypatch):
+    """The pass with the full cache has no mask of all pairs, and what it judges stays the same."""
+    run, trace = (
+        running("gemma3"),
+        kvsim.capture(running("gemma3").model, None, [*TOKENS] * 4, max_new_tokens=3),
+    )
+    record = kvsim.replay(trace, kvsim.policy("snapkv"), BUDGET, interval=INTERVAL)
+    whole = Judge(run, trace).logits([record])
+    rows = []
+    monkeypatch.setattr(generation, "PAIRS", 1)
+    handle = run.model.register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].shape[1]), prepend=True
+    )
+
+    found = Judge(run, trace).logits([record])
+
+    handle.remove()
+    assert max(rows) == 256
+    assert gap(found, whole) < 2 * CLOSE

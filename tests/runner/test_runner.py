@@ -276,25 +276,6 @@ def test_a_second_pass_equals_the_model_on_the_chosen_tokens(recorded, name):
         assert rows.tolist() == sorted(np.argsort(-smooth, kind="stable")[:40].tolist())
 
 
-def test_the_shipped_model_is_recomputed_like_a_live_prefill(tmp_path):
-    """The same on `tiny`, whose few layers leave one behind a forced selection."""
-    model, tokenizer = load_model("tiny")
-    from kvsim.studies.language import tasks
-
-    sample = tasks.prompts(1, 3, task="walk", facts=24, lines=8)[0]
-    out = tmp_path / "walk.zarr"
-    trace = kvsim.capture(model, tokenizer, sample.prompt, max_new_tokens=8, out=out, residual=True)
-    policy = kvsim.policy("asl", tau=1.01, window=8)
-    found = kvsim.recompute(trace, policy, 48, model)
-    ids = trace.tokens[: trace.prompt_len].tolist()
-    live = Live(model, ids, LiveASL(3, 48, 1.01, 8, 7))
-
-    assert found.record.selection.counts == (len(ids), len(ids), 48)
-    assert "compared over 2 layers instead of 8" in found.record.remark
-    assert largest(found.layers[2].out, live.out[2]) < 1e-5
-    assert largest(found.logits, live.logits) < 1e-5
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_both_kernels_are_causal(attention):
     """The eager kernel, which masks nothing by itself, gives what the other gives."""

@@ -135,7 +135,7 @@ def test_the_list_of_chunks_has_every_chunk(stored, value):
     assert "expected 8 hex digits for each of 4 chunks" in refused(stored)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 5, -1])
+@pytest.mark.parametrize("version", [0, 1, 2, 6, -1])
 @pytest.mark.parametrize("draft", [False, True])
 def test_a_trace_of_another_version_is_refused(stored, version, draft):
     """One line says that another version of kvsim recorded it, and what to do; nothing is tried."""
@@ -147,7 +147,7 @@ def test_a_trace_of_another_version_is_refused(stored, version, draft):
     with pytest.raises(TraceError) as caught:
         recover(stored) if draft else open_trace(stored)
 
-    reason = f"another version of kvsim (trace format {version}, expected 3 or 4); record it again"
+    reason = f"another version of kvsim (trace format {version}, expected 3 to 5); record it again"
     assert str(caught.value) == f"{stored} was recorded by {reason}"
 
 

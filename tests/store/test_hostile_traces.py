@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import fuzz_reader as fuzz
 import google_crc32c
 import numcodecs
 import numpy as np
@@ -554,25 +552,14 @@ def test_verify_finds_every_fault_of_every_array(stored, fault):
 
 
 @pytest.fixture(scope="module")
-def fuzz():
-    """The fuzzer as a module."""
-    path = Path(__file__).parents[1] / "benchmarks" / "fuzz_reader.py"
-    spec = importlib.util.spec_from_file_location("fuzz_reader", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def originals(fuzz, tmp_path_factory):
+def originals(tmp_path_factory):
     """The traces that the fuzzer damages."""
     folder = tmp_path_factory.mktemp("originals")
     return [fuzz.Original(path) for path in fuzz.make_traces(folder).values()]
 
 
 @pytest.mark.deep
-def test_the_fuzzer_finds_nothing(fuzz, originals, tmp_path):
+def test_the_fuzzer_finds_nothing(originals, tmp_path):
     """A hundred random damages of five traces have clean outcomes, of all three kinds."""
     outcomes = {fuzz.run_case(originals, seed, tmp_path) for seed in range(100)}
 
@@ -581,7 +568,7 @@ def test_the_fuzzer_finds_nothing(fuzz, originals, tmp_path):
 
 
 @pytest.mark.deep
-def test_the_fuzzer_notices_a_reader_that_trusts(fuzz, originals, tmp_path, monkeypatch):
+def test_the_fuzzer_notices_a_reader_that_trusts(originals, tmp_path, monkeypatch):
     """Where nobody compares checksums of layers, the fuzzer finds another trace called whole."""
     from kvsim.store import verification
 

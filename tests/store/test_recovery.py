@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import shutil
 import subprocess
-import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from interrupted_captures import PROMPT, interrupted, names, record, stopping
 
 from crash import check_prefix
 from damage import edit_header
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.recorder import capture, capture_many, load_model
-from kvsim.recorder.prompts import Prompt
+from kvsim.recorder import capture, load_model
 from kvsim.store import (
     TraceWriter,
-    check_writable,
     describe,
     draft,
     find_drafts,
@@ -36,62 +32,6 @@ from kvsim.store.draft import Group
 from small_model import small
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# Decoding is slow, so most tokens are prompt: one block of it, and a block that both share.
-PROMPT, RESPONSE = 500, 60
-
-
-def ids(n):
-    """Random token ids of the small model."""
-    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def record(path, *, model=None, prompt=PROMPT, **options):
-    """Record a prompt of more than one block, and a response that ends one and begins another."""
-    settings = {"max_new_tokens": RESPONSE, **options}
-    return capture(model or small(), None, ids(prompt), out=path, **settings)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The undisturbed capture, of 560 tokens."""
-    return record(tmp_path_factory.mktemp("whole") / "whole.zarr")
-
-
-def stopping(at, error=KeyboardInterrupt):
-    """A progress function that raises after so many tokens."""
-
-    def progress(done, total):
-        if done == at:
-            raise error
-
-    return progress
-
-
-@functools.cache
-def interrupted_capture(temporary):
-    """A folder with the draft of a capture to `a.zarr`, recorded once for tests that copy it."""
-    folder = temporary / "interrupted-capture"
-    folder.mkdir()
-    with pytest.raises(KeyboardInterrupt):
-        record(folder / "a.zarr", progress=stopping(550))
-    return folder
-
-
-def interrupted(path, at=550, **options):
-    """Record until an interrupt; gives the only draft beside the path."""
-    if (path.name, at, options) == ("a.zarr", 550, {}):
-        shutil.copytree(interrupted_capture(path.parents[1]), path.parent, dirs_exist_ok=True)
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            record(path, progress=stopping(at), **options)
-    (left,) = find_drafts(path.parent)
-    return left
-
-
-def names(folder):
-    """What lies in a folder, hidden or not, but for the output projections next to traces."""
-    listed = sorted(path.name for path in folder.iterdir())
-    return [name for name in listed if not name.startswith("projections-")]
 
 
 # --- the committed prefix, exactly ---
@@ -577,9 +517,9 @@ class Disk:
         self.room, self.written = room, 0
         put, add = Group._put, draft.TokenFile.add
 
-        def put_or_refuse(group, key, *parts):
+        def put_or_refuse(group, key, *parts, **options):
             self.write()
-            put(group, key, *parts)
+            put(group, key, *parts, **options)
 
         def add_or_refuse(file, tokens, texts):
             self.write()
@@ -659,312 +599,6 @@ def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, 
         found = open_trace(recover(path))
         assert found.digest == reference.digest
         assert found.meta == reference.meta
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory, warm_python):
-    """Four captures in processes of their own; gives their folders and what they said.
-
-    Three write into one folder at the same time, two of them to one path. The fourth may not write
-    files of more than 100 kB.
-    """
-    program = """
-import importlib.util, multiprocessing, os, resource, sys
-from pathlib import Path
-folder = Path(sys.argv[1]).parents[1]
-sys.path[:0] = [str(folder), str(folder / "benchmarks")]
-spec = importlib.util.spec_from_file_location("test_recovery", sys.argv[1])
-tests = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tests)
-tests.torch.set_num_threads(1)
-tests.small()
-shared, limited = Path(sys.argv[2]), Path(sys.argv[3])
-barrier = multiprocessing.get_context("fork").Barrier(3)
-
-def child(name, do):
-    if os.fork() == 0:
-        said = "died"
-        try:
-            do()
-            said = "published"
-        except tests.TraceError as error:
-            said = error
-        finally:  # in one write, so that lines of several processes do not mix
-            os.write(1, f"{name} {said}{os.linesep}".encode())
-            os._exit(0)
-
-def meet(done, total):  # all three have begun before any goes on
-    if done == tests.PROMPT:
-        barrier.wait(150)
-
-def limit():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    tests.record(limited / "a.zarr", attention=True)
-
-for name in ("same", "same", "own"):
-    child(name, lambda: tests.record(shared / f"{name}.zarr", progress=meet))
-child("limited", limit)
-for _ in range(4):
-    os.wait()
-"""
-    shared, limited = (tmp_path_factory.mktemp(name) for name in ("shared", "limited"))
-    done = subprocess.run(
-        [warm_python, "-c", program, __file__, shared, limited],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    assert done.stderr == ""
-    return shared, limited, sorted(done.stdout.splitlines())
-
-
-def test_a_file_that_the_system_refuses(processes):
-    """A limit of the system on the size of files stops the largest array; the rest is kept."""
-    _, folder, told = processes
-
-    (refused,) = (line for line in told if line.startswith("limited "))
-    assert "cannot be written (File too large), 560 of at most 560 tokens are kept" in refused
-    found = open_trace(recover(folder / "a.zarr"))
-    assert found.n_pos == PROMPT + RESPONSE
-    assert found.meta["notes"] == ["recovered without attention, which was not complete"]
-    assert verify(found.path).ok
-
-
-# --- the path ---
-
-
-def snapshot(folder):
-    """The digests of the whole traces of a folder, hidden or not."""
-    found = {}
-    for path in folder.iterdir():
-        with suppress(TraceError):
-            found[path.name] = open_trace(path).digest
-    return found
-
-
-STEPS = ("set aside", "put in place", "flush the folder")
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, monkeypatch):
-    """Old and new trace are both whole after the fault, and one of them is at the path."""
-    path = tmp_path / "a.zarr"
-    old = record(path, max_new_tokens=0)
-    rename, sync = Path.rename, publication.sync
-
-    def fail_rename(self, target):
-        aside, new = self == path, target == path and ".tmp-" in self.name
-        if (step == STEPS[0] and aside) or (step == STEPS[1] and new):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
-
-    def fail_sync(folder):
-        if step == STEPS[2] and folder == tmp_path:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync(folder)
-
-    monkeypatch.setattr(Path, "rename", fail_rename)
-    monkeypatch.setattr(publication, "sync", fail_sync)
-    with pytest.raises(TraceError, match="Input/output error") as told:
-        record(path, overwrite=True)
-    monkeypatch.undo()
-
-    whole = snapshot(tmp_path)
-    (left,) = find_drafts(tmp_path)
-    assert len(set(whole.values())) == 2
-    assert str(left.path) in str(told.value)
-    if step == STEPS[2]:
-        assert whole["a.zarr"] != old.digest
-        assert left.kind == "old"
-        assert "could not be flushed to disk" in str(told.value)
-    else:
-        assert whole["a.zarr"] == old.digest
-        assert open_trace(recover(left.path, overwrite=True)).n_pos == PROMPT + RESPONSE
-
-
-def test_a_writer_that_dies_between_two_renames(tmp_path, monkeypatch):
-    """With nothing at the path, old and new trace are listed, and either can be put there."""
-    path = tmp_path / "a.zarr"
-    old = record(path, max_new_tokens=0)
-    rename = Path.rename
-
-    class Died(BaseException):
-        pass
-
-    def die(self, target):
-        if target == path:  # the rename back fails, too: the process is no more
-            raise Died
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", die)
-    with pytest.raises(Died):
-        record(path, overwrite=True)
-    monkeypatch.undo()
-
-    assert [left.kind for left in find_drafts(tmp_path)] == ["old", "tmp"]
-    aside, new = find_drafts(tmp_path)
-    with pytest.raises(TraceError, match="several drafts") as told:
-        recover(path)
-    assert f"{aside.path} (was to be replaced)" in str(told.value)
-    assert f"{new.path} (complete, 560 tokens)" in str(told.value)
-    assert open_trace(recover(aside.path)).digest == old.digest
-    with pytest.raises(TraceExistsError):
-        recover(new.path)
-    assert open_trace(recover(new.path, overwrite=True)).n_pos == PROMPT + RESPONSE
-    assert names(tmp_path) == ["a.zarr"]
-
-
-def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
-    """A kill while the replaced trace was being removed leaves a rest, which is refused."""
-    record(tmp_path / "a.zarr", max_new_tokens=0)
-    rest = (tmp_path / "a.zarr").rename(tmp_path / ".a.zarr.old-1-0123abcd")
-    (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
-
-    with pytest.raises(
-        TraceError, match=r"rest of a trace that was replaced.*`kvsim trace discard "
-    ):
-        recover(tmp_path / "a.zarr")
-
-
-def test_another_file_system_is_refused(tmp_path, monkeypatch):
-    """`out` on another disk: one line, and the draft can still be recovered."""
-    left = interrupted(tmp_path / "a.zarr")
-
-    def cross(self, target):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", cross)
-        with pytest.raises(TraceError, match="is on another file system than"):
-            recover(left.path, out=tmp_path / "b.zarr")
-
-    assert find_drafts(tmp_path)[0].complete
-    assert open_trace(recover(left.path)).n_pos == 512
-
-
-# --- several at once ---
-
-
-def test_two_processes_and_one_path(processes, whole):
-    """One is published, the other says so and is recovered elsewhere; a third goes its own way."""
-    folder, _, told = processes
-    assert told.count("same published") == told.count("own published") == 1, told
-    (left,) = find_drafts(folder)
-
-    (refused,) = (line for line in told if line.startswith("same ") and "published" not in line)
-    assert "same.zarr exists, expected a free path" in refused
-    assert f"`kvsim trace recover {left.path} --out OTHER`" in refused
-    recover(left.path, out=folder / "other.zarr")
-    assert names(folder) == ["other.zarr", "own.zarr", "same.zarr"]
-    for name in names(folder):
-        trace = open_trace(folder / name)
-        check_prefix(trace, whole)
-        assert trace.digest == whole.digest
-
-
-def test_two_threads_and_one_path(tmp_path, whole):
-    """One is published; the other is refused, and if it had begun, it can be recovered."""
-    ends = []
-
-    def run():
-        try:
-            ends.append(record(tmp_path / "a.zarr").digest)
-        except TraceExistsError as error:
-            ends.append(str(error))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=100)
-
-    assert sorted(end == whole.digest for end in ends) == [False, True]
-    assert any("exists, expected a free path" in end for end in ends)
-    for left in find_drafts(tmp_path):
-        assert open_trace(recover(left.path, out=tmp_path / "b.zarr")).digest == whole.digest
-    assert open_trace(tmp_path / "a.zarr").digest == whole.digest
-
-
-def test_a_trace_that_appears_at_the_last_moment_stays(tmp_path, whole, monkeypatch):
-    """Between the last look and the renaming another process publishes: its trace is kept."""
-    record(tmp_path / "a.zarr")
-    before = (tmp_path / "a.zarr" / "zarr.json").stat()
-    for home in ("store.publication", "store.writer", "recorder.capturing"):
-        monkeypatch.setattr(f"kvsim.{home}.check_target", lambda *_, **__: None)
-
-    with pytest.raises(TraceExistsError, match="exists, expected a free path"):
-        record(tmp_path / "a.zarr")
-
-    monkeypatch.undo()
-    assert (tmp_path / "a.zarr" / "zarr.json").stat().st_mtime_ns == before.st_mtime_ns
-    (left,) = find_drafts(tmp_path)
-    assert open_trace(recover(left.path, out=tmp_path / "b.zarr")).digest == whole.digest
-
-
-def test_an_interrupted_series_keeps_what_is_complete_and_what_is_not(tmp_path):
-    """Of several prompts the first is a trace, the second a draft, the third was not begun."""
-    prompts = [Prompt(name, ids(PROMPT)) for name in ("one", "two", "three")]
-    seen = []
-
-    def progress(done, total):
-        seen.append(done)
-        if seen.count(550) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        capture_many(small(), None, prompts, tmp_path, max_new_tokens=RESPONSE, progress=progress)
-
-    (left,) = find_drafts(tmp_path)
-    assert names(tmp_path) == [left.path.name, "one.zarr"]
-    assert open_trace(recover(tmp_path / "two.zarr")).n_pos == 512
-
-
-# --- what is refused before any work ---
-
-
-def test_a_folder_for_reading_only(tmp_path, monkeypatch, unprivileged):
-    """It is refused by trying, before a model is loaded or run."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    folder.chmod(0o555)
-    monkeypatch.chdir(folder)
-    with unprivileged():
-        with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
-            check_writable(Path())
-        with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
-            record(Path("a.zarr"), progress=stopping(PROMPT, AssertionError))
-
-
-def test_the_probe_leaves_nothing(tmp_path):
-    """A folder that can be written to is as it was, and one that is not there is not made."""
-    check_writable(tmp_path / "not" / "there")
-
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("out", "message"),
-    [
-        ("file/a.zarr", "file is a file; expected a folder to write to"),
-        ("file/deeper/a.zarr", "file is a file; expected a folder to write to"),
-        ("taken.zarr", "taken.zarr exists, expected a free path"),
-    ],
-)
-def test_a_path_that_cannot_be_is_refused_before_a_model_is_loaded(out, message, tmp_path, run):
-    """The command looks at the path first: the model that it names does not exist."""
-    (tmp_path / "file").write_text("mine")
-    record(tmp_path / "taken.zarr", max_new_tokens=0)
-    before = names(tmp_path)
-
-    status, stdout, err = run(
-        "capture", "--model", tmp_path / "no-model", "--prompt", "x", "--out", tmp_path / out
-    )
-
-    assert (status, stdout) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-    assert names(tmp_path) == before
 
 
 # --- the command ---

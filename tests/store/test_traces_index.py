@@ -16,7 +16,7 @@ from damage import edit
 from kvsim.core.attention import Rope
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceExistsError
-from kvsim.schema import WIDE_VERSION
+from kvsim.schema import NEWEST_VERSION
 from kvsim.store import describe, open_trace, recover, verify
 from kvsim.store.draft import TokenFile
 from kvsim.store.index import index
@@ -96,7 +96,7 @@ DAMAGE = {
     "empty": lambda trace: (trace / "zarr.json").unlink(),
     "foreign": attributes(kvsim_format=None),
     "headless": attributes(prompt_len=None),
-    "later": attributes(kvsim_format=WIDE_VERSION + 1),
+    "later": attributes(kvsim_format=NEWEST_VERSION + 1),
     "list": lambda trace: (trace / "zarr.json").write_text("[1]"),
 }
 REASONS = {

@@ -51,24 +51,6 @@ def only(table, metric):
     return table.filter(metric=metric)["value"].to_list()
 
 
-def test_the_full_cache_changes_nothing(model, trace):
-    """Divergence 0, the same response, all bytes."""
-    tokens = trace.tokens[trace.prompt_len :].tolist()
-    run = kvsim.live(
-        *(model, [trace], policies("full"), [16]),
-        tokenizer=words_tokenizer(),
-        interval=8,
-        max_new_tokens=24,
-    )
-
-    assert run.failures == ()
-    assert only(run.table, "response_kl")[0] < 1e-10
-    assert only(run.table, "top_agreement") == [1.0]
-    assert max(only(run.table, "output_error")) < 1e-5
-    assert only(run.table, "response_tokens") == [len(tokens)]
-    assert only(run.table, "peak_share") == [1.0]
-
-
 def test_a_prompt_without_a_response_runs(model, trace):
     """There are no rows to compare, and the kept sets are those after the prompt."""
     prompt = trace.tokens[: trace.prompt_len].tolist()
@@ -153,18 +135,6 @@ def test_values_stand_beside_those_of_a_replay(model, trace):
     assert a.height == 36  # policies, budgets, heads, three variants
     assert a.equals(b)
     assert [r.events for r in lived.records] == [r.events for r in replayed.records]
-
-
-def test_one_layer_alone_equals_its_replay(model, trace):
-    """Sets of the layer that evicts, and the error of its output; one value is no list."""
-    run = kvsim.live(model, trace, "tova", 16, interval=8, layers=[1], metrics="output_error")
-    replay = kvsim.replay(trace, kvsim.policy("tova"), 16, interval=8, layers=[1])
-    expected = kvsim.measure(trace, replay, ["output_error"])["value"].to_list()
-
-    (record,) = run.records
-    assert record.layers == (1,)
-    assert (record.evicted_at == replay.evicted_at).all()
-    assert only(run.table, "output_error") == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeypatch):
@@ -327,23 +297,6 @@ def written(model, ids, n):
     layers = cache_of(out).layers
     tokens = tuple(out.sequences[0, len(ids) :].tolist())
     return tokens, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-
-
-def test_the_text_is_that_of_plain_generation(model, trace):
-    """With nothing evicted: tokens, text, and the bytes of a cache without the last token."""
-    prompt = trace.tokens[: trace.prompt_len]
-    tokenizer = words_tokenizer()
-    recorded = capture(model, tokenizer, prompt.tolist(), max_new_tokens=2, name="short")
-    run = kvsim.live(
-        model, [recorded], policies("full"), [16], tokenizer=tokenizer, max_new_tokens=9
-    )
-    tokens, nbytes = written(model, prompt, 9)
-
-    (row,) = run.responses.to_dicts()
-    assert run.records[0].response.tokens == run.records[0].response.full_tokens == tokens
-    assert row["text"] == row["full_text"] == tokenizer.decode(tokens)
-    assert (row["tokens"], row["same_tokens"], row["right"]) == (9, 9, None)
-    assert only(run.table, "peak_bytes") == [nbytes]
 
 
 @pytest.mark.parametrize("kind", ["longer", "shorter", "given", "drawn"])

@@ -265,26 +265,6 @@ def test_another_trace_at_the_same_path_is_noticed(paths, grid, tmp_path, monkey
     assert all("another trace" in failure.error for failure in run.failures)
 
 
-def test_ctrl_c_keeps_what_is_done(grid, small_blocks, tmp_path, monkeypatch):
-    """An interrupt ends the sweep, finished tasks are in the folder, and the next one goes on."""
-    compute, calls = planning.replayed, []
-
-    def interrupted(task, *report):
-        calls.append(task)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return compute(task, *report)
-
-    monkeypatch.setattr(planning, "replayed", interrupted)
-    run = kvsim.sweep(**grid, out=tmp_path / "x")
-
-    assert run.interrupted
-    assert len(parts(tmp_path / "x")) == 2
-    assert not list((tmp_path / "x" / "parts").glob("*.claim"))
-    monkeypatch.setattr(planning, "replayed", compute)
-    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
-
-
 def test_a_full_disk_loses_nothing_that_is_finished(grid, small_blocks, tmp_path, monkeypatch):
     """A file that cannot be written ends the sweep in one line, and the next one goes on."""
     written = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -21,11 +20,10 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.errors import OutputError, PolicyError
-from kvsim.files import replace_file
 from kvsim.schema import NEVER
 from kvsim.store.inputs import digests, sealed
 from kvsim.store.records import read_records
-from kvsim.sweeps import cells, shards, tasks
+from kvsim.sweeps import cells, tasks
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.shards import Shards
@@ -217,27 +215,6 @@ def test_whatever_a_policy_raises_is_a_failed_cell(tmp_path, how, message):
         assert len(read_records(tmp_path / "x" / "records.zarr")) == 3
         stored = json.loads((tmp_path / "x" / "run.json").read_text())
         assert len(stored["failures"]) == 1
-
-
-def test_a_full_disk_loses_no_finished_task(tmp_path, whole, monkeypatch, small_tasks):
-    """One line says how to go on; with room again the run is resumed."""
-    written = []
-
-    def full(path, content):
-        written.append(path)
-        if len(written) == 6:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(path, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "replace_file", full)
-        with pytest.raises(OutputError, match=r"^[^\n]*No space left on device[^\n]*--resume$"):
-            run(tmp_path / "x")
-    assert len(parts(tmp_path / "x")) == 1
-
-    run(tmp_path / "x", resume=True)
-
-    check(tmp_path / "x", whole)
 
 
 def test_an_unfinished_run_is_not_written_over(tmp_path, monkeypatch):

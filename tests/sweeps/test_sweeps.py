@@ -13,7 +13,6 @@ import kvsim
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.table import REGRET
 from kvsim.core.arguments import resolve_budget
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.errors import (
@@ -25,7 +24,6 @@ from kvsim.errors import (
     ScoreError,
 )
 from kvsim.policies import CATALOGUE, has_parameter, names
-from kvsim.policies.oracle import Oracle
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
 
@@ -191,15 +189,6 @@ def test_every_metric_of_a_policy_has_a_main_variant():
     assert [name for name, variants in found.items() if METRICS[name].main not in variants] == []
 
 
-def test_the_budget_of_a_summary_is_a_mean_over_traces():
-    """Of 60 and 80 tokens 25 % is 15 and 20, however many values each trace has."""
-    traces = [make_trace(str(n), n) for n in (60, 80)]
-    run = replay_all(traces, [kvsim.policy("tova")], ["25%"], interval=8)
-    short = run.table.filter((pl.col("trace") == "80") | (pl.col("metric") == "output_error"))
-
-    assert summarise(short)["budget"].to_list() == [18]
-
-
 def test_two_policies_that_look_alike_are_refused():
     """Unless parameters tell their results apart; what a policy protects is one of them."""
     first = kvsim.policy("tova")
@@ -213,18 +202,6 @@ def test_two_policies_that_look_alike_are_refused():
         first.params,
         {**first.params, "protect": protect},
     ]
-
-
-def test_a_summary_is_the_mean_over_heads_and_layers_within_traces():
-    """Means of means, so that a trace with more heads or regions does not count more."""
-    trace = make_trace()
-    run = replay_all([trace], [kvsim.policy("tova")], [16], interval=8)
-
-    summary = summarise(run.table).row(0, named=True)
-
-    error = run.table.filter(pl.col("metric") == "output_error")["value"].mean()
-    assert summary["output_error"] == pytest.approx(error)
-    assert summary["iou_chance"] == pytest.approx(16 / (16 + 2 * 8), rel=0.01)
 
 
 def test_a_run_folder_holds_parameters_records_and_results(tmp_path):
@@ -330,20 +307,6 @@ def test_regret_is_the_distance_to_the_best_set(seed, sink):
     assert float(regret.max()) > 0.01
 
 
-@pytest.mark.parametrize("name", ["random", "streaming_llm", "h2o", "tova", "snapkv"])
-def test_no_policy_beats_the_oracle_at_one_event(name):
-    """Regret is not negative where the oracle is a bound: averaged over the group."""
-    params = {"window": 3} if name == "snapkv" else {}
-    for seed in range(5):
-        trace = short_trace(seed)
-
-        table = replay_all(
-            [trace], [kvsim.policy(name, **params)], [5], interval=100, regret=True
-        ).table
-
-        assert float(by_group(table, "regret", trace).min()) > -1e-6
-
-
 def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     """Where every query head keeps its own set, the oracle has one for each as well."""
     trace = short_trace(0)
@@ -403,17 +366,6 @@ def test_references_are_computed_once_for_equal_terms(monkeypatch):
     assert summarise(run.table).filter(policy="full")["regret"].to_list() == [None, None]
     assert run.parameters["regret"] is True
     assert [record.policy for record in run.records].count("oracle") == 0
-
-
-@pytest.mark.parametrize(("by", "name"), [("mass", "oracle_regret"), ("optimum", "regret")])
-def test_an_oracle_has_no_regret(by, name):
-    """It is compared with itself, at the events of the record."""
-    oracle = Policy("mine", Oracle(by), schedule=Schedule(interval=5))
-
-    run = replay_all([make_trace()], [oracle], [16], regret=True, metrics=["oracle_regret"])
-
-    assert set(run.table["metric"]) == {"oracle_regret", *REGRET}
-    assert run.table.filter(pl.col("metric") == name)["value"].to_list() == [0.0] * 8
 
 
 def test_regret_is_measured_on_request_alone():

@@ -246,25 +246,6 @@ def test_a_default_that_held_out_prompts_refuse_costs_no_trial(tmp_path):
     assert [what for *_, what in reports] == ["the default setting"]
 
 
-def test_over_fitting_shows(traces, monkeypatch):
-    """Where parameters change nothing but chance, there is a gain on the searched prompts alone."""
-
-    def noise(self, setting, part):
-        seeds = [setting.get("sink", 99), *(int(trace.name) for trace in part)]
-        values = np.random.default_rng(seeds).normal(size=len(part))
-        return pl.DataFrame({"value": values, "fidelity": ["open"] * len(part)})
-
-    monkeypatch.setattr(_Objective, "table", noise)
-    gains = pl.concat(
-        tune(traces * 3, "streaming_llm", 64, trials=15, seed=seed, **TERMS).gains
-        for seed in range(6)
-    )
-    mean = dict(gains.group_by("prompts").agg(pl.col("gain").mean()).iter_rows())
-
-    assert mean["searched"] > 0.5
-    assert abs(mean["held out"]) < mean["searched"] / 2
-
-
 def test_an_interrupt_keeps_the_trials_that_are_done(traces):
     """Ctrl-C reports the best so far, on both parts of the prompts."""
 
@@ -362,14 +343,6 @@ def test_bad_options_are_one_line(run, paths):
         assert (status, out) == (2, "")
         assert message in err
         assert err.count("\n") == 1
-
-
-def test_per_prompt_values_are_in_the_order_of_traces(traces):
-    """Default and tuned values are paired by prompt."""
-    objective = _Objective("tova", 16, "output_error", {}, {"metrics": ["output_error"], **TERMS})
-    rows = objective.table({}, traces)
-
-    assert rows["trace"].to_list() == [trace.name for trace in traces]
 
 
 def test_reading_more_is_no_gain(traces, monkeypatch):

@@ -53,16 +53,6 @@ def test_the_loss_of_a_batch_falls():
     assert values[-1] < 0.8 * values[0]
 
 
-def test_the_rate_follows_the_recipe():
-    """It rises for a twentieth of the steps, and falls as a cosine to nearly nothing."""
-    settings = distill.Distilled(steps=100)
-    rates = [adapt.rate(settings, step) for step in range(100)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert max(rates) == 1.0
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert rates[-1] < 1e-3
-
-
 def test_sequences_are_prompts_with_their_right_response():
     """Tokens are those of the tokenizer of the model, and the response is right."""
     sample = adapt.draw(distill.TRAINING.start(SMALL).rng)
@@ -79,14 +69,6 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(tmp_path, capsys):
     with pytest.raises(SystemExit):
         distill.main(["--out", str(tmp_path), "--resume"])
     assert "start without --resume" in capsys.readouterr().err
-
-
-def test_a_resumed_run_can_end_later(tmp_path):
-    """`--resume --steps N` takes the steps that are missing, and keeps the other settings."""
-    distill.TRAINING.train(distill.TRAINING.start(replace(SMALL, steps=1, batch=1)), tmp_path)
-    distill.main(["--out", str(tmp_path), "--resume", "--steps", "2"])
-    run = distill.TRAINING.load(tmp_path / "state.pt")
-    assert (run.step, run.settings) == (2, replace(SMALL, steps=2, batch=1))
 
 
 def test_a_resumed_run_takes_no_other_settings(tmp_path, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from apps.tiny import card, evaluate, train
-from apps.tiny.curriculum import collate
-from apps.tiny.heads import head_maps, head_masses, removed_heads, training_curves
+from apps.tiny.heads import head_maps, head_masses, removed_heads
 from apps.tiny.model import build
 from apps.tiny.probes import (
-    FIGURES,
     NEEDS,
     ablation,
     attention_maps,
-    means,
     needs,
     replaced,
     score,
@@ -142,50 +138,6 @@ def test_needs_name_the_words_of_each_retrieval():
     assert seen == set(NEEDS)
 
 
-def test_replaced_outputs_come_back(start):
-    """What a head found is replaced inside the with statement and nowhere else."""
-    tokens = collate(prompts(1, seed=1, facts=4, lines=4)).tokens
-    with torch.no_grad():
-        before = start(input_ids=tokens).logits
-        with replaced(start, 1, slice(0, 64), 0.0):
-            without = start(input_ids=tokens).logits
-        after = start(input_ids=tokens).logits
-
-    assert torch.equal(before, after)
-    assert not torch.equal(before, without)
-
-
-def test_without_all_heads_is_without_the_layer(start):
-    """Zeroing the two halves of a layer's heads is zeroing the layer."""
-    tokens = collate(prompts(1, seed=1, facts=4, lines=4)).tokens
-    one, other = (replaced(start, 2, half, 0.0) for half in (slice(0, 128), slice(128, 256)))
-    with torch.no_grad(), one, other:
-        by_heads = start(input_ids=tokens).logits
-    with torch.no_grad(), replaced(start, 2, slice(None), 0.0):
-        by_layer = start(input_ids=tokens).logits
-
-    assert torch.equal(by_heads, by_layer)
-
-
-def test_means_are_those_of_the_response_rows(start):
-    """Means over several samples agree with rows caught one sample at a time."""
-    samples = prompts(3, seed=9, facts=6, lines=4)
-    caught = []
-    hook = start.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
-        lambda _, inputs: caught.append(inputs[0])
-    )
-    for sample in samples:
-        with torch.no_grad():
-            start(input_ids=collate([sample]).tokens)
-    hook.remove()
-    rows = [
-        one[0, sample.prompt_words : sample.tokens - 1]
-        for sample, one in zip(samples, caught, strict=True)
-    ]
-
-    torch.testing.assert_close(means(start, samples)[1], torch.cat(rows).mean(0))
-
-
 def test_teacher_forced_chains_are_those_of_greedy_generation(model):
     """With and without a KV head, both ways of counting exact chains give the same number."""
     tokenizer = load_tokenizer(PATH)
@@ -207,18 +159,6 @@ def test_every_layer_is_needed(model):
     assert [found[f"layer {layer}"]["exact"] for layer in range(3)] == [0, 0, 0]
     assert sum("head" in name for name in found) == 12
     assert found["nothing"]["by_purpose"]["digit"] == [48, 48]
-
-
-def test_the_start_has_the_structure_that_is_written_into_it(start):
-    """Before training, heads of layer 0 are local and layer 1 finds successors and kinds."""
-    found = structure(start, prompts(2, seed=14, task="walk", level=1))["heads"]
-    first, finder = found[0], found[8]
-
-    assert [(one["layer"], one["head"]) for one in found] == list(product(range(3), range(8)))
-    assert first["last"] > 0.9
-    assert first["effective"] < 2
-    assert finder["mass"]["digit 1"] > 5 * first["mass"]["digit 1"]
-    assert finder["mass"]["digit 1"] > 0.1
 
 
 def test_masses_are_read_off_the_attention(start):
@@ -283,45 +223,6 @@ def test_what_was_measured_is_not_measured_again(tmp_path, folder, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_the_row_with_most_samples_counts():
-    """Of several rows of a cell the card takes the largest, of equal ones the latest."""
-    rows = [
-        {"part": "accuracy", "task": "get", "level": 1, "n": n, "chain": chain}
-        for n, chain in ((5, 1), (9, 2), (9, 3), (7, 4))
-    ]
-    rows.append({"part": "accuracy", "task": "walk", "level": 2, "n": 1, "chain": 5})
-
-    assert [row["chain"] for row in best(rows, "accuracy").values()] == [5, 3]
-
-
-def test_tasks_are_merged_by_their_numbers_of_rows(probed):
-    """The mean of all tasks weighs rows and needs equally; a need of one task is its own."""
-    one, two = (row for row in probed if row["part"] == "structure")
-    (merged,) = [h for h in heads(probed) if (h["layer"], h["head"]) == (1, 0)]
-    parts = [row["heads"][8] for row in (one, two)]
-    total = sum(h["last"] * row["rows"] for h, row in zip(parts, (one, two), strict=True))
-
-    assert merged["last"] == pytest.approx(total / (one["rows"] + two["rows"]))
-    assert merged["mass"]["correction kind"] == pytest.approx(parts[1]["mass"]["correction kind"])
-    assert set(FIGURES) < set(merged)
-
-
-def test_curves_are_read_from_logs(tmp_path, folder):
-    """Only rows with development samples are kept, and they are put down by seed."""
-    log = tmp_path / "train.log"
-    shares = {"exact": dict.fromkeys(TASKS, 0.5), "right": {"digit": 0.75}}
-    point = {"step": 500, "tokens": 10, "seconds": 1.0, "stage": 0, "loss": 0.1}
-    rows = [point, {**point, "step": 1000, **shares}]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluate.main(["--results", str(tmp_path / "r"), "--model", str(folder), "--logs", f"3={log}"])
-    (row,) = Results(tmp_path / "r", digest(folder)).rows()
-
-    assert (row["part"], row["seed"]) == ("curve", 3)
-    assert [at["step"] for at in row["curve"]] == [1000]
-    assert "| 0.0 | 0 | " + " | ".join(["50"] * len(TASKS)) in card.curve([row])
-    assert len(training_curves([row]).axes) == 2
-
-
 # --- pictures ---
 
 
@@ -341,28 +242,15 @@ def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
 # --- the card ---
 
 
-@pytest.mark.parametrize(
-    ("hits", "n", "low", "high"),
-    [(48, 48, 0.9259, 1.0), (0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634)],
-)
-def test_a_proportion_has_wilsons_interval(hits, n, low, high):
-    """The 95 % interval of a proportion agrees with tables."""
-    assert card.proportion(hits, n) == f"{hits}/{n} ({100 * low:.0f}-{100 * high:.0f} %)"
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_card_shows_a_right_example_of_each_verb(verb):
+    """Facts and question in the card are a prompt, and the response below it is the right one."""
+    facts, *blocks = re.findall(r"```text\n(.*?)\n```", CARD.read_text("utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if f"question : {verb} " in block]
+    question, response = (" ".join(text.split()) for text in found.split("\n\n"))
+    prompt = f"{' '.join(facts.split())} {question}"
 
-
-def test_fill_replaces_what_is_between_markers():
-    """A section of the card is replaced, and filling twice changes nothing."""
-    text = "a <!-- begin x -->old<!-- end x --> b"
-    filled = card.fill(text, {"x": "new"})
-
-    assert filled == "a <!-- begin x -->\nnew\n<!-- end x --> b"
-    assert card.fill(filled, {"x": "new"}) == filled
-
-
-def test_fill_refuses_a_card_without_markers():
-    """A card that lost its markers is an error that names them."""
-    with pytest.raises(ValueError, match="begin x"):
-        card.fill("no markers", {"x": "new"})
+    assert check(prompt, response).exact
 
 
 def test_heads_are_called_by_their_shares():
@@ -373,51 +261,6 @@ def test_heads_are_called_by_their_shares():
     assert card.roles(head) == ["retrieval", "sink", "marks"]
     assert card.roles({**head, "mass": {}, "first": 0.2, "marks": 0.2, "last": 0.8}) == ["local"]
     assert card.roles({**head, "mass": {}, "first": 0.3, "marks": 0.3}) == ["mixed"]
-
-
-def test_tables_without_measurements_say_so(folder):
-    """A section of which nothing was measured says that, whatever was there before."""
-    texts = card.sections([], folder)
-
-    assert texts["accuracy"] == texts["layers"] == texts["attention"] == card.MISSING
-    assert "1 steps (1 of them curriculum)" in texts["training"]
-    assert "3 layers" in texts["architecture"]
-
-
-def test_layers_with_the_same_values_share_a_row_of_the_card():
-    """A row names all layers whose removal leaves the same shares."""
-    rows = [
-        {
-            "part": "ablation",
-            "task": task,
-            "level": 2,
-            "n": 10,
-            "removed": {
-                "nothing": {"exact": whole, "right": 1.0},
-                "layer 0": {"exact": without, "right": 0.5},
-                "layer 0, mean": {"exact": without, "right": 0.25},
-                "layer 1": {"exact": without, "right": 0.5},
-                "head 0.0": {"exact": 3, "right": 0.5},
-            },
-        }
-        for task, whole, without in (("walk", 10, 2), ("get", 9, 6))
-    ]
-
-    assert card.layers(rows).splitlines()[3:] == [
-        "| layer 0; layer 1 | 2/10, 0.500 | 6/10, 0.500 |",
-        "| layer 0 (mean) | 2/10, 0.250 | 6/10, 0.250 |",
-    ]
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_card_shows_a_right_example_of_each_verb(verb):
-    """Facts and question in the card are a prompt, and the response below it is the right one."""
-    facts, *blocks = re.findall(r"```text\n(.*?)\n```", CARD.read_text("utf-8"), re.DOTALL)
-    (found,) = [block for block in blocks if f"question : {verb} " in block]
-    question, response = (" ".join(text.split()) for text in found.split("\n\n"))
-    prompt = f"{' '.join(facts.split())} {question}"
-
-    assert check(prompt, response).exact
 
 
 def test_the_card_is_what_was_measured():

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from apps.tiny import distill, evaluate, train
-from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_batch, draw_mix
+from apps.tiny.curriculum import GUIDED, IGNORE, SHARES, STAGES, collate, draw_mix
 from apps.tiny.model import SHAPES, build
 from kvsim.recorder.models import load_tokenizer
 from kvsim.studies.language.tasks import TASKS, prompts
@@ -92,30 +92,6 @@ def test_stages_are_bounded_in_steps(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert [(row["step"], row["passed_stage"]) for row in rows] == [(3, 0), (5, 1)]
     assert rows[-1]["stage"] == "mix"
-
-
-def test_a_learnt_stage_ends_early(tmp_path: Path) -> None:
-    """A stage ends as soon as the running accuracy passes the threshold."""
-    easy = replace(SMALL, stage_accuracy=-1.0, stage_least=1)
-    run = train.start(easy)
-    train.train(run, tmp_path, until=3)
-
-    assert run.progress.stage_start == 2
-
-
-def test_the_learning_rate_falls_to_its_floor(tmp_path: Path) -> None:
-    """At the last step of the mix the learning rate is close to its floor."""
-    run = train.start(replace(SMALL, steps=105))
-    run.progress.passed, run.progress.step = [3, 5], 103
-    train.train(run, tmp_path)
-
-    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.02 * SMALL.learning_rate)
-
-
-def test_a_seed_stands_for_one_start() -> None:
-    """The same seed gives the same weights, another seed others."""
-    assert torch.equal(weights(build(1)), weights(build(1)))
-    assert not torch.equal(weights(build(1)), weights(build(2)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -242,16 +218,6 @@ def test_a_run_stops_in_time_and_goes_on(tmp_path: Path) -> None:
     assert resumed.progress.step == 3
     assert not (tmp_path / "model.safetensors").exists()
     assert torch.equal(weights(resumed.model), weights(run.model))
-
-
-def test_batches_stay_within_their_tokens() -> None:
-    """A batch holds as many samples as fit after padding."""
-    source = rng()
-    for _ in range(20):
-        batch = draw_batch(draw_mix(source), 2048)
-
-        assert batch.tokens.numel() <= 2048
-        assert len(batch.tokens) == 1 or batch.tokens.shape[1] <= 1024
 
 
 def test_resuming_without_a_checkpoint_is_refused(

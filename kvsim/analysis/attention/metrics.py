@@ -75,7 +75,7 @@ def _decline(analysis: Analysis) -> Iterator[Cells]:
 METRICS: Mapping[str, Metric] = {
     "window_overlap": Metric(
         "share of the last rows' top keys that were top keys of earlier rows, next to chance",
-        "trace", "share", None, "G-KV, Fig. 1", _overlap),
+        "trace", "share", None, "G-KV, Fig. 1", _overlap, arrays=("last_windows",)),
     "sparsity": Metric(
         "share of the last 512 keys that score below p x maximum in the last 16 rows",
         "trace", "share", None, "G-KV, Fig. 9", _sparsity),

@@ -68,8 +68,9 @@ def log_attention(
     start, stop = min(b.start for b in blocks), max(b.stop for b in blocks)
     q = trace.read("q", part, slice(start, stop))[0].to(device).unflatten(0, (trace.n_heads, -1))
     k = trace.read("k", part, slice(0, stop if keys is None else keys))[0].to(device).mT
-    whole = trace.read("lse", part)[0] if trace.has("lse") else trace.full(part)[1][0]
-    lse = whole[:, start:stop].to(device).unflatten(0, (trace.n_heads, -1))
+    at = slice(start, stop)
+    of_rows = trace.read("lse", part, at) if trace.has("lse") else trace.full(part, at)[1]
+    lse = of_rows[0].to(device).unflatten(0, (trace.n_heads, -1))
     for rows in blocks:
         here = slice(rows.start - start, rows.stop - start)
         n = rows.stop if keys is None else keys

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import scipy
+from numpy.typing import NDArray
 
 from kvsim.analysis.arrays import EvictedAt, Floats, Ints, histogram, share
 from kvsim.analysis.kept import chance
@@ -128,7 +129,7 @@ def _maximal_runs(died: Ints, n_events: int, *, by_round: bool) -> _Runs:
     line[1:].reshape(heads, width)[:, :-1] = died
     places = np.flatnonzero(line < n_events)
     level = line[places]
-    highest = tops(line)
+    highest = tops(line, width)
     left, right = above(highest, places, level, -1) + 1, above(highest, places, level, 1) - 1
     _, indices, members = np.unique(
         left * (n_events + 1) + level, return_index=True, return_counts=True
@@ -206,16 +207,19 @@ def _latest(values: Ints, window: int, nth: int) -> Ints:
 # ------------------------------------------- the nearest place on a line with a value above a bound
 
 
-def tops(line: Ints) -> list[Ints]:
-    """The largest of each 1, 2, 4, ... consecutive values of a line [n]: [k][i] of 2**k from i."""
-    levels = [line]
-    while len(levels[-1]) > 1 << (len(levels) - 1):
+def tops(line: Ints, longest: int) -> list[NDArray[np.int32]]:
+    """The largest of each 1, 2, 4, ... consecutive values of a line [n]: [k][i] of 2**k from i.
+
+    Up to `longest`: every so many values one is above every bound.
+    """
+    levels = [line.astype(np.int32)]  # numbers of events
+    while len(levels[-1]) > 1 << (len(levels) - 1) < longest:
         half = 1 << (len(levels) - 1)
         levels.append(np.maximum(levels[-1][:-half], levels[-1][half:]))
     return levels
 
 
-def above(highest: Sequence[Ints], at: Ints, bound: Ints, step: int) -> Ints:
+def above(highest: Sequence[NDArray[np.int32]], at: Ints, bound: Ints, step: int) -> Ints:
     """From each place `at` [m] the nearest one behind (step 1) or before it (-1) above `bound` [m].
 
     highest: the `tops` of the line. Where there is none, the place after or before the line. Time

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from kvsim.analysis.arrays import Ints
+from kvsim.analysis.arrays import Bools, Ints
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.bursts import dense_share
 from kvsim.analysis.kept.coverage import (
@@ -27,6 +27,7 @@ from kvsim.analysis.kept.text import (
 )
 from kvsim.analysis.kept.vectors import WithChance, key_similarities, value_norm_overlaps
 from kvsim.analysis.subject import Analysis, Subject, Walk
+from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 
 
@@ -54,7 +55,7 @@ def _iou(subject: Subject) -> Iterator[Cells]:
 
 def _coverage(subject: Subject) -> Iterator[Cells]:
     for layers, evicted_at in subject.layer_groups:
-        coverage = kept_coverage(evicted_at)
+        coverage = kept_coverage(evicted_at, bins=1)  # no curve
         flat, rows = coverage.overall, coverage.rows
         yield Cells(layers, coverage.middle, "head", "", flat, rows)
         yield Cells(layers, coverage.edges, "head", "edges", flat, rows)
@@ -228,9 +229,14 @@ def _contents(walk: Walk[list[WithChance]]) -> Callable[[Subject], Iterator[Cell
     return cells
 
 
+def _marks(trace: Trace, records: Sequence[Record], _: str) -> Sequence[Bools | None]:
+    """Which tokens of a trace are punctuation, the same for all records; None without a text."""
+    text = trace.token_text
+    return [None if text is None else is_punctuation(text)] * len(records)
+
+
 def _punctuation(subject: Subject) -> Iterator[Cells]:
-    if (text := subject.trace.token_text) is not None:
-        marks = is_punctuation(text)
+    if (marks := subject.walk(_marks)) is not None:
         for layers, evicted_at in subject.layer_groups:
             yield Cells(layers, punctuation_lift(evicted_at, marks), "head")
 

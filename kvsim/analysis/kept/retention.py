@@ -164,6 +164,21 @@ class Leaving:
             np.add.at(out, here, count[head, column] * likely)
         return out
 
+    def expected_first(self, spans: Ints, max_survivors: Ints, seen_from: Ints) -> Floats:
+        """`expected` at events before which nothing has left the head, and 0 at others; [H, E]."""
+        here = np.nonzero(self.first & (self.evicted > 0))
+        out, live = np.zeros(self.first.shape), self.live[here]
+        kinds = np.stack([max_survivors, spans[:, 1] - spans[:, 0]])
+        kinds, kind = np.unique(kinds, axis=1, return_inverse=True)  # regions have few sizes
+        counted = np.zeros((kinds.shape[1], len(self.rows) + 1), np.int64)
+        np.add.at(counted, (kind.ravel(), seen_from), 1)
+        most, size = kinds[..., None]
+        # larger regions are not there yet
+        likely = chance.at_most(most, np.minimum(size, live), live, live - self.evicted[here])
+        for of_kind, regions in zip(likely, counted.cumsum(1)[:, here[1]], strict=True):
+            out[here] += regions * of_kind
+        return out
+
 
 @dataclass(frozen=True)
 class Wipeout:
@@ -206,7 +221,8 @@ class Wipeout:
 
         NaN at later ones, which depend on every choice until then.
         """
-        return np.where(self.leaving.first, share(self.expected, self.regions), np.nan)
+        expected = self.leaving.expected_first(self.spans, self.max_survivors, self.seen_from)
+        return np.where(self.leaving.first, share(expected, self.regions), np.nan)
 
     @property
     def hazard_chance(self) -> Floats:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -55,7 +56,11 @@ def value_norm_overlaps(
         lengths: Floats = values.norm(dim=-1).cpu().numpy()
         return lengths
 
-    return _by_layer(records, norms, value_norm_overlap)
+    def overlap(record: Record, index: int, lengths: Floats) -> WithChance:
+        gone = record.gone_after[index]
+        return value_norm_overlap(gone, lengths.repeat(len(gone) // len(lengths), axis=0))
+
+    return by_layer(records, norms, overlap)
 
 
 def key_similarity(evicted_at: EvictedAt, keys: Floats) -> WithChance:
@@ -68,21 +73,41 @@ def key_similarity(evicted_at: EvictedAt, keys: Floats) -> WithChance:
     evicted_at [H, T]; keys [H, T, d]. NaN where nothing has been evicted and for less than two
     keys.
     """
-    last = last_event(evicted_at)
-    kept = evicted_at[:, : last + 1] > last
-    length = np.linalg.norm(keys[:, : last + 1], axis=-1, keepdims=True)
-    unit = keys[:, : last + 1] / np.where(length > 0, length, 1.0)
-    return WithChance(_mean_cosine(unit, kept), _mean_cosine(unit, np.ones_like(kept)))
+    return _UnitKeys.of(keys).similarity(evicted_at)
 
 
-def _mean_cosine(unit: Floats, chosen: Bools) -> Floats:
-    """Mean over the pairs of the chosen [H, n] of unit vectors [H, n, d]; [H]."""
-    # the square of their sum has every pair twice, and each vector with itself
-    weight = chosen.astype(np.float64)
-    total = (weight[:, None] @ unit)[:, 0]
-    itself = (weight * (unit**2).sum(-1)).sum(-1)
-    count = chosen.sum(-1)
-    return share((total**2).sum(-1) - itself, count * (count - 1))
+@dataclass(frozen=True)
+class _UnitKeys:
+    """Keys of a layer [H, T, d] at length 1, their squared lengths [H, T], and chances by row."""
+
+    unit: Floats
+    squares: Floats
+    chance: dict[int, Floats] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keys: Floats) -> Self:
+        length = np.linalg.norm(keys, axis=-1, keepdims=True)
+        unit = keys / np.where(length > 0, length, 1.0)
+        return cls(unit, (unit**2).sum(-1))
+
+    def similarity(self, evicted_at: EvictedAt) -> WithChance:
+        """`key_similarity`; heads of the record that share a key head follow each other."""
+        last = last_event(evicted_at)
+        kept = evicted_at[:, : last + 1] > last
+        each = len(kept) // len(self.unit)
+        if last not in self.chance:
+            self.chance[last] = self._mean_cosine(np.ones_like(kept[::each]))
+        heads = [self._mean_cosine(kept[head::each]) for head in range(each)]
+        return WithChance(np.stack(heads, axis=1).ravel(), self.chance[last].repeat(each))
+
+    def _mean_cosine(self, chosen: Bools) -> Floats:
+        """Mean over the pairs of the chosen [H, n]; [H]."""
+        # the square of their sum has every pair twice, and each vector with itself
+        n, weight = chosen.shape[1], chosen.astype(np.float64)
+        total = (weight[:, None] @ self.unit[:, :n])[:, 0]
+        itself = (weight * self.squares[:, :n]).sum(-1)
+        count = chosen.sum(-1)
+        return share((total**2).sum(-1) - itself, count * (count - 1))
 
 
 def key_similarities(
@@ -90,22 +115,8 @@ def key_similarities(
 ) -> list[list[WithChance]]:
     """For each record the similarity in each of its layers."""
 
-    def keys(layer: int) -> Floats:
+    def keys(layer: int) -> _UnitKeys:
         read = trace.read("k", slice(layer, layer + 1))[0]
-        return read.to(device, torch.float64).cpu().numpy()
+        return _UnitKeys.of(read.to(device, torch.float64).cpu().numpy())
 
-    return _by_layer(records, keys, key_similarity)
-
-
-def _by_layer(
-    records: Sequence[Record],
-    read: Callable[[int], Floats],
-    statistic: Callable[[EvictedAt, Floats], WithChance],
-) -> list[list[WithChance]]:
-    """Return what `of` computes from `evicted_at` and what is read, both of the record's heads."""
-
-    def compute(record: Record, index: int, array: Floats) -> WithChance:
-        gone = record.gone_after[index]
-        return statistic(gone, array.repeat(len(gone) // len(array), axis=0))
-
-    return by_layer(records, read, compute)
+    return by_layer(records, keys, lambda record, at, x: x.similarity(record.gone_after[at]))

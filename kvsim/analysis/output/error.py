@@ -72,7 +72,8 @@ def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -
     """
 
     def read(layer: int) -> Floats:
-        out = trace.full(slice(layer, layer + 1))[0][0, :, trace.prompt_len :].to(device)
+        rows = slice(trace.prompt_len, None)
+        out = trace.full(slice(layer, layer + 1), rows)[0][0].to(device)
         lengths: Floats = torch.linalg.vector_norm(out.double(), dim=-1).cpu().numpy()
         return lengths
 

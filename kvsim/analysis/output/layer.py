@@ -6,7 +6,7 @@ head, D of the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ FAINT = 1e-24
 class Layer:
     """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp.
 
+    Rows that the trace leaves out are NaN.
     o_proj: the output projection [H * G * d, D], None where it is not needed. gate: factor of the
     output before it [H, G, T, d]; None without one.
     """
@@ -46,14 +47,23 @@ class Layer:
     ) -> Layer:
         """Read a layer of a trace; with its output projection if `projected`."""
         only = slice(layer, layer + 1)
-        q, k, v = (trace.read(name, only)[0].to(device) for name in ("q", "k", "v"))
-        out, lse = (x[0].to(device).unflatten(0, (len(k), -1)) for x in trace.full(only))
+        k, v = (trace.read(name, only)[0].to(device) for name in "kv")
+        gated = projected and trace.has("gate")
+
+        def read(rows: slice) -> Iterator[Tensor]:
+            names = ("q", "gate") if gated else ("q",)
+            arrays = (*(trace.read(name, only, rows) for name in names), *trace.full(only, rows))
+            return (x[0].to(device).unflatten(0, (len(k), -1)) for x in arrays)
+
+        if trace.left_out is None:
+            q, *gates, out, lse = read(slice(None))
+        else:
+            start, stop = trace.left_out
+            pairs = zip(read(slice(start)), read(slice(stop, None)), strict=True)
+            q, *gates, out, lse = (_around(stop - start, *pair) for pair in pairs)
         o_proj = trace.read("o_proj", only)[0].flatten(0, 1).to(device) if projected else None
-        gate = trace.read("gate", only)[0] if projected and trace.has("gate") else None
-        if gate is not None:
-            gate = gate.to(device).unflatten(0, (len(k), -1))
-        q, formula, rope = q.unflatten(0, (len(k), -1)), trace.formulas[layer], trace.ropes[layer]
-        return cls(q, k, v, out, lse, formula, rope, o_proj, gate)
+        formula, rope = trace.formulas[layer], trace.ropes[layer]
+        return cls(q, k, v, out, lse, formula, rope, o_proj, gates[0] if gates else None)
 
     def per_query_head(self) -> Layer:
         """The same layer with every query head its own KV head."""
@@ -106,6 +116,12 @@ class Layer:
         if not self.formula.sinks:
             return out, lse
         return with_sinks(out, lse, self.formula.sink(out, len(out)))
+
+
+def _around(count: int, before: Tensor, after: Tensor) -> Tensor:
+    """Rows [H, G, w, ...] before and after `count` others, which are NaN."""
+    between = before.new_full((*before.shape[:2], count, *before.shape[3:]), torch.nan)
+    return torch.cat([before, between, after], 2)
 
 
 class Rows(NamedTuple):

@@ -148,8 +148,12 @@ class _Seen:
         weight = weights.before if whole else weights.of(entries, chosen)
         if self._changing:
             row = torch.arange(rows.start, rows.stop, device=entries.device)
-            evicted = self._gone[head].index_select(0, entries).view(-1, 1, 1) < row
-            weight.unflatten(-1, (-1, len(row))).masked_fill_(evicted, 0.0)
+            gone = self._gone[head].index_select(0, entries)
+            leaving = (gone < rows.stop - 1).nonzero()[:, 0]  # few of them
+            weight_of = weight.index_select(0, leaving)
+            evicted = gone.index_select(0, leaving).view(-1, 1, 1) < row
+            weight_of.unflatten(-1, (-1, len(row))).masked_fill_(evicted, 0.0)
+            weight.index_copy_(0, leaving, weight_of)
         torch.mm(self._layer.values[head].index_select(0, entries).mT, weight, out=out)
         if not self._changing:
             out += weights.triangle

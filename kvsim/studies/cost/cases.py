@@ -7,12 +7,11 @@ piece that returns none, such as many of a user's own, is unknown and not estima
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
-from kvsim.core.flops import Event, Flops
-from kvsim.core.pieces import Piece
+from kvsim.core.flops import Event, Flops, event_flops, total_flops
 from kvsim.core.policy import Policy
 from kvsim.core.propagation import Selection
 from kvsim.core.trace import Trace
@@ -215,7 +214,7 @@ class CostCase:
             sizes = (self.prompt, self.prompt, self.budget)
             for at in piece.scored_layers(self.first, self.layer):
                 event = Event(self.model, self.first[at], *sizes, prompt=True)
-                total += _total(self.policy, [piece], event)
+                total += total_flops(self.policy.name, [piece], event)
         if self.policy.schedule.prefill:
             later = self.context - self.prompt
             for rows, whole, budget in zip(self.last, self.whole, self.budgets, strict=True):
@@ -237,36 +236,3 @@ class CostCase:
                 seen = (kept + interval, self.context, interval, budget)
                 total += event_flops(self.policy, Event(self.model, *seen, later=later))
         return total
-
-
-def unknown(policy: Policy, event: Event) -> list[str]:
-    """Return the names of the pieces that return no FLOPs of such an event."""
-    pieces = _pieces(policy)
-    if policy.propagation is not None:
-        pieces.append(policy.propagation)
-    return [type(piece).__name__ for piece in pieces if piece.flops(event) is None]
-
-
-def event_flops(policy: Policy, event: Event) -> Flops:
-    """FLOPs of one event in one layer. Raises PolicyError where a piece's are unknown."""
-    if policy.per_query_head:
-        event = replace(event, model=event.model.per_query_head())
-    return _total(policy, _pieces(policy), event)
-
-
-def _pieces(policy: Policy) -> list[Piece]:
-    """Return the pieces that compute at an event; scorers from the outside in."""
-    return [*policy.scorers, policy.allocator, policy.layer_budgets]
-
-
-def _total(policy: Policy, pieces: Iterable[Piece], event: Event) -> Flops:
-    total = Flops()
-    for piece in pieces:
-        flops = piece.flops(event)
-        if flops is None:
-            raise PolicyError(
-                f"{policy.name}: the FLOPs of {type(piece).__name__} are unknown; expected a "
-                "method flops(event) that returns kvsim.core.flops.Flops"
-            )
-        total += flops
-    return total

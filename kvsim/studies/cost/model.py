@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.parameters import Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
@@ -128,15 +129,12 @@ class Model:
         return {**vars(self), "remarks": list(self.remarks), **derived}
 
     def attention_flops(self, pairs: float) -> float:
-        """FLOPs of one layer's attention over so many pairs of a row and an entry.
-
-        Per query head and pair: 2 d for the logit, 3 for the softmax, 2 d of the value for it.
-        """
-        return pairs * self.n_qheads * (2 * self.entry_size + 3)
+        """FLOPs of one layer's attention over so many pairs of a row and an entry."""
+        return attention_flops(pairs, self.n_qheads, self.entry_size)
 
     def layer_flops(self, rows: float, *, causal: bool = True) -> float:
         """FLOPs of one layer over the rows of a prefill; causal: row i sees i + 1 of them."""
-        pairs = rows * (rows + 1) / 2 if causal else rows * rows
+        pairs = causal_pairs(rows) if causal else rows * rows
         return 2 * rows * self.layer_matrices + self.attention_flops(pairs)
 
     def prefill_flops(self, rows: float, *, causal: bool = True) -> float:

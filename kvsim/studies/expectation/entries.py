@@ -67,12 +67,6 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "attention_loss": _expected(
         "Observed attention lost as keys are removed in the order of each step.",
         ("traces",), ("layers",), metrics=("attention_loss",), prepare=_trace_table),
-    "state_ridges": _queries(
-        "Histograms of 32 dimensions of a layer's queries, next to normal distributions.",
-        ("trace",), ("layer",), "Expected Attention, Figs. 1, 7-9"),
-    "state_quantiles": _queries(
-        "Quantiles of 32 dimensions of a layer's queries against normal quantiles.",
-        ("trace",), ("layer",), "Expected Attention, Figs. 1, 7-9"),
     "normal_distance": _queries(
         "Distance of each head's queries from normal.",
         ("trace",), prepare=_normality),

@@ -12,7 +12,7 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.retention import SINK
 from kvsim.analysis.subject import Analysis
 from kvsim.studies.expectation.expectation import ORDERS, REMOVED, STEPS, TOP, Expectation
-from kvsim.studies.expectation.fit import normal_ks
+from kvsim.studies.expectation.normality import ks_by_chance
 from kvsim.studies.expectation.queries import queries
 
 #: (variant, values [layer, qhead], what chance gives) of an Expectation.
@@ -60,11 +60,14 @@ def _distance(analysis: Analysis) -> Iterator[Cells]:
     normality = analysis.of(queries).normality
     if normality is None:
         return
-    distance = normality.effects["ks"]
-    chance = np.full(distance.shape[1], normal_ks(normality.samples))
+    distance = normality.distance
+    chance = np.full(distance.shape[1], ks_by_chance(normality.samples))
     for layer, by_head in enumerate(distance):
         yield Cells(layer, mean_known(by_head), "qhead", chance=chance)
 
+
+#: Queries of the past, which the trace may have left out.
+_ROWS = ("all_rows",)
 
 METRICS: Mapping[str, Metric] = {
     "expectation": Metric(
@@ -72,35 +75,39 @@ METRICS: Mapping[str, Metric] = {
         "attends to",
         "trace", "correlation", None, "Expected Attention, Fig. 10",
         _expected(lambda expectation: [("", expectation.spearman[-1], None)]), default=False,
-        after="attention_return"),
+        arrays=_ROWS, after="attention_return"),
     "expectation_steps": Metric(
         "rank correlation over the prompt's keys with what the response attends to, after each "
         "assumption on the way from observed to expected attention",
         "trace", "correlation", None, "kvsim, after Expected Attention",
         _expected(lambda expectation: _steps(expectation.spearman)), main=STEPS[-1], default=False,
-        after="expectation"),
+        arrays=_ROWS, after="expectation"),
     "expectation_logs": Metric(
         "correlation of the logarithms of expected and observed attention, after each assumption",
         "trace", "correlation", None, "as expectation_steps",
         _expected(lambda expectation: _steps(expectation.log_pearson)), main=STEPS[-1],
-        default=False, after="expectation_steps"),
+        default=False,
+        arrays=_ROWS, after="expectation_steps"),
     "expectation_recall": Metric(
         "share of the keys with the most observed attention that are first by expected attention "
         "too, next to chance",
         "trace", "share", None, "as expectation_steps", _expected(_recall),
-        main=f"{STEPS[-1]},top=0.1", default=False, after="expectation_logs"),
+        main=f"{STEPS[-1]},top=0.1", default=False,
+        arrays=_ROWS, after="expectation_logs"),
     "attention_loss": Metric(
         "share of observed attention lost with keys removed in the order of a score",
         "trace", "share", None, "as expectation_steps", _expected(_loss),
-        main=f"{STEPS[-1]},removed=0.5", default=False, after="expectation_recall"),
+        main=f"{STEPS[-1]},removed=0.5", default=False,
+        arrays=_ROWS, after="expectation_recall"),
     "projection_gap": Metric(
         "distance of a key's log mean exponential over queries from that of normal ones, median "
         "over heads and keys",
         "trace", "nats", None, "Expected Attention, eq. 7", _projection_gap,
-        main=f"skip={SINK}", default=False, after="attention_loss"),
+        main=f"skip={SINK}", default=False,
+        arrays=_ROWS, after="attention_loss"),
     "normal_distance": Metric(
         "Kolmogorov-Smirnov distance of queries before RoPE from normal, mean over dimensions, "
         "next to that of normal samples",
         "trace", "share", None, "Expected Attention, Fig. 7 to 9", _distance, default=False,
-        after="projection_gap"),
+        arrays=_ROWS, after="projection_gap"),
 }  # fmt: skip

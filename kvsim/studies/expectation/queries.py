@@ -16,8 +16,7 @@ from kvsim.studies.expectation.expectation import (
     expected_and_observed,
     key_projections,
 )
-from kvsim.studies.expectation.fit import LEAST_SAMPLES
-from kvsim.studies.expectation.normality import Normality, state_normality
+from kvsim.studies.expectation.normality import LEAST_SAMPLES, Normality, state_normality
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,10 @@ class Queries:
                 window,
             ],
             "projections": [(n < SINK + 2, f"{n} tokens, fewer than {SINK + 2}"), window],
-            "normality": [(n < least, f"{n} tokens, fewer than {least}")],
+            "normality": [
+                (n < least, f"{n} tokens, fewer than {least}"),
+                (len(trace.readable) < trace.n_layers, "layers of several sizes"),
+            ],
         }
         # the first reason of several
         return {
@@ -75,7 +77,7 @@ class Queries:
 
     @cached_property
     def normality(self) -> Normality | None:
-        """Effect sizes of the distribution of queries before RoPE, behind the sinks."""
+        """Distance from normal of queries before RoPE, behind the sinks."""
         return None if "normality" in self.left_out else state_normality(self.trace, skip=SINK)
 
 

@@ -62,12 +62,7 @@ def _queries(study: Study) -> str:
         ("gap", "projection_gap", "skip=4", False),
         ("gap, all queries", "projection_gap", "skip=0", False),
     ]
-    reading, trace = study.first.of(queries), study.first.trace
-    middle = trace.n_layers // 2
-    pictures = [
-        image(f"Queries next to normal, {trace.name}", lambda: plots.state_ridges(trace, middle)),
-        image(f"Quantiles, {trace.name}", lambda: plots.state_quantiles(trace, middle), "png"),
-    ]
+    reading, trace, pictures = study.first.of(queries), study.first.trace, []
     if reading.normality is not None:
         normality = reading.normality
         alt = f"Distance from normal by head, {trace.name}"

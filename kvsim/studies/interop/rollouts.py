@@ -165,7 +165,7 @@ class _Sequences:
                 "expected a policy that evicts alone, as a mask can say"
             )
         self.running, self.policy, self.budget = running, policy.at(budget), budget
-        self.sketch = running.sketch(self.policy, prompt_len, n, None, "rollout")
+        self.sketch = running.sketch(self.policy, prompt_len, n, None, "rollout").evicting
         check_cell(self.sketch, self.policy, budget, None, schedule)
         self.cache, self.length = full_cache(running.model), 0
         self._schedule = schedule

@@ -354,4 +354,3 @@ def _figures(
         if len(grid.first_layers) > 1 and not diagnosis.curve.fits:  # else nothing can be chosen
             yield f"grid-{size}", plots.selection_grid(trace.name, grid)
         yield f"ranks-{size}", plots.rank_pattern(diagnosis)
-        yield f"bumps-{size}", plots.rank_bumps(diagnosis, trace)

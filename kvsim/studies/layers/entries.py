@@ -34,7 +34,4 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "rank_pattern": _layers(
         "Ranks in every layer of the tokens that the last layers rank first.",
         ("diagnosis",), source="ASL, Fig. 4"),
-    "rank_bumps": _layers(
-        "Ranks of the 30 best tokens of the last layer through all layers.",
-        ("diagnosis",), source="ASL, Fig. 4"),
 }  # fmt: skip

@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
-from kvsim.core.trace import Trace
 from kvsim.plots.style import (
     CELLS,
     COLOURS,
@@ -250,52 +249,6 @@ def rank_pattern(diagnosis: Diagnosis) -> Figure:
     last = "the last layer" if back == 1 else f"the last {back} layers"
     subject = f"{diagnosis.trace}: ranks of what is among the first k in {last}{tail}"
     caption(figure, f"{subject}\nbudget {curve.budget} (k = {curve.k}){line}", ["exact"])
-    return figure
-
-
-def rank_bumps(diagnosis: Diagnosis, trace: Trace | None = None, *, tokens: int = 30) -> Figure:
-    """Ranks in every layer of the best tokens of the last layer; gold tokens are red.
-
-    After ASL (arXiv 2601.07667), Fig. 4. The better the last layer ranks a token, the darker its
-    line. A trace gives the texts of the tokens.
-    """
-    curve, ranking = diagnosis.curve, diagnosis.ranking
-    best = ranking.ranks[-1].argsort()[:tokens].numpy()
-    paths = ranking.ranks[:, best].numpy()
-    gold = set() if diagnosis.gold is None else set(diagnosis.gold.tolist())
-    layers = np.arange(curve.n_layers)
-    figure, axis = single_panel(7.6, 5.6)
-    shades = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(best)))
-    texts = None if trace is None else trace.token_text
-    heights = np.linspace(0.985, 0.015, max(2, len(best)))[: len(best)]
-    label: dict[str, Any] = {"fontsize": 6, "va": "center", "parse_math": False}
-    label |= {"textcoords": "axes fraction", "annotation_clip": False}
-    label["arrowprops"] = {"arrowstyle": "-", "lw": 0.4, "color": NEUTRAL, "relpos": (0, 0.5)}
-    for path, position, shade, height in zip(paths.T, best.tolist(), shades, heights, strict=True):
-        is_gold = position in gold
-        width, depth, colour = (1.8, 3, SELECTED) if is_gold else (0.9, 2, shade)
-        form = ".-" if len(layers) < 12 else "-"
-        axis.plot(layers, path, form, color=colour, lw=width, zorder=depth)
-        name = f"{position}" if texts is None else f"{position} {short_text(texts[position], 12)}"
-        ink, end = SELECTED if is_gold else "black", (layers[-1], path[-1])
-        axis.annotate(name, end, xytext=(1.04, height), color=ink, **label)
-    axis.set_yscale("log")
-    axis.set_ylim(max(2, curve.k, int(paths.max(initial=2))) * 1.1, 0.9)
-    axis.yaxis.set_major_formatter(_PLAIN)
-    layer_axis(axis, curve.n_layers)
-    rank = f"rank, of {ranking.ranked}"
-    if curve.k > 0:
-        axis.axhline(curve.k + 0.5, color="black", lw=0.8, ls=":")
-        rank += f" (dotted: k = {curve.k})"
-    name_axes(axis, y=rank)
-    if diagnosis.layer is not None:
-        axis.axvline(diagnosis.layer, color=SELECTED, lw=1, ls="--")
-        name_axes(axis, "layer (dashed: selection layer)")
-    marks = "; red: gold" if gold.intersection(best.tolist()) else ""
-    labels = "position" if texts is None else "position and text"
-    subject = f"{diagnosis.trace}: the {len(best)} tokens that the last layer ranks best"
-    order = f"dark to light: ranks 1 to {len(best)} there{marks}; labels: {labels}"
-    caption(figure, f"{subject}\n{order}", ["exact"])
     return figure
 
 

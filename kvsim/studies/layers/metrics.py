@@ -20,7 +20,7 @@ TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 def _by_layer(
-    values: Callable[[Diagnosis], Floats | None], chance: Callable[[Diagnosis], float] | None = None
+    values: Callable[[Diagnosis], Floats], chance: Callable[[Diagnosis], float] | None = None
 ) -> Callable[[Analysis], Iterator[Cells]]:
     """Values [L] of a Diagnosis at each k, of layers that have one.
 
@@ -29,9 +29,9 @@ def _by_layer(
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
         for k, diagnosis in analysis.of(ranks).diagnoses.items():
-            numbers = None if diagnosis.curve.fits else values(diagnosis)
-            if numbers is None:
+            if diagnosis.curve.fits:
                 continue
+            numbers = values(diagnosis)
             random = None if chance is None else np.array([chance(diagnosis)])
             for layer in np.flatnonzero(~np.isnan(numbers)).tolist():
                 yield Cells(layer, numbers[layer].reshape(1), variant=f"k={k}", chance=random)
@@ -72,17 +72,6 @@ def _other_rules(rule: Selecting, n_layers: int) -> Iterator[tuple[str, Selectin
             yield f"first_layer={other}", replace(rule, first_layer=other)
 
 
-def _gold(number: Callable[[Diagnosis], int | None]) -> Callable[[Analysis], Iterator[Cells]]:
-    """A layer, or a number of layers, at each k; nothing where no gold tokens are given."""
-
-    def cells(analysis: Analysis) -> Iterator[Cells]:
-        for k, diagnosis in analysis.of(ranks).diagnoses.items():
-            if diagnosis.gold is not None:
-                yield _number(number(diagnosis), f"k={k}")
-
-    return cells
-
-
 def _number(value: int | None, variant: str) -> Cells:
     """One number of the whole trace, NaN for None."""
     return Cells(None, np.array([np.nan if value is None else float(value)]), variant=variant)
@@ -116,19 +105,4 @@ METRICS: Mapping[str, Metric] = {
         "layer after which ASL selects; null where it never does",
         "trace", "layer", None, "ASL, Fig. 9 and 10", _selection,
         main="k=25%,tau=0.3", default=False, after="layer_entropy"),
-    "gold_recall": Metric(
-        "share of given gold tokens among a layer's first k tokens or in ASL's window",
-        "trace", "share", None, "kvsim, after ASL",
-        _by_layer(lambda diagnosis: diagnosis.recall), main="k=25%", default=False,
-        after="selection_layer"),
-    "gold_layer": Metric(
-        "first layer whose first k tokens and ASL's window hold all gold tokens",
-        "trace", "layer", None, "kvsim, after ASL",
-        _gold(lambda diagnosis: diagnosis.first_full_recall), main="k=25%", default=False,
-        after="gold_recall"),
-    "gold_regret": Metric(
-        "layers from the first one that holds all gold tokens to the one after which ASL selects",
-        "trace", "layers", None, "kvsim, after ASL",
-        _gold(lambda diagnosis: diagnosis.layer_regret), main="k=25%", default=False,
-        after="gold_layer"),
 }  # fmt: skip

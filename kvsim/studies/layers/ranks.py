@@ -24,8 +24,7 @@ class Ranks:
     """The ranks of a prompt's tokens by layer, and ASL's test of them.
 
     ks: tokens that propagate next to ASL's window, as numbers or as shares (`25%`) of the tokens
-    before it. rule: ASL's parameters, its defaults if None. gold: positions of the prompt that the
-    answer needs, None if unknown.
+    before it. rule: ASL's parameters, its defaults if None.
 
     Raises PolicyError for a k that is neither number nor share, and for a rule that the model has
     no layer for.
@@ -35,7 +34,6 @@ class Ranks:
     device: str = "cpu"
     ks: Sequence[int | str] = SHARES
     rule: Selecting = field(default_factory=ASL)
-    gold: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for k in self.ks:
@@ -65,7 +63,7 @@ class Ranks:
             return {}
         budgets = {k: _tokens(k, ranking.ranked) + self.rule.window for k in self.ks}
         return {
-            str(k): diagnose(self.trace, ranking, budget, gold=self.gold, share=budget_label(k))
+            str(k): diagnose(self.trace, ranking, budget, share=budget_label(k))
             for k, budget in budgets.items()
         }
 

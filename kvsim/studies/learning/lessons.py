@@ -142,7 +142,7 @@ def worth(view: View) -> Tensor:
     """
     setting, source = view.setting, view.source
     layers, heads = view.pos.shape[:2]
-    mass = future_mass(source, setting.events, setting.response)
+    mass = future_mass(source, setting.events, setting.response).cpu().numpy()
     places = np.full((layers, heads, len(setting.events)), setting.budget)
     price = best(source, setting.events, places, start=setting.response).price
     worths = mass - price[:, :, None]

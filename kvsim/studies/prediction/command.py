@@ -1,8 +1,7 @@
-"""`kvsim fidelity` and `kvsim predict`: replays as predictions of the running model."""
+"""`kvsim fidelity`: replays as predictions of the running model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,12 +9,11 @@ from kvsim.cli import shared, show
 from kvsim.cli.groups import SCHEDULE, Chosen, Folder, Loading, grouped, offered
 from kvsim.cli.replaying import finish, folder_state
 from kvsim.cli.shared import Stop
-from kvsim.schema import plural, schedule
+from kvsim.schema import plural
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from kvsim.studies.prediction.prediction import Calibration
     from kvsim.sweeps.outcome import Run
 
 _CORRELATIONS = """\
@@ -35,19 +33,6 @@ like these on prompts like these; it says nothing about the size of what happens
 about other models or much longer prompts."""
 
 
-_PREDICTED = """\
-Live KL: divergence of the model's predictions from those with the full cache, in nats per token of
-the recorded response after its first, mean over traces. The interval covers at least 90 % of
-prompts and policies that are new to the calibration, if they are like those that it was fitted on;
-factor: its ends are no further from the estimate."""
-_GAIN = """\
-Gain over the mean KL of the budget, on prompts and policies left out of the fit: share by which
-squared errors of log KL are smaller, [95 % interval over prompts and policies]:"""
-_LOST = """\
-Answer lost: share of answers, right with the full cache, that were wrong in live runs with such a
-layer error."""
-
-
 @grouped
 def fidelity(
     traces: shared.TracePaths,
@@ -62,12 +47,6 @@ def fidelity(
         shared.path_option("DIR", "Write the live run to a new folder, as `kvsim live --out`."),
     ] = None,
     resume: shared.Resume = False,
-    calibration: Annotated[
-        Path | None,
-        shared.path_option(
-            "FILE", "Fit what `kvsim predict` reads on these runs, and write it to a new file."
-        ),
-    ] = None,
     as_json: shared.Json = False,
 ) -> None:
     """Compare replays with the running model.
@@ -78,23 +57,16 @@ def fidelity(
     """
     Folder(out=out, resume=resume).check()
 
-    from kvsim.analysis.table import available, check_arrays
-    from kvsim.files import check_output
+    from kvsim.analysis.table import available
     from kvsim.runner.checks import check_live
-    from kvsim.studies.prediction.prediction import calibrate, write_calibrations
     from kvsim.studies.prediction.validity import OFFLINE
     from kvsim.sweeps.closed_loop import live as run_live
     from kvsim.sweeps.driver import replay_all
 
-    if calibration is not None:
-        check_output(calibration, advice="give a path where nothing is yet")
     policies = chosen.built()
     for each in policies:
         check_live(each)
     recorded = shared.open_traces(traces)
-    for trace in recorded if calibration is not None else ():
-        check_arrays(trace, ["layer_error"])
-    terms = schedule
     try:
         decoder, tokenizer = loading.loaded(recorded)
         with show.bar("cells run") as report:
@@ -106,18 +78,16 @@ def fidelity(
                     out=out,
                     resume=resume,
                     progress=report,
-                    **terms,
+                    **schedule,
                 )
             )
         with show.bar("cells replayed") as report:
-            options = {"metrics": available(OFFLINE, recorded), "regret": True, **terms}
+            options = {"metrics": available(OFFLINE, recorded), "regret": True, **schedule}
             replayed = _whole(replay_all(recorded, policies, budget, progress=report, **options))
     except KeyboardInterrupt:
         raise Stop(f"interrupted, {folder_state(out)}", 130) from None
     if live.records and replayed.records:
         _report(replayed, live, out, as_json=as_json)
-        if calibration is not None:
-            write_calibrations(calibration, [calibrate(replayed.table, live.table, recorded)])
     finish(replayed, None)
     finish(live, out)
 
@@ -219,118 +189,3 @@ def _kept(table: pl.DataFrame) -> pl.DataFrame:
         .join(lowest, on="layer", maintain_order="left")
         .sort("layer")
     )
-
-
-@grouped
-def predict(
-    traces: shared.TracePaths,
-    chosen: Chosen,
-    budget: shared.Budgets,
-    schedule: Annotated[dict[str, Any], offered(*SCHEDULE)],
-    calibration: Annotated[
-        Path | None,
-        shared.path_option(
-            "FILE", "A file of `kvsim fidelity --calibration`; default: the shipped calibrations."
-        ),
-    ] = None,
-    device: shared.Device = "cpu",
-    *,
-    as_json: shared.Json = False,
-) -> None:
-    """Predict from replay how far the running model diverges.
-
-    Replays policies at budgets over traces and estimates the KL divergence of a live run from the
-    layer error, with an interval, and the risk that an answer is lost. Needs a calibration of the
-    same model, and estimates nothing outside the layer errors that it was fitted on.
-    """
-    from kvsim.studies.prediction import prediction
-    from kvsim.sweeps.driver import replay_all
-
-    policies = chosen.built()
-    recorded = shared.open_traces(traces)
-    fitted = prediction.calibration_of(recorded, calibration)
-    with show.bar("cells") as report:
-        run = replay_all(
-            *(recorded, policies, budget),
-            metrics=["layer_error"],
-            device=device,
-            progress=report,
-            **schedule,
-        )
-    rows = prediction.predict(run.table, fitted).to_dicts()
-    remarks = _remarks(fitted, rows, [trace.n_pos for trace in recorded])
-    if as_json:
-        document = {"calibration": asdict(fitted), "cells": rows, "remarks": remarks}
-        show.echo_json(run.describe() | document)
-    else:
-        _print_predictions(fitted, rows, remarks)
-    finish(run, None)
-    if rows and all(row["outside"] for row in rows):
-        raise Stop("error: no cell is within the calibration, so nothing is predicted", 2)
-
-
-def _print_predictions(fitted: Calibration, rows: list[dict[str, Any]], remarks: list[str]) -> None:
-    show.echo_text(
-        f"Calibration: {fitted.model}, {plural(fitted.prompts, 'prompt')} of {fitted.tokens[0]} to "
-        f"{fitted.tokens[1]} tokens, {len(fitted.policies)} policies, budgets "
-        f"{', '.join(fitted.budgets)}.\n"
-    )
-    lines = []
-    for row in rows:
-        interval = "-" if row["kl"] is None else f"{_kl(row['low'])} to {_kl(row['high'])}"
-        line = {
-            "policy": row["policy"],
-            "budget": row["requested"],
-            "layer error": show.number(row["error"], ".3g"),
-            "live KL": _kl(row["kl"]),
-            "90 % interval": interval,
-            "factor": show.number(row["factor"], ".1f"),
-        }
-        if fitted.curve.risk:
-            risk = (row["risk"], row["risk_low"], row["risk_high"])
-            line["answer lost"] = show.interval(".0%", *risk)
-        lines.append(line)
-    show.echo_rows(lines, right=2)
-    show.echo_text(f"\n{_PREDICTED}")
-    if fitted.curve.risk:
-        show.echo_text(_LOST)
-    if fitted.curve.gains:
-        gains = (f"{show.interval('.0%', *x)} at {budget}" for budget, *x in fitted.curve.gains)
-        show.echo_text(f"{_GAIN}\n{', '.join(gains)}.")
-    show.echo_notes(remarks)
-
-
-def _kl(value: float | None) -> str:
-    from kvsim.studies.prediction.prediction import FLOOR
-
-    if value is None:
-        return "-"
-    return f"{value:.2g}" if value > FLOOR or not value else f"< {FLOOR:g}"
-
-
-def _remarks(fitted: Calibration, rows: list[dict[str, Any]], tokens: list[int]) -> list[str]:
-    """Return how the cells differ from the cells of the calibration."""
-    out = [
-        f"{row['policy']}, budget {row['requested']}: {row['outside']}"
-        for row in rows
-        if row["outside"] is not None
-    ]
-    gains = {budget: (gain, low) for budget, gain, low, _ in fitted.curve.gains}
-    for budget in dict.fromkeys(row["requested"] for row in rows):
-        if budget not in gains:
-            out.append(f"budget {budget}: the gain over its mean was not measured")
-        elif min(gains[budget]) <= 0:
-            out.append(
-                f"budget {budget}: no gain over its mean is shown, so the layer error says no more "
-                "than the budget; take kvsim replay --judge, or kvsim live"
-            )
-    schedules = {(row["interval"], row["prefill"]) for row in rows}
-    if schedules - {(fitted.interval, fitted.prefill)} and fitted.interval is not None:
-        after = schedule(fitted.interval, prefill=bool(fitted.prefill))
-        out.append(f"the calibration is of events after {after}, and these are others")
-    if min(tokens) < fitted.tokens[0] or max(tokens) > fitted.tokens[1]:
-        out.append(
-            f"traces of {' to '.join(map(str, sorted({min(tokens), max(tokens)})))} tokens, other "
-            "lengths than those of the calibration"
-        )
-    return out

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 from kvsim.core.attention import reduce_group
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import parameters
-from kvsim.core.policy import Protection, Scores, Uniform, Wrapper
+from kvsim.core.policy import Protection, Scorer, Scores, Uniform, Wrapper
 from kvsim.core.view import View
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies import CATALOGUE
@@ -131,6 +131,9 @@ class _Seen:
 
     def __getitem__(self, column: str) -> Tensor:
         return self._view[column]
+
+    def scored(self, scorer: Scorer) -> Tensor | Scores:
+        return scorer.score(self)  # type: ignore[arg-type]  # not what the plain view knows
 
 
 class _Rotated(_Seen):

@@ -263,8 +263,8 @@ class _Runs:
         self.width = died.shape[1] + 1
         # heads in one line, apart by what is above every bound
         wall = np.full((len(died), 1), n_events + 1)
-        self.kept = tops(np.concatenate([died, wall], axis=1).ravel())
-        self.gone = tops(np.concatenate([-died, wall], axis=1).ravel())
+        self.kept = tops(np.concatenate([died, wall], axis=1).ravel(), self.width)
+        self.gone = tops(np.concatenate([-died, wall], axis=1).ravel(), self.width)
 
     def distance(self, head: Ints, pos: Ints, event: Ints, row: Ints) -> Ints:
         """From each position to the nearest boundary after `event`, up to position `row`; [n].

@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.analysis.evidence import EVIDENCE
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS
 from kvsim.studies.claims import CLAIMS, HOLDS, NOT, OPEN, Claim, Seconds, claims
-from kvsim.studies.claims.evidence import ALIKE
 
 EVERY = {
     "AMS": {f"Q{i}" for i in range(1, 14)},
@@ -112,19 +110,6 @@ def test_verdicts(cases, margin, verdict):
     given = {str(i): np.array(values, float) for i, values in enumerate(cases)}
 
     assert Claim("", "", cases=given, margin=margin).verdict == verdict
-
-
-@pytest.mark.parametrize("margin", [None, 0.05])
-def test_chance_alone_refutes_nothing(margin):
-    """Of 200 claims with 30 cases of noise, hardly any has a case beyond chance."""
-    rng, decided = np.random.default_rng(3), 0
-    for _ in range(200):
-        noise = rng.normal(margin or 0.0, 1.0, (30, PROMPTS))
-        one = Claim("", "", cases={str(i): values for i, values in enumerate(noise)}, margin=margin)
-        decided += {case.vote for case in one.votes.values()} != {"open"}
-        assert one.verdict == OPEN
-
-    assert decided <= 20
 
 
 def test_p_values_are_those_of_a_loop_over_flips():
@@ -716,17 +701,6 @@ def test_mass_that_is_filled_in_decides_nothing(filled, verdict):
     assert ("80% of the mass is filled in" in one.why) == (verdict == OPEN)
 
 
-def test_names_of_a_table_are_texts_and_nothing_else():
-    """A policy may be called anything, and parameters hold anything."""
-    hostile = "ams+<script>`|\n"
-    strange = rows("tova", [2.0, 2.1], params={"__class__": {"x": [1]}, "credit": None})
-    named = [row | {"policy": hostile} for row in rows("tova", [1.0, 1.1])]
-    plain = [row | {"policy": hostile.removeprefix("ams+")} for row in rows("tova", [2.0, 2.1])]
-    found = claims(table(strange, named, plain))["AMS, arXiv 2605.23200"]
-
-    assert any("<script>" in one.says and one.verdict == HOLDS for one in found)
-
-
 def test_ams_around_tova_is_ams():
     """The long name says the same policy."""
     plain = rows("tova", [0.3, 0.4], "middle_coverage")
@@ -736,11 +710,6 @@ def test_ams_around_tova_is_ams():
 
     assert list(found.cases) == ["budget 64"]
     assert found.verdict == HOLDS
-
-
-def test_every_kind_of_evidence_has_a_margin():
-    """Settings are alike by whichever metric says which is better."""
-    assert ALIKE.keys() == {*EVIDENCE}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from cost_models import BUDGET, EVERY, LLAMA_8B, PROMPT, QWEN_7B, SMALL, TOKENS, K, counted
 
 import kvsim
-from kvsim.core.flops import Event, Flops
+from kvsim.core.flops import Event, Flops, event_flops
 from kvsim.core.policy import (
     Even,
     Everything,
@@ -26,7 +26,6 @@ from kvsim.core.propagation import Propagation
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, describe, has_parameter, names
 from kvsim.studies.cost.accounting import estimate
-from kvsim.studies.cost.cases import event_flops
 
 
 def made(name, calibration="prefix:16", **params):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import papers
 import pytest
 from cost_models import BIG, LLAMA_8B, QWEN_7B, K
 
@@ -10,7 +9,7 @@ import kvsim
 from kvsim.errors import BudgetError, PolicyError
 from kvsim.policies import CATALOGUE, describe, names
 from kvsim.studies.cost.accounting import estimate
-from kvsim.studies.cost.model import GIB, Model
+from kvsim.studies.cost.model import Model
 from kvsim.testing.strategies import make_case
 
 
@@ -46,29 +45,6 @@ def test_full_cache_before_the_selection():
     assert shares[0] == 2048
     assert shares[-1] == 128 * K
     assert cost.entries[24] == pytest.approx(0.9 * 128 * K + 0.1 * 2048)  # between 23 and 24
-
-
-@pytest.mark.parametrize(("model", "share"), [(LLAMA_8B, 0.766), (QWEN_7B, 0.789)])
-def test_pyramidinfer_cache(model, share):
-    """PyramidInfer's layers compute 0.766 and 0.789 of a prompt of 8192 tokens on average."""
-    cost = estimate(model, kvsim.policy("pyramidinfer"), 1, 8 * K)
-
-    assert cost.kv_ratio == pytest.approx(share, abs=5e-4)
-    assert cost.prefill_ratio < 1
-    assert not cost.bounded
-
-
-def test_two_passes_cost_more_than_one():
-    """A second pass adds exactly all layers over the kept rows, less those of the first way."""
-    once, twice = (
-        estimate(LLAMA_8B, kvsim.policy(name), 2048, 64 * K, selection_layer=20)
-        for name in ("asl", "asl_2pass")
-    )
-    again = LLAMA_8B.layer_flops(2048) / LLAMA_8B.layer_flops(64 * K)
-
-    assert twice.prefill_ratio - once.prefill_ratio == pytest.approx(21 / 32 * again)
-    assert twice.rows[0] == 64 * K + 2048
-    assert twice.rows[-1] == 2048
 
 
 def test_assumed_depth_of_other_models():
@@ -116,14 +92,6 @@ def test_values_of_a_context_are_refused():
     with pytest.raises(BudgetError, match="say if it is shorter"):
         estimate(LLAMA_8B, keeps_the_prompt, 512, 4096)
     assert estimate(LLAMA_8B, keeps_the_prompt, 512, 4096, prompt=256).kv_ratio == 512 / 4096
-
-
-def test_masks():
-    """A dense mask takes n / 4 times what eviction times do."""
-    cost = estimate(QWEN_7B, kvsim.policy("gkv"), 512, 4 * K)
-
-    assert cost.mask_bytes == papers.mask_bytes(28, 4, 4 * K) == 28 * GIB // 16
-    assert cost.mask_bytes / cost.evicted_at_bytes == 4 * K / 4
 
 
 def test_layers_have_budgets_of_their_own():

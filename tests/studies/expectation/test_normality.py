@@ -1,4 +1,4 @@
-"""How queries and projections are distributed: effect sizes and gaps against loops."""
+"""How queries and projections are distributed: distances and gaps against loops."""
 
 import itertools
 import math
@@ -13,28 +13,20 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.errors import NeedsError, PolicyError
 from kvsim.studies.expectation.expectation import key_projections, normal_gap
-from kvsim.studies.expectation.fit import EFFECTS, fit_normal
-from kvsim.studies.expectation.normality import (
-    histogram,
-    quantiles,
-    state_normality,
-    states,
-)
+from kvsim.studies.expectation.normality import normal_ks, state_normality
 from kvsim.testing.strategies import cases
 
 NORMAL = statistics.NormalDist()
 
 
 def naive(x):
-    """The numbers of a fit, one at a time."""
+    """The distance of samples from the normal that fits them, one at a time."""
     n, mean = len(x), sum(x) / len(x)
     size = math.sqrt(sum((one - mean) ** 2 for one in x) / n)
     z = sorted((one - mean) / size for one in x)
-    ks = max(max((i + 1) / n - NORMAL.cdf(one), NORMAL.cdf(one) - i / n) for i, one in enumerate(z))
-    ranks = [(i - 0.3175) / (n + 0.365) for i in range(1, n + 1)]
-    ranks[0], ranks[-1] = 1 - 0.5 ** (1 / n), 0.5 ** (1 / n)
-    qq = np.corrcoef(z, [NORMAL.inv_cdf(rank) for rank in ranks])[0, 1]
-    return {"mean": mean, "deviation": size, "ks": ks, "qq": qq}
+    return max(
+        max((i + 1) / n - NORMAL.cdf(one), NORMAL.cdf(one) - i / n) for i, one in enumerate(z)
+    )
 
 
 # ---------------------------------------------------------------------------------------- the fit
@@ -43,25 +35,19 @@ numbers = st.lists(st.integers(-40, 40), min_size=4, max_size=30).filter(lambda 
 
 
 @given(drawn=st.lists(numbers, min_size=1, max_size=3), scale=st.sampled_from((1e-3, 1.0, 1e4)))
-def test_effect_sizes_equal_their_definitions(drawn, scale):
+def test_distances_equal_their_definition(drawn, scale):
     """For any numbers, ties included, and several rows of them at once."""
     n = min(map(len, drawn))
     rows = [x[:n] for x in drawn if len(set(x[:n])) > 1] or [[0, 1, 2, 3]]
-    found = fit_normal(torch.tensor(rows, dtype=torch.float64) * scale)
+    found = normal_ks(torch.tensor(rows, dtype=torch.float64) * scale)
 
     for i, x in enumerate(rows):
-        for name, value in naive([one * scale for one in x]).items():
-            assert float(getattr(found, name)[i]) == pytest.approx(value, rel=1e-6, abs=1e-4), name
+        assert float(found[i]) == pytest.approx(naive([one * scale for one in x]), abs=1e-4)
 
 
-def test_numbers_that_do_not_vary_have_no_shape():
-    """NaN; mean and deviation stay."""
-    found = fit_normal(torch.full((2, 9), 0.1))
-
-    assert found.mean.tolist() == pytest.approx([0.1, 0.1])
-    assert found.deviation.tolist() == [0.0, 0.0]
-    for name in set(EFFECTS) - {"mean", "deviation"}:
-        assert getattr(found, name).isnan().all(), name
+def test_numbers_that_do_not_vary_have_no_distance():
+    """NaN, also where rounding moves their mean."""
+    assert normal_ks(torch.full((2, 9), 0.1)).isnan().all()
 
 
 # ------------------------------------------------------------------------------------ of a trace
@@ -76,7 +62,7 @@ def test_queries_before_rope_are_found_again():
     k, states_in = rng.standard_normal((2, 2, 25, 4)), rng.standard_normal((2, 25, 7))
     q = rope.rotate(before, torch.arange(25))
     trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=9, rope=rope, residual=states_in)
-    given = {"query": before, "rotated_query": q, "residual": torch.from_numpy(states_in)[:, None]}
+    given = {"query": before, "residual": torch.from_numpy(states_in)[:, None]}
 
     found = [
         state_normality(trace, of, skip=skip, stop=stop)
@@ -88,13 +74,10 @@ def test_queries_before_rope_are_found_again():
     ):
         layers, heads, _, dims = given[of].shape
         assert (one.of, one.skip, one.samples) == (of, skip, stop - skip)
-        assert one.effects["ks"].shape == (layers, heads, dims)
-        for name, value in naive(given[of][1, heads - 1, skip:stop, 2].tolist()).items():
-            assert one.effects[name][1, -1, 2] == pytest.approx(value, rel=1e-6, abs=1e-4), (
-                of,
-                name,
-            )
-    assert found[0].effects["ks"].mean() > found[2].effects["ks"].mean() + 0.1
+        assert one.distance.shape == (layers, heads, dims)
+        expected = naive(given[of][1, heads - 1, skip:stop, 2].tolist())
+        assert one.distance[1, -1, 2] == pytest.approx(expected, abs=1e-4), of
+    assert found[0].distance.mean() > found[2].distance.mean() + 0.1
 
 
 def test_a_residual_stream_that_was_not_recorded_is_refused():
@@ -105,36 +88,9 @@ def test_a_residual_stream_that_was_not_recorded_is_refused():
 
 @pytest.mark.parametrize(("skip", "stop"), [(469, None), (-1, None), (4, 473)])
 def test_rows_that_are_too_few_or_not_there_are_refused(skip, stop):
-    """Effect sizes need four."""
+    """A distance needs four."""
     with pytest.raises(PolicyError, match=f"rows {skip} to .* expected at least 4 rows"):
         state_normality(kvsim.open_trace(kvsim.sample_trace()), skip=skip, stop=stop)
-
-
-def test_a_histogram_counts_what_lies_between_two_percentiles():
-    """Against numpy, row by row; a row that does not vary has no density."""
-    drawn = states(kvsim.open_trace(kvsim.sample_trace()), 1)
-    assert drawn.shape == (8, 32, 468)
-    found = histogram(drawn, bins=12, between=(1, 99))
-
-    for qhead, dim in ((0, 0), (5, 17)):
-        x = drawn[qhead, dim].numpy()
-        counts, edges = np.histogram(x, 12, tuple(np.percentile(x, (1, 99))))
-        np.testing.assert_allclose(found.edges[qhead, dim], edges)
-        np.testing.assert_allclose(
-            found.density[qhead, dim], counts / len(x) / np.diff(edges), rtol=1e-9
-        )
-    assert np.isnan(histogram(torch.ones(1, 5)).density).all()
-
-
-def test_quantiles_of_normal_samples_lie_on_the_diagonal():
-    """Ends included, in order of rank, and in standard deviations."""
-    x, y = quantiles(3 * torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)) + 7, 101)
-
-    assert x.shape == (101,)
-    assert y.shape == (2, 101)
-    assert x[0] == pytest.approx(NORMAL.inv_cdf(1 - 0.5 ** (1 / 5000)))
-    np.testing.assert_allclose(y[:, 10:-10], np.broadcast_to(x[10:-10], (2, 81)), atol=0.1)
-    assert quantiles(torch.randn(9))[1].shape == (9,)
 
 
 # ----------------------------------------------------------------------------------- projections

@@ -105,15 +105,6 @@ def test_a_panel_has_the_attention_of_each_key(found):
     )
 
 
-def test_the_head_in_the_middle_is_shown(found):
-    """Of four heads the second by the Spearman correlation of the last step, in each layer."""
-    panels = expected_observed(found[0], layers=[1]).axes[:-1]
-    middle = sorted(range(4), key=lambda head: found[0].spearman[-1, 1, head])[1]
-
-    assert len(panels) == 4
-    assert panels[0].texts[0].get_text() == f"layer 1, head {middle}"
-
-
 def test_what_is_below_the_floor_lies_on_the_edge():
     """The caption says so, and the correlations are of the values themselves."""
     one = expected_and_observed(made(0, "a", size=40.0), 24)
@@ -157,22 +148,6 @@ def test_agreement_is_that_of_each_head(found):
     assert one.get_ylabel() == "rank correlation with observed"
     assert figure.get_suptitle().startswith("2 traces: ")
     assert figure.get_suptitle().endswith("(fidelity: exact)")
-
-
-def test_any_measure_of_agreement(found):
-    """A metric of the table, or an error that says which there are; heads without one are left."""
-    table = measured("expectation_recall")
-    unknown = table.with_columns(value=pl.when(pl.col("qhead") > 0).then("value"))
-    (axis,) = agreement_steps(unknown, measure="recall_25", layers=[0]).axes
-    expected = np.mean([one.recall(0.25)[:, 0, 1:].mean(-1) for one in found], 0)
-
-    assert lines(axis)["mean"][1] == pytest.approx(expected)
-    assert axis.get_ylabel() == "share found of the top 25 % of keys"
-    with pytest.raises(PolicyError, match="'recall'; expected one of spearman, log_pearson"):
-        agreement_steps(table, measure="recall")
-    table = measured("expectation_steps")
-    with pytest.raises(PolicyError, match=r"layers \[2\] were requested; the table has \[0, 1\]"):
-        agreement_steps(table, layers=[2])
 
 
 # -------------------------------------------------------------------------------------- the loss
@@ -295,7 +270,7 @@ def test_what_the_page_says_of_the_sample():
     )
     error, safe = (dict(table.iter_rows()) for table in (errors, with_sink))
     normality, projections = state_normality(trace), key_projections(trace)
-    distance = normality.effects["ks"].mean((1, 2))
+    distance = normality.distance.mean((1, 2))
     near = (np.abs(projections.gap - projections.normal_gap) <= 1).mean((1, 2))
 
     assert ((by_step > 0.4) & (by_step < 0.6)).all()

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.errors import NeedsError, PolicyError
-from kvsim.plots import normal_distance, projection_gap, state_quantiles, state_ridges
+from kvsim.plots import normal_distance, projection_gap
 from kvsim.studies.expectation.expectation import key_projections
 from kvsim.studies.expectation.normality import state_normality
 
 NORMAL = statistics.NormalDist()
-STILL = kvsim.Rope((0.0, 0.0))
 
 
-def made(*, rope=STILL, size=1.0, residual=False):
+def made(size=1.0):
     """A random trace of two layers, one KV head of three query heads; head 1, dim 2 is constant."""
     torch.manual_seed(0)
     q = torch.randn(2, 3, 80, 4) * size
@@ -31,9 +29,8 @@ def made(*, rope=STILL, size=1.0, residual=False):
         torch.randn(2, 1, 80, 4),
         torch.randn(2, 1, 80, 4),
         prompt_len=20,
-        rope=rope,
+        rope=kvsim.Rope((0.0, 0.0)),
         name="made",
-        residual=torch.randn(2, 80, 6) if residual else None,
     )
 
 
@@ -56,106 +53,6 @@ def distance(z):
     n = len(z)
     steps = [(i, NORMAL.cdf(one)) for i, one in enumerate(sorted(z))]
     return max(max((i + 1) / n - below, below - i / n) for i, below in steps)
-
-
-# -------------------------------------------------------------------------------------- dimensions
-
-
-def test_ridges_are_histograms_beside_the_normal(trace):
-    """All dimensions in two columns: densities from counts, one curve each, and the KS distance."""
-    figure = state_ridges(trace, 1, dimensions=99)
-    named = {}
-    for axis in figure.axes:
-        words = [text.get_text() for text in axis.texts if text.get_text() != "KS"]
-        named |= dict(zip(words[1::2], words[::2], strict=True))
-        shapes = iter([patch for patch in axis.patches if not patch.get_fill()])
-        for name, ks, curve in zip(words[1::2], words[::2], axis.lines[::2], strict=True):
-            x, bell = curve.get_data()
-            base = bell[0] - 0.9 * math.exp(-8)
-            peak = NORMAL.pdf(0)
-            assert bell == pytest.approx([base + 0.9 * NORMAL.pdf(one) / peak for one in x])
-            if name == "1.2":
-                assert ks == "constant"
-                continue
-            z = samples(trace, 1, name)
-            heights, edges, bottom = next(shapes).get_data()
-            assert bottom == pytest.approx(base)
-            assert edges[[0, -1]] == pytest.approx(np.percentile(z, [0.1, 99.9]))
-            inside = [sum(a <= one < b for one in z) for a, b in itertools.pairwise(edges)]
-            density = np.array(inside) / (76 * np.diff(edges))
-            # samples on an edge may be counted on either side
-            assert (heights - base) * peak / 0.9 == pytest.approx(density, abs=1e-6)
-            assert ks == f"{distance(z):.3f}"
-    assert list(named) == [f"{head}.{dim}" for head in range(3) for dim in range(4)]
-    assert figure.axes[0].get_xlabel() == "standard deviations from the mean"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "fitted normal",
-        "samples",
-    ]
-    assert figure.get_suptitle() == (
-        "made, layer 1: queries before RoPE, 76 rows\n"
-        "12 random dimensions (query head.dimension) (fidelity: exact)"
-    )
-
-
-def test_quantiles_are_ordered_samples(trace):
-    """A panel per dimension, the line where both are equal, and the correlation."""
-    figure = state_quantiles(trace, 0, dimensions=99)
-    panels = figure.axes
-    for place, panel in enumerate(panels):
-        name, qq = (text.get_text() for text in panel.texts)
-        assert name == f"{place // 4}.{place % 4}"
-        if name == "1.2":
-            assert qq == "constant"
-            continue
-        z = sorted(samples(trace, 0, name))
-        ranks = [(i - 0.3175) / (76 + 0.365) for i in range(1, 77)]
-        ranks[0], ranks[-1] = 1 - 0.5 ** (1 / 76), 0.5 ** (1 / 76)
-        medians = [NORMAL.inv_cdf(rank) for rank in ranks]
-        line, points = panel.lines
-        assert points.get_xdata() == pytest.approx(medians)
-        assert points.get_ydata() == pytest.approx(z)
-        assert line.get_xdata() == pytest.approx(line.get_ydata())
-        assert qq == f"{np.corrcoef(z, medians)[0, 1]:.3f}"
-    assert figure.get_supxlabel() == "normal quantile"
-    assert figure.get_supylabel() == "sample, standard deviations from the mean"
-
-
-def test_the_same_random_dimensions_in_both(trace):
-    """As the seed says; others with another one."""
-    ridges = [
-        [text.get_text() for axis in figure.axes for text in axis.texts if "." in text.get_text()]
-        for figure in (state_ridges(trace, 0, dimensions=5, seed=seed) for seed in (1, 1, 2))
-    ]
-    names = [[one for one in words if one.count(".") == 1 and len(one) == 3] for words in ridges]
-    panels = state_quantiles(trace, 0, dimensions=5, seed=1).axes
-
-    assert names[0] == names[1] != names[2]
-    assert [panel.texts[0].get_text() for panel in panels] == names[0]
-    assert len(set(names[0])) == 5
-
-
-def test_what_is_sampled(trace):
-    """Queries after RoPE, and the residual stream by dimension alone; else an error."""
-    recorded = made(residual=True, rope=kvsim.Rope.default(4))
-    figure = state_quantiles(recorded, 1, "residual", skip=0)
-    turned = state_quantiles(recorded, 1, "rotated_query", skip=0, dimensions=99).axes[1]
-    found = recorded.read("residual", slice(1, 2), slice(0, 80)).numpy().reshape(80, 6)
-    z = (found - found.mean(0)) / found.std(0)
-
-    assert [panel.texts[0].get_text() for panel in figure.axes] == list("012345")
-    for panel, column in zip(figure.axes, z.T, strict=True):
-        assert panel.lines[1].get_ydata() == pytest.approx(np.sort(column), abs=1e-6)
-    query = recorded.q[1, 0, :, 1].numpy()
-    standard = np.sort((query - query.mean()) / query.std())
-    assert turned.lines[1].get_ydata() == pytest.approx(standard, abs=1e-5)
-    assert "input of the layer, 80 rows" in figure.get_suptitle()
-    with pytest.raises(NeedsError):
-        state_ridges(trace, 0, "residual")
-    with pytest.raises(PolicyError, match="layer is 2; made has layers 0 to 1"):
-        state_ridges(trace, 2)
-    with pytest.raises(PolicyError, match="expected at least 4 rows"):
-        state_quantiles(trace, 0, skip=77)
 
 
 # ------------------------------------------------------------------------------------------ heads

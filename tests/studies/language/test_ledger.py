@@ -194,12 +194,6 @@ def test_a_damaged_prompt_is_refused_or_solved_right(prompt: str) -> None:
 # --- retrievals ---
 
 
-def line_of(words: list[str], at: int) -> list[str]:
-    """The words of the line that goes on after index ``at``, as far as it is written."""
-    start = max(i for i in range(at + 1) if words[i] in (";", ":"))
-    return words[start + 1 : at + 1]
-
-
 @given(samples())
 def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
     """In the order of the response, each at most once per word, from what was read by then."""
@@ -212,19 +206,6 @@ def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
         assert words[found.path[-1]] == words[found.at + 1]
         assert all(0 <= at <= found.at for at in found.path)
         assert len(found.path) in (1, 2)
-
-
-@given(samples())
-def test_the_line_does_not_hold_what_is_read_in_between(sample: Sample) -> None:
-    """The first of two words to read is not in the line, so both retrievals are needed."""
-    words = f"{sample.prompt} {sample.response}".split()
-
-    for purpose, at, path in sample.retrievals:
-        if len(path) == 2:
-            between = words[path[0]]
-            # of a node that is its own successor the line says everything
-            itself = purpose == "join" and words[path[0] - 1] == between
-            assert between not in line_of(words, at) or itself, purpose
 
 
 PURPOSES = {
@@ -306,19 +287,6 @@ def follows(verb: str, recent: list[str]) -> str:
         case _:
             word = ";"
     return word
-
-
-@given(samples())
-def test_all_other_words_follow_from_the_12_before_them(sample: Sample) -> None:
-    """Where nothing is looked up, the verb and the last 12 words say what is next."""
-    words = f"{sample.prompt} {sample.response}".split()
-    verb = words[words.index("question") + 2]
-    looked_up = {found.at + 1 for found in sample.retrievals}
-    first = sample.prompt_words
-
-    assert first in looked_up
-    for at in set(range(first, len(words))) - looked_up:
-        assert follows(verb, words[at - 12 : at]) == words[at], " ".join(words[at - 12 : at])
 
 
 def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 import kvsim
 from kvsim.analysis.results import task_of
-from kvsim.cli import main
 from kvsim.errors import BudgetError, GoldError, PolicyError, TraceError
 from kvsim.policies.asl import ASL, TwoPass, ranks
 from kvsim.studies.language.answers import answer_facts
@@ -222,42 +221,6 @@ def test_the_curve_selects_where_replay_does(layers, name, piece):
                 assert [curve.relative[at] for at in tested] == [relative[at] for at in tested]
                 selected.add(curve.selected())
     assert layers < 3 or len(selected) > 2  # not all the same: the test can tell them apart
-
-
-def test_the_trace_is_read_once():
-    """Curves, grids and tables come from the ranking alone."""
-    trace = settling_trace(12)
-    one = ranking(trace)
-
-    class Gone:
-        shapes = trace.source.shapes
-        positions = trace.source.positions
-
-        def read(self, *_):
-            raise AssertionError("an array was read again")
-
-    trace.source = Gone()
-    with pytest.raises(AssertionError, match="read again"):
-        ranking(trace)
-    found = [diagnose(trace, one, budget, gold=[3]) for budget in (40, 80)]
-
-    assert layer_table(found).height == 24
-    assert one.grid(64).layers.shape == (10, 11)
-    assert one.curve(64).selected(tau=2.0) == 4
-
-
-def test_a_grid_compares_layers_once_per_look_back(monkeypatch):
-    """Curves that differ in the first layer alone share what their look-back compares."""
-    one = ranking(settling_trace(12))
-    counted = []
-    members = type(one).members
-    monkeypatch.setattr(
-        type(one), "members", lambda *place: counted.append(place[1:]) or members(*place)
-    )
-
-    one.grid(64, look_backs=(2, 3))
-
-    assert len(counted) == len(set(counted)) == 11 + 10
 
 
 def test_window_attention_is_that_of_the_trace():
@@ -477,19 +440,6 @@ def test_tasks(name, meta, task):
 # ------------------------------------------------------------------------------------ command line
 
 
-@pytest.fixture
-def run(capsys):
-    """Runs `kvsim layers`; gives (status, standard output, standard error)."""
-
-    def run(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main(["layers", *(str(argument) for argument in arguments)])
-        return end.value.code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """Paths of three traces of 24 layers."""
@@ -503,7 +453,7 @@ def stored(tmp_path_factory):
 
 def test_one_trace_has_a_table_of_its_layers(run):
     """A line per layer, with the rule in words and the fidelity."""
-    status, out, err = run("sample", "--budget", "64,50%", "--gold", "answer")
+    status, out, err = run("layers", "sample", "--budget", "64,50%", "--gold", "answer")
 
     assert (status, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
@@ -519,23 +469,9 @@ def test_one_trace_has_a_table_of_its_layers(run):
     assert "all exact" in out
 
 
-def test_one_trace_of_many_layers(run, stored):
-    """The line of the selection layer says so, and the gold tokens are compared with it."""
-    status, out, err = run(stored[0], "--budget", "64", "--gold", "100-105", "--tau", "0.3")
-
-    trace = kvsim.open_trace(stored[0])
-    one = diagnose(trace, ranking(trace), 64)
-    assert (status, err) == (0, "")
-    (line,) = (line.split() for line in out.splitlines() if line.endswith("selects"))
-    assert line[0] == str(one.layer)
-    assert f"selects after layer {one.layer} of 24" in out
-    assert "instead of" not in out
-    assert "hold all of them" in out
-
-
 def test_several_traces_have_a_line_each(run, stored):
     """With the selection layer, and how often each is selected."""
-    status, out, err = run(*stored, "--budget", "64,100%", "--gold", "3")
+    status, out, err = run("layers", *stored, "--budget", "64,100%", "--gold", "3")
 
     assert (status, err) == (0, "")
     rows = [line.split() for line in out.splitlines() if line.startswith("task-")]
@@ -548,7 +484,7 @@ def test_several_traces_have_a_line_each(run, stored):
 
 def test_json_is_one_document(run, stored):
     """Tables and grids as lists of rows, with the parameters and the fidelity of each row."""
-    status, out, err = run(*stored[:2], "--budget", "64,80", "--look-back", "4", "--json")
+    status, out, err = run("layers", *stored[:2], "--budget", "64,80", "--look-back", "4", "--json")
 
     assert (status, err) == (0, "")
     document = json.loads(out)
@@ -573,28 +509,30 @@ def test_figures_are_written_to_a_new_folder(run, stored, tmp_path, monkeypatch)
     monkeypatch.setattr(Figure, "savefig", lambda _, content, **__: content.write(b"png"))
     one, many = tmp_path / "a" / "one", tmp_path / "many"
 
-    status, out, _ = run(stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json")
+    status, out, _ = run(
+        "layers", stored[0], "--budget", "64,50%", "--gold", "3", "--figures", one, "--json"
+    )
     assert status == 0
     names = sorted(path.name for path in one.iterdir())
     assert [f"{one}/{name}" for name in names] == sorted(json.loads(out)["figures"])
     assert names == sorted(
         ["variance.png", "gold.png", "overlap.png", "attention.png"]
-        + [f"{kind}-{b}.png" for kind in ("grid", "ranks", "bumps") for b in ("64", "50pct")]
+        + [f"{kind}-{b}.png" for kind in ("grid", "ranks") for b in ("64", "50pct")]
     )
-    status, out, _ = run(*stored, "--budget", "64", "--figures", many)
+    status, out, _ = run("layers", *stored, "--budget", "64", "--figures", many)
     assert status == 0
     assert "variance.png, selection.png" in out
     assert sorted(path.name for path in many.iterdir()) == ["selection.png", "variance.png"]
 
-    status, out, _ = run("sample", "--budget", "64", "--figures", tmp_path / "shallow")
+    status, out, _ = run("layers", "sample", "--budget", "64", "--figures", tmp_path / "shallow")
     assert status == 0
     assert "ranks-64.png" in out
     assert "grid" not in out  # one layer is tested: nothing to choose
-    status, out, _ = run(stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
+    status, out, _ = run("layers", stored[0], "--budget", "100%", "--figures", tmp_path / "fits")
     assert status == 0
     assert "grid" not in out
 
-    status, out, err = run("sample", "--budget", "64", "--figures", many)
+    status, out, err = run("layers", "sample", "--budget", "64", "--figures", many)
     assert (status, out) == (2, "")
     assert err == f"error: {many} exists; give another --figures, nothing was changed\n"
 
@@ -633,7 +571,7 @@ def test_the_command_refuses(run, arguments, expected, tmp_path, monkeypatch):
     """One line on standard error, status 2, and no folder is left."""
     monkeypatch.chdir(tmp_path)
 
-    status, out, err = run("sample", *arguments, "--figures", "f")
+    status, out, err = run("layers", "sample", *arguments, "--figures", "f")
 
     assert (status, out) == (2, "")
     assert err.count("\n") == 1

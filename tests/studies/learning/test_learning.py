@@ -22,7 +22,6 @@ from kvsim.studies.learning.lessons import Lesson, Pairs, Teacher, worth
 from kvsim.studies.learning.training import Projecting, fit
 from kvsim.testing.strategies import make_case
 
-CAUSAL = ("position", "attention", "keys", "values")
 EVERY_4 = Schedule(interval=4)
 
 

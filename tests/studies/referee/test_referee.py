@@ -198,18 +198,6 @@ def test_ties_are_equal_and_their_rule_is_named():
     assert mixed.deviations == ()
 
 
-def test_evicted_entries_that_return_are_named(trace):
-    """An implementation that masks, and finds masked entries again, is told so."""
-    dump = dump_of(trace)
-    sets = {row: kept.copy() for row, kept in dump.kept.items()}
-    back = int(np.flatnonzero(~sets[EVENTS[1]][0, 0])[0])
-    sets[EVENTS[2]][0, 0, back] = True
-    ruling = kvsim.conform(Dump(sets, dump.layers, **_more(dump)), POLICY)
-    assert "evicted-return" in [each.name for each in ruling.deviations]
-    assert ruling.apart[0].returned == (back,)
-    assert "eviction is final" in ruling.remarks[-1]
-
-
 def test_another_preset_is_named(trace):
     """A dump of a preset is recognised where the definition asked for is another."""
     record = kvsim.replay(trace, "tova@kvpress", BUDGET, interval=INTERVAL, prefill=True)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.kept.bursts import above, tops
 from kvsim.analysis.kept.retention import event_rows
-from kvsim.analysis.overview import summarise
 from kvsim.analysis.registry import METRICS
 from kvsim.schema import NEVER
 from kvsim.studies.segments.segments import NEAR, ams_segments, proxy_segments
@@ -171,7 +170,7 @@ def test_the_nearest_above_equals_a_walk(values, data):
     bound = np.array(data.draw(st.lists(st.integers(-1, 6), min_size=len(at), max_size=len(at))))
 
     for step in (1, -1):
-        found = above(tops(line), at, bound, step)
+        found = above(tops(line, len(line)), at, bound, step)
         for start, least, got in zip(at.tolist(), bound.tolist(), found.tolist(), strict=True):
             here = start + step
             while 0 <= here < len(line) and line[here] <= least:
@@ -362,24 +361,3 @@ def test_a_sweep_notes_what_its_metrics_read(monkeypatch):
         assert set(plans.notes) == noted
         parts = [plans.pos, plans.scores, plans.quotas, *plans.notes.values()]
         assert sum(one.nbytes for one in parts) < 2 * 2 * 200
-
-
-def test_a_summary_does_not_compare_segments_with_proxies():
-    """A policy that makes no segments has none in the summary, and a row all the same."""
-    run = replay_all(
-        [small_trace()],
-        [kvsim.policy("ams", **SMALL), kvsim.policy("tova")],
-        [24],
-        interval=12,
-        metrics=OF_SEGMENTS,
-    )
-
-    both = summarise(run.table, OF_SEGMENTS)
-    alone = summarise(run.table.filter(policy="tova"), OF_SEGMENTS)
-
-    assert both["policy"].to_list() == ["ams", "tova"]
-    assert both.filter(policy="ams").select(OF_SEGMENTS).null_count().sum_horizontal()[0] == 0
-    for summary in (both.filter(policy="tova"), alone):
-        row = summary.row(0, named=True)
-        assert [row[name] for name in (*OF_SEGMENTS, "exact")] == [None] * 5
-        assert row["budget"] == 24

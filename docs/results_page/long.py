@@ -1,0 +1,236 @@
+"""The page of long prompts: ranking, comparison with shorter ones, needles, time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+from scipy.stats import rankdata
+
+from kvsim.analysis.summaries import RESAMPLES, Interval
+from results_page.ranking import Row, shown
+from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
+from results_page.statistics import Floats, Results
+from results_page.text import command, sources
+from results_page.traces import ANSWER as ANSWERED
+from results_page.traces import labels
+
+#: Columns of the table after KL: heading, metric, variant (None: the main one), format.
+_COLUMNS = (
+    ("top-1", "top_agreement", None, ".2f"),
+    ("output error", "output_error", None, ".3f"),
+    ("retained mass", "retained_mass", None, ".3f"),
+    ("wipe-out 32", "wipeout", "length=32,threshold=0", ".2f"),
+)
+#: Not compared: what no budget binds, and chance.
+REFERENCES = ("full", "random")
+
+
+def long_page(
+    r: Results, by_budget: Mapping[int, Sequence[Row]], figure: str, shorter: Results
+) -> str:
+    """The whole page; figure: as for `page`; shorter: the same model on shorter prompts."""
+    policies = [row.label for row in by_budget[r.plan.budget]]
+    tokens, prompt = np.array(r.sizes).T
+    model = "SmolLM2" if r.plan.lengths else "the shipped model"
+    parts = [
+        f"# Results on {model} at {max(tokens):,} tokens",
+        f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, "
+        + _OPENING.format(shorter=shorter.plan.page),
+        "## Which policy is best",
+        _MEANING.format(budget=r.plan.budget),
+        _table(r, policies),
+        f"![KL and wiped-out regions of each policy]({figure})",
+        "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
+        "## By " + _by(r)[0],
+        _groups(r, policies),
+        "## Do shorter prompts predict the ranking?",
+        _predicted(r, shorter, [x for x in policies if x not in REFERENCES]),
+        *_needles(r, policies),
+        "## Time and memory",
+        _stages(r),
+        "## How this was measured",
+        _measured(r),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_OPENING = (
+    "one event after the prompt, policies of the papers with their own parameters. "
+    "[Shorter prompts]({shorter}) under all policies are on a page of their own."
+)
+_MEANING = (
+    "By judged KL: how far the model's predictions of the response move from those with the full "
+    "cache when each row sees what the replay kept, in nats per token. Because the only event "
+    "is after the prompt, decisions are those of a live run. Mean and 95 % interval over prompts; "
+    "the other [metrics](metrics.md) at budget {budget}, by whose KL rows are sorted. *Top-1* is "
+    "the share of tokens of the response whose most likely token stays that of the full cache, "
+    "*wipe-out 32* the share of regions of 32 tokens of which nothing is left."
+)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(head) - 1), *lines[1:]])
+
+
+def _table(r: Results, policies: Sequence[str]) -> str:
+    """KL at each budget, and the other metrics at the middle one."""
+    rows = []
+    for label in policies:
+        kl = [
+            Interval.of(r.of(label, budget, "response_kl")).text(".3f") for budget in r.plan.budgets
+        ]
+        values = (r.of(label, r.plan.budget, *which) for _, *which, _ in _COLUMNS)
+        means = (Interval.of(x) for x in values)
+        cells = [
+            f"{x.mean:{form}}" if x.n else "" for x, (*_, form) in zip(means, _COLUMNS, strict=True)
+        ]
+        rows.append([shown(label), *kl, *cells])
+    head = ["policy", *(f"KL {budget}" for budget in r.plan.budgets), *(x for x, *_ in _COLUMNS)]
+    return _markdown(head, rows)
+
+
+def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
+    """Which policies differ from the first, and how many pairs differ, beyond the intervals."""
+    names = [row.label for row in of_budget if row.label not in REFERENCES]
+    kl = {label: r.of(label, budget, "response_kl") for label in names}
+    first, *others = names
+    gaps = {label: Interval.of(kl[label] - kl[first]) for label in others}
+    level = [shown(label) for label, gap in gaps.items() if not gap.low > 0]
+    pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(names, 2)]
+    beyond = sum(gap.low > 0 or gap.high < 0 for gap in pairs)
+    same = f"not distinguished from {', '.join(level)}" if level else "better than each other one"
+    return (
+        f"Budget {budget}: {shown(first)} is first, {same} by the 95 % interval of the difference "
+        f"paired by prompt. {beyond} of {len(pairs)} pairs of policies differ by theirs, without a "
+        "correction for their number."
+    )
+
+
+def _by(r: Results) -> tuple[str, list[str]]:
+    """The label that prompts differ in, and that of each prompt."""
+    name = "task" if r.plan.lengths else "domain"
+    return name, [labels(r.plan, number + 1)[name] for number in range(r.plan.prompts)]
+
+
+def _groups(r: Results, policies: Sequence[str]) -> str:
+    """Mean KL of the prompts of each task, or domain."""
+    _, found = _by(r)
+    columns = [(kind, budget) for kind in dict.fromkeys(found) for budget in r.plan.budgets]
+    rows = []
+    for label in policies:
+        kl = {budget: r.of(label, budget, "response_kl") for budget in r.plan.budgets}
+        means = (kl[budget][np.array(found) == kind].mean() for kind, budget in columns)
+        rows.append([shown(label), *(f"{mean:.3f}" for mean in means)])
+    count = " and ".join(
+        f"{found.count(kind)} prompts are `{kind}`" for kind in dict.fromkeys(found)
+    )
+    head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
+    return f"Mean KL; {count}.\n\n" + _markdown(head, rows)
+
+
+def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
+    """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
+    rows = []
+    for short in shorter.plan.budgets:
+        before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
+        cells = []
+        for budget in r.plan.budgets:
+            kl = np.array([r.of(label, budget, "response_kl") for label in policies])
+            cells.append(_correlation(before, kl))
+        rows.append([f"budget {short}", *cells])
+    tokens = np.array(shorter.sizes).T[0]
+    return (
+        f"Rank correlation of the {len(policies)} policies, without `full` and `random`, "
+        f"by mean KL here (columns) and on [{shorter.plan.prompts} prompts of {tokens.min()} to "
+        f"{tokens.max()} tokens]({shorter.plan.page}) (rows); in brackets the 95 % interval over "
+        "the prompts here. There, evictions go on during the response.\n\n"
+    ) + _markdown(["shorter prompts", *(f"budget {budget}" for budget in r.plan.budgets)], rows)
+
+
+def _correlation(before: Sequence[float], kl: Floats) -> str:
+    """Of [policy] and [policy, prompt], with an interval of resampled prompts."""
+    drawn = np.random.default_rng(0).integers(0, kl.shape[1], (RESAMPLES, kl.shape[1]))
+    means = np.stack([kl.mean(1), *(kl[:, places].mean(1) for places in drawn)])
+    own, others = (x - (len(kl) + 1) / 2 for x in (rankdata(before), rankdata(means, axis=1)))
+    value, *values = others @ own / np.sqrt((others**2).sum(1) * (own**2).sum())
+    low, high = np.quantile(values, [0.025, 0.975])
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _needles(r: Results, policies: Sequence[str]) -> list[str]:
+    """Answers that stay right, and what is left of the needles, where there are some."""
+    asked = ~np.isnan(r.of("full", r.plan.budget, "needle_recall"))
+    if not asked.any():
+        return []
+    rows, right = [], 0
+    for label in policies:
+        answers = [r.of(label, budget, ANSWER) for budget in r.plan.budgets]
+        right = int((~np.isnan(answers[0])).sum())
+        recall = (r.of(label, budget, "needle_recall") for budget in r.plan.budgets)
+        cells = [f"{np.nansum(x):.0f} of {right}" for x in answers]
+        rows.append([shown(label), *cells, *(f"{np.nanmean(x):.2f}" for x in recall)])
+    titles = (f"{name} {budget}" for name in ("right", "recall") for budget in r.plan.budgets)
+    text = (
+        f"{asked.sum()} of the prompts ask for a code in the text; with the full cache {right} are "
+        "answered right. *Right*: of these, how many the model would still answer: under greedy "
+        "decoding from the evicted cache, no token of the answer changes. *Recall*: share of the "
+        "needle's tokens that rows of the response still see, mean over layers and heads."
+    )
+    return ["## Needles", text, _markdown(["policy", *titles], rows)]
+
+
+def _stages(r: Results) -> str:
+    """Seconds and memory of each stage."""
+    rows = []
+    for stage in STAGES:
+        seconds, before, peak = (_of_stage(r, name, stage) for name in (SECONDS, BEFORE, PEAK))
+        sizes = [f"{x / 2**30:.2f}" for x in (min(before), min(peak))]
+        rows.append([stage, f"{np.mean(seconds):.0f}", f"{max(seconds):.0f}", *sizes])
+    head = ["stage", "seconds, mean", "seconds, most", "GiB before", "GiB at its peak"]
+    return _STAGES + "\n\n" + _markdown(head, rows)
+
+
+_STAGES = (
+    "Of a prompt, on one thread: seconds of the processor, and resident memory of the process when "
+    "the stage begins and at its peak, of the prompt with the least, because a process keeps "
+    "memory of the prompts before. The model is in it, and from replaying on the trace, read into "
+    "memory as a whole. Replaying and judging are those of all policies at all budgets together."
+)
+
+
+def _of_stage(r: Results, metric: str, stage: str) -> list[float]:
+    """A value for each prompt."""
+    return r.stages.filter(metric=metric, variant=stage)["value"].to_list()
+
+
+def _measured(r: Results) -> str:
+    """The command, the prompts, and what limits the results."""
+    plan = r.plan
+    return "\n".join(
+        [
+            command(plan),
+            "",
+            *([_TEXTS.format(response=plan.response, answer=ANSWERED)] if plan.lengths else []),
+            sources(r),
+            *_LIMITS,
+        ]
+    )
+
+
+_TEXTS = (
+    "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "
+    "one pass; the others are `needle`, a code somewhere in the text and a question about it; the "
+    "model writes {answer} tokens. The text is Python's documentation, which has about 28,000 "
+    "tokens of prose, so that prompts share parts of it: the intervals are of prompts like these, "
+    "not of other texts."
+)
+_LIMITS = (
+    "* Every policy has its own parameters, save that none protects the whole prompt.",
+    "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
+    "* `kvzip` is missing: rows that repeat the prompt need as many positions again.",
+    "* Policies that [drop rows between layers](across-layers.md) are missing: none is judged.",
+    "* A question is at the end of the prompt, which favours policies that look at the last rows.",
+)

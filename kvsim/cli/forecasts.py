@@ -1,0 +1,100 @@
+"""Plans of commands (`--plan`), and what commands took next to their plans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.filesize import decimal as size
+
+from kvsim.cli import show
+from kvsim.schema import is_url, plural
+
+if TYPE_CHECKING:
+    from kvsim.store.forecast import Forecast
+    from kvsim.sweeps.planning import Plan
+
+
+def echo_plan(plan: Plan, out: Any, jobs: int | None, *, as_json: bool) -> None:
+    """Print what is left of a plan of replays or live runs; out: the run folder or None."""
+    from kvsim.sweeps.forecast import forecast
+    from kvsim.sweeps.remote import kept_in
+    from kvsim.sweeps.workers import processes
+
+    kept = kept_in(out)
+    kept.scan()
+    left = len(plan.left(kept))
+    counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
+    counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
+    fields = {
+        "cells": f"{counts['cells']} on {plural(counts['traces'], 'trace')}",
+        "tasks": f"{left} of {counts['tasks']} left, {plural(counts['jobs'], 'job')}",
+    }
+    folder = None if out is None or is_url(out) else Path(out)
+    echo_forecast(forecast(plan, kept, jobs), folder, fields, counts, as_json=as_json)
+
+
+def echo_forecast(
+    forecast: Forecast,
+    folder: Path | None,
+    fields: Mapping[str, str] | None = None,
+    counts: Mapping[str, Any] | None = None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print a forecast; folder: of the outputs, None without. fields, counts: shown before it."""
+    from kvsim.store.forecast import free_bytes
+
+    facts = forecast.describe()
+    free = None if folder is None else free_bytes(folder)
+    if as_json:
+        show.echo_json({**(counts or {}), **facts, "free": free})
+        return
+    device = facts["device_memory"]
+    show.echo_fields(
+        {
+            **(fields or {}),
+            **({"to read": size(facts["bytes_to_read"])} if facts["bytes_to_read"] else {}),
+            **({} if free is None else {"disk": _disk(facts, free)}),
+            "memory": f"{size(facts['memory'])}" + f", of the device {size(device)}" * (device > 0),
+            "FLOPs": f"{facts['flops']:.3g}",
+            "time": "about {}, {} to {}".format(
+                *map(_time, (facts["seconds"], *facts["seconds_range"]))
+            ),
+        }
+    )
+
+
+def _disk(facts: Mapping[str, Any], free: int) -> str:
+    arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
+    most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
+    return f"{size(facts['bytes'])} in {facts['files']} files{most}, {size(free)} free"
+
+
+def took_document(forecasts: Sequence[Forecast], actual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan and what a command took, ready for JSON; empty without a plan."""
+    return {"plan": {**forecasts[0].describe(), "actual": actual}} if forecasts else {}
+
+
+def echo_took(document: Mapping[str, Any]) -> None:
+    """Print a plan and what a command took on one line, where progress was shown too."""
+    from kvsim.progress import EVERY
+
+    plan = document.get("plan")
+    if plan and (sys.stderr.isatty() or plan["actual"]["seconds"] >= EVERY):
+        show.echo_error(f"Planned: {_took(plan)}. Took: {_took(plan['actual'])}.")
+
+
+def _took(facts: Mapping[str, Any]) -> str:
+    parts = [_time(facts["seconds"])]
+    parts += [f"{size(facts['bytes'])} in {facts['files']} files"] if facts.get("files") else []
+    parts += [f"{size(facts['memory'])} of memory"] if facts["memory"] else []
+    return ", ".join(parts)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,163 @@
+"""Rows that a trace leaves out, and the sums over them that policies read instead.
+
+The first block of rows stays, for policies that learn from the beginning of a text. Where the rows
+left out end, `received` has the attention that each position received from all rows before, and
+`moments` the mean and the covariance of the queries before RoPE of all rows but the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvsim.core.attention import Formula, Rope
+from kvsim.core.checks import check_shapes
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.weights import row_grid, row_weights
+from kvsim.errors import NeedsError
+from kvsim.schema import CHUNK, OF_ROWS
+
+#: First rows whose queries are not among the moments: attention sinks.
+SINKS = 4
+
+#: Rows start..stop-1, whole blocks of 256.
+LeftOut = tuple[int, int] | None
+
+#: Number of rows, their mean, and the sum of the products of their deviations.
+Moments = tuple[int, Tensor, Tensor]
+
+
+def left_out_before(end: int, rows: int) -> LeftOut:
+    """Return what is left out where the prompt, or its context, has `end` tokens.
+
+    At least `rows` of its last rows stay, and the last one in any case.
+    """
+    stop = max(0, min(end - rows, end - 1)) // CHUNK * CHUNK
+    return (CHUNK, stop) if stop > CHUNK else None
+
+
+def stored_shape(name: str, shape: tuple[int, ...], left_out: LeftOut) -> tuple[int, ...]:
+    """Return the shape of what is stored of an array."""
+    if left_out is None or name not in OF_ROWS:
+        return shape
+    return (*shape[:2], shape[2] - left_out[1] + left_out[0], *shape[3:])
+
+
+def whole_shape(name: str, shape: tuple[int, ...], left_out: LeftOut) -> tuple[int, ...]:
+    """Return the shape of an array with the rows that were left out; of what is stored."""
+    return stored_shape(name, shape, None if left_out is None else (left_out[1], left_out[0]))
+
+
+def whole_shapes(
+    shapes: Mapping[str, tuple[int, ...]], left_out: LeftOut, where: str
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays with the rows left out; TraceError where they do not fit."""
+    whole = {name: whole_shape(name, shape, left_out) for name, shape in shapes.items()}
+    check_shapes(whole, where)
+    return whole
+
+
+def left_out_among(rows: Tensor, left_out: LeftOut) -> LeftOut:
+    """Return the places of rows [n], ascending, that are left out."""
+    start, stop = torch.searchsorted(rows, torch.tensor(left_out or (0, 0))).tolist()
+    return (start, stop) if start < stop else None
+
+
+def stored_part(name: str, pos: slice, n_pos: int, left_out: LeftOut, where: str) -> slice:
+    """Return where positions of an array are in what is stored of it; NeedsError if some are not.
+
+    pos: step 1.
+    """
+    if left_out is None or name not in OF_ROWS:
+        return pos
+    start, stop, _ = pos.indices(n_pos)
+    first, end = left_out
+    if stop <= first or start >= stop:
+        return slice(start, stop)
+    if start >= end:
+        return slice(start - end + first, stop - end + first)
+    raise NeedsError(
+        f"{where}: {name} of rows {max(start, first)} to {min(stop, end) - 1} was left out when it "
+        "was recorded (--rows); record it with more rows before the response (--rows response+N), "
+        "or with all of them"
+    )
+
+
+def held_parts(name: str, pos: range, left_out: LeftOut) -> list[slice]:
+    """Return the runs of positions that an array has."""
+    first, end = left_out if left_out and name in OF_ROWS else (pos.start, pos.start)
+    ends = (pos.start, min(pos.stop, first)), (max(pos.start, end), pos.stop)
+    return [slice(*each) for each in ends if each[0] < each[1]]
+
+
+def held_blocks(name: str, n_pos: int, left_out: LeftOut) -> Iterator[slice]:
+    """Yield the blocks of 256 positions that an array has, in order."""
+    first, end = left_out if left_out and name in OF_ROWS else (0, 0)
+    for start in range(0, n_pos, CHUNK):
+        if not first <= start < end:
+            yield slice(start, min(start + CHUNK, n_pos))
+
+
+class Sums:
+    """The sums of one layer, rows one after the other, as `kvsim.core.view.View` adds them up.
+
+    rope: None where queries before RoPE are not known.
+    """
+
+    def __init__(self, formula: Formula, rope: Rope | None) -> None:
+        self.formula, self.rope = formula, rope
+        self._received = torch.zeros(0)
+        self._moments: Moments | None = None
+        self._end = 0
+
+    def add(self, q: Tensor, k: Tensor) -> None:
+        """Add the next rows; q [qhead, w, d] of a block, k [head, n, d] up to its last row."""
+        start, self._end = self._end, k.shape[1]
+        rows = q.unflatten(0, (len(k), -1))  # [H, G, w, d]
+        total = rows.new_zeros(*rows.shape[:2], self._end)
+        total[..., :start] = self._received.to(total)
+        if self.formula.reach is None or self.formula.reach >= self._end:  # else nothing reads it
+            self._add_received(total, rows, k, start)
+        self._received = total
+        if self.rope is not None:
+            first = max(start, SINKS)
+            at = torch.arange(first, self._end, device=q.device)
+            samples = self.rope.unrotate(rows[None, :, :, first - start :], at)
+            self._moments = merged(self._moments, samples)
+
+    def _add_received(self, total: Tensor, q: Tensor, k: Tensor, start: int) -> None:
+        size = q[:, :, 0, 0].numel() * q.element_size()
+        for low, high in row_grid(start, self._end, size):
+            part = q[:, :, low - start : high - start].flatten(1, 2)  # [H, G * w, d]
+            row = torch.arange(low, high, device=q.device).expand(q.shape[1], -1).flatten()
+            last = torch.arange(low + 1, high, device=q.device).expand(len(q), -1)
+            weights = row_weights(part, k[:, :high], self.formula, row, last, 1)
+            total[..., :high] += weights.unflatten(1, (q.shape[1], -1)).sum(2)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return `received` [qhead, n] and `moments` [qhead, 1 + d, d]: mean, then products."""
+        out = {"received": self._received.flatten(0, 1)}
+        if self._moments is not None:
+            _, mean, spread = self._moments
+            out["moments"] = torch.cat([mean.unsqueeze(-2), spread], -2)[0].flatten(0, 1)
+        return out
+
+
+def merged(before: Moments | None, block: Tensor, *, covariance: bool = True) -> Moments:
+    """Number, mean [L, ..., d] and products of deviations [L, ..., d, d] of some rows and a block.
+
+    block [L, ..., w, d]. They merge without cancellation (Chan, Golub and LeVeque 1983, doi
+    10.1080/00031305.1983.10483115). Without `covariance` the products are those before.
+    """
+    rows, mean = block.shape[-2], block.mean(-2)
+    within = mean.new_zeros(()) if before is None else before[2]
+    if covariance:
+        centred = block - mean.unsqueeze(-2)
+        within = centred.mT @ centred
+    if before is None:
+        return rows, mean, within
+    count, earlier, spread = before
+    shift, total = mean - earlier, count + rows
+    if covariance:
+        between = shift.unsqueeze(-1) * shift.unsqueeze(-2) * (count * rows / total)
+        within = spread + within + between
+    return total, earlier + shift * (rows / total), within

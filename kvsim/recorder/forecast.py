@@ -1,0 +1,193 @@
+"""Forecast of captures: shapes from one kernel call, of which a model without weights has one too.
+
+What a gate adds to a trace is not in it: that there is one is measured with numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from kvsim.core.flops import attention_flops, causal_pairs
+from kvsim.core.threads import threads_for
+from kvsim.errors import CaptureError, error_line
+from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.models import load_outline
+from kvsim.recorder.modules import attention_modules
+from kvsim.recorder.options import Options
+from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.sensitivity import ROWS
+from kvsim.recorder.session import Session
+from kvsim.schema import CHUNK
+from kvsim.store.forecast import PROCESS, Forecast, Rates, by_array, memory_of
+from kvsim.store.layout import StoredArray, stored_arrays
+
+#: Small operations in a layer's forward of one row, with what records it.
+_CALLS = 350
+
+#: Bytes that are recorded while a product with a vector reads one, such bytes that a byte of the
+#: digest of weights takes, and small operations that a file takes.
+_RECORDING, _DIGEST, _FILE = 1 / 200, 40, 1000
+
+
+class _SeenError(Exception):
+    """Ends a forward at its first kernel call."""
+
+    def __init__(self, call: KernelCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def first_call(model: PreTrainedModel) -> KernelCall:
+    """Return the first kernel call of a forward of two tokens, which ends there.
+
+    Raises CaptureError for a model without weights whose forward reads numbers.
+    """
+
+    def receive(call: KernelCall) -> None:
+        raise _SeenError(call)
+
+    ids = torch.tensor([[1, 2]], device=device_of(model))
+    options = cache_option(model, full_cache(model))
+    try:
+        with torch.no_grad(), evaluating(model), intercepting(model, receive):
+            model(ids, use_cache=True, **options)
+    except _SeenError as seen:
+        return seen.call
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, CaptureError) or not next(model.parameters()).is_meta:
+            raise
+        raise CaptureError(
+            f"{type(model).__name__} cannot be planned without its weights ({error_line(error)}); "
+            "record it without --plan"
+        ) from error
+    raise CaptureError(f"{type(model).__name__} called no kernel, expected one call in each layer")
+
+
+class ModelWork:
+    """Work of a model's forward: FLOPs and bytes of weights, by row and by logits of a row."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        parts = (model.get_input_embeddings(), model.get_output_embeddings())
+        weights = [getattr(part, "weight", None) for part in parts]
+        ends = {id(each): each.numel() for each in weights if isinstance(each, torch.Tensor)}
+        experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+        matrices = [each for each in model.parameters() if each.dim() > 1 and id(each) not in ends]
+        used = sum(
+            each.numel() * (min(1, experts / len(each)) if experts and each.dim() == 3 else 1)
+            for each in matrices
+        )
+        embedding = max(ends.values(), default=0)
+        itemsize = next(model.parameters()).element_size()
+        self.layers = len(attention_modules(model))
+        self.weights = sum(each.nbytes for each in model.parameters())
+        self.row, self.logits = 2 * used, 2 * embedding
+        self.read = (used + embedding) * itemsize  # by a token
+        self.vocabulary = model.config.get_text_config().vocab_size
+        # bytes of a row inside a layer: the parts of a gated product, and the stream
+        widest = max((max(each.shape) for each in matrices), default=1)
+        self.inside = (3 * widest + 4 * model.config.get_text_config().hidden_size) * itemsize
+
+    def seconds(self, flops: float, tokens: int, rates: Rates) -> float:
+        """Return the time of FLOPs of long products and of so many tokens one by one."""
+        of_token = self.read / rates.stream + self.layers * _CALLS * rates.call
+        return flops / rates.products + tokens * of_token
+
+
+def forecast(
+    model: PreTrainedModel, sessions: Sequence[Session], rates: Rates, device: str
+) -> Forecast:
+    """Return what captures take, of responses of the greatest length; device: where they run."""
+    call, work = first_call(model), ModelWork(model)
+    stored, small = list[StoredArray](), 0.0
+    flops = seconds = peak = 0.0
+    for each in sessions:
+        arrays_of = each.arrays(_as_received(call, each))
+        of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
+        stored += of_trace
+        # metadata with checksums, tokens and their texts
+        small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
+        products, of_session = _work(each, call, work)
+        flops += products + each.new_tokens * (work.row + work.logits)
+        seconds += work.seconds(products, each.new_tokens, rates)
+        peak = max(peak, of_session)
+    first = sessions[0] if sessions else None
+    if projected := first is not None and first.projections is not None:
+        shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
+        source = {"o_proj": first.projections.dtype}
+        stored += stored_arrays({"o_proj": shape}, source, first.options.store_dtype)
+    # of a trace `layer`, `tokens`, `token_text` and its metadata; of projections theirs
+    texts = first is not None and first.tokenizer is not None
+    chunks = sum(1 + len([*array.files()]) for array in stored)
+    files = chunks + (5 + 2 * texts) * len(sessions) + projected
+    arrays = by_array(stored)
+    written = sum(usual for usual, _ in arrays.values()) + small
+    seconds += written / (_RECORDING * rates.stream) + files * _FILE * rates.call
+    seconds += _DIGEST * work.weights / rates.stream
+    on_device = device != "cpu"
+    resident, weights = memory_of("VmRSS") or PROCESS, 0 if on_device else work.weights
+    return Forecast(
+        written=written,
+        files=files,
+        memory=max(resident, PROCESS + weights) + (0 if on_device else peak),
+        device_memory=work.weights + peak if on_device else 0,
+        flops=flops,
+        seconds=seconds,
+        arrays=arrays,
+    )
+
+
+def _work(session: Session, call: KernelCall, work: ModelWork) -> tuple[float, float]:
+    """Return FLOPs of what runs many rows at once, and the most bytes besides the weights."""
+    (heads, _, dim), entry = call.q.shape, call.k.shape[2] + call.v.shape[2]
+    n, given, recorded = len(session.encoded.ids), len(session.response), len(session.layer_ids)
+    of_pair, item, rows = attention_flops(1, heads, entry), call.k.element_size(), n + given
+    probe = 0 if session.probe is None else len(session.probe.tokens) + len(session.context)
+    longest = max(given, session.new_tokens)
+    measured = session.options.sensitivity and session.projections is not None and longest > 1
+    copies = ROWS * (work.layers + 1) if measured else 0
+    pairs = causal_pairs(session.limit) + causal_pairs(probe)
+    # the recorder computes the attention of its layers again; a copy differs from the full rows
+    # from its own layer on
+    flops = of_pair * (pairs * (work.layers + recorded) + copies * n * work.layers / 2)
+    flops += (rows + probe + copies) * work.row + (1 + given + copies) * work.logits
+    cache = session.limit * work.layers * len(call.k) * entry * item
+    blocks = recorded * CHUNK * (2 * heads + len(call.k)) * dim * item
+    logits = max(1 + given, copies)
+    logits = work.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
+    return flops, cache + blocks + max(rows * (work.inside + heads * entry * item), logits)
+
+
+def _as_received(call: KernelCall, session: Session) -> KernelCall:
+    """Return a call with what a capture adds to it."""
+    residual = call.hidden if session.options.residual else None
+    norm = None if session.residual is None else call.hidden[:, 0]
+    return replace(call, residual=residual, residual_norm=norm)
+
+
+def planned(
+    name: str,
+    captures: Sequence[tuple[Prompt, Path]],
+    options: Options,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Forecast:
+    """Return the forecast of captures of prompts to paths, without the model's weights.
+
+    Other arguments as those of `load_model`, whose errors this raises, and those of `capture`.
+    """
+    model, tokenizer = load_outline(
+        name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code
+    )
+    sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
+    here = "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
+    with threads_for(model):
+        return forecast(model, sessions, Rates.measured(here), device)

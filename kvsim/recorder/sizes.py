@@ -1,0 +1,85 @@
+"""Sizes of what a capture records: heads and dimensions of each layer, and dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvsim.core.sources import Size, is_sized, padded
+from kvsim.errors import CaptureError
+from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.generation import device_of, evaluating, run_model
+from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.modules import kernel_sizes
+
+#: Dense attention above this size is refused: it follows from q, k and the log-sum-exp.
+MAX_ATTENTION_BYTES = 4 << 30
+
+
+def check_dense(rows: int, n_pos: int) -> None:
+    """Raise CaptureError for more dense attention than `MAX_ATTENTION_BYTES`.
+
+    rows: of all heads and layers, each over so many positions.
+    """
+    size = rows * n_pos * 4
+    if size > MAX_ATTENTION_BYTES:
+        raise CaptureError(
+            f"dense attention of up to {n_pos} tokens takes {size / 2**30:.1f} GiB, expected at "
+            f"most {MAX_ATTENTION_BYTES >> 30}; leave --attention out, it follows from q, k and "
+            "lse, or store the last rows alone (--attention window:N)"
+        )
+
+
+def size_of(call: KernelCall) -> Size:
+    """Return the numbers of query heads, KV heads, dimensions, and dimensions of values."""
+    return call.q.shape[0], call.k.shape[0], call.k.shape[2], call.v.shape[2]
+
+
+def layer_sizes(
+    model: PreTrainedModel, layers: Collection[int], *whole: object
+) -> tuple[Size, ...]:
+    """Return the size of each layer, in order; empty where all have the same.
+
+    whole: dense attention, rows that repeat the context and rows left out, as far as they are
+    wanted; what is stored of them has one shape for all layers, so that CaptureError is raised
+    where these differ.
+
+    Measured by a run of two tokens, of models whose kernels get different ones or whose entries are
+    no keys and values (latent attention).
+    """
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    if len(kernel_sizes(model)) == 1 and not latent:
+        return ()
+    sizes: dict[int, Size] = {}
+
+    def receive(call: KernelCall) -> None:
+        sizes[call.layer] = size_of(call)
+
+    ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
+    with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
+        run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    if len({*sizes.values()}) == 1:
+        return ()
+    if any(whole):
+        raise CaptureError(
+            "dense attention, rows that repeat the context, and sums over rows that are left out "
+            "are those of layers of one size, and layers of the model differ in heads or "
+            "dimensions; choose layers (--layers), or do without them"
+        )
+    return tuple(sizes[layer] for layer in sorted(sizes))
+
+
+def largest(sizes: Sequence[Size]) -> Size:
+    """Return the largest of each number."""
+    qheads, heads, dim, value_dim = (max(of_layers) for of_layers in zip(*sizes, strict=True))
+    return qheads, heads, dim, value_dim
+
+
+def as_largest(name: str, part: Tensor, sizes: Sequence[Size]) -> Tensor:
+    """Return an array of one layer, padded with zeros to the largest size; no sizes: as it is."""
+    if not sizes or not is_sized(name):
+        return part
+    return padded(name, part[None], largest(sizes))[0]

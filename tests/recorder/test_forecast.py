@@ -1,0 +1,184 @@
+"""Plans of captures: from shapes alone, against what captures take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import recorder_models
+import torch
+from recorder_models import build
+
+from kvsim.errors import CaptureError, MemoryLimitError, OutputError
+from kvsim.recorder import Options, Prompt, capture, capture_many
+from kvsim.recorder import forecast as forecasts
+from kvsim.recorder.models import load_outline
+from kvsim.store import forecast as store_forecast
+from kvsim.store.forecast import Meter
+from kvsim.studies.cost.model import Model
+from kvsim.studies.language import tasks
+
+
+def took(folder):
+    """Bytes and files below a folder."""
+    facts = Meter().actual([folder])
+    return facts["bytes"], facts["files"]
+
+
+@pytest.mark.parametrize(
+    ("family", "n", "new", "options"),
+    [
+        ("llama", 300, 20, {}),
+        ("qwen3", 40, 4, {"layers": [0], "o_proj": False}),
+        ("qwen2", 700, 0, {"residual": True, "store_dtype": "float16"}),
+        ("gemma3", 150, 9, {"attention": "window:32"}),
+        ("llama", 256, 1, {"probe": "repeat"}),
+    ],
+)
+def test_a_plan_has_the_bytes_and_files_of_the_capture(tmp_path, family, n, new, options):
+    """Bytes are within 30 percent, files are those that are written."""
+    plans = []
+    model = build(family)
+    tokens = torch.randint(3, 60, (n,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    capture(
+        model,
+        None,
+        tokens,
+        out=tmp_path / "folder" / "a.zarr",
+        max_new_tokens=new,
+        planned=plans.append,
+        **options,
+    )
+
+    written, files = took(tmp_path / "folder")
+    (plan,) = plans
+    assert plan.files == files
+    assert plan.written == pytest.approx(written, rel=0.3)
+
+
+def test_a_plan_without_weights_is_that_of_the_loaded_model(tmp_path):
+    """Arrays, files and FLOPs of `tiny` follow from its configuration and tokenizer."""
+    texts = [each.prompt for each in tasks.prompts(2, task="walk")]
+    prompts = [Prompt(name, text) for name, text in zip("ab", texts, strict=True)]
+    loaded = []
+    options = Options(max_new_tokens=3)
+
+    from_outline = forecasts.planned(
+        "tiny", [(each, tmp_path / f"{each.id}.zarr") for each in prompts], options
+    )
+    capture_many("tiny", None, prompts, tmp_path, max_new_tokens=3, planned=loaded.append)
+
+    (from_weights,) = loaded
+    assert from_outline.arrays == from_weights.arrays
+    assert (from_outline.files, from_outline.flops) == (from_weights.files, from_weights.flops)
+    assert from_outline.written == pytest.approx(took(tmp_path)[0], rel=0.3)
+    assert from_outline.files == took(tmp_path)[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss", "deepseek"])
+def test_a_plan_reads_no_numbers_of_a_model(tmp_path, family):
+    """Models of experts, of sinks and of latent attention are planned from their configuration."""
+    kernel = "eager" if family == "gpt_oss" else "sdpa"
+    latent = family == "deepseek"
+    model = recorder_models.latent("deepseek_v3") if latent else build(family, kernel)
+    model.config.save_pretrained(tmp_path / "model")
+
+    outline, _ = load_outline(tmp_path / "model", dtype=None, on_cpu=True)
+
+    assert all(each.is_meta for each in outline.parameters())
+    shapes = [
+        [tuple(getattr(call, name).shape) for name in ("q", "k", "v", "hidden")]
+        for call in map(forecasts.first_call, (outline, model))
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_the_flops_of_a_prompt_are_those_of_the_closed_form(tmp_path):
+    """Products of weights and attention agree with the cost model, beside what recording adds."""
+    model = build("llama")
+    plans = []
+    n = 50
+
+    capture(
+        model,
+        None,
+        [3] * n,
+        out=tmp_path / "a.zarr",
+        max_new_tokens=0,
+        sensitivity=False,
+        planned=plans.append,
+    )
+
+    of_model = Model.from_config(model.config.to_dict())
+    checked = of_model.n_layers * of_model.attention_flops(n * (n + 1) / 2)
+    assert plans[0].flops == of_model.prefill_flops(n) + checked
+
+
+def test_a_capture_without_room_is_refused_before_it_runs(tmp_path, monkeypatch):
+    """One line says what is free and what is planned; `force` records all the same."""
+    monkeypatch.setattr(store_forecast, "free_bytes", lambda _: 20_000)
+    model, out = build("llama"), tmp_path / "a.zarr"
+
+    with pytest.raises(OutputError, match=r"has 2e-05 GB free, expected .* GB .*--force$"):
+        capture(model, None, [3] * 300, out=out, max_new_tokens=0)
+    assert not list(tmp_path.iterdir())
+
+    trace = capture(model, None, [3] * 300, out=out, max_new_tokens=0, force=True)
+    assert trace.n_pos == 300
+
+
+def test_a_capture_above_a_limit_of_memory_is_refused(tmp_path):
+    """The plan counts the process, the weights and what a forward holds; sizes are checked."""
+    model = build("llama")
+    with pytest.raises(MemoryLimitError, match=r"takes 0\.\d+ GB .* at most 0\.001 GB"):
+        capture(model, None, [3] * 30, max_new_tokens=0, memory="1MB")
+    with pytest.raises(CaptureError, match="memory is 'much', expected bytes, or a size"):
+        capture(model, None, [3] * 30, memory="much")
+
+
+#: A capture of a random model: its weights, its tokens and its given response make the peak.
+CAPTURE = """
+import json, pathlib, sys
+import torch, transformers
+import kvsim
+
+def memory(kind):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+sizes, prompt, response = json.loads(sys.argv[1])
+torch.manual_seed(0)
+before = memory("VmRSS")
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+plans, tokens = [], torch.randint(0, 99, (prompt + response,)).tolist()
+options = {"max_new_tokens": 0} if not response else {"response": tokens[prompt:]}
+kvsim.capture(
+    model, None, tokens[:prompt], out=sys.argv[2], planned=plans.append, o_proj=False, **options
+)
+print(json.dumps([before, plans[0].memory, memory("VmHWM")]))
+"""
+_SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prompt", "response"),
+    [
+        ({"hidden_size": 512, "intermediate_size": 12_000, "vocab_size": 30_000}, 40, 0),
+        ({"hidden_size": 64, "intermediate_size": 8_000, "vocab_size": 100}, 3_000, 0),
+        ({"hidden_size": 64, "intermediate_size": 64, "vocab_size": 40_000}, 600, 1_500),
+    ],
+)
+def test_a_plan_has_the_peak_of_memory(tmp_path, warm_python, sizes, prompt, response):
+    """What a process grows by, of weights, a long prompt, and logits, within 30 percent."""
+    given = json.dumps([{**_SMALL, **sizes, "max_position_embeddings": 4096}, prompt, response])
+    command = [warm_python, "-c", CAPTURE, given, str(tmp_path / "a.zarr")]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+    assert done.returncode == 0, done.stderr
+    before, planned, peak = json.loads(done.stdout.splitlines()[-1])
+    print(f"{sizes}: planned {planned / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB")
+    assert planned == pytest.approx(peak, rel=0.3)
+    assert planned - before == pytest.approx(peak - before, rel=0.6)

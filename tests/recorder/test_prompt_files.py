@@ -1,0 +1,201 @@
+"""Prompts of a capture: files of them, system messages, chats; and strings that end a response."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorder_models import four_layers
+
+from families import ids
+from kvsim.errors import CaptureError
+from kvsim.recorder import Prompt, capture, capture_many, read_prompts
+from kvsim.recorder.generation import StopStrings
+from small_model import TEMPLATE, words_tokenizer
+
+
+def write(path, *rows, start=b"", end=b"\n"):
+    """A file with a JSON object per line."""
+    path.write_bytes(start + end.join(json.dumps(row).encode() for row in rows) + end)
+    return path
+
+
+def test_what_a_line_may_hold(tmp_path):
+    """Text, chats and token ids, with names, answers, labels and a system message."""
+    chat = [{"role": "user", "content": "w1"}]
+    source = write(
+        tmp_path / "p.jsonl",
+        {"id": 7, "prompt": "w1", "answer": 42, "difficulty": "hard", "tokens": 100},
+        {"messages": chat, "system": "w2", "level": 3, "difficulty": 3},
+        {"tokens": [1, 2], "system": ""},
+        {"prompt": chat},
+        {"prompt": [5, 6], "other": None},
+    )
+
+    found = read_prompts(source)
+
+    assert found == [
+        Prompt("7", "w1", "42", {"level": "hard"}),
+        Prompt("prompt-0001", chat, None, {"level": 3}, "w2"),
+        Prompt("prompt-0002", [1, 2]),
+        Prompt("prompt-0003", chat),
+        Prompt("prompt-0004", [5, 6]),
+    ]
+
+
+def test_files_from_elsewhere(tmp_path):
+    """A byte order mark, Windows line ends, empty lines and a separator inside a text are fine."""
+    rows = [{"prompt": "w1 \u2028 w2"}, {"prompt": "w3"}]
+    plain = write(tmp_path / "a.jsonl", *rows)
+    odd = write(tmp_path / "b.jsonl", *rows, start=b"\xef\xbb\xbf\r\n", end=b"\r\n  \r\n")
+
+    assert read_prompts(odd) == read_prompts(plain)
+
+
+def test_a_file_is_read_no_further_than_asked(tmp_path):
+    """With a limit, what follows is not looked at."""
+    source = tmp_path / "p.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\nnonsense\n')
+
+    assert [one.content for one in read_prompts(source, limit=2)] == ["a", "b"]
+    with pytest.raises(CaptureError, match="limit is -1, expected at least 1 prompt"):
+        read_prompts(source, limit=-1)
+    with pytest.raises(CaptureError, match="line 3"):
+        read_prompts(source)
+
+
+def test_misspelled_keys_are_told_once(tmp_path):
+    """A key that looks like one that is read is named; others are silently ignored."""
+    row = {"prompt": "w1", "anwser": "w2", "reach": 3}
+    source = write(tmp_path / "p.jsonl", row, {**row, "id": "b", "dificulty": 1})
+    notes = []
+
+    read_prompts(source, note=notes.append)
+
+    assert [note.removeprefix(str(source)) for note in notes] == [
+        ", line 1: 'anwser' is not read; did you mean 'answer'?",
+        ", line 2: 'dificulty' is not read; did you mean 'difficulty'?",
+    ]
+
+
+def test_system_messages(tmp_path):
+    """A system message comes first, a line's own before the common one, and text becomes a chat."""
+    prompts = [
+        Prompt("text", "w1"),
+        Prompt("own", "w2", system="w4"),
+        Prompt("chat", [{"role": "user", "content": "w3"}]),
+    ]
+
+    traces = capture_many(
+        four_layers(), words_tokenizer(TEMPLATE), prompts, tmp_path, system="w5", max_new_tokens=0
+    )
+
+    texts = [trace.meta["text"] for trace in traces]
+    assert [text["prompt"] for text in texts] == [
+        "w8 w5 w7 w1 w9",
+        "w8 w4 w7 w2 w9",
+        "w8 w5 w7 w3 w9",
+    ]
+    assert texts[0]["messages"] == [
+        {"role": "system", "content": "w5"},
+        {"role": "user", "content": "w1"},
+    ]
+
+
+def test_text_as_a_chat():
+    """With `chat`, text is a user's message; token ids are taken as they are."""
+    options = {"max_new_tokens": 0, "chat": True}
+
+    text = capture(four_layers(), words_tokenizer(TEMPLATE), "w1 w2", **options)
+    tokens = capture(four_layers(), words_tokenizer(TEMPLATE), [1, 2], **options)
+
+    assert text.meta["text"]["prompt"] == "w7 w1 w2 w9"
+    assert text.meta["text"]["messages"] == [{"role": "user", "content": "w1 w2"}]
+    assert tokens.tokens.tolist() == [1, 2]
+
+
+def parts(*given):
+    """A chat of one message in parts; words are parts of text."""
+    content = [{"type": "text", "text": one} if isinstance(one, str) else one for one in given]
+    return [{"role": "user", "content": content}]
+
+
+def test_text_parts_are_one_text(tmp_path):
+    """A content in parts is what it is in one piece, in a file and in a call."""
+    chat = [*parts("w1 ", "w2"), {"role": "user", "content": "w3"}]
+    (line,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": chat}))
+
+    trace = capture(four_layers(), words_tokenizer(TEMPLATE), chat, max_new_tokens=0)
+
+    plain = [{"role": "user", "content": "w1 w2"}, *chat[1:]]
+    assert line.content == plain
+    assert trace.meta["text"]["messages"] == plain
+    assert trace.meta["text"]["prompt"] == "w7 w1 w2 w7 w3 w9"
+    assert chat[0]["content"][0]["text"] == "w1 "  # nothing of the caller's is changed
+
+
+def test_the_response_ends_with_the_token_that_completes_a_string():
+    """It is the shortest response that holds one of the strings, which may span tokens."""
+    free = capture(four_layers(), words_tokenizer(), ids(20), max_new_tokens=30)
+    after = free.token_text[20:]
+    pair = f"{after[7]} {after[8]}"
+    texts = [" ".join(after[:n]) for n in range(1, 31)]
+    length = next(n for n, text in enumerate(texts, start=1) if pair in text)
+
+    stopped = capture(
+        four_layers(), words_tokenizer(), ids(20), max_new_tokens=30, stop=("never", pair)
+    )
+    alone = capture(four_layers(), words_tokenizer(), ids(20), max_new_tokens=30, stop=pair)
+
+    assert stopped.tokens.tolist() == free.tokens.tolist()[: 20 + length]
+    assert stopped.meta["generation"]["stopped"] == "stop"
+    assert stopped.meta["generation"]["stop"] == ["never", pair]
+    assert stopped.meta["text"]["response"].endswith(pair)
+    assert alone.digest == stopped.digest
+    assert free.meta["generation"]["stopped"] == "length"
+    assert free.meta["generation"]["stop"] == []
+
+
+def test_the_prompt_does_not_stop_the_response():
+    """A stop string in the prompt is none in the response."""
+    prompt = [60, 61, *ids(10)]
+    free = capture(four_layers(), words_tokenizer(), prompt, max_new_tokens=5)
+    assert "w60 w61" not in free.meta["text"]["response"]
+
+    trace = capture(four_layers(), words_tokenizer(), prompt, max_new_tokens=5, stop="w60 w61")
+
+    assert trace.n_pos == free.n_pos
+
+
+class Pieces:
+    """A tokenizer of bytes, some tokens of which are several, decoded as byte-level ones are."""
+
+    TABLE = (*(bytes([b]) for b in "aé€<".encode()), b"ab", b"<a", b"\xc3", b"a<ab")
+
+    def __init__(self):
+        self.most = 0
+
+    def decode(self, tokens, *, skip_special_tokens):
+        """Bytes that make no character become the replacement character."""
+        assert not skip_special_tokens
+        self.most = max(self.most, len(tokens))
+        return b"".join(self.TABLE[token] for token in tokens).decode(errors="replace")
+
+
+@given(
+    tokens=st.lists(st.integers(0, len(Pieces.TABLE) - 1), max_size=60),
+    strings=st.lists(st.text(alphabet="abé€<", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_the_end_is_where_the_whole_text_says(tokens, strings):
+    """Looking at the last tokens alone finds the end that decoding all of them does."""
+    tokenizer, whole = Pieces(), Pieces()
+    stop = StopStrings(strings, tokenizer)
+
+    found = next((n for n in range(1, len(tokens) + 1) if stop.completed(tokens[:n], 0)), None)
+
+    texts = (whole.decode(tokens[:n], skip_special_tokens=False) for n in range(1, len(tokens) + 1))
+    expected = (n for n, text in enumerate(texts, start=1) if any(one in text for one in strings))
+    assert found == next(expected, None)
+    assert tokenizer.most <= 8 + max(len(one.encode()) for one in strings)
