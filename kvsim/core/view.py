@@ -356,16 +356,11 @@ class View:
         per_row = layers * heads * self._source.queries(first, first + 1).shape[2] * n
         # a quarter: fewer rows together see fewer entries that only some of them see
         step = max(1, LOGIT_BYTES // (4 * per_row * example.element_size()))
-        total = example.new_zeros(layers, heads, n)
+        total, attended = example.new_zeros(layers, heads, n), self._rounded_after is not None
         for start in range(first, self.row + 1, step):
             stop = min(start + step, self.row + 1)
-            seen = n - (
-                self.row + 1 - stop
-            )  # the rows' own entries are the last slots of each head
-            if self._rounded_after is None:
-                attention = self.rows(start, stop, seen).sum(2)  # [L, H, w, seen]
-            else:
-                attention = self._rows(start, stop, seen, weigh=True, attended=True).sum(2)
+            seen = n - (self.row + 1 - stop)  # their own entries are the last slots of each head
+            attention = self._rows(start, stop, seen, weigh=True, attended=attended).sum(2)
             if int(self._since.max()) >= start:  # some layers acted later than others
                 counted = torch.arange(start, stop, device=total.device) > self._since.unsqueeze(-1)
                 attention = attention * counted[:, None, :, None]

@@ -161,7 +161,8 @@ def _work(session: Session, call: KernelCall, work: ModelWork) -> tuple[float, f
     blocks = recorded * CHUNK * (2 * heads + len(call.k)) * dim * item
     logits = max(1 + given, copies)
     logits = work.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
-    return flops, cache + blocks + max(rows * (work.inside + heads * entry * item), logits)
+    at_once = min(rows, session.chunk) * (work.inside + heads * entry * item)
+    return flops, cache + blocks + max(at_once, logits)
 
 
 def _as_received(call: KernelCall, session: Session) -> KernelCall:

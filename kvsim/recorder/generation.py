@@ -177,7 +177,7 @@ def chunk_rows(
         return WHOLE, []
     if (steady_length(model, rows) or n) < n:
         reason = "frequencies of its RoPE change with the length"
-    elif not continues(model, ids):
+    elif not (next(model.parameters()).is_meta or continues(model, ids)):
         reason = f"{type(model).__name__} starts from empty states in a forward of several rows"
     else:
         return rows, []

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
 from kvsim.core.header import Header
-from kvsim.core.left_out import LeftOut, left_out_before
+from kvsim.core.left_out import left_out_before
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import Probe
 from kvsim.core.threads import threads_for
@@ -71,30 +71,26 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
-        self.response = encoded.response or []
+        self.response, self.logprobs = encoded.response or [], list[float]()
         check_new_tokens(model, options.max_new_tokens)
-        self.logprobs: list[float] = []
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
         requested = 0 if self.response else options.longest
         self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
-        self.notes += notes
         self.context = encoded.ids[: encoded.context_len]
         self.probe: Probe | None = None
+        n = len(encoded.ids) + len(self.response)
         if options.probe is not None:
             chat, chunk = encoded.messages is not None, options.probe_chunk
             self.probe = repetition(self.context, tokenizer, chat=chat, chunk=chunk)
-            n = len(encoded.ids) + len(self.response)
             check_length(model, len(self.context), self.probe, n)
-        self.left_out: LeftOut = None
-        if options.rows_before is not None:
-            end = encoded.context_len or len(encoded.ids)
-            self.left_out = left_out_before(end, options.rows_before)
-        self.chunk, notes = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
-        self.notes += notes
-        self.limit = len(encoded.ids) + len(self.response) + self.new_tokens
+        stay, end = options.rows_before, encoded.context_len or len(encoded.ids)
+        self.left_out = None if stay is None else left_out_before(end, stay)
+        self.chunk, more = chunk_rows(model, [*encoded.ids, *self.response], options.chunk)
+        self.notes += [*notes, *more]
+        self.limit = n + self.new_tokens
         self.layer_ids = select_layers(options.layers, attention_modules(model))
-        whole = options.attention, options.probe, self.left_out
-        self.sizes = layer_sizes(model, self.layer_ids, *whole)
+        alike = options.attention, options.probe, self.left_out
+        self.sizes = layer_sizes(model, self.layer_ids, *alike)
         self.notes += [*indexer_notes(model, self.limit), *model_notes(model, self.layer_ids)]
         self.stop = StopStrings(options.stops, tokenizer)
         self._stack = ExitStack()
@@ -102,7 +98,7 @@ class Session:
         self.projections: ProjectionModules | None = None
         self.residual: Residual | None = None
         self._stored: Facts | None = None  # of the projections
-        self._left_out: set[str] = set()
+        self._without: set[str] = set()
         self._recorder = BlockRecorder(
             self._open_sink,
             lambda: read_ropes(model),
@@ -321,8 +317,8 @@ class Session:
                 self.projections = None
             else:
                 self.residual = None
-            if name not in self._left_out:
-                self._left_out.add(name)
+            if name not in self._without:
+                self._without.add(name)
                 self.notes.append(f"recorded without {name}: {str(error).partition(';')[0]}")
                 if self._recorder.sink is not None:
                     for array in (name, "gate") if name == "o_proj" else (name,):

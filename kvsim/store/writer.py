@@ -301,7 +301,7 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
 
     Stores the arrays that the trace has, including attention output and log-sum-exp; dense
     attention, which follows from them, is left out. Output projections next to it are stored next
-    to `path`.
+    to `path`. What is stored in half precision stays so.
 
     Args:
         trace: in memory or stored.
@@ -333,12 +333,15 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         copy_projections(projections, target.parent)
     dtypes = {name: header.source_dtypes.get(name, DTYPES[trace.dtype]) for name in names}
     left_out = header.left_out
+    stored = source.read("q", slice(0, 1), slice(0, 1)).dtype
+    narrow = stored == torch.float16 and dtypes["q"] != "float16"
     with TraceWriter(
         target,
         shapes={name: source.shapes[name] for name in names},
         source_dtypes=dtypes,
         layer_ids=header.layer_ids,
         newest=bool(header.sizes),
+        store_dtype="float16" if narrow else None,
         overwrite=overwrite,
         left_out=left_out,
     ) as writer:

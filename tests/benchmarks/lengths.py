@@ -55,7 +55,7 @@ def build(n: int) -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def _resident(name: str) -> float:
+def resident(name: str) -> float:
     """A number of this process's status, in MiB."""
     for line in Path("/proc/self/status").read_text("utf-8").splitlines():
         if line.startswith(f"{name}:"):
@@ -67,10 +67,10 @@ def taken(call: Callable[[], T]) -> tuple[dict[str, float], T]:
     """CPU seconds of a call and the MiB that its memory grows to at most, and its result."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", "utf-8")  # the peak begins anew
-    before, began = _resident("VmRSS"), time.process_time()
+    before, began = resident("VmRSS"), time.process_time()
     result = call()
     spent = time.process_time() - began
-    return {"seconds": spent, "memory": _resident("VmHWM") - before}, result
+    return {"seconds": spent, "memory": resident("VmHWM") - before}, result
 
 
 def measured(n: int) -> dict[str, dict[str, float]]:

@@ -42,6 +42,7 @@ FIGURES = {
     ),
     "slopes": (lambda script: (script.SMALLEST,), {"errors, outputs recorded, tokens"}),
     "lengths": (lambda script: script.SMALLEST, {"capture, seconds", "judge, memory", ...}),
+    "study": (lambda script: script.SMALLEST, {"capture, seconds", "planned bytes", ...}),
     "capture": (
         lambda script: (script.SMALLEST,),
         {"generation", "prompt", "memory in blocks", "bytes"},
@@ -64,6 +65,10 @@ HOLDS = {
     "paged": lambda figures, _: (
         all(each["blocks"] > 0 for each in figures.values())
         and figures["head ragged 1"]["empty"] == 0 < figures["layer ragged 1"]["empty"]
+    ),
+    "study": lambda figures, _: (
+        figures["planned files"] == figures["full, files"]
+        and abs(figures["planned bytes"] / figures["full, bytes"] - 1) < 0.3
     ),
     "commands": lambda figures, _: figures["compare"] == {"polars"},
 }

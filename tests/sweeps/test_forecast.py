@@ -85,9 +85,12 @@ def test_traces_of_bfloat16_models_are_swept(tmp_path):
     """Bytes of a task are counted as they are stored, in a precision that numpy lacks too."""
     arrays = random_arrays(layers=2, heads=2, group=2, dim=16, n=80)
     halves = {name: torch.as_tensor(each).bfloat16() for name, each in arrays.items()}
-    trace = kvsim.Trace.from_arrays(**halves, prompt_len=40, rope=kvsim.Rope.default(16))
+    made = kvsim.Trace.from_arrays(**halves, prompt_len=40, rope=kvsim.Rope.default(16))
+    trace = kvsim.open_trace(made.save(tmp_path / "a.zarr"))
 
     plan = Plan.of(grid_from({"traces": trace, "policies": "tova", "budgets": 24}))
 
-    assert plan.bytes_of(plan.tasks[0]) == sum(trace.read(name).nbytes for name in ("q", "k", "v"))
+    assert plan.bytes_of(plan.tasks[0]) == sum(
+        trace.stored(name).nbytes for name in ("q", "k", "v")
+    )
     assert kvsim.sweep(traces=trace, policies="tova", budgets=24).parameters["done"] == 1

@@ -23,6 +23,7 @@ from kvsim.core.policy import (
     Wrapper,
 )
 from kvsim.core.propagation import Propagation
+from kvsim.core.shared_results import Memo
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, describe, has_parameter, names
 from kvsim.studies.cost.accounting import estimate
@@ -197,14 +198,19 @@ def products(policy, trace):
     return cost.scoring_prompt.products + EVENTS * cost.scoring_event.products
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """Rows one by one, so each over what it sees, and nothing that an earlier replay computed."""
+    for module in ("view", "weights"):
+        monkeypatch.setattr(f"kvsim.core.{module}.LOGIT_BYTES", 1)
+    monkeypatch.setattr(Memo, "__call__", lambda _memo, _key, compute, _most: compute())
+    monkeypatch.setattr("kvsim.policies.oracle._MOST", 1)
+
+
 @pytest.mark.parametrize("name", [n for n in names() if n not in {*NOT_EXACT, "rpc", "oracle"}])
-def test_products_are_those_of_the_scorer(name, trace, monkeypatch):
+@pytest.mark.usefixtures("alone")
+def test_products_are_those_of_the_scorer(name, trace):
     """The products in the formulas are those that a replay of the real pieces computes."""
-    monkeypatch.setattr(
-        "kvsim.core.view.LOGIT_BYTES", 1
-    )  # rows one by one, so each over what it sees
-    # nothing that an earlier replay of the trace computed
-    monkeypatch.setattr("kvsim.core.view.View.across", lambda _view, _key, compute: compute())
     policy = made(name, calibration=trace)
     # layers that hold different numbers are padded, too
     parts = [[0], [1], [2]] if name == "pyramidkv" else [None]
@@ -227,6 +233,7 @@ def test_products_are_those_of_the_scorer(name, trace, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n.startswith("gkv")])
+@pytest.mark.usefixtures("alone")
 def test_products_without_redundancy(name, trace):
     """Without the search for redundancy the products of G-KV are exact."""
     policy = made(name, redundancy=False)
@@ -234,6 +241,7 @@ def test_products_without_redundancy(name, trace):
     assert counted(lambda: kvsim.replay(trace, policy, BUDGET)) == products(policy, trace) > 0
 
 
+@pytest.mark.usefixtures("alone")
 def test_products_of_choosing_rows(trace):
     """Where ASL selects at a layer, the products up to it are counted and no others."""
     policy = made("asl", tau=2.0)
@@ -242,12 +250,13 @@ def test_products_of_choosing_rows(trace):
     assert counted(lambda: kvsim.replay(trace, policy, BUDGET)) == products(policy, trace)
 
 
+@pytest.mark.usefixtures("alone")
 def test_products_of_the_oracle(trace):
-    """The oracle's products are those of the rows to come, fewer from event to event."""
+    """They are of the rows to come and all entries, also those that have left: replays share them."""
     policy = made("oracle")
     done = counted(lambda: kvsim.replay(trace, policy, BUDGET))
     events = [Event(SMALL, 48, 48, 48, BUDGET, prompt=True, later=48)]
-    events += [Event(SMALL, 40, row, 16, BUDGET, later=TOKENS - row) for row in (64, 80, 96)]
+    events += [Event(SMALL, row, row, 16, BUDGET, later=TOKENS - row) for row in (64, 80, 96)]
 
     assert done == 3 * sum(event_flops(policy, event).products for event in events)
 
