@@ -252,7 +252,7 @@ def test_products_of_choosing_rows(trace):
 
 @pytest.mark.usefixtures("alone")
 def test_products_of_the_oracle(trace):
-    """They are of the rows to come and all entries, also those that have left: replays share them."""
+    """They are of the rows to come and all entries, which replays share."""
     policy = made("oracle")
     done = counted(lambda: kvsim.replay(trace, policy, BUDGET))
     events = [Event(SMALL, 48, 48, 48, BUDGET, prompt=True, later=48)]
