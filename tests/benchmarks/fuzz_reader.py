@@ -103,8 +103,9 @@ class Original:
 
         Text is covered by the checksum of its chunk alone, which some of the damage here renews.
         """
-        # dense attention follows from the rest, and nothing says that it should be there
-        named = set(self.arrays) - set(trace.source.shapes) <= {"attention"}
+        # dense attention follows from the rest, and nothing says that it should be there; output
+        # projections lie next to the trace, and stay behind
+        named = set(self.arrays) - set(trace.source.shapes) <= {"attention", "o_proj"}
         return (
             named
             and _facts(trace) == self.facts

@@ -73,13 +73,15 @@ def question_in_the_setting(patch: Patch) -> None:
 def window_not_causal(patch: Patch) -> None:
     """Rows of a window see the entries of later rows of the window."""
 
-    def wrong(self: View, start: int, stop: int, seen: int | None = None) -> Tensor:
-        q = self._source.queries(start, stop)
-        z = q @ self.keys[..., :seen, :].unsqueeze(2).transpose(-1, -2) * self._source.formula.scale
-        live = self.live[..., :seen]
+    def wrong(self: View, start: int, stop: int, seen: int | None, **options: Any) -> Tensor:
+        layers = options.get("layers", slice(None))
+        q = self._source.queries(start, stop)[layers]
+        keys = self.keys[layers, :, :seen].unsqueeze(2)
+        z = q @ keys.transpose(-1, -2) * self._source.formula.scale
+        live = self.live[layers, :, :seen]
         return z.masked_fill(~live[:, :, None, None], -torch.inf).softmax(-1)
 
-    patch.setattr(View, "rows", wrong)
+    patch.setattr(View, "_rows", wrong)
 
 
 def dead_keys_in_rows(patch: Patch) -> None:
