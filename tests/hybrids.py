@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
+
+#: Releases of transformers without it have a class of caches for each hybrid, which is refused.
+newer = pytest.mark.xfail(
+    not hasattr(cache_utils, "LinearAttentionLayer"),
+    reason="takes a class of caches of its own",
+    run=False,
+)
 
 _SIZES = {
     "vocab_size": 64,

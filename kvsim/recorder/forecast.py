@@ -16,7 +16,7 @@ from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.threads import threads_for
 from kvsim.errors import CaptureError, error_line
 from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import device_of, evaluating
+from kvsim.recorder.generation import device_of, evaluating, on_meta
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.modules import attention_modules
@@ -56,7 +56,7 @@ def first_call(model: PreTrainedModel) -> KernelCall:
     ids = torch.tensor([[1, 2]], device=device_of(model))
     options = cache_option(model, full_cache(model))
     try:
-        with torch.no_grad(), evaluating(model), intercepting(model, receive):
+        with on_meta(model), torch.no_grad(), evaluating(model), intercepting(model, receive):
             model(ids, use_cache=True, **options)
     except _SeenError as seen:
         return seen.call
@@ -188,7 +188,7 @@ def planned(
     model, tokenizer = load_outline(
         name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code
     )
-    sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
     here = "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
     with threads_for(model):
+        sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
         return forecast(model, sessions, Rates.measured(here), device)

@@ -214,10 +214,23 @@ def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
     return chunk <= max(tolerance(DTYPES[whole.dtype]) * float(whole.abs().max()), 4 * single)
 
 
+@contextmanager
+def on_meta(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model without weights run where torch knows no autocast of its device, as 2.8."""
+    asked = torch.is_autocast_enabled
+    if next(model.parameters()).is_meta:
+        torch.is_autocast_enabled = lambda *_: False
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = asked
+
+
 def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
     """Run a model on tokens [1, n]; what it raises becomes a CaptureError."""
     try:
-        return model(ids, **options)
+        with on_meta(model):
+            return model(ids, **options)
     except (KvsimError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of an unknown model, whatever it is

@@ -8,20 +8,13 @@ import pytest
 import torch
 import transformers
 from torch.nn.functional import linear
-from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.modules import attention_modules
-from tests.hybrids import HYBRIDS, hybrid
-
-#: Releases of transformers without it have a class of caches for each hybrid, which is refused.
-newer = pytest.mark.xfail(
-    not hasattr(cache_utils, "LinearAttentionLayer"),
-    reason="takes a class of caches of its own",
-    run=False,
-)
+from tests.hybrids import HYBRIDS, hybrid, newer
 
 
 def ids(n: int) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, cache_utils
+from transformers import PreTrainedModel
 
 import kvsim
 from kvsim.errors import CaptureError, PolicyError
@@ -18,13 +18,9 @@ from kvsim.runner.closed import ClosedLoop
 from kvsim.runner.decoding import Decoding
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
-from tests.hybrids import HYBRIDS, hybrid
+from tests.hybrids import HYBRIDS, hybrid, newer
 
-pytestmark = pytest.mark.xfail(
-    not hasattr(cache_utils, "LinearAttentionLayer"),
-    reason="takes a class of caches of its own",
-    run=False,
-)
+pytestmark = newer
 
 PROMPT, LENGTH, BUDGET = 60, 74, 40
 TOKENS = torch.randint(1, 64, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()

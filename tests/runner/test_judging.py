@@ -84,11 +84,11 @@ def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
 
     behind = FullPass(run, trace, Residual(run.model), begin)
 
-    assert gap(behind.logits, whole.logits) < CLOSE
+    assert gap(behind.logits, whole.logits) < 2 * CLOSE
     for name in ("keys", "values", "outputs", "inputs"):
         for mine, expected in zip(getattr(behind, name), getattr(whole, name), strict=True):
             assert mine.shape == expected.shape
-            assert gap(mine, expected) < CLOSE
+            assert gap(mine, expected) < 2 * CLOSE
 
 
 def test_rows_of_the_response_hold_no_others():
