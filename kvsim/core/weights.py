@@ -17,6 +17,9 @@ CACHE_BYTES = 1 << 20
 # Products of fewer rows are slower.
 _LEAST_ROWS = 64
 
+#: Least rows that are added up at once: each such block reads all keys.
+LEAST_ADDED = 16
+
 
 def row_weights(
     q: Tensor,
@@ -66,11 +69,12 @@ def row_weights(
 def row_grid(start: int, stop: int, size: int = 0) -> Iterator[tuple[int, int]]:
     """Blocks of rows start..stop-1 whose borders depend on positions alone.
 
-    size: bytes of the weights of a row on one entry, all of which are held at once.
+    size: bytes of the weights of a row on one entry, of which a quarter of `LOGIT_BYTES`, and those
+    of `LEAST_ADDED` rows in any case, are held at once.
     """
     while start < stop:
         end, step = (start // CHUNK + 1) * CHUNK, CHUNK
-        while step > 1 and step * end * size > LOGIT_BYTES // 4:
+        while step > LEAST_ADDED and step * end * size > LOGIT_BYTES // 4:
             step //= 2
         border = min((start // step + 1) * step, stop)
         yield start, border

@@ -203,6 +203,7 @@ def alone(monkeypatch):
     """Rows one by one, so each over what it sees, and nothing that an earlier replay computed."""
     for module in ("view", "weights"):
         monkeypatch.setattr(f"kvsim.core.{module}.LOGIT_BYTES", 1)
+    monkeypatch.setattr("kvsim.core.weights.LEAST_ADDED", 1)
     monkeypatch.setattr(Memo, "__call__", lambda _memo, _key, compute, _most: compute())
     monkeypatch.setattr("kvsim.policies.oracle._MOST", 1)
 
