@@ -332,7 +332,8 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> Figure:
             at = np.arange(len(tens)) * 10 + 5.5
             axis.plot(at, scale * tens, color=colour, marker="o", markersize=3, label=run["trial"])
         axis.set(xlabel="step", ylabel=label if name == "length" else f"{label} [%]")
-    axes[0].legend(fontsize="small")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 
