@@ -37,6 +37,8 @@ _ROWS = 128
 # Rows that show whether a model goes on where its last forward ended.
 _FEW = 16
 
+_AUTOCAST = torch.is_autocast_enabled
+
 
 def generate(
     model: PreTrainedModel,
@@ -216,14 +218,19 @@ def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:
 
 @contextmanager
 def on_meta(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model without weights run where torch knows no autocast of its device, as 2.8."""
-    asked = torch.is_autocast_enabled
-    if next(model.parameters()).is_meta:
-        torch.is_autocast_enabled = lambda *_: False
+    """Let a model without weights run where torch knows no autocast of its device, as 2.8.
+
+    Other devices, which other threads may use meanwhile, are asked as ever.
+    """
+    if not next(model.parameters()).is_meta:
+        yield
+        return
+    before = torch.is_autocast_enabled  # the same function inside of another such block
+    torch.is_autocast_enabled = lambda *device: device != ("meta",) and _AUTOCAST(*device)
     try:
         yield
     finally:
-        torch.is_autocast_enabled = asked
+        torch.is_autocast_enabled = before
 
 
 def run_model(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:

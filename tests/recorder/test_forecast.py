@@ -13,6 +13,7 @@ from recorder_models import build
 from kvsim.errors import CaptureError, MemoryLimitError, OutputError
 from kvsim.recorder import Options, Prompt, capture, capture_many
 from kvsim.recorder import forecast as forecasts
+from kvsim.recorder.generation import on_meta
 from kvsim.recorder.models import load_outline
 from kvsim.store import forecast as store_forecast
 from kvsim.store.forecast import Meter
@@ -93,6 +94,21 @@ def test_a_plan_reads_no_numbers_of_a_model(tmp_path, family):
         for call in map(forecasts.first_call, (outline, model))
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_other_devices_keep_their_autocast_beside_a_plan():
+    """Forwards of models with weights, in the same time or inside, change nothing of torch."""
+    asked, loaded = torch.is_autocast_enabled, build("llama")
+    outline = build("llama").to("meta")
+
+    with torch.autocast("cpu"), on_meta(outline), on_meta(loaded):
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled("meta")
+        with on_meta(outline):
+            pass
+        assert not torch.is_autocast_enabled("meta")
+
+    assert torch.is_autocast_enabled is asked
 
 
 def test_the_flops_of_a_prompt_are_those_of_the_closed_form(tmp_path):
