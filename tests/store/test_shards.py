@@ -252,13 +252,14 @@ class Ranges(Quiet):
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
             self.send_header("Content-Length", str(end - start))
             self.end_headers()
-        self.sent.setdefault(self.path, []).append(end - start)
+        self.size = end - start
+        self.sent.setdefault(self.path, []).append(self.size)
         file.seek(start)
         return file
 
     def copyfile(self, source, outputfile):
         """As many bytes as were promised."""
-        outputfile.write(source.read(self.sent[self.path][-1]))
+        outputfile.write(source.read(self.size))
 
 
 def test_parts_of_shards_are_read_over_http(saved):
