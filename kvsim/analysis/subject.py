@@ -124,11 +124,6 @@ class Subject(Subjected):
     given: dict[Callable[[Any], Any], Any] = field(default_factory=dict)
 
     @cached_property
-    def rows(self) -> slice:
-        """Rows after the prompt, over which row metrics average."""
-        return slice(self.trace.prompt_len, None)
-
-    @cached_property
     def layer_groups(self) -> list[LayerGroup]:
         """The layers of the record, together where entries leave after the same rows."""
         gone = self.record.gone_after

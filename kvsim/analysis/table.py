@@ -289,7 +289,7 @@ def subjects_of(
 
     @cache
     def outputs() -> dict[int, OutputDeviation]:
-        errors = output_error(trace, replayed, device, projected=projected)
+        errors = output_error(trace, replayed, device, projected=projected, prompt=False)
         return dict(zip(map(id, replayed), errors, strict=True))
 
     @cache

@@ -17,6 +17,7 @@ _LEAST_MISSING = 1e-4
 class OutputDeviation:
     """Per layer, query head and row; float32 [layer, qhead, row], 0 error before the first event.
 
+    The rows are those after the prompt, or all (`output_error`).
     NaN for rows of the prompt that were not propagated to the layer: they have no attention there.
 
     error: |o_full - o_seen| / |o_full| against the output that the model computed.
@@ -57,8 +58,8 @@ class Forced:
     negative log-likelihood in nats; kl [R], the divergence of the prediction from that of the full
     cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
     stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
-    the prompt. output: the error of the attention output of the record's layers, all rows; None
-    where a replay was judged.
+    the prompt. output: the error of the attention output of the record's layers, of the same rows;
+    None where a replay was judged.
     """
 
     nll: Floats

@@ -99,7 +99,7 @@ def retention_map(
     for axis in axes.flat:
         axis.set_axis_off()
     colours = ListedColormap(["white", KEPT, UNREAD, GONE, MISSED])
-    for record, result in zip(records, output_error(trace, records), strict=True):
+    for record, result in zip(records, output_error(trace, records, prompt=False), strict=True):
         axis = axes[budgets.index(record.budget)][names.index(record.policy)]
         axis.set_axis_on()
         index = record_layer(record, layer)
@@ -113,7 +113,7 @@ def retention_map(
         axis.axhline(record.prompt_len, color="black", linewidth=0.6, linestyle=":")
         for start, end in needles:
             axis.axvspan(start, end, 0.97, 1.0, color="black", linewidth=0)
-        mass = result.mass[index, heads, trace.prompt_len :]
+        mass = result.mass[index, heads]
         if mass.size:
             look: dict[str, Any] = {"ha": "right", "fontsize": 8, "transform": axis.transAxes}
             axis.text(0.96, 0.9, f"mass kept {mass.mean():.2f}", **look)
@@ -154,8 +154,8 @@ def error_over_rows(
     axes = figure.subplots(len(budgets), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     names = list(dict.fromkeys(record.policy for record in records))
     styles, sizes = series(names), []
-    for record, result in zip(records, output_error(trace, records), strict=True):
-        error = result.error.mean((0, 1), dtype=np.float64)[trace.prompt_len :]
+    for record, result in zip(records, output_error(trace, records, prompt=False), strict=True):
+        error = result.error.mean((0, 1), dtype=np.float64)
         rows = np.arange(trace.prompt_len, trace.n_pos)
         axis = axes[budgets.index(record.budget)]
         step = max(1, len(rows) // 12)  # markers of different lines at different rows

@@ -160,19 +160,18 @@ class ClosedLoop:
     def _moved_outputs(
         self, rows: FullRows, full: Sequence[Tensor], layers: Sequence[int]
     ) -> OutputDeviation:
-        """The error of the attention output of some layers; rows of the prompt have none."""
+        """The error of the attention output of some layers, of the rows after the prompt."""
         trace, projected = self.trace, self.running.projected
-        shape = (len(layers), trace.evicting.n_qheads, trace.n_pos)
+        shape = (len(layers), trace.evicting.n_qheads, trace.n_pos - trace.prompt_len)
         error = np.zeros(shape, np.float32)
         added = None if projected is None else np.zeros((shape[0], shape[2]), np.float32)
-        after = slice(trace.prompt_len, None)
         for at, layer in enumerate(layers if trace.n_pos > trace.prompt_len else ()):
             moved = rows.outputs[layer] - full[layer]  # [qhead, n, d]
-            error[at, :, after] = relative_change(rows.outputs[layer], full[layer]).cpu().numpy()
+            error[at] = relative_change(rows.outputs[layer], full[layer]).cpu().numpy()
             if added is not None and projected is not None:
                 blocks = projected.read("o_proj", slice(layer, layer + 1))[0].to(moved)
                 stream = torch.einsum("hnd,hdm->nm", moved, blocks)
-                added[at, after] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
+                added[at] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
     def _written(

@@ -19,7 +19,7 @@ from traces import changed, random_trace
 
 def outcome():
     """A response of three tokens, and a right answer of four tokens with half of the cache."""
-    shape = (2, 4, 24)
+    shape = (2, 4, 3)
     forced = Forced(
         nll=np.array([3.0, 1.0, 2.0]),
         full_nll=np.full(3, 0.5),
@@ -29,7 +29,7 @@ def outcome():
         output=OutputDeviation(
             np.full(shape, 0.25, np.float32),
             np.full(shape, np.nan, np.float32),
-            added=np.full((2, 24), 2.0, np.float32),
+            added=np.full((2, 3), 2.0, np.float32),
         ),
     )
     generated = Generated(

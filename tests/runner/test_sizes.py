@@ -81,7 +81,7 @@ def test_a_live_run_is_measured(name):
 
     record, outcome = loop.run(kvsim.policy("h2o"), BUDGET, Schedule(interval=5))
 
-    assert outcome.forced.output.error.shape == (*record.evicted_at.shape[:1], 6, LENGTH)
+    assert outcome.forced.output.error.shape == (len(record.layers), 6, LENGTH - PROMPT)
     assert outcome.forced.output.added is not None
     assert np.isfinite(outcome.forced.kl).all()
 

@@ -19,7 +19,7 @@ import numpy as np
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.layer_walk import by_layer
 from kvsim.analysis.output.layer import Layer, Rows, length
-from kvsim.analysis.output.partial import paged, partial
+from kvsim.analysis.output.partial import first_moved, first_row, paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.outcome import OutputDeviation
@@ -30,33 +30,41 @@ from kvsim.errors import TraceError
 
 
 def output_error(
-    trace: Trace, records: Sequence[Record], device: str = "cpu", *, projected: bool = False
+    trace: Trace,
+    records: Sequence[Record],
+    device: str = "cpu",
+    *,
+    projected: bool = False,
+    prompt: bool = True,
 ) -> list[OutputDeviation]:
     """The error of each record's rows, one layer of the trace in memory at a time.
 
-    Records of one trace share policy-independent values. projected: compute `added` too.
+    Records of one trace share policy-independent values. projected: compute `added` too. prompt:
+    of the rows of the prompt too, else of those after it alone.
 
     Raises TraceError where a record does not belong to the trace, and NeedsError if `projected`
     where the trace has no output projections.
     """
     for record in records:
         check_record(trace, record)
-    results = []
+    results, start = [], 0 if prompt else trace.prompt_len
     for record in records:
-        shape = len(record.layers), trace.n_qheads, trace.n_pos
+        shape = len(record.layers), trace.n_qheads, trace.n_pos - start
         error, missing = (np.empty(shape, np.float32) for _ in range(2))
-        added = np.empty((len(record.layers), trace.n_pos), np.float32) if projected else None
+        added = np.empty((shape[0], shape[2]), np.float32) if projected else None
         factored = record.positions != "slot" and record.codec is None
         results.append(OutputDeviation(error, missing, factored, added))
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
-            rows = Layer.read(trace, layer, torch.device(device), projected=projected)
             having = [
                 (record, record.layers.index(layer), result)
                 for record, result in zip(records, results, strict=True)
                 if layer in record.layers
             ]
-            moved = _of_layer(rows, trace, [(record, index) for record, index, _ in having])
+            of_layer = [(record, index) for record, index, _ in having]
+            first = min([start, *(_first_read(trace, *each) for each in of_layer)])
+            rows = Layer.read(trace, layer, torch.device(device), projected=projected, first=first)
+            moved = _of_layer(rows, trace, of_layer, start)
             for (_, index, result), of_record in zip(having, moved, strict=True):
                 result.error[index] = of_record.error.flatten(0, 1).cpu().numpy()
                 result.missing[index] = of_record.missing.flatten(0, 1).cpu().numpy()
@@ -116,26 +124,41 @@ def check_record(trace: Trace, record: Record) -> None:
         )
 
 
-class _LayerError:
-    """Error and missing mass [H, G, T] of a layer under one record, and `added` [T]."""
+def _first_read(trace: Trace, record: Record, index: int) -> int:
+    """The first row that is computed of a record, with the layer's place in it."""
+    gone = torch.from_numpy(record.gone_after[index])
+    return min(first_row(record, trace), first_moved(record, trace, gone))
 
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self.error, self.missing = (torch.zeros_like(layer.lse) for _ in range(2))
-        self.added = torch.zeros_like(layer.lse[0, 0])
+
+class _LayerError:
+    """Error and missing mass [H, G, w] of a layer under one record, and `added` [w].
+
+    Of the rows from `start` on.
+    """
+
+    def __init__(self, layer: Layer, start: int) -> None:
+        self._layer, self._start = layer, start
+        rows = layer.lse[:, :, start - layer.first :]
+        self.error, self.missing = (torch.zeros_like(rows) for _ in range(2))
+        self.added = torch.zeros_like(rows[0, 0])
 
     def put(self, rows: Rows) -> None:
         """Fill rows from their output, which is overwritten, and their mass."""
+        skip, at = 0, rows.at
+        if isinstance(at, slice):  # single rows are of the prompt, where all are kept
+            skip = max(0, self._start - at.start)
+            at = slice(at.start + skip - self._start, max(0, at.stop - self._start))
         gap = rows.out.sub_(rows.full)
         if self._layer.o_proj is not None:
             gate = self._layer.gate
-            passed = gap if gate is None else gap * gate[:, :, rows.at]
+            passed = gap if gate is None else gap * self._layer.at(gate, rows.at)
             concat = passed.flatten(0, 1).transpose(0, 1).flatten(1)  # [w, H * G * d]
-            self.added[rows.at] = length(concat @ self._layer.o_proj, -1)
+            self.added[at] = length(concat @ self._layer.o_proj, -1)[skip:]
         moved = length(gap, -1)
         # an output of exactly 0 that stays 0 has not moved
-        self.error[:, :, rows.at] = torch.where(moved == 0, moved, moved / rows.size)
-        self.missing[:, :, rows.at] = (1.0 - rows.mass).clamp_(0.0, 1.0)
+        error = torch.where(moved == 0, moved, moved / rows.size)
+        self.error[:, :, at] = error[..., skip:]
+        self.missing[:, :, at] = (1.0 - rows.mass).clamp_(0.0, 1.0)[..., skip:]
 
     def put_prompt(self, present: Tensor, *, slots: bool) -> None:
         """Fill the rows of the prompt, of which those present [P] see each other; NaN for others.
@@ -156,9 +179,9 @@ class _LayerError:
 
 
 def _of_layer(
-    layer: Layer, trace: Trace, records: Sequence[tuple[Record, int]]
+    layer: Layer, trace: Trace, records: Sequence[tuple[Record, int]], start: int
 ) -> Iterator[_LayerError]:
-    """The errors of a layer under each record; records: with the layer's place in each."""
+    """The errors of rows from `start` on under each record; records: with the layer's place."""
     of_heads = {len(layer.k): layer}
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, (record, index) in enumerate(records):
@@ -176,14 +199,14 @@ def _of_layer(
             torch.from_numpy(record.gone_after[index]).to(layer.k.device)
             for record, index in (records[number] for number in numbers)
         ]
-        errors |= {number: _LayerError(part) for number in numbers}
+        errors |= {number: _LayerError(part, start) for number in numbers}
         for number, rows in _rows_of(
             part, trace, [records[n] for n in numbers], gone, whole=terms[-1]
         ):
             errors[numbers[number]].put(rows)
     for number, (record, index) in enumerate(records):
-        prompt = torch.from_numpy(record.evicted_at[index, 0, : record.prompt_len])
-        present = prompt >= torch.arange(record.prompt_len)  # rows that reach the layer
+        prompt = torch.from_numpy(record.evicted_at[index, 0, : record.prompt_len - start])
+        present = prompt >= torch.arange(len(prompt))  # rows that reach the layer
         if not bool(present.all()):
             errors[number].put_prompt(present, slots=record.positions == "slot")
         yield errors[number]

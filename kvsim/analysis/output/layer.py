@@ -24,11 +24,11 @@ FAINT = 1e-24
 
 @dataclass
 class Layer:
-    """One layer of a trace: q [H, G, T, d], k, v [H, T, d], full output and log-sum-exp.
+    """One layer of a trace: k, v [H, T, d] and, of its rows, q [H, G, w, d], full output and lse.
 
     Rows that the trace leaves out are NaN.
     o_proj: the output projection [H * G * d, D], None where it is not needed. gate: factor of the
-    output before it [H, G, T, d]; None without one.
+    output before it [H, G, w, d]; None without one. first: the first of the rows.
     """
 
     q: Tensor
@@ -40,12 +40,19 @@ class Layer:
     rope: Rope
     o_proj: Tensor | None = None
     gate: Tensor | None = None
+    first: int = 0
 
     @classmethod
     def read(
-        cls, trace: Trace, layer: int, device: torch.device, *, projected: bool = False
+        cls,
+        trace: Trace,
+        layer: int,
+        device: torch.device,
+        *,
+        projected: bool = False,
+        first: int = 0,
     ) -> Layer:
-        """Read a layer of a trace; with its output projection if `projected`."""
+        """Read rows from `first` on of a layer; with its output projection if `projected`."""
         only = slice(layer, layer + 1)
         k, v = (trace.read(name, only)[0].to(device) for name in "kv")
         gated = projected and trace.has("gate")
@@ -55,15 +62,22 @@ class Layer:
             arrays = (*(trace.read(name, only, rows) for name in names), *trace.full(only, rows))
             return (x[0].to(device).unflatten(0, (len(k), -1)) for x in arrays)
 
-        if trace.left_out is None:
-            q, *gates, out, lse = read(slice(None))
+        start, stop = trace.left_out or (0, 0)
+        if first >= stop:
+            q, *gates, out, lse = read(slice(first, None))
         else:
-            start, stop = trace.left_out
-            pairs = zip(read(slice(start)), read(slice(stop, None)), strict=True)
+            start = max(first, start)
+            pairs = zip(read(slice(first, start)), read(slice(stop, None)), strict=True)
             q, *gates, out, lse = (_around(stop - start, *pair) for pair in pairs)
         o_proj = trace.read("o_proj", only)[0].flatten(0, 1).to(device) if projected else None
         formula, rope = trace.formulas[layer], trace.ropes[layer]
-        return cls(q, k, v, out, lse, formula, rope, o_proj, gates[0] if gates else None)
+        return cls(q, k, v, out, lse, formula, rope, o_proj, gates[0] if gates else None, first)
+
+    def at(self, of_rows: Tensor, rows: slice | Tensor) -> Tensor:
+        """Return these rows [H, G, w, ...] of q, output, log-sum-exp or gate."""
+        if isinstance(rows, slice):
+            return of_rows[:, :, rows.start - self.first : rows.stop - self.first]
+        return of_rows[:, :, rows - self.first]
 
     def per_query_head(self) -> Layer:
         """The same layer with every query head its own KV head."""
@@ -76,7 +90,7 @@ class Layer:
     def unrotated(self) -> tuple[Tensor, Tensor]:
         """q and k before RoPE."""
         pos = torch.arange(self.k.shape[1], device=self.k.device)
-        return self.rope.unrotate(self.q, pos), self.rope.unrotate(self.k, pos)
+        return self.rope.unrotate(self.q, pos[self.first :]), self.rope.unrotate(self.k, pos)
 
     # with one dimension more, products of queries and keys give the logarithm of full attention's
     # weights, and products of weights and values give the sum of weights too
@@ -97,15 +111,15 @@ class Layer:
         With a softcap the last dimension is 0, and `shifted` subtracts.
         """
         shift = torch.zeros_like if self.formula.softcap else torch.neg
-        lse = shift(self.lse[head, :, rows]).unsqueeze(-1)
-        q = torch.cat([self.q[head, :, rows] * self.formula.scale, lse], dim=-1)
+        lse = shift(self.at(self.lse, rows)[head]).unsqueeze(-1)
+        q = torch.cat([self.at(self.q, rows)[head] * self.formula.scale, lse], dim=-1)
         return q.flatten(0, 1).mT
 
     def shifted(self, z: Tensor, rows: slice, head: int) -> Tensor:
         """Products z [n, G * w] of `keys` and `queries` as logarithms of weights, in place."""
         if self.formula.softcap is None:
             return z
-        return self.formula.capped(z).sub_(self.lse[head, :, rows].flatten())
+        return self.formula.capped(z).sub_(self.at(self.lse, rows)[head].flatten())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
         """`attend` by the layer's formula, over some visible entries, so without sinks."""
@@ -141,7 +155,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, layer: Layer, rows: slice | Tensor, out: Tensor, mass: Tensor) -> Rows:
         """The rows `at` of a layer."""
-        full = layer.out[:, :, rows]
+        full = layer.at(layer.out, rows)
         return cls(rows, out, mass, full, length(full, -1))
 
 

@@ -20,7 +20,7 @@ _LEAST_LEAD = 1e-5
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
-        values = getattr(subject.output(), name)[:, :, subject.rows].astype(np.float64)
+        values = getattr(subject.output(), name).astype(np.float64)
         if not values.shape[-1]:
             return
         yield Cells(subject.record.layers, mean_known(values).ravel(), "qhead")
@@ -61,7 +61,7 @@ def _more(subject: Subject, reference: str) -> Floats | None:
     if reference not in subject.beside:
         return None
     _, best = subject.beside[reference]
-    missing, least = (each().missing[:, :, subject.rows] for each in (subject.output, best))
+    missing, least = (each().missing for each in (subject.output, best))
     return mean_known(missing.astype(np.float64) - least) if missing.shape[-1] else None
 
 
@@ -116,7 +116,7 @@ def _certificate(subject: Subject, reference: str) -> Mapping[str, Floats]:
 def _added(subject: Subject) -> Floats:
     """Length of what eviction adds to the residual stream [layer, row]."""
     added = np.asarray(subject.output().added)  # computed where a metric reads `o_proj`
-    return added[:, subject.rows].astype(np.float64)
+    return added.astype(np.float64)
 
 
 def _added_relative(subject: Subject) -> Floats:
@@ -133,7 +133,7 @@ def _added_weighted(subject: Subject) -> Floats:
 def _moved(subject: Subject) -> Floats:
     """Distance of the output of all heads [layer, row]."""
     lengths = subject.walk(head_lengths)  # [layer, qhead, row]
-    moved: Floats = np.sqrt(((subject.output().error[:, :, subject.rows] * lengths) ** 2).sum(1))
+    moved: Floats = np.sqrt(((subject.output().error * lengths) ** 2).sum(1))
     return moved
 
 

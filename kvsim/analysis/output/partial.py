@@ -81,6 +81,17 @@ def first_row(record: Record, trace: Trace) -> int:
     return min(ends)
 
 
+def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
+    """The first row that may see other entries than with the full cache, or other numbers of them.
+
+    gone: after which row each entry of a layer has left, int [H, T].
+    """
+    begin = min(int(gone.min()) + 1, trace.n_pos)
+    if record.codec is not None:
+        return min(begin, first_row(record, trace))
+    return begin if record.reads is None else min(begin, record.reads.first)
+
+
 def partial(
     layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor, end: int
 ) -> Iterator[Rows]:
@@ -89,11 +100,7 @@ def partial(
     at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
     """
     keys, values = _stored(record, trace, layer, gone)
-    begin, prompt = int(gone.min()) + 1, min(trace.prompt_len, end)
-    if record.codec is not None:
-        begin = min(begin, first_row(record, trace))
-    elif record.reads is not None:
-        begin = min(begin, record.reads.first)
+    begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
     for start, stop in pairwise(sorted(cuts)):
         rows = slice(start, stop)
@@ -144,7 +151,7 @@ def _of_head(
     sink = None
     highest = seen.amax(0)
     if layer.formula.sinks:
-        lse = layer.lse[head, :, rows]
+        lse = layer.at(layer.lse, rows)[head]
         of_group = layer.formula.sink(seen, len(layer.k))[head]
         sink = (of_group.unsqueeze(-1) - lse).flatten()
         highest, mass = torch.maximum(highest, sink), mass + sink.exp()
@@ -170,7 +177,7 @@ def paged(layer: Layer, reads: Reads, index: int, gone: Tensor) -> Iterator[Rows
 
     at: the layer's place in the account; gone: after which row each entry has left, int [H, T].
     """
-    group, n_pos = layer.q.shape[1:3]
+    group, n_pos = layer.q.shape[1], layer.k.shape[1]
     size = max(_LEAST_ROWS, _TOGETHER // group)
     for start, stop in periods(gone, reads.first, n_pos):
         period = Period(layer.keys, layer.values, gone[:, :stop] >= start, reads.page)
@@ -206,7 +213,7 @@ def _attend(layer: Layer, period: Period, rows: slice, pages: Tensor) -> tuple[T
     mass = product[:, -1].unflatten(-1, (group, count))
     if layer.formula.sinks:
         sinks = layer.formula.sink(mass, heads)
-        mass = mass + (sinks.unsqueeze(-1) - layer.lse[:, :, rows]).exp()
+        mass = mass + (sinks.unsqueeze(-1) - layer.at(layer.lse, rows)).exp()
     out = product[:, :-1].unflatten(-1, (group, count)).permute(0, 2, 3, 1)
     return out / mass.unsqueeze(-1), mass
 

@@ -48,7 +48,7 @@ def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterato
             weights = _Weights(layer, rows, head, views, scratch[0])
             for view in views:
                 view.add(weights, scratch[1])
-        full = layer.out[:, :, rows].permute(0, 3, 1, 2).contiguous()  # [H, d, G, w]
+        full = layer.at(layer.out, rows).permute(0, 3, 1, 2).contiguous()  # [H, d, G, w]
         size = length(full, 1)
         for index, view in zip(active, views, strict=True):
             out, mass = view.outcome()
@@ -59,7 +59,7 @@ def seen(layer: Layer, gone: Sequence[Tensor], events: Sequence[int]) -> Iterato
 
 def _blocks(layer: Layer, events: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Blocks of rows that begin after events; after some of them where they are close together."""
-    group, total = layer.q.shape[1:3]
+    group, total = layer.q.shape[1], layer.k.shape[1]
     most = max(1, min(ROWS, _MOST_WEIGHTS // (group * total)))
     begins = [events[0] + 1]
     for event in events[1:]:
@@ -160,7 +160,7 @@ class _Seen:
 
     def outcome(self) -> tuple[Tensor, Tensor]:
         """Output [H, G, w, d] and mass [H, G, w]."""
-        layer, lse = self._layer, self._layer.lse[:, :, self._rows]
+        layer, lse = self._layer, self._layer.at(self._layer.lse, self._rows)
         product = self._product.unflatten(-1, lse.shape[1:])
         mass = product[:, -1]
         if layer.formula.sinks:
@@ -179,10 +179,10 @@ class _Seen:
         sees = (entries.unsqueeze(1) <= row) & (self._gone.gather(1, entries).unsqueeze(1) >= row)
         mask = sees & visible.gather(1, entries).unsqueeze(1)
         exact, lse = layer.whole(
-            *layer.attend(layer.q[:, :, rows], k[:, None], v[:, None], mask=mask.unsqueeze(1))
+            *layer.attend(layer.at(layer.q, rows), k[:, None], v[:, None], mask=mask.unsqueeze(1))
         )
         faint = mass < FAINT
-        share = (lse - layer.lse[:, :, rows]).exp()
+        share = (lse - layer.at(layer.lse, rows)).exp()
         return exact.where(faint.unsqueeze(-1), out), share.where(faint, mass)
 
 
@@ -202,12 +202,12 @@ def by_slot(layer: Layer, last: Tensor) -> Iterator[Rows]:
         shown = torch.cat([retained.gather(1, old), new > event], dim=-1)
         k, v, moved = take((layer.k, layer.v, keys), torch.cat([old, new], dim=-1))
         rows = slice(event + 1, stop + 1)
-        _, lse = _row_by_row(layer, layer.q[:, :, rows], k, v, shown)
+        _, lse = _row_by_row(layer, layer.at(layer.q, rows), k, v, shown)
         slot = (shown.cumsum(-1) - 1).clamp_(min=0)
         k = layer.rope.rotate(moved, slot)
-        q = layer.rope.rotate(queries[:, :, rows], slot[:, None, old.shape[-1] :])
+        q = layer.rope.rotate(layer.at(queries, rows), slot[:, None, old.shape[-1] :])
         out, _ = _row_by_row(layer, q, k, v, shown)
-        yield Rows.of(layer, rows, out, (lse - layer.lse[:, :, rows]).exp_())
+        yield Rows.of(layer, rows, out, (lse - layer.at(layer.lse, rows)).exp_())
 
 
 def _row_by_row(

@@ -43,9 +43,9 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
                 "expected a trace with a response, capture with --max-new-tokens"
             )
         record = replay(trace, streaming, budget, interval=1)
-        (error,) = output_error(trace, [record])
+        (error,) = output_error(trace, [record], prompt=False)
         table = np.zeros((trace.n_layers, trace.n_heads))
-        of_rows = error.error[..., trace.prompt_len :].astype(np.float64).mean(-1)
+        of_rows = error.error.astype(np.float64).mean(-1)
         table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
         tables.append(table)
         digests[trace.name] = trace.digest if trace.path is not None else ""
