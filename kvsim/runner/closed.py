@@ -152,13 +152,13 @@ class ClosedLoop:
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
         forced = Forced(
             **compared(logits, full.logits, response),
-            stream_error=_moved_streams(rows, full.inputs, n_rows),
-            output=self._moved_outputs(rows, full.outputs, decoding.layers),
+            stream_error=_moved_streams(rows, full.rows, n_rows),
+            output=self._moved_outputs(rows, full.rows, decoding.layers),
         )
         return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _moved_outputs(
-        self, rows: FullRows, full: Sequence[Tensor], layers: Sequence[int]
+        self, rows: FullRows, full: FullRows, layers: Sequence[int]
     ) -> OutputDeviation:
         """The error of the attention output of some layers, of the rows after the prompt."""
         trace, projected = self.trace, self.running.projected
@@ -166,11 +166,11 @@ class ClosedLoop:
         error = np.zeros(shape, np.float32)
         added = None if projected is None else np.zeros((shape[0], shape[2]), np.float32)
         for at, layer in enumerate(layers if trace.n_pos > trace.prompt_len else ()):
-            moved = rows.outputs[layer] - full[layer]  # [qhead, n, d]
-            error[at] = relative_change(rows.outputs[layer], full[layer]).cpu().numpy()
+            live, expected = rows.output(layer), full.output(layer)
+            error[at] = relative_change(live, expected).cpu().numpy()
             if added is not None and projected is not None:
-                blocks = projected.read("o_proj", slice(layer, layer + 1))[0].to(moved)
-                stream = torch.einsum("hnd,hdm->nm", moved, blocks)
+                blocks = projected.read("o_proj", slice(layer, layer + 1))[0].to(live)
+                stream = torch.einsum("hnd,hdm->nm", live - expected, blocks)
                 added[at] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
@@ -261,11 +261,9 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
 
 
-def _moved_streams(rows: FullRows, full: Sequence[Tensor], n_rows: int) -> Any:
+def _moved_streams(rows: FullRows, full: FullRows, n_rows: int) -> Any:
     """|h' - h| / |h| of the residual stream before each layer, [L, n]."""
     if not n_rows:
-        return np.empty((len(full), 0))
-    moved = [
-        relative_change(live, expected) for live, expected in zip(rows.inputs, full, strict=True)
-    ]
+        return np.empty((len(full.stream), 0))
+    moved = [relative_change(rows.input(at), full.input(at)) for at in range(len(full.stream))]
     return torch.stack(moved).cpu().numpy()

@@ -39,22 +39,20 @@ class FullRows:
         self.out.setdefault(call.layer, []).append(call.out[:, skip:].clone())
         self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:].clone())
 
-    @property
-    def outputs(self) -> list[Tensor]:
-        """Attention output of each layer, [qhead, n, d] in float64."""
-        return [torch.cat(self.out[layer], dim=1).double() for layer in sorted(self.out)]
+    def output(self, place: int) -> Tensor:
+        """Attention output of a layer, [qhead, n, d] in float64."""
+        return torch.cat(self.out[sorted(self.out)[place]], dim=1).double()
 
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Residual stream before each layer, [n, D] in float64."""
-        return [torch.cat(self.stream[layer]).double() for layer in sorted(self.stream)]
+    def input(self, place: int) -> Tensor:
+        """Residual stream before a layer, [n, D] in float64."""
+        return torch.cat(self.stream[sorted(self.stream)[place]]).double()
 
 
 class FullPass:
     """A pass of a model over the tokens of a trace, each row with all rows before it.
 
     logits [R, V] predict the R tokens of the response. keys, values [H, T, d] of each layer.
-    outputs, inputs: of the rows after the prompt (`FullRows`). begin: the first row to run, at most
+    rows: outputs and inputs of the rows after the prompt. begin: the first row to run, at most
     the last of the prompt, behind recorded keys and values. Raises CaptureError unless the model
     computes what was recorded of these rows (`RecordedCheck`).
     """
@@ -62,7 +60,7 @@ class FullPass:
     def __init__(
         self, running: RunningModel, trace: Trace, residual: Residual, begin: int = 0
     ) -> None:
-        rows = FullRows(trace.prompt_len, residual)
+        self.rows = rows = FullRows(trace.prompt_len, residual)
         comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
         entries: dict[int, tuple[Tensor, Tensor]] = {}
@@ -88,7 +86,6 @@ class FullPass:
             wanted = trace.n_pos - trace.prompt_len + 1
             self.logits = running.run(tokens[begin:], cache, wanted, chunk, begin)[:-1]
         comparison.check(self.logits)
-        self.outputs, self.inputs = rows.outputs, rows.inputs
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))
 
 

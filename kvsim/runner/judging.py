@@ -128,22 +128,28 @@ class Judge:
         for record in records:
             check_judged(record, self.trace)
         starts = [_first_row(record, self.trace) for record in records]
-        kinds = [(x, r.codec is None) for x, r in zip(starts, records, strict=True)]
+        kinds = [(x, r.codec is not None) for x, r in zip(starts, records, strict=True)]
         order = sorted(range(len(records)), key=kinds.__getitem__)
-        for (start, _), group in groupby(order, kinds.__getitem__):
-            numbers, size = list(group), self._together(start)
+        for (start, rounds), group in groupby(order, kinds.__getitem__):
+            numbers, size = list(group), self._together(start, rounded=bool(rounds))
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
                 yield part, *self._judge([records[number] for number in part], start)
 
-    def _together(self, start: int) -> int:
-        """Records of a batch, whose rows begin at `start`."""
+    def _together(self, start: int, *, rounded: bool = False) -> int:
+        """Records of a batch, whose rows begin at `start`; half of the memory is for what they add.
+
+        A quarter is for their attention (`JudgedRows`), the rest for what they share.
+        """
         if self.running.has_states:  # they go from row to row, also from one record to the next
             return 1
-        model, rows = self.running.model, self.trace.n_pos - start
+        model, trace = self.running.model, self.trace
         config = model.config.get_text_config()
         # logits with their copies, and about twenty activations of the hidden size
         of_row = 4 * config.vocab_size + 20 * config.hidden_size
-        return max(1, int(self._memory // max(1, rows * of_row * max(4, model.dtype.itemsize))))
+        # which rows see an entry, where it is, and what a codec makes of it
+        of_entry = 10 * trace.n_qheads + rounded * 4 * trace.n_heads * trace.entry_size
+        numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
+        return max(1, int(self._memory // 2 // (numbers * max(4, model.dtype.itemsize))))
 
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
@@ -156,13 +162,13 @@ class Judge:
         moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
         logits = full.logits[:0].expand(len(records), -1, -1)
         if start < n:
-            entries = JudgedRows(trace, full, records, start, self.running)
+            entries = JudgedRows(trace, full, records, start, self.running, self._memory // 4)
 
             def receive(call: KernelCall) -> None:
                 place = trace.layer_ids.index(call.layer)
                 rows = self._residual.rows(call).unflatten(0, (len(records), -1))
                 rows = rows[:, first - start :].double()
-                change = relative_change(rows, full.inputs[place][first - trace.prompt_len :])
+                change = relative_change(rows, full.rows.input(place)[first - trace.prompt_len :])
                 moved[:, place, first - trace.prompt_len :] = change.cpu().numpy()
 
             running = self.running
@@ -223,7 +229,10 @@ class _Layer(NamedTuple):
 
 
 class JudgedRows:
-    """The attention of rows from `start` on under each of some records."""
+    """The attention of rows from `start` on under each of some records.
+
+    memory: bytes that the attention of a block of rows may take.
+    """
 
     def __init__(
         self,
@@ -232,9 +241,10 @@ class JudgedRows:
         records: Sequence[Record],
         start: int,
         running: RunningModel,
+        memory: int,
     ) -> None:
         self._trace, self._full, self._records, self._start = trace, full, records, start
-        self._added = running.added
+        self._added, self._memory = running.added, memory
         self._pos = torch.arange(trace.n_pos, device=running.device)
         own = torch.arange(len(records), device=running.device)[:, None] * (trace.n_pos - start)
         #: where the rows of each record are, behind those that all share [B, T]
@@ -251,9 +261,7 @@ class JudgedRows:
         for first in range(self._start, self._trace.n_pos, _ROWS):
             rows = slice(first, min(first + _ROWS, self._trace.n_pos))
             part = q[:, :, rows.start - self._start : rows.stop - self._start]
-            keys, values, seen = self._seen(layer, of_layer, rows, part.shape[1])
-            mask = kernel_mask(seen, part, added=self._added)
-            parts.append(attention(part, keys, values, mask))
+            parts.append(self._attended(layer, of_layer, rows, part, attention))
         return torch.cat(parts, dim=1).flatten(0, 1)[None]
 
     def _gone(self, layer: int, record: Record, heads: int) -> Tensor:
@@ -289,7 +297,7 @@ class JudgedRows:
                 codec = codec_of(cast("Codec", record.codec))
                 begin = _prefilled(record, self._trace) - 1
                 rows.append(stored_after(gone, codec.clocks[which], begin))
-                rounded.append(exact[:, mine].clone())
+                rounded.append(exact[:, mine])
                 round_marked(codec, which, rounded[-1], rows[-1] != NEVER)
             tables[which] = torch.cat([exact, *rounded], dim=1)
             after.append(torch.stack(rows))
@@ -312,10 +320,10 @@ class JudgedRows:
             torch.cat(ends, dim=-1),
         )
 
-    def _seen(
-        self, layer: int, of: _Layer, rows: slice, qheads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [B, H, m, d] that some of the rows see, and which, [B, qhead, w, m]."""
+    def _attended(
+        self, layer: int, of: _Layer, rows: slice, q: Tensor, attention: Attention
+    ) -> Tensor:
+        """Attention output [B, w, qhead, d] of queries [B, qhead, w, d] of some rows."""
         heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
         some = (of.last >= rows.start) & (of.first < rows.stop) & (of.last >= of.first)
         some = some.unflatten(1, (heads, group)).any(2)  # [B, H, M]
@@ -326,20 +334,48 @@ class JudgedRows:
         index.scatter_(-1, slot.where(some, m), candidates.expand_as(slot))
         index = index[..., :m]
         valid = torch.arange(m, device=slot.device) < some.sum(-1, keepdim=True)
-        base = torch.arange(heads, device=slot.device)[:, None] * of.keys.shape[1]
+        # entries of KV heads and, of their queries, copies; masks, logits and weights
+        numbers = (heads + q.shape[1]) * (of.keys.shape[2] + of.values.shape[2])
+        numbers += 3 * q.shape[1] * q.shape[2]
+        size = max(1, self._memory // (max(4, q.element_size()) * m * numbers))
+        parts = []
+        for start in range(0, len(q), size):
+            some_records = slice(start, start + size)
+            part, chosen = q[some_records], (index[some_records], valid[some_records])
+            keys, values, seen = self._seen(layer, of, rows, some_records, *chosen, q.shape[1])
+            mask = kernel_mask(seen, part, added=self._added)
+            parts.append(attention(part, keys, values, mask))
+        return torch.cat(parts)
+
+    def _seen(
+        self,
+        layer: int,
+        of: _Layer,
+        rows: slice,
+        records: slice,
+        index: Tensor,
+        valid: Tensor,
+        qheads: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [B, H, m, d] of candidates, and which rows see them [B, qhead, w, m].
+
+        index: the candidates [B, H, m] of some records, of which those that are `valid` count.
+        """
+        heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
+        base = torch.arange(heads, device=index.device)[:, None] * of.keys.shape[1]
         keys, values = (
-            table.flatten(0, 1)[at.gather(-1, index) + base]
+            table.flatten(0, 1)[at[records].gather(-1, index) + base]
             for table, at in ((of.keys, of.key_at), (of.values, of.value_at))
         )
         wide = index.repeat_interleave(group, 1)
-        first, last = (x.gather(-1, wide)[:, :, None] for x in (of.first, of.last))
-        row = torch.arange(rows.start, rows.stop, device=slot.device)[:, None]
+        first, last = (x[records].gather(-1, wide)[:, :, None] for x in (of.first, of.last))
+        row = torch.arange(rows.start, rows.stop, device=index.device)[:, None]
         seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
         seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
-        for number, record in enumerate(self._records):
+        for number, record in enumerate(self._records[records]):
             if record.reads is None or layer not in record.layers:
                 continue
-            read = self._read(layer, record, record.reads, rows).to(slot.device)
+            read = self._read(layer, record, record.reads, rows).to(index.device)
             place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
             read = read.repeat_interleave(qheads // len(read), 0)
             seen[number] &= read.gather(-1, place.expand(-1, read.shape[1], -1))

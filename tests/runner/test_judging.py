@@ -85,10 +85,14 @@ def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     behind = FullPass(run, trace, Residual(run.model), begin)
 
     assert gap(behind.logits, whole.logits) < 2 * CLOSE
-    for name in ("keys", "values", "outputs", "inputs"):
-        for mine, expected in zip(getattr(behind, name), getattr(whole, name), strict=True):
-            assert mine.shape == expected.shape
-            assert gap(mine, expected) < 2 * CLOSE
+    of_rows = ((x.rows.output, x.rows.input) for x in (behind, whole))
+    arrays = [
+        [*x.keys, *x.values, *(read(at) for read in each for at in range(trace.n_layers))]
+        for x, each in zip((behind, whole), of_rows, strict=True)
+    ]
+    for mine, expected in zip(*arrays, strict=True):
+        assert mine.shape == expected.shape
+        assert gap(mine, expected) < 2 * CLOSE
 
 
 def test_rows_of_the_response_hold_no_others():
@@ -100,7 +104,7 @@ def test_rows_of_the_response_hold_no_others():
     rows.add(call, 0)
 
     assert [x.untyped_storage().nbytes() for x in (rows.out[0][0], rows.stream[0][0])] == [320, 320]
-    assert rows.outputs[0].shape == (2, 10, 4)
+    assert rows.output(0).shape == (2, 10, 4)
 
 
 # ------------------------------------------------ decisions of a live run: its own predictions
