@@ -79,14 +79,22 @@ def named(judge: bool | str) -> str:
 
 
 def reopened(path: str, digest: str) -> Trace:
-    """Open a trace that is to be the one of that digest. Raises TraceError."""
-    trace = open_trace(path)
+    """Return the trace of that digest, opened once for the tasks that follow. Raises TraceError."""
+    status = next((x.stat() for x in (Path(path, "zarr.json"), Path(path)) if x.is_file()), None)
+    written = None if status is None else (status.st_ino, status.st_mtime_ns)
+    trace = open_trace(path) if written is None else _opened(path, written)
     if trace.digest != digest:
         raise TraceError(
             f"{path} is another trace than when the sweep began, expected digest {digest[:12]}; "
             "start again"
         )
     return trace
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: str, _: tuple[int, int]) -> Trace:
+    """Return a trace; opening lists its folder, which may have many files."""
+    return open_trace(path)
 
 
 class Executor(Protocol):

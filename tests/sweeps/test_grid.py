@@ -13,10 +13,12 @@ from kvsim.analysis.subject import Analysis
 from kvsim.cli import shared
 from kvsim.core.policy import Policy, Scorer
 from kvsim.core.sources import Loaded
-from kvsim.errors import ConfigError, PolicyError
+from kvsim.errors import ConfigError, PolicyError, TraceError
+from kvsim.store.place import Folder
 from kvsim.sweeps import replay_all as cell_by_cell
+from kvsim.sweeps import tasks
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
-from kvsim.sweeps.planning import Plan
+from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.tasks import _layer_bytes, _loaded
 from traces import random_trace
 
@@ -188,3 +190,23 @@ def test_finished_cells_are_looked_up(paths):
 
 def _with_memory(task, limit):
     return replace(task, options={**task.options, "memory": limit})
+
+
+def test_a_sweep_lists_the_folder_of_a_trace_twice_however_many_tasks_it_has(tmp_path, monkeypatch):
+    """Once to plan and once to compute; a trace that is written anew is opened again."""
+    listed = []
+    sizes = Folder.sizes
+    monkeypatch.setattr(Folder, "sizes", lambda self: listed.append(1) or sizes(self))
+    monkeypatch.setattr(tasks, "_BLOCK", 1)
+    path = random_trace(layers=6, n=60).save(tmp_path / "a.zarr")
+    terms = {"policies": ["tova", "knorm"], "budgets": [8, 16], "metrics": ["output_error"]}
+    plan = Plan.of(grid_from(None, traces=path, **terms))
+    assert len(plan.tasks) >= 3
+    listed.clear()
+
+    kvsim.sweep(traces=path, **terms)
+
+    assert len(listed) == 2
+    random_trace(layers=6, n=60, seed=1).save(path, overwrite=True)
+    with pytest.raises(TraceError, match="is another trace than when the sweep began"):
+        _loaded(plan.tasks[0])
