@@ -1,0 +1,207 @@
+"""The attention of rows of a model to the entries that records retain, for the judge.
+
+Shape letters: B records, H KV heads, w rows, T tokens, M candidates for entries, d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from kvsim.analysis.output.partial import first_row
+from kvsim.core.reading import Reads
+from kvsim.core.record import Record
+from kvsim.core.storing import Codec, round_marked, stored_after
+from kvsim.core.trace import Trace
+from kvsim.policies.naming import codec_of
+from kvsim.recorder.hooks import Attention, kernel_mask
+from kvsim.runner.full import FullPass
+from kvsim.runner.model import RunningModel
+from kvsim.schema import NEVER
+
+#: Rows that attend to one selection of entries.
+_ROWS = 64
+
+
+class _Layer(NamedTuple):
+    """Entries that rows of a layer may attend to: candidates of each record.
+
+    keys, values [H, n, d], those of all records one after the other; key_at, value_at [B, H, M]
+    where candidates are in them. pos [M]; first, last [B, H or qhead, M]: the rows that see one.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_at: Tensor
+    value_at: Tensor
+    pos: Tensor
+    first: Tensor
+    last: Tensor
+
+
+class JudgedRows:
+    """The attention of rows from `start` on under each of some records.
+
+    memory: bytes that the attention of a block of rows may take.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        full: FullPass,
+        records: Sequence[Record],
+        start: int,
+        running: RunningModel,
+        memory: int,
+    ) -> None:
+        self._trace, self._full, self._records, self._start = trace, full, records, start
+        self._added, self._memory = running.added, memory
+        self._pos = torch.arange(trace.n_pos, device=running.device)
+        own = torch.arange(len(records), device=running.device)[:, None] * (trace.n_pos - start)
+        #: where the rows of each record are, behind those that all share [B, T]
+        self._rows = torch.where(self._pos < start, self._pos, self._pos + own)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, attention: Attention
+    ) -> Tensor:
+        """Attention output [1, B * w, qhead, d] of queries [1, qhead, B * w, d]."""
+        layer, new = self._trace.layer_ids.index(layer), query.shape[2]
+        q = query[0].unflatten(1, (len(self._records), -1)).transpose(0, 1)
+        of_layer = self._of_layer(layer, key[0, :, -new:], value[0, :, -new:])
+        parts = []
+        for first in range(self._start, self._trace.n_pos, _ROWS):
+            rows = slice(first, min(first + _ROWS, self._trace.n_pos))
+            part = q[:, :, rows.start - self._start : rows.stop - self._start]
+            parts.append(self._attended(layer, of_layer, rows, part, attention))
+        return torch.cat(parts, dim=1).flatten(0, 1)[None]
+
+    def _gone(self, layer: int, record: Record, heads: int) -> Tensor:
+        """The last row that sees each entry of a layer of H heads, int32 [H or qhead, T]."""
+        if layer in record.layers:
+            gone = torch.from_numpy(record.evicted_at[record.layers.index(layer)])
+            return gone.to(self._pos.device)
+        return torch.full((heads, len(self._pos)), NEVER, dtype=torch.int32).to(self._pos.device)
+
+    def _of_layer(self, layer: int, key: Tensor, value: Tensor) -> _Layer:
+        """The candidates of a layer; key, value [H, B * w, d] of the rows of all records."""
+        trace, full, start = self._trace, self._full, self._start
+        shared = (full.keys[layer][:, :start], full.values[layer][:, :start])
+        tables = [torch.cat(pair, dim=1) for pair in zip(shared, (key, value), strict=True)]
+        gone = [self._gone(layer, record, len(key)) for record in self._records]
+        heads = max(map(len, gone))
+        last = torch.stack([x.repeat_interleave(heads // len(x), 0) for x in gone])
+        if trace.formulas[layer].reach is not None:
+            last = torch.minimum(last, trace.formulas[layer].last_rows(self._pos).int())
+        at = self._rows[:, None].expand(-1, len(key), -1)
+        first = self._pos.expand_as(last)
+        if self._records[0].codec is None:
+            keys, values = tables
+            return _Layer(keys, values, at, at, self._pos, first, last)
+        return self._rounded(tables, last, first, at)
+
+    def _rounded(self, tables: list[Tensor], last: Tensor, first: Tensor, at: Tensor) -> _Layer:
+        """Four candidates for each entry: its key, and its value, exact and rounded."""
+        after, places, n = [], [], len(self._pos)
+        for which, exact in enumerate(tables):
+            rounded, rows = [], []
+            for record, gone, mine in zip(self._records, last, self._rows, strict=True):
+                codec = codec_of(cast("Codec", record.codec))
+                begin = first_row(record, self._trace) - 1
+                rows.append(stored_after(gone, codec.clocks[which], begin))
+                rounded.append(exact[:, mine])
+                round_marked(codec, which, rounded[-1], rows[-1] != NEVER)
+            tables[which] = torch.cat([exact, *rounded], dim=1)
+            after.append(torch.stack(rows))
+            copies = torch.arange(len(self._records), device=at.device)[:, None, None] * n
+            places.append((at, (exact.shape[1] + copies + self._pos).expand_as(at)))
+        until = [torch.minimum(x, last) for x in after]
+        since = [torch.maximum(first, x.long() + 1) for x in after]
+        both = torch.minimum(*until), torch.maximum(*since)
+        # exact and exact; rounded key; rounded value; both rounded
+        begins = (first, since[0], since[1], both[1])
+        ends = (both[0], until[1], until[0], last)
+        keys, values = places
+        return _Layer(
+            tables[0],
+            tables[1],
+            torch.cat([keys[i] for i in (0, 1, 0, 1)], dim=-1),
+            torch.cat([values[i] for i in (0, 0, 1, 1)], dim=-1),
+            self._pos.repeat(4),
+            torch.cat(begins, dim=-1),
+            torch.cat(ends, dim=-1),
+        )
+
+    def _attended(
+        self, layer: int, of: _Layer, rows: slice, q: Tensor, attention: Attention
+    ) -> Tensor:
+        """Attention output [B, w, qhead, d] of queries [B, qhead, w, d] of some rows."""
+        heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
+        some = (of.last >= rows.start) & (of.first < rows.stop) & (of.last >= of.first)
+        some = some.unflatten(1, (heads, group)).any(2)  # [B, H, M]
+        slot = some.cumsum(-1) - 1
+        m = int(slot.amax()) + 1
+        index = slot.new_zeros(*slot.shape[:-1], m + 1)
+        candidates = torch.arange(slot.shape[-1], device=slot.device)
+        index.scatter_(-1, slot.where(some, m), candidates.expand_as(slot))
+        index = index[..., :m]
+        valid = torch.arange(m, device=slot.device) < some.sum(-1, keepdim=True)
+        # entries of KV heads and, of their queries, copies; masks, logits and weights
+        numbers = (heads + q.shape[1]) * (of.keys.shape[2] + of.values.shape[2])
+        numbers += 3 * q.shape[1] * q.shape[2]
+        size = max(1, self._memory // (max(4, q.element_size()) * m * numbers))
+        parts = []
+        for start in range(0, len(q), size):
+            some_records = slice(start, start + size)
+            part, chosen = q[some_records], (index[some_records], valid[some_records])
+            keys, values, seen = self._seen(layer, of, rows, some_records, *chosen, q.shape[1])
+            mask = kernel_mask(seen, part, added=self._added)
+            parts.append(attention(part, keys, values, mask))
+        return torch.cat(parts)
+
+    def _seen(
+        self,
+        layer: int,
+        of: _Layer,
+        rows: slice,
+        records: slice,
+        index: Tensor,
+        valid: Tensor,
+        qheads: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [B, H, m, d] of candidates, and which rows see them [B, qhead, w, m].
+
+        index: the candidates [B, H, m] of some records, of which those that are `valid` count.
+        """
+        heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
+        base = torch.arange(heads, device=index.device)[:, None] * of.keys.shape[1]
+        keys, values = (
+            table.flatten(0, 1)[at[records].gather(-1, index) + base]
+            for table, at in ((of.keys, of.key_at), (of.values, of.value_at))
+        )
+        wide = index.repeat_interleave(group, 1)
+        first, last = (x[records].gather(-1, wide)[:, :, None] for x in (of.first, of.last))
+        row = torch.arange(rows.start, rows.stop, device=index.device)[:, None]
+        seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
+        seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
+        for number, record in enumerate(self._records[records]):
+            if record.reads is None or layer not in record.layers:
+                continue
+            read = self._read(layer, record, record.reads, rows).to(index.device)
+            place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
+            read = read.repeat_interleave(qheads // len(read), 0)
+            seen[number] &= read.gather(-1, place.expand(-1, read.shape[1], -1))
+        return keys, values, seen
+
+    def _read(self, layer: int, record: Record, reads: Reads, rows: slice) -> Tensor:
+        """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""
+        heads = record.evicted_at.shape[1]
+        gone, begin = self._gone(layer, record, heads), min(max(rows.start, reads.first), rows.stop)
+        everything = torch.ones(len(gone), begin - rows.start, rows.stop, dtype=torch.bool)
+        if begin == rows.stop:
+            return everything
+        read = reads.entries(record.layers.index(layer), slice(begin, rows.stop), gone)
+        everything = everything.to(read.device).repeat_interleave(len(read) // len(gone), 0)
+        return torch.cat([everything, read], dim=1)
