@@ -241,7 +241,7 @@ def as_stored(
     """
     stored = values.to("cpu", dtype)
     if dtype == torch.float16 and values.dtype != torch.float16:
-        largest = float(values.abs().max())
+        largest = float(_largest(values))
         if largest > FLOAT16_MAX:
             raise TraceError(
                 f"{where}: {name} reaches {largest:.6g} in layer {layer}, float16 holds at "
@@ -321,14 +321,18 @@ def tolerance(*dtypes: str) -> float:
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
+def _largest(values: Tensor, *axes: int) -> Tensor:
+    """Return the largest absolute value, along axes if given, without a copy of all."""
+    return torch.maximum(values.amax(axes), -values.amin(axes))
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the error of each head [head]: largest |actual - expected| over largest |expected|.
 
     actual, expected [head, row, dim]. The denominator is the head's and not the row's, so that
     rounding in a row whose values cancel is not blown up.
     """
-    size = expected.abs().amax(dim=(-2, -1))
-    difference = (actual - expected).abs().amax(dim=(-2, -1))
+    size, difference = (_largest(x, -2, -1) for x in (expected, actual - expected))
     # where a head's output is 0 everywhere, any difference is infinite
     return torch.where(difference == 0, difference, difference / size)
 

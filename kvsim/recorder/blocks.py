@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvsim.core.attention import Layout, Rope, causal_attention
+from kvsim.core.attention import Rope, causal_attention
 from kvsim.core.checks import DTYPES, compute_dtype, on_host, relative_error, tolerance
 from kvsim.core.header import Header
 from kvsim.core.left_out import LeftOut, Sums
@@ -18,20 +17,22 @@ from kvsim.core.sources import Size
 from kvsim.errors import CaptureError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.modules import unrecordable
+from kvsim.recorder.positions import (
+    NO_ROPE,
+    UNKNOWN,
+    changed_rotation,
+    matching_ropes,
+    rope_candidates,
+    rotation_tolerance,
+)
 from kvsim.recorder.sink import MemorySink
 from kvsim.recorder.sizes import as_largest, size_of
 from kvsim.schema import CHUNK, OF_ROWS, numbered
 from kvsim.store.layout import pos_axis
 from kvsim.store.writer import TraceWriter
 
-# Models take angles in float32: a position of this relative error times a frequency.
-_ANGLE = 2.0**-22
-
 #: The name in a block of the keys before RoPE; they are checked and not stored.
 _PRE_ROPE = "pre_rope"
-
-#: The rotary embedding of a layer without RoPE, and of one that rotates in an unknown way.
-_NO_ROPE, _UNKNOWN = Rope(()), Rope((), layout="unknown")
 
 #: Share of the tolerance beyond which factors of queries at different positions differ.
 _FACTOR = 0.3
@@ -211,15 +212,15 @@ class BlockRecorder:
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
         self._check_output(call, call.out[:, :rows], *_History(call).attend(call.q[:, :rows], 0))
-        ropes, fits = _candidates(self.read_ropes()), list[Rope]()
+        ropes, fits = rope_candidates(self.read_ropes()), list[Rope]()
         if call.pre_rope is not None:
             new = call.k[:, call.start : call.start + rows]
-            fits, _ = _matching_ropes(call.pre_rope[:, :rows], new, call.start, ropes)
+            fits, _ = matching_ropes(call.pre_rope[:, :rows], new, call.start, ropes)
         if self.sink is None:
             self.sink = self.open_sink(call)
             if self.last is not None:
                 self.sink.set_length(self.last)
-        layer = _Layer(call, fits or [_NO_ROPE, *ropes], hooked=bool(fits))
+        layer = _Layer(call, fits or [NO_ROPE, *ropes], hooked=bool(fits))
         shared = (at for at, each in self.layers.items() if _same_keys(each.keys, call.k))
         layer.owner = next(shared, call.layer)
         self.layers[call.layer] = layer
@@ -249,10 +250,10 @@ class BlockRecorder:
         """
         start, q, rotated = call.start, call.q, call.rotated_q
         end, dtype, rope = start + q.shape[1], compute_dtype(q.dtype), layer.ropes[0]
-        if rope == _UNKNOWN:
+        if rope == UNKNOWN:
             return
         if call.up is not None and call.k.shape == call.v.shape:  # latents, which are not rotated
-            layer.ropes = [_NO_ROPE]
+            layer.ropes = [NO_ROPE]
             return
         fits, least = layer.ropes, 0.0
         if not layer.hooked or rotated is None:
@@ -266,7 +267,7 @@ class BlockRecorder:
             # keys of another layer do not depend on the input
             shared = keys.shape == call.k.shape and torch.equal(keys, call.k)
             pair = (query, q) if shared else (key, keys)
-            fits, least = _matching_ropes(*pair, start, layer.ropes, zero=True)
+            fits, least = matching_ropes(*pair, start, layer.ropes, zero=True)
             rope = fits[0] if fits else rope
             zero, at = (torch.arange(*ends, device=q.device) for ends in ((0, 1), (start, end)))
             rotated = rope.rotate(rope.unrotate(query.to(dtype), zero), at)
@@ -274,10 +275,12 @@ class BlockRecorder:
         square = x.square().sum(-1, keepdim=True)
         factor = (x * y).sum(-1, keepdim=True) / square.where(square > 0, 1.0)  # [qhead, w, 1]
         error = float(relative_error(x * factor, y).max())
-        if not fits or not error <= _allowed(call.out.dtype, rope, end):
+        if not fits or not error <= rotation_tolerance(call.out.dtype, rope, end):
             if start > 1:
-                raise _changed("queries and keys", call.layer, start, max(error, least), q.dtype)
-            fits = [_UNKNOWN]
+                raise changed_rotation(
+                    "queries and keys", call.layer, start, max(error, least), q.dtype
+                )
+            fits = [UNKNOWN]
         layer.ropes = fits
         factors = [*layer.factors, *factor.mean(0)[square.amin(0) > 0].tolist()]
         layer.factors = [min(factors), max(factors)] if factors else []
@@ -285,7 +288,7 @@ class BlockRecorder:
     def remarks(self) -> list[str]:
         """Return what policies that read queries and keys before RoPE have to know, in words."""
         layers = {number: self.layers[number] for number in self.layer_ids}
-        unknown = [number for number, layer in layers.items() if layer.ropes[0] == _UNKNOWN]
+        unknown = [number for number, layer in layers.items() if layer.ropes[0] == UNKNOWN]
         scaled = {
             number: layer.factors
             for number, layer in layers.items()
@@ -322,9 +325,9 @@ class BlockRecorder:
             block["attn_out"] = recomputed
         before = block.pop(_PRE_ROPE, None)
         if before is not None:
-            layer.ropes, least = _matching_ropes(before, block["k"], layer.start, layer.ropes)
+            layer.ropes, least = matching_ropes(before, block["k"], layer.start, layer.ropes)
             if not layer.ropes:
-                raise _changed("keys", number, layer.start, least, before.dtype)
+                raise changed_rotation("keys", number, layer.start, least, before.dtype)
         if self.store_dtype is not None and self.store_dtype != block["q"].dtype:
             # attention weights must follow from what is stored
             history = _History(history.call, self.store_dtype)
@@ -347,7 +350,7 @@ class BlockRecorder:
         """Add the rows of a block to the sums of a layer, which are stored when all are there."""
         end, rope, keys = layer.start + q.shape[1], layer.ropes[0], history.kv[0]
         if layer.sums is None:
-            layer.sums = Sums(layer.formula, None if rope == _UNKNOWN else rope)
+            layer.sums = Sums(layer.formula, None if rope == UNKNOWN else rope)
         layer.sums.add(q.to(self.store_dtype or q.dtype).to(keys.dtype), keys[:, :end])
         if self.left_out is None or self.sink is None or end < self.left_out[1]:
             return
@@ -377,67 +380,6 @@ class BlockRecorder:
                 f"{allowed:.3g}"
             )
         return error
-
-
-def _candidates(ropes: Sequence[Rope]) -> list[Rope]:
-    """Return ropes of both layouts; then, for positions of several axes, in descending order.
-
-    And turned the other way round.
-    """
-    orders: list[Callable[[list[float]], list[float]]] = [
-        list,
-        lambda frequencies: sorted(frequencies, reverse=True),
-        lambda frequencies: [-x for x in frequencies],
-    ]
-    layouts: tuple[Layout, ...] = ("half", "interleaved")
-    return [
-        *dict.fromkeys(
-            replace(rope, inv_freq=order([*map(float, rope.inv_freq)]), layout=layout)
-            for order in orders
-            for layout in layouts
-            for rope in ropes
-        )
-    ]
-
-
-def _matching_ropes(
-    before: Tensor, after: Tensor, start: int, ropes: Sequence[Rope], *, zero: bool = False
-) -> tuple[list[Rope], float]:
-    """Return those `ropes` that rotate keys `before` [head, w, d] from `start` on, and an error.
-
-    The least error, relative, of all. zero: `before` has one row, the key at position 0.
-    """
-    dtype = compute_dtype(after.dtype)
-    x, y = before.to(dtype), after.to(dtype)
-    at = torch.arange(start, start + after.shape[1], device=after.device)
-    fits, least = [], math.inf
-    for rope in ropes:
-        if rope == _UNKNOWN:
-            return [rope], 0.0
-        if 2 * len(rope.inv_freq) > x.shape[-1]:
-            continue
-        plain = rope.unrotate(x, at[:1] * 0) if zero else x
-        error = float(relative_error(y, rope.rotate(plain.expand_as(y), at)).max())
-        least = min(least, error)
-        if error <= _allowed(after.dtype, rope, start + len(at)):
-            fits.append(rope)
-    return fits, least
-
-
-def _changed(what: str, layer: int, start: int, error: float, dtype: torch.dtype) -> CaptureError:
-    return CaptureError(
-        f"the {what} of layer {layer} from position {start} on differ by {error:.3g} (relative) "
-        f"from the model's rotary embedding, expected at most {_allowed(dtype, _NO_ROPE, 0):g}; if "
-        "its frequencies change with the length (dynamic, longrope), record no further than they "
-        "stay, else this family cannot be recorded yet"
-    )
-
-
-def _allowed(dtype: torch.dtype, rope: Rope, end: int) -> float:
-    """Return the relative error of rotated queries and keys up to a position that is rounding."""
-    # models take cosine and sine in float32, and round them to their own dtype
-    base = max(tolerance("float32"), tolerance(DTYPES[dtype]))
-    return base + _ANGLE * end * max(map(abs, rope.inv_freq), default=0.0)
 
 
 class _History:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from kvsim.core.checks import compute_dtype
 from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.threads import threads_for
 from kvsim.errors import CaptureError, error_line
@@ -19,7 +20,7 @@ from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import device_of, evaluating, on_meta
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.models import load_outline
-from kvsim.recorder.modules import attention_modules
+from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.sensitivity import ROWS
@@ -34,6 +35,9 @@ _CALLS = 350
 #: Bytes that are recorded while a product with a vector reads one, such bytes that a byte of the
 #: digest of weights takes, and small operations that a file takes.
 _RECORDING, _DIGEST, _FILE = 1 / 200, 40, 1000
+
+#: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
+_LOADED = 96 << 20
 
 
 class _SeenError(Exception):
@@ -90,9 +94,7 @@ class ModelWork:
         self.row, self.logits = 2 * used, 2 * embedding
         self.read = (used + embedding) * itemsize  # by a token
         self.vocabulary = model.config.get_text_config().vocab_size
-        # bytes of a row inside a layer: the parts of a gated product, and the stream
-        widest = max((max(each.shape) for each in matrices), default=1)
-        self.inside = (3 * widest + 4 * model.config.get_text_config().hidden_size) * itemsize
+        self.widest = max((max(each.shape) for each in matrices), default=1)
 
     def seconds(self, flops: float, tokens: int, rates: Rates) -> float:
         """Return the time of FLOPs of long products and of so many tokens one by one."""
@@ -113,10 +115,10 @@ def forecast(
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
-        products, of_session = _work(each, call, work)
+        products = _flops(each, call, work)
         flops += products + each.new_tokens * (work.row + work.logits)
         seconds += work.seconds(products, each.new_tokens, rates)
-        peak = max(peak, of_session)
+        peak = max(peak, _memory(each, call, work))
     first = sessions[0] if sessions else None
     if projected := first is not None and first.projections is not None:
         shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
@@ -143,26 +145,57 @@ def forecast(
     )
 
 
-def _work(session: Session, call: KernelCall, work: ModelWork) -> tuple[float, float]:
-    """Return FLOPs of what runs many rows at once, and the most bytes besides the weights."""
-    (heads, _, dim), entry = call.q.shape, call.k.shape[2] + call.v.shape[2]
+def _flops(session: Session, call: KernelCall, work: ModelWork) -> float:
+    """Return the FLOPs of what runs many rows at once."""
+    heads, entry = len(call.q), call.k.shape[2] + call.v.shape[2]
     n, given, recorded = len(session.encoded.ids), len(session.response), len(session.layer_ids)
-    of_pair, item, rows = attention_flops(1, heads, entry), call.k.element_size(), n + given
     probe = 0 if session.probe is None else len(session.probe.tokens) + len(session.context)
-    longest = max(given, session.new_tokens)
-    measured = session.options.sensitivity and session.projections is not None and longest > 1
-    copies = ROWS * (work.layers + 1) if measured else 0
+    copies = _copies(session, work)
     pairs = causal_pairs(session.limit) + causal_pairs(probe)
-    # the recorder computes the attention of its layers again; a copy differs from the full rows
-    # from its own layer on
-    flops = of_pair * (pairs * (work.layers + recorded) + copies * n * work.layers / 2)
-    flops += (rows + probe + copies) * work.row + (1 + given + copies) * work.logits
-    cache = session.limit * work.layers * len(call.k) * entry * item
-    blocks = recorded * CHUNK * (2 * heads + len(call.k)) * dim * item
-    logits = max(1 + given, copies)
+    # the recorder computes the attention of its layers again, and the log-sum-exp of what it
+    # rounds; a copy differs from the full rows from its own layer on
+    passes = work.layers + recorded * (2 if session.options.store_dtype else 1)
+    flops = attention_flops(pairs * passes + copies * n * work.layers / 2, heads, entry)
+    rows = n + given + probe + copies
+    return flops + rows * work.row + (1 + given + copies) * work.logits
+
+
+def _copies(session: Session, work: ModelWork) -> int:
+    """Return the rows that run together to measure the sensitivity of layers."""
+    several = max(len(session.response), session.new_tokens) > 1
+    measured = session.options.sensitivity and session.projections is not None and several
+    return ROWS * (work.layers + 1) if measured else 0
+
+
+def _memory(session: Session, call: KernelCall, work: ModelWork) -> float:
+    """Return the most bytes at once, besides the weights.
+
+    That is the cache, blocks that are not full, and the most of what one layer takes: of its kernel
+    over a mask (keys and values once for each query head, and the mask itself), of the recorder
+    (keys and values as it computes and stores them, and differences of all rows), of its MLP, of
+    logits, and of output projections as they are stored.
+    """
+    (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
+    item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
+    n, given, hidden = session.limit, len(session.response), call.hidden.shape[1]
+    rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, work)
+    eager, narrow = kernel_name(session.model) == "eager", item < wide
+    entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
+    cache = n * work.layers * kv_heads * entry * item
+    blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
+    repeated = n * heads * entry * item if heads > kv_heads else 0
+    masked = rows * n * (1 + item) + repeated if session.chunk < n or eager else 0
+    kernel = of_rows * item + masked + 8 * heads * rows * n * eager
+    copied = n * kv_heads * (entry * narrow + dim * bool(session.options.store_dtype)) * wide
+    recorder = copied + of_rows * wide * (4 if narrow else 2)
+    projections = 2 * heads * value_dim * hidden * item if session.projections else 0
+    held = (3 * rows * hidden + 2 * of_rows) * item  # the stream, queries, the output
+    mlp = 3 * rows * (hidden + work.widest) * item
+    again = n * kv_heads * entry * item + repeated + ROWS * heads * n * (2 + item)
+    logits = max(min(rows, 1 + given), copies)
     logits = work.vocabulary * (4 * logits + 16 * min(CHUNK // 2, logits))  # some as float64 too
-    at_once = min(rows, session.chunk) * (work.inside + heads * entry * item)
-    return flops, cache + blocks + max(at_once, logits)
+    in_a_layer = max(held + max(kernel, recorder, projections), mlp, again * bool(copies))
+    return _LOADED + cache + blocks + max(in_a_layer, logits)
 
 
 def _as_received(call: KernelCall, session: Session) -> KernelCall:

@@ -166,7 +166,8 @@ class ProjectionModules:
 
     def _check(self, layer: int, out: Tensor, block: Tensor, output: Tensor) -> None:
         dtype = compute_dtype(out.dtype)
-        expected = torch.einsum("iwd,idh->wh", out.to(dtype), block.to(dtype))
+        # as one matrix, of which einsum would make a copy
+        expected = out.transpose(0, 1).flatten(1).to(dtype) @ block.flatten(0, 1).to(dtype)
         bias = getattr(self.modules[layer], "bias", None)
         if isinstance(bias, Tensor):
             expected += bias.detach().to(dtype)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvsim.core.attention import Rope
+from kvsim.core.attention import Layout, Rope
+from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
 
 #: The end of the names of buffers with frequencies; what precedes it distinguishes kinds of layers.
@@ -22,6 +24,12 @@ _FIRST = f"original_{_INV_FREQ}"
 #: Kinds of RoPE scaling by a factor of the length, and the one whose frequencies depend on it.
 _DYNAMIC = "dynamic"
 _STRETCHING = ("linear", _DYNAMIC, "yarn")
+
+# Models take angles in float32: a position of this relative error times a frequency.
+_ANGLE = 2.0**-22
+
+#: The rotary embedding of a layer without RoPE, and of one that rotates in an unknown way.
+NO_ROPE, UNKNOWN = Rope(()), Rope((), layout="unknown")
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -178,3 +186,68 @@ def _of_table(buffer: Tensor) -> list[float]:
         frequencies = (angle + turn * ((frequencies * pos - angle) / turn).round()) / pos
     out: list[float] = frequencies.tolist()
     return out
+
+
+def rope_candidates(ropes: Sequence[Rope]) -> list[Rope]:
+    """Return ropes of both layouts; then, for positions of several axes, in descending order.
+
+    And turned the other way round.
+    """
+    orders: list[Callable[[list[float]], list[float]]] = [
+        list,
+        lambda frequencies: sorted(frequencies, reverse=True),
+        lambda frequencies: [-x for x in frequencies],
+    ]
+    layouts: tuple[Layout, ...] = ("half", "interleaved")
+    return [
+        *dict.fromkeys(
+            replace(rope, inv_freq=order([*map(float, rope.inv_freq)]), layout=layout)
+            for order in orders
+            for layout in layouts
+            for rope in ropes
+        )
+    ]
+
+
+def matching_ropes(
+    before: Tensor, after: Tensor, start: int, ropes: Sequence[Rope], *, zero: bool = False
+) -> tuple[list[Rope], float]:
+    """Return those `ropes` that rotate keys `before` [head, w, d] from `start` on, and an error.
+
+    The least error, relative, of all. zero: `before` has one row, the key at position 0.
+    """
+    dtype = compute_dtype(after.dtype)
+    x, y = before.to(dtype), after.to(dtype)
+    at = torch.arange(start, start + after.shape[1], device=after.device)
+    fits, least = [], math.inf
+    for rope in ropes:
+        if rope == UNKNOWN:
+            return [rope], 0.0
+        if 2 * len(rope.inv_freq) > x.shape[-1]:
+            continue
+        plain = rope.unrotate(x, at[:1] * 0) if zero else x
+        error = float(relative_error(y, rope.rotate(plain.expand_as(y), at)).max())
+        least = min(least, error)
+        if error <= rotation_tolerance(after.dtype, rope, start + len(at)):
+            fits.append(rope)
+    return fits, least
+
+
+def changed_rotation(
+    what: str, layer: int, start: int, error: float, dtype: torch.dtype
+) -> CaptureError:
+    """Return the error of queries or keys that no rotary embedding of the model rotates."""
+    allowed = rotation_tolerance(dtype, NO_ROPE, 0)
+    return CaptureError(
+        f"the {what} of layer {layer} from position {start} on differ by {error:.3g} (relative) "
+        f"from the model's rotary embedding, expected at most {allowed:g}; if "
+        "its frequencies change with the length (dynamic, longrope), record no further than they "
+        "stay, else this family cannot be recorded yet"
+    )
+
+
+def rotation_tolerance(dtype: torch.dtype, rope: Rope, end: int) -> float:
+    """Return the relative error of rotated queries and keys up to a position that is rounding."""
+    # models take cosine and sine in float32, and round them to their own dtype
+    base = max(tolerance("float32"), tolerance(DTYPES[dtype]))
+    return base + _ANGLE * end * max(map(abs, rope.inv_freq), default=0.0)

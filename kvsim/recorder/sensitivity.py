@@ -53,14 +53,21 @@ class LayerEntries(NamedTuple):
     gate: Tensor | None = None
 
     @classmethod
-    def note(cls, entries: dict[int, LayerEntries], call: KernelCall, prompt_len: int) -> None:
-        """Replace those of the call's layer, and add to its gates."""
+    def note(
+        cls,
+        entries: dict[int, LayerEntries],
+        call: KernelCall,
+        prompt_len: int,
+        n_pos: int | None,
+    ) -> None:
+        """Add to the gates of the call's layer; keep keys and values of all n_pos alone."""
         gate, before = call.gate, entries.get(call.layer)
         if gate is not None:
             gate = gate[:, max(0, prompt_len - call.start) :][:, :ROWS]
             if before is not None and before.gate is not None:
                 gate = torch.cat([before.gate, gate], 1)[:, :ROWS]
-        entries[call.layer] = cls(call.k, call.v, call.formula, gate)
+        kept = (call.k, call.v) if call.k.shape[1] == n_pos else [call.k.new_empty(0)] * 2
+        entries[call.layer] = cls(*kept, call.formula, gate)
 
 
 def layer_sensitivity(

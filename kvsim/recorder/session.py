@@ -278,7 +278,7 @@ class Session:
         if self.projections is not None:
             with self._leaving_out("o_proj"):
                 self.projections.receive(call)
-            LayerEntries.note(self._entries, call, len(self.encoded.ids))
+            LayerEntries.note(self._entries, call, len(self.encoded.ids), self._recorder.last)
 
     def _begin(self) -> None:
         """Write the header and the prompt, once every layer has been called."""
@@ -294,8 +294,8 @@ class Session:
         """Store the projections next to the trace, once all of them are checked."""
         if self._writer is None or self.projections is None:
             return
-        of_layers = (self.projections.blocks[layer] for layer in self.layer_ids)
-        blocks = [as_largest("o_proj", block, self.sizes) for block in of_layers]
+        of_layers = self.projections.blocks
+        blocks = [as_largest("o_proj", of_layers[x], self.sizes) for x in self.layer_ids]
         shape = len(blocks), *blocks[0].shape
         self._stored = self._writer.write_projections(
             shape, blocks.__getitem__, DTYPES[blocks[0].dtype]
@@ -386,9 +386,8 @@ class Session:
     def _final_header(self, tokens: list[int], ended: str | None) -> Header:
         """Return the header with the response, and with how close the recording is."""
         self.notes += self._recorder.remarks()
-        header = self._header()
+        header, response = self._header(), None
         prompt_len = header.prompt_len
-        response = None
         if self.tokenizer is not None:
             response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
         cut = self.new_tokens < self.options.longest
@@ -414,6 +413,7 @@ class Session:
         except CaptureError as error:
             reason, values = str(error).partition(";")[0], None
             self.notes.append(f"recorded without layer_sensitivity: {reason}")
+        self._entries.clear()
         more = {} if values is None else {"layer_sensitivity": values}
         return replace(header, meta={**header.meta, **more})
 
@@ -431,8 +431,8 @@ class Session:
         arrays |= {name: values.to("cpu") for name, values in recorded.items()}
         if self.projections is not None:
             blocks = self.projections.blocks
-            parts = (as_largest("o_proj", blocks[x], self.sizes) for x in sorted(blocks))
-            arrays["o_proj"] = torch.stack([part.to("cpu") for part in parts])
+            parts = [as_largest("o_proj", blocks[x], self.sizes).to("cpu") for x in sorted(blocks)]
+            arrays["o_proj"] = torch.stack(parts)
         return Trace.from_arrays(
             **arrays,
             prompt_len=header.prompt_len,

@@ -164,31 +164,36 @@ def memory(kind):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
-sizes, prompt, response = json.loads(sys.argv[1])
+sizes, prompt, response, more = json.loads(sys.argv[1])
 torch.manual_seed(0)
 before = memory("VmRSS")
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
 plans, tokens = [], torch.randint(0, 99, (prompt + response,)).tolist()
-options = {"max_new_tokens": 0} if not response else {"response": tokens[prompt:]}
+options = more | ({"response": tokens[prompt:]} if response else {"max_new_tokens": 0})
 kvsim.capture(
     model, None, tokens[:prompt], out=sys.argv[2], planned=plans.append, o_proj=False, **options
 )
 print(json.dumps([before, plans[0].memory, memory("VmHWM")]))
 """
+_WIDE = {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 100}
+_WIDE |= {"num_attention_heads": 128, "num_key_value_heads": 4, "head_dim": 128}
 _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize(
-    ("sizes", "prompt", "response"),
+    ("sizes", "prompt", "response", "options"),
     [
-        ({"hidden_size": 512, "intermediate_size": 12_000, "vocab_size": 30_000}, 40, 0),
-        ({"hidden_size": 64, "intermediate_size": 8_000, "vocab_size": 100}, 3_000, 0),
-        ({"hidden_size": 64, "intermediate_size": 64, "vocab_size": 40_000}, 600, 1_500),
+        ({"hidden_size": 512, "intermediate_size": 12_000, "vocab_size": 30_000}, 40, 0, {}),
+        ({"hidden_size": 64, "intermediate_size": 8_000, "vocab_size": 100}, 3_000, 0, {}),
+        ({"hidden_size": 64, "intermediate_size": 64, "vocab_size": 40_000}, 600, 1_500, {}),
+        (_WIDE, 900, 0, {"chunk": 64}),
+        (_WIDE | {"attn_implementation": "eager"}, 400, 0, {}),
     ],
 )
-def test_a_plan_has_the_peak_of_memory(tmp_path, warm_python, sizes, prompt, response):
-    """What a process grows by, of weights, a long prompt, and logits, within 30 percent."""
-    given = json.dumps([{**_SMALL, **sizes, "max_position_embeddings": 4096}, prompt, response])
+def test_a_plan_has_the_peak_of_memory(tmp_path, warm_python, sizes, prompt, response, options):
+    """What a process grows by, of weights, prompts, logits, and chunks, within 30 percent."""
+    sizes = {**_SMALL, **sizes, "max_position_embeddings": 4096}
+    given = json.dumps([sizes, prompt, response, options])
     command = [warm_python, "-c", CAPTURE, given, str(tmp_path / "a.zarr")]
 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
@@ -197,4 +202,4 @@ def test_a_plan_has_the_peak_of_memory(tmp_path, warm_python, sizes, prompt, res
     before, planned, peak = json.loads(done.stdout.splitlines()[-1])
     print(f"{sizes}: planned {planned / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB")
     assert planned == pytest.approx(peak, rel=0.3)
-    assert planned - before == pytest.approx(peak - before, rel=0.6)
+    assert planned - before == pytest.approx(peak - before, rel=0.45)
