@@ -41,6 +41,8 @@ def capture(
     *,
     out: str | Path | None = None,
     answer: str | None = None,
+    scorer: str | None = None,
+    metadata: Any = None,
     labels: Labels | None = None,
     needle: Needle = (),
     response: str | Sequence[int] | None = None,
@@ -57,6 +59,8 @@ def capture(
         prompt: text, chat messages, or token ids.
         out: where to write the trace; None keeps it in memory.
         answer: the expected answer, for the answer check.
+        scorer: what decides whether a response is right, as `Prompt.scorer`.
+        metadata: what the scorer knows of the question, as JSON.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
@@ -79,6 +83,7 @@ def capture(
             of another capture; anything but a model and tokenizer of transformers.
         OutputError, MemoryLimitError: the plan does not fit on the disk, or into `memory`.
         TraceError: a number that is not finite, or too large for `store_dtype`.
+        TextError: an unknown scorer.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
     """
@@ -93,6 +98,7 @@ def capture(
     check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
+    given |= {"scorer": scorer, "metadata": metadata}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out, describe_model(model))

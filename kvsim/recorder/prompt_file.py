@@ -18,7 +18,10 @@ from kvsim.schema import LABELS
 CONTENT = ("prompt", "messages", "tokens")
 
 #: All keys that are read; others are ignored.
-KEYS = ("id", *CONTENT, "context", "needle", "response", "system", "answer", *LABELS, "difficulty")
+KEYS = (
+    *("id", *CONTENT, "context", "needle", "response", "system", "answer", "scorer", "metadata"),
+    *(*LABELS, "difficulty"),
+)
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
 
@@ -27,6 +30,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "id": ((str, int), "text or a number"),
     "system": ((str,), "text"),
     "answer": ((str, int, float), "text or a number"),
+    "scorer": ((str,), "text such as 'gym:chain_sum'"),
     "response": ((str, list), "text or a list of token ids"),
     "context": ((str, int), "text before a text, or how many messages or tokens"),
 }
@@ -41,9 +45,10 @@ def read_prompts(
 
     A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
     text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``context``, ``needle``, ``response``, ``system``, ``answer`` and the labels ``task``,
-    ``domain``, ``level`` (or ``difficulty``), ``length`` and ``depth``. Other keys are ignored,
-    and so is ``tokens`` if it is a number. Empty lines and a byte order mark are skipped.
+    ``context``, ``needle``, ``response``, ``system``, ``answer``, ``scorer`` with its ``metadata``
+    and the labels ``task``, ``domain``, ``level`` (or ``difficulty``), ``length`` and ``depth``.
+    Other keys are ignored, and so is ``tokens`` if it is a number. Empty lines and a byte order
+    mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -151,6 +156,8 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         needle=() if needle is None else check_needle(needle, f"{where}: "),
         response=response,
         context=row.get("context"),
+        scorer=row.get("scorer"),
+        metadata=row.get("metadata"),
     )
 
 

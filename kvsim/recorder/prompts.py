@@ -42,6 +42,9 @@ class Prompt:
         id: the name of the trace.
         content: text, chat messages or token ids.
         answer: the expected answer, or None.
+        scorer: what decides whether a response is right, such as ``gym:chain_sum``, a task of
+            reasoning-gym; None for responses that have the answer in them. metadata: what it knows
+            of the question beside the answer, as JSON.
         labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
             (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).
         system: a system message before the prompt, or None.
@@ -61,6 +64,8 @@ class Prompt:
     needle: Needle = ()
     response: str | Sequence[int] | None = None
     context: str | int | None = None
+    scorer: str | None = None
+    metadata: Any = None
 
 
 @dataclass(frozen=True)

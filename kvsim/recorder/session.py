@@ -22,6 +22,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
+from kvsim.recorder.answers import answer_check
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.generation import StopStrings, chunk_rows, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
@@ -41,7 +42,7 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import LANGUAGES, final_part, is_right
+from kvsim.text.answers import language_of
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -52,7 +53,8 @@ class Session:
 
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
     to write the trace; None keeps it in memory. described: by `describe_model`. Raises CaptureError
-    for a prompt, a layer or an option that the model or its tokenizer has nothing for.
+    for a prompt, a layer or an option that the model or its tokenizer has nothing for; TextError
+    for an unknown scorer.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
+        if prompt.scorer is not None:
+            language_of(prompt.scorer).check("", "", {"scorer": prompt.scorer})  # it is known
         self.response, self.logprobs = encoded.response or [], list[float]()
         check_new_tokens(model, options.max_new_tokens)
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
@@ -189,21 +193,11 @@ class Session:
         return differing
 
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
-        """Compare a response that the model wrote with the right one, ready for JSON.
-
-        For tiny the right response follows from the prompt. For other models the response is right
-        if it has the answer in it. None without anything to compare.
-        """
-        text, answer = self.encoded.text, self.prompt.answer
+        """Compare a response that the model wrote with the right one, ready for JSON."""
         if self.response or response is None:
             return None
-        if is_tiny(self.model) and text is not None:
-            return LANGUAGES["ledger"].check(text, response)
-        if answer is None:
-            return None
-        end = final_part(response).strip()[-200:]
-        right = is_right(response, answer)
-        return {"kind": "text", "right": right, "expected": answer, "answer": end}
+        text, tiny = self.encoded.text, is_tiny(self.model)
+        return answer_check(self.prompt, text, response, tiny=tiny)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""

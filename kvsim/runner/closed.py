@@ -252,7 +252,7 @@ class ClosedLoop:
             return None
         if (kind := check.get("kind")) in LANGUAGES:
             prompt = str(self.trace.meta["text"]["prompt"])
-            return bool(LANGUAGES[str(kind)].check(prompt, text)["right"])
+            return bool(LANGUAGES[str(kind)].check(prompt, text, check)["right"])
         return is_right(text, str(check["expected"]))
 
     def _answered(self, tokens: Sequence[int]) -> int | None:
