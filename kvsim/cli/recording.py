@@ -63,8 +63,8 @@ def capture(
             "FILE.jsonl",
             "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
             "optional: 'id', 'context' (text before it), 'needle' (texts in it), 'response' (text "
-            "or ids), 'system', 'answer', 'scorer' with 'metadata'; labels: 'task', 'domain', "
-            "'level', 'length', 'depth'.",
+            "or ids) with 'writer', 'system', 'answer', 'scorer' with 'metadata'; labels: 'task', "
+            "'domain', 'level', 'length', 'depth'.",
         ),
     ] = None,
     limit: Annotated[

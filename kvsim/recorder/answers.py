@@ -1,7 +1,8 @@
-"""The check of a response against the right answer."""
+"""The check of a response against the right answer, and against what the model would write."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvsim.recorder.prompts import Prompt
@@ -27,3 +28,13 @@ def answer_check(
     end = final_part(response).strip()[-200:]
     right = is_right(response, answer)
     return {"kind": "text", "right": right, "expected": answer, "answer": end}
+
+
+def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:
+    """Return the share of tokens that greedy decoding chooses, too, and the first other position.
+
+    likeliest: of each token of the response, whether no other has a larger logit there. `first` is
+    None where all are.
+    """
+    first = None if all(likeliest) else prompt_len + likeliest.index(False)
+    return {"share": sum(likeliest) / len(likeliest), "first": first}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ def capture(
     answer: str | None = None,
     scorer: str | None = None,
     metadata: Any = None,
+    writer: str | Mapping[str, Any] | None = None,
     labels: Labels | None = None,
     needle: Needle = (),
     response: str | Sequence[int] | None = None,
@@ -66,7 +67,9 @@ def capture(
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
             its number of tokens (`context_len`), for `kvsim.replay(..., compress="context")`.
         response: text or token ids to record as the response, instead of generating one. The trace
-            keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`).
+            keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`), and how many
+            of them greedy decoding would have chosen (`meta["agreement"]`).
+        writer: what wrote the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
         **options: the fields of `kvsim.recorder.Options`.
 
@@ -98,7 +101,7 @@ def capture(
     check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    given |= {"scorer": scorer, "metadata": metadata}
+    given |= {"scorer": scorer, "metadata": metadata, "writer": writer}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out, describe_model(model))

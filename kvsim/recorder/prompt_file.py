@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import CaptureError, suggest
-from kvsim.recorder.prompts import Prompt, PromptLike, check_labels, joined_parts, with_distinct_ids
+from kvsim.recorder.prompts import (
+    Prompt,
+    PromptLike,
+    check_labels,
+    check_writer,
+    joined_parts,
+    with_distinct_ids,
+)
 from kvsim.recorder.spans import check_needle
 from kvsim.schema import LABELS
 
@@ -19,8 +26,8 @@ CONTENT = ("prompt", "messages", "tokens")
 
 #: All keys that are read; others are ignored.
 KEYS = (
-    *("id", *CONTENT, "context", "needle", "response", "system", "answer", "scorer", "metadata"),
-    *(*LABELS, "difficulty"),
+    *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer"),
+    *("scorer", "metadata", *LABELS, "difficulty"),
 )
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
@@ -45,10 +52,10 @@ def read_prompts(
 
     A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
     text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``context``, ``needle``, ``response``, ``system``, ``answer``, ``scorer`` with its ``metadata``
-    and the labels ``task``, ``domain``, ``level`` (or ``difficulty``), ``length`` and ``depth``.
-    Other keys are ignored, and so is ``tokens`` if it is a number. Empty lines and a byte order
-    mark are skipped.
+    ``context``, ``needle``, ``response`` with its ``writer``, ``system``, ``answer``, ``scorer``
+    with its ``metadata`` and the labels ``task``, ``domain``, ``level`` (or ``difficulty``),
+    ``length`` and ``depth``. Other keys are ignored, and so is ``tokens`` if it is a number. Empty
+    lines and a byte order mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -158,6 +165,7 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         context=row.get("context"),
         scorer=row.get("scorer"),
         metadata=row.get("metadata"),
+        writer=check_writer(row.get("writer"), response, f"{where}: "),
     )
 
 
