@@ -96,6 +96,7 @@ EXTRAS = {
     "slurm": ("submitit",),
     "xarray": ("xarray",),
     "tune": ("optuna",),
+    "tasks": ("reasoning_gym",),
     "kvpress": ("kvpress",),
     "test": ("hypothesis",),
 }

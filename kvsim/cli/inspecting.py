@@ -78,6 +78,8 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         "log-likelihood": f"{fmean(logprobs):.4f} per token of the response, on average"
         if logprobs
         else "",
+        "written by": quoted(facts["generation"].get("writer")),
+        "agreement": _agreement(facts["agreement"]),
         "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "projections": _projections(facts["projections"]),
@@ -125,6 +127,14 @@ def _attention(facts: Mapping[str, Any]) -> str:
         layers, described = kind["layers"], ", ".join(filter(None, parts)) or "plain"
         texts.append(f"layers {', '.join(map(str, layers))}: {described}")
     return "" if len(texts) == 1 and texts[0].endswith(": plain") else "; ".join(texts)
+
+
+def _agreement(found: Mapping[str, Any] | None) -> str:
+    share, first = (found or {}).get("share"), (found or {}).get("first")
+    if not isinstance(share, int | float):  # untrusted input
+        return ""
+    differing = f"; the first other one is at {first}" if isinstance(first, int) else ""
+    return f"{share:.1%} of the response is what the model writes greedily{differing}"
 
 
 def _capture_check(check: Mapping[str, Any] | None) -> str:

@@ -63,7 +63,8 @@ def capture(
             "FILE.jsonl",
             "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
             "optional: 'id', 'context' (text before it), 'needle' (texts in it), 'response' (text "
-            "or ids), 'system', 'answer'; labels: 'task', 'domain', 'level', 'length', 'depth'.",
+            "or ids) with 'writer', 'system', 'answer', 'scorer' with 'metadata'; labels: 'task', "
+            "'domain', 'level', 'length', 'depth'.",
         ),
     ] = None,
     limit: Annotated[
@@ -142,8 +143,8 @@ def capture(
         if single:
             (first,) = requested
             keywords = vars(replace(options, system=first.system or options.system))
-            keywords |= {"out": path, "answer": first.answer, "labels": first.labels}
-            keywords |= {x: getattr(first, x) for x in ("needle", "response", "context")}
+            own = {"id", "content", "system"}
+            keywords |= {"out": path, **{x: y for x, y in vars(first).items() if x not in own}}
             traces = [record(decoder, tokenizer, first.content, **keywords)]
         else:
             traces = capture_many(decoder, tokenizer, requested, path, **vars(options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ def capture(
     *,
     out: str | Path | None = None,
     answer: str | None = None,
+    scorer: str | None = None,
+    metadata: Any = None,
+    writer: str | Mapping[str, Any] | None = None,
     labels: Labels | None = None,
     needle: Needle = (),
     response: str | Sequence[int] | None = None,
@@ -57,12 +60,16 @@ def capture(
         prompt: text, chat messages, or token ids.
         out: where to write the trace; None keeps it in memory.
         answer: the expected answer, for the answer check.
+        scorer: what decides whether a response is right, as `Prompt.scorer`.
+        metadata: what the scorer knows of the question, as JSON.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
             its number of tokens (`context_len`), for `kvsim.replay(..., compress="context")`.
         response: text or token ids to record as the response, instead of generating one. The trace
-            keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`).
+            keeps the log-likelihood of each of its tokens (`Trace.response_logprobs`), and how many
+            of them greedy decoding would have chosen (`meta["agreement"]`).
+        writer: what wrote the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
         **options: the fields of `kvsim.recorder.Options`.
 
@@ -79,6 +86,7 @@ def capture(
             of another capture; anything but a model and tokenizer of transformers.
         OutputError, MemoryLimitError: the plan does not fit on the disk, or into `memory`.
         TraceError: a number that is not finite, or too large for `store_dtype`.
+        TextError: an unknown scorer.
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
     """
@@ -93,6 +101,7 @@ def capture(
     check_labels(labels or {})
     model, tokenizer = _resolve(model, tokenizer)
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
+    given |= {"scorer": scorer, "metadata": metadata, "writer": writer}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out, describe_model(model))

@@ -102,24 +102,22 @@ def score(
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
     chunk: int,
-) -> list[float]:
-    """Run all tokens; return the log-likelihood of each from `start` on.
+) -> tuple[list[float], list[bool]]:
+    """Run all tokens; return the log-likelihood of each from `start` on, and if none is likelier.
 
-    That of a token is given all tokens before it. before_last, progress, chunk: as for `generate`.
+    Both are given all tokens before it. before_last, progress, chunk: as for `generate`.
     """
-    n, parts = len(ids), list[Tensor]()
+    n, parts, likeliest = len(ids), list[Tensor](), list[bool]()
     with torch.no_grad(), evaluating(model):
         before_last(n)
         for end, logits in run_chunks(model, full_cache(model), ids, 0, n - start + 1, chunk):
             progress(end, n)
             targets = torch.tensor(ids[end - len(logits) + 1 : end + 1], device=logits.device)
-            parts += [
-                part.double().log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
-                for part, token in zip(
-                    logits[: len(targets)].split(_ROWS), targets.split(_ROWS), strict=True
-                )
-            ]
-        return [float(x) for x in torch.cat(parts)]
+            pairs = logits[: len(targets)].split(_ROWS), targets.unsqueeze(-1).split(_ROWS)
+            for part, token in zip(*pairs, strict=True):
+                parts.append(part.double().log_softmax(-1).gather(-1, token).squeeze(-1))
+                likeliest += (part.gather(-1, token).squeeze(-1) == part.amax(-1)).tolist()
+        return [float(x) for x in torch.cat(parts)], likeliest
 
 
 def check_logits(logits: Tensor, start: int) -> Tensor:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import CaptureError, suggest
-from kvsim.recorder.prompts import Prompt, PromptLike, check_labels, joined_parts, with_distinct_ids
+from kvsim.recorder.prompts import (
+    Prompt,
+    PromptLike,
+    check_labels,
+    check_writer,
+    joined_parts,
+    with_distinct_ids,
+)
 from kvsim.recorder.spans import check_needle
 from kvsim.schema import LABELS
 
@@ -18,7 +25,10 @@ from kvsim.schema import LABELS
 CONTENT = ("prompt", "messages", "tokens")
 
 #: All keys that are read; others are ignored.
-KEYS = ("id", *CONTENT, "context", "needle", "response", "system", "answer", *LABELS, "difficulty")
+KEYS = (
+    *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer"),
+    *("scorer", "metadata", *LABELS, "difficulty"),
+)
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
 
@@ -27,6 +37,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "id": ((str, int), "text or a number"),
     "system": ((str,), "text"),
     "answer": ((str, int, float), "text or a number"),
+    "scorer": ((str,), "text such as 'gym:chain_sum'"),
     "response": ((str, list), "text or a list of token ids"),
     "context": ((str, int), "text before a text, or how many messages or tokens"),
 }
@@ -41,9 +52,10 @@ def read_prompts(
 
     A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
     text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``context``, ``needle``, ``response``, ``system``, ``answer`` and the labels ``task``,
-    ``domain``, ``level`` (or ``difficulty``), ``length`` and ``depth``. Other keys are ignored,
-    and so is ``tokens`` if it is a number. Empty lines and a byte order mark are skipped.
+    ``context``, ``needle``, ``response`` with its ``writer``, ``system``, ``answer``, ``scorer``
+    with its ``metadata`` and the labels ``task``, ``domain``, ``level`` (or ``difficulty``),
+    ``length`` and ``depth``. Other keys are ignored, and so is ``tokens`` if it is a number. Empty
+    lines and a byte order mark are skipped.
 
     Args:
         path: the file, UTF-8.
@@ -151,6 +163,9 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         needle=() if needle is None else check_needle(needle, f"{where}: "),
         response=response,
         context=row.get("context"),
+        scorer=row.get("scorer"),
+        metadata=row.get("metadata"),
+        writer=check_writer(row.get("writer"), response, f"{where}: "),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -42,11 +43,16 @@ class Prompt:
         id: the name of the trace.
         content: text, chat messages or token ids.
         answer: the expected answer, or None.
+        scorer: what decides whether a response is right, such as ``gym:chain_sum``, a task of
+            reasoning-gym; None for responses that have the answer in them. metadata: what it knows
+            of the question beside the answer, as JSON.
         labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
             (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).
         system: a system message before the prompt, or None.
         needle: what the answer depends on, as texts that occur in the prompt once each, or for
             token ids as token spans (start, end); the trace keeps their token spans.
+        writer: what wrote the response, such as an engine with its model and sampling: text, or an
+            object for JSON; then the response is compared with the answer.
         context: the part of the prompt before its question: text before a text, which follows
             it directly (in one user's message if it is a chat); of chat messages how many of them,
             of token ids how many. Negative numbers count from the end.
@@ -61,6 +67,9 @@ class Prompt:
     needle: Needle = ()
     response: str | Sequence[int] | None = None
     context: str | int | None = None
+    scorer: str | None = None
+    metadata: Any = None
+    writer: str | Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,11 @@ def encode(
     notes = [] if text is None else encoding_notes(text, ids, tokenizer)
     if isinstance(whole.response, str):
         notes += encoding_notes(whole.response, given or [], tokenizer, "response")
+        if whole.writer is not None:
+            notes.append(
+                "the response was given as text and encoded by itself, without a token that ends "
+                "it; if its writer split it otherwise, give its token ids to record those"
+            )
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     context_len: int | None = None
     if context is not None and text is None:
@@ -193,6 +207,27 @@ def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> N
             f"{after}a prompt of {len(ids)} tokens, expected at most the model's context of "
             f"{context}; give fewer or a model with a longer context"
         )
+
+
+def check_writer(writer: object, response: object, where: str = "") -> Any:
+    """Return what wrote a response; CaptureError unless it is text or an object for JSON."""
+    if writer is None:
+        return None
+    try:
+        valid = isinstance(writer, str | Mapping) and json.dumps(writer, allow_nan=False)
+    except (TypeError, ValueError):
+        valid = ""
+    if not valid or not writer:
+        raise CaptureError(
+            f"{where}writer is {reprlib.repr(writer)}, expected text or an object such as "
+            '{"engine": ..., "model": ..., "temperature": ...}'
+        )
+    if response is None:
+        raise CaptureError(
+            f"{where}writer is {reprlib.repr(writer)} and there is no response, expected the one "
+            "that it wrote; leave the writer out to generate one"
+        )
+    return writer
 
 
 def _response(response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any) -> list[int]:

@@ -22,6 +22,7 @@ from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
+from kvsim.recorder.answers import agreement, answer_check
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.generation import StopStrings, chunk_rows, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
@@ -30,7 +31,7 @@ from kvsim.recorder.models import is_tiny, model_name, model_notes
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
 from kvsim.recorder.positions import check_new_tokens, fitting_tokens, indexer_notes, read_ropes
-from kvsim.recorder.prompts import Prompt, encode
+from kvsim.recorder.prompts import Prompt, check_writer, encode
 from kvsim.recorder.provenance import config_differences, versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
@@ -41,7 +42,7 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import LANGUAGES, final_part, is_right
+from kvsim.text.answers import language_of
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -52,7 +53,8 @@ class Session:
 
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
     to write the trace; None keeps it in memory. described: by `describe_model`. Raises CaptureError
-    for a prompt, a layer or an option that the model or its tokenizer has nothing for.
+    for a prompt, a layer or an option that the model or its tokenizer has nothing for; TextError
+    for an unknown scorer.
     """
 
     def __init__(
@@ -71,7 +73,11 @@ class Session:
         self.out = None if out is None else Path(out)
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
+        check_writer(prompt.writer, prompt.response)
+        if prompt.scorer is not None:
+            language_of(prompt.scorer).check("", "", {"scorer": prompt.scorer})  # it is known
         self.response, self.logprobs = encoded.response or [], list[float]()
+        self.likeliest: list[bool] = []
         check_new_tokens(model, options.max_new_tokens)
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
         requested = 0 if self.response else options.longest
@@ -189,21 +195,11 @@ class Session:
         return differing
 
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
-        """Compare a response that the model wrote with the right one, ready for JSON.
-
-        For tiny the right response follows from the prompt. For other models the response is right
-        if it has the answer in it. None without anything to compare.
-        """
-        text, answer = self.encoded.text, self.prompt.answer
-        if self.response or response is None:
+        """Compare a response whose writer is known with the right one, ready for JSON."""
+        if response is None or (self.response and self.prompt.writer is None):
             return None
-        if is_tiny(self.model) and text is not None:
-            return LANGUAGES["ledger"].check(text, response)
-        if answer is None:
-            return None
-        end = final_part(response).strip()[-200:]
-        right = is_right(response, answer)
-        return {"kind": "text", "right": right, "expected": answer, "answer": end}
+        text, tiny = self.encoded.text, is_tiny(self.model)
+        return answer_check(self.prompt, text, response, tiny=tiny)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
@@ -242,7 +238,7 @@ class Session:
             if self.response:
                 tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
                 start = len(self.encoded.ids)
-                self.logprobs = score(
+                self.logprobs, self.likeliest = score(
                     *(self.model, tokens, start),
                     before_last=finish,
                     progress=progress,
@@ -380,8 +376,10 @@ class Session:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The settings of generation; none of a response that is given."""
-        return {} if self.response else self.options.generation
+        """The settings of generation; of a given response what wrote it, if that is known."""
+        writer = self.prompt.writer
+        given = {} if writer is None else {"writer": writer}
+        return given if self.response else self.options.generation
 
     def _final_header(self, tokens: list[int], ended: str | None) -> Header:
         """Return the header with the response, and with how close the recording is."""
@@ -401,6 +399,7 @@ class Session:
             },
             "answer_check": self._answer_check(response),
             **({"response_logprobs": self.logprobs} if self.logprobs else {}),
+            **({"agreement": agreement(self.likeliest, prompt_len)} if self.likeliest else {}),
             **({"probe": self.probe.document()} if self.probe else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))

@@ -188,7 +188,7 @@ class ClosedLoop:
             tokens=tokens,
             right=self._right(tokens),
             answered=self._answered(tokens),
-            full_right=object_at(self.trace.meta, "answer_check").get("right"),
+            full_right=self._full_right,
             seconds=seconds,
         )
         return generated, decoding.decode_peak_bytes, decoding.full_bytes
@@ -228,6 +228,13 @@ class ClosedLoop:
         with torch.inference_mode(), evaluating(model):
             return self._write(writing, self.running.run(prompt, cache, 1, chunk)[-1], feed)
 
+    @property
+    def _full_right(self) -> bool | None:
+        """Whether the response with the full cache is right; the recorded one unless given."""
+        right = object_at(self.trace.meta, "answer_check").get("right")
+        given = object_at(self.trace.meta, "generation").get("stopped") == "given"
+        return self._right(self._full_response) if given and right is not None else right
+
     def _response(self, tokens: tuple[int, ...]) -> Response:
         full = self._full_response
         return Response(
@@ -251,7 +258,7 @@ class ClosedLoop:
             return None
         if (kind := check.get("kind")) in LANGUAGES:
             prompt = str(self.trace.meta["text"]["prompt"])
-            return bool(LANGUAGES[str(kind)].check(prompt, text)["right"])
+            return bool(LANGUAGES[str(kind)].check(prompt, text, check)["right"])
         return is_right(text, str(check["expected"]))
 
     def _answered(self, tokens: Sequence[int]) -> int | None:

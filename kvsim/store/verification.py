@@ -351,6 +351,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "labels": stored.header.labels,
         "spans": stored.header.spans,
         "response_logprobs": list(stored.header.response_logprobs),
+        "agreement": object_at(meta, "agreement") or None,
         "prompt": _head(text.get("prompt")),
         "response": _head(text.get("response")),
         "answer_check": object_at(meta, "answer_check") or None,

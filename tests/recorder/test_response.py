@@ -170,12 +170,77 @@ def test_info_shows_the_likelihood(tmp_path, capsys):
     assert "(prompt 2, response 2, given)" in printed
 
 
-def test_a_given_response_is_not_compared_with_the_answer():
-    """Whether a response is right says something of the model that wrote it, and of no other."""
+def test_a_given_response_is_compared_with_the_answer_of_a_known_writer():
+    """Whether a response is right says something of what wrote it; unknown, of nothing."""
     words = {"tokenizer": words_tokenizer(), "answer": "w2"}
 
     given = capture(small(), prompt="w1 w3", response="w2 w4", **words)
     written = capture(small(), prompt="w1 w3", max_new_tokens=2, **words)
+    foreign = capture(small(), prompt="w1 w3", response="w2 w4", writer="vLLM", **words)
 
     assert given.meta["answer_check"] is None
     assert written.meta["answer_check"]["kind"] == "text"
+    assert foreign.meta["answer_check"]["right"] is True
+
+
+WRITER = {"engine": "llama.cpp b4500", "model": "m.gguf", "temperature": 0.6}
+
+
+@pytest.mark.parametrize(("changed", "chunk"), [(None, None), (0, 64), (20, 64)])
+def test_agreement_is_that_of_a_loop_over_tokens(changed, chunk):
+    """The share of tokens that greedy decoding of the prefix gives, and the first other one."""
+    model, prompt = small(), ids(50)
+    response = capture(model, None, prompt, max_new_tokens=30).tokens[50:].tolist()
+    if changed is not None:
+        response[changed] = (response[changed] + 1) % 64
+
+    found = capture(model, None, prompt, response=response, chunk=chunk).meta["agreement"]
+
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0]
+    same = [int(logits[49 + at].argmax()) == token for at, token in enumerate(response)]
+    first = None if changed is None else 50 + changed
+    assert found == {"share": sum(same) / 30, "first": first}
+    assert first is None or not same[changed]
+
+
+def test_the_trace_says_who_wrote_the_response(tmp_path, capsys):
+    """Header and `kvsim info` have the writer and the agreement; a resumed capture compares it."""
+    source, out = tmp_path / "p.jsonl", tmp_path / "out"
+    rows = [
+        {"id": "a", "prompt": "w1 w2", "response": "w3 w4", "writer": WRITER},
+        {"id": "b", "tokens": [1, 2], "response": [3, 4], "writer": "vLLM \u001b[0m"},
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    prompts = read_prompts(source)
+
+    text, tokens = capture_many(small(), words_tokenizer(), prompts, out)
+
+    assert text.meta["generation"]["writer"] == WRITER
+    assert describe(text.path)["agreement"] == text.meta["agreement"]
+    assert any("encoded by itself" in note for note in text.meta["notes"])
+    assert not any("encoded by itself" in note for note in tokens.meta["notes"])
+    app()(["info", str(text.path), str(tokens.path)], standalone_mode=False)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"written by {json.dumps(WRITER)}" in printed
+    assert 'written by "vLLM \\u001b[0m"' in printed
+    assert printed.count("of the response is what the model writes greedily") == 2
+    again = capture_many(small(), words_tokenizer(), prompts, out, resume=True)
+    assert [trace.digest for trace in again] == [text.digest, tokens.digest]
+    other = [Prompt(**{**vars(each), "writer": "another"}) for each in prompts]
+    with pytest.raises(CaptureError, match="its writer is"):
+        capture_many(small(), words_tokenizer(), other, out, resume=True)
+
+
+@pytest.mark.parametrize("writer", ["", {}, 7, ["vLLM"], True, {"temperature": float("nan")}])
+def test_a_writer_is_text_or_an_object(writer, tmp_path):
+    """Other values are refused in a file and in Python, as is a writer without a response."""
+    source = tmp_path / "p.jsonl"
+    source.write_text(json.dumps({"prompt": "a", "response": "b", "writer": writer}))
+
+    with pytest.raises(CaptureError, match=r"line 1: writer is .*, expected text or an object"):
+        read_prompts(source)
+    with pytest.raises(CaptureError, match=r"^writer is .*, expected text or an object"):
+        capture(small(), None, [1], response=[2], writer=writer)
+    with pytest.raises(CaptureError, match="there is no response, expected the one that it wrote"):
+        capture(small(), None, [1], writer="vLLM")

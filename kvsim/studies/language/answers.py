@@ -11,7 +11,7 @@ from kvsim.studies.language.ledger import LedgerError, check, read, solve
 from kvsim.text.answers import Language
 
 
-def answer_check(prompt: str, response: str) -> dict[str, Any]:
+def answer_check(prompt: str, response: str, _: object = None) -> dict[str, Any]:
     """Return a `check` as traces store it; without a right response where the prompt has none."""
     try:
         found = check(prompt, response)
