@@ -40,7 +40,7 @@ def capture(
     prompt: PromptLike,
     *,
     out: str | Path | None = None,
-    answer: str | None = None,
+    answer: str | Sequence[str] | None = None,
     labels: Labels | None = None,
     needle: Needle = (),
     response: str | Sequence[int] | None = None,
@@ -56,7 +56,7 @@ def capture(
         tokenizer: the model's tokenizer; None if the prompt is token ids, or if `model` is a name.
         prompt: text, chat messages, or token ids.
         out: where to write the trace; None keeps it in memory.
-        answer: the expected answer, for the answer check.
+        answer: the expected answer, or several, for the answer check.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
@@ -82,7 +82,19 @@ def capture(
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
     """
-    checked = Options.of(options)
+    given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
+    whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
+    return capture_one(model, tokenizer, whole, out, Options.of(options))
+
+
+def capture_one(
+    model: PreTrainedModel | str | Path,
+    tokenizer: Any,
+    whole: Prompt,
+    out: str | Path | None,
+    checked: Options,
+) -> Trace:
+    """Record the trace of a prompt, as `capture`."""
     if out is None:
         check_in_memory(checked)
     else:
@@ -90,10 +102,8 @@ def capture(
         target = local_path(out, TraceError)
         _check_target(target, checked)
         check_writable(target.parent)
-    check_labels(labels or {})
+    check_labels(whole.labels)
     model, tokenizer = _resolve(model, tokenizer)
-    given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out, describe_model(model))
     existing = session.existing()

@@ -41,7 +41,7 @@ class Prompt:
     Attributes:
         id: the name of the trace.
         content: text, chat messages or token ids.
-        answer: the expected answer, or None.
+        answer: the expected answer, several, or None.
         labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
             (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).
         system: a system message before the prompt, or None.
@@ -51,16 +51,23 @@ class Prompt:
             it directly (in one user's message if it is a chat); of chat messages how many of them,
             of token ids how many. Negative numbers count from the end.
         response: text or token ids that are recorded as the response, instead of generating one.
+        answer_prefix: the beginning of the answer, which ends the prompt: of plain text after a
+            line end, of a chat after the template's beginning of a response.
+        scorer: how a response is compared with the answer, one of `kvsim.text.answers.SCORERS`.
+        max_new_tokens: tokens of the longest response, unless the option is given.
     """
 
     id: str
     content: PromptLike
-    answer: str | None = None
+    answer: str | Sequence[str] | None = None
     labels: Labels = field(default_factory=dict)
     system: str | None = None
     needle: Needle = ()
     response: str | Sequence[int] | None = None
     context: str | int | None = None
+    answer_prefix: str | None = None
+    scorer: str | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,8 @@ def encode(
         reason = "messages" if text is None else "--chat" if chat else "a system message"
         text = _render(messages, tokenizer, reason)
     special = messages is None  # a chat template has put the special tokens in already
+    if text is not None and whole.answer_prefix is not None:
+        text += "\n" * special + whole.answer_prefix
     if text is None:
         ids = _ids(prompt)
     else:

@@ -41,7 +41,7 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import LANGUAGES, final_part, is_right
+from kvsim.text.answers import LANGUAGES, answer_check
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -65,6 +65,9 @@ class Session:
         described: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
+        self.own_length = None if options.max_new_tokens is not None else prompt.max_new_tokens
+        if self.own_length is not None:
+            self.options = options = replace(options, max_new_tokens=self.own_length)
         self._described = described
         system = options.system if prompt.system is None else prompt.system
         self.encoded = encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
@@ -191,19 +194,16 @@ class Session:
     def _answer_check(self, response: str | None) -> dict[str, Any] | None:
         """Compare a response that the model wrote with the right one, ready for JSON.
 
-        For tiny the right response follows from the prompt. For other models the response is right
-        if it has the answer in it. None without anything to compare.
+        For tiny the right response follows from the prompt. None without anything to compare.
         """
-        text, answer = self.encoded.text, self.prompt.answer
+        prompt, text, answer = self.prompt, self.encoded.text, self.prompt.answer
         if self.response or response is None:
             return None
         if is_tiny(self.model) and text is not None:
             return LANGUAGES["ledger"].check(text, response)
         if answer is None:
             return None
-        end = final_part(response).strip()[-200:]
-        right = is_right(response, answer)
-        return {"kind": "text", "right": right, "expected": answer, "answer": end}
+        return answer_check(response, answer, prompt.scorer, self.own_length)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""
