@@ -248,15 +248,19 @@ def _scorer(row: dict[str, Any], where: str) -> str | None:
 
 def _is_question(row: dict[str, Any]) -> bool:
     """Whether the prompt is a question after a context."""
-    return row.get("question") is not None and all(row.get(name) is None for name in CONTENT)
+    return row.get("question") is not None and not _contents(row)
+
+
+def _contents(row: dict[str, Any]) -> list[str]:
+    """Return which of the keys of a prompt a row has; `tokens` can also be their number."""
+    given = [name for name in CONTENT if row.get(name) is not None]
+    return [name for name in given if name != "tokens" or isinstance(row[name], list)]
 
 
 def _content(row: dict[str, Any], where: str) -> PromptLike:
     if _is_question(row):
         return str(row["question"])
-    given = [name for name in CONTENT if row.get(name) is not None]
-    if "tokens" in given and not isinstance(row["tokens"], list):
-        given.remove("tokens")  # the number of tokens, not a prompt
+    given = _contents(row)
     if len(given) > 1:
         raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
     if not given:
