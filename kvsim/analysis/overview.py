@@ -22,8 +22,9 @@ PREDICTIONS = ("response_kl", "nll_increase", "top_agreement")
 
 #: The same of a running model.
 LIVE_SUMMARY = (
-    *(*PREDICTIONS, "layer_error", "output_error"),
-    *("retained_iou", "needle_recall", "answer_right", "answer_kept", "peak_share"),
+    *("entries_seen", *PREDICTIONS, "layer_error", "output_error"),
+    *("retained_iou", "needle_recall", "answer_right", "answer_score", "answer_kept"),
+    "peak_share",
 )
 
 

@@ -161,13 +161,15 @@ def _lead(comparison: Comparison) -> str:
 
 def _ranking(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Headers and rows of the ranking, without columns that say nothing."""
+    from kvsim.core.arguments import share_of
+
     form = show.metric_format(comparison.metric)
     signed = "+" + form.lstrip("+")
     base = "the best" if comparison.against is None else comparison.against
     rows = []
     for row in comparison.table.iter_rows(named=True):
         fronts = {comparison.metric: row["front"], "wipeout": row["wipeout_front"]}
-        share = row["requested"] if row["requested"].endswith("%") else None
+        share = share_of(row["requested"])
         cells = {
             "budget": show.budget_text(round(row["entries"]), share, row["per_query_head"]),
             "policy": row["policy"],

@@ -146,7 +146,7 @@ class NewPrompts:
     prompts: Annotated[
         Path | None,
         shared.path_option(
-            "FILE.jsonl",
+            "FILE",
             "Record these prompts first, as `kvsim capture --prompts` does, and run them.",
         ),
     ] = None

@@ -83,7 +83,8 @@ def live(
     for each in policies:
         check_live(each)
     recorded = shared.open_traces(traces or [])
-    if options["max_new_tokens"] is None:
+    new_tokens = options["max_new_tokens"]
+    if new_tokens is None:
         options["max_new_tokens"] = 0 if prompts is None else 512
     if printed.plan:
         decoder, tokenizer = loading.loaded(recorded, weights=False)
@@ -100,7 +101,6 @@ def live(
                 at = record_to or Path(stack.enter_context(TemporaryDirectory(prefix="kvsim-")))
                 repeats = any("probe_q" in each.scorer.needs for each in policies)
                 probe = "repeat" if repeats else None
-                new_tokens = options["max_new_tokens"]
                 recorded = _record(decoder, tokenizer, prompts, at, new_tokens, probe)
             stack.enter_context(folder.replacing())
             run = run_live(
@@ -130,9 +130,17 @@ def live(
 
 
 def _record(
-    model: Any, tokenizer: Any, prompts: Path, folder: Path, new_tokens: int, probe: str | None
+    model: Any,
+    tokenizer: Any,
+    prompts: Path,
+    folder: Path,
+    new_tokens: int | None,
+    probe: str | None,
 ) -> list[Trace]:
-    """Record prompts with the full cache; those that are there already are kept."""
+    """Record prompts with the full cache; those that are there already are kept.
+
+    new_tokens: the longest response; None for those that the prompts state, or 512.
+    """
     from kvsim.recorder import capture_many, read_prompts
 
     requested = read_prompts(prompts, note=show.echo_error)

@@ -60,11 +60,13 @@ def capture(
     prompts: Annotated[
         Path | None,
         shared.path_option(
-            "FILE.jsonl",
-            "A JSON object per line with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); "
-            "optional: 'id', 'context' (text before it), 'needle' (texts in it), 'response' (text "
-            "or ids) with 'writer', 'system', 'answer', 'scorer' with 'metadata'; labels: 'task', "
-            "'domain', 'level', 'length', 'depth'.",
+            "FILE",
+            "A JSON object per line, a row of FILE.parquet, or of hub:OWNER/NAME[:CONFIG][:SPLIT], "
+            "with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids); optional: 'id', "
+            "'context' (text before it), 'needle' (texts in it), 'response' (text or ids) with "
+            "'writer', 'system', 'answer' (or several), 'scorer' with 'metadata'; labels: 'task', "
+            "'domain', 'level', 'length', 'depth'. Or with the columns of kvpress's benchmarks: "
+            "'context', 'question', 'answer_prefix', 'answer', 'task', 'max_new_tokens'.",
         ),
     ] = None,
     limit: Annotated[
@@ -103,8 +105,7 @@ def capture(
     options = Options(**given, progress=True, planned=forecasts.append)
 
     from kvsim.recorder import Prompt, capture_many, load_model, read_prompts
-    from kvsim.recorder import capture as record
-    from kvsim.recorder.capturing import suggesting_resume
+    from kvsim.recorder.capturing import capture_one, suggesting_resume
     from kvsim.recorder.prompts import file_name
     from kvsim.store import check_writable, describe
     from kvsim.store.forecast import Meter
@@ -142,10 +143,8 @@ def capture(
         )
         if single:
             (first,) = requested
-            keywords = vars(replace(options, system=first.system or options.system))
-            own = {"id", "content", "system"}
-            keywords |= {"out": path, **{x: y for x, y in vars(first).items() if x not in own}}
-            traces = [record(decoder, tokenizer, first.content, **keywords)]
+            first = replace(first, id="")  # the name of the trace is that of its folder
+            traces = [capture_one(decoder, tokenizer, first, path, options)]
         else:
             traces = capture_many(decoder, tokenizer, requested, path, **vars(options))
         facts = [

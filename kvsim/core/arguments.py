@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable
 from typing import TypeVar, cast
@@ -19,9 +20,9 @@ def listed(given: T | Iterable[T]) -> list[T]:
 
 
 def share_of(budget: int | str) -> str | None:
-    """Return a budget such as `25%` as its text; None for one in entries."""
+    """Return a budget such as `25%` or `64MiB` as its text; None for one in entries."""
     text = str(budget).strip()
-    return text if text.endswith("%") else None
+    return None if re.fullmatch(r"[+-]?[\d_]+", text) else text
 
 
 def resolve_budget(budget: int | str, n_pos: int) -> int:
@@ -32,7 +33,12 @@ def resolve_budget(budget: int | str, n_pos: int) -> int:
             return int(text)
         share = float(text[:-1])
     except ValueError:
-        raise BudgetError(f"budget is {text!r}; expected entries (128) or a share (25%)") from None
+        more = ""
+        if re.search(r"so-far|[bB](@\w+)?$", text):
+            more = ", as budgets of replays and live runs alone grow or are bytes"
+        raise BudgetError(
+            f"budget is {text!r}; expected entries (128) or a share (25%){more}"
+        ) from None
     if not 0 < share <= 100:
         raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
     return max(1, int(n_pos * share / 100 + 1e-9))

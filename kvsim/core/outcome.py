@@ -76,7 +76,8 @@ class Generated:
 
     tokens: of the response. right: whether it has the right answer; None where nothing says what is
     right. answered: tokens until the answer is complete, None without one. full_right: as right,
-    with the full cache. seconds: of decoding, without the prefill.
+    with the full cache. seconds: of decoding, without the prefill. score: 0 to 1, by the scorer
+    that the prompt names, if it does.
     """
 
     tokens: tuple[int, ...]
@@ -84,6 +85,7 @@ class Generated:
     answered: int | None
     full_right: bool | None
     seconds: float
+    score: float | None = None
 
 
 @dataclass(frozen=True)

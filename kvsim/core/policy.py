@@ -13,10 +13,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from kvsim.core.delegates import Displayed
-from kvsim.core.parameters import check_fields, parameters
+from kvsim.core.parameters import Between, check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
     Even,
@@ -109,6 +109,8 @@ class Policy(Displayed):
         propagation: which rows of the prompt reach deeper layers; None for all of them.
         reader: which resident entries a row reads; None for all of them.
         codec: as what entries are stored; None for as recorded.
+        so_far: the budget of an event is this share of the tokens before it, at least 1; None where
+            all events have one budget.
         scaled: lengths that shrink with the budget where they do not fit it.
         lengths: all lengths that may shrink.
         default: the policy of this name with default parameters; None where it is not known.
@@ -128,6 +130,7 @@ class Policy(Displayed):
     propagation: Propagation | None = None
     reader: Reader | None = None
     codec: Codec | None = None
+    so_far: Annotated[float, Between(0, 1)] | None = None
     scaled: tuple[Length, ...] = ()
     lengths: tuple[Length, ...] = field(default=(), compare=False, repr=False)
     default: Policy | None = field(default=None, compare=False, repr=False)
@@ -157,6 +160,17 @@ class Policy(Displayed):
             raise PolicyError(
                 f"{self.name}: scores by rows that repeat the whole context, and its propagation "
                 "drops some rows of it; expected a policy that drops no rows, or another scorer"
+            )
+        fixed = {
+            "rows that it propagates": self.propagation,
+            "entries that a row reads": self.reader,
+            "lengths that are scaled to it (--fit)": self.scaled,
+        }
+        if self.so_far is not None and any(fixed.values()):
+            of = next(name for name, piece in fixed.items() if piece)
+            raise PolicyError(
+                f"{self.name}: has no rule for a budget that grows, from which it takes the number "
+                f"of {of}; expected a budget in entries, bytes or a share such as 25%"
             )
         if (self.reader or self.codec) and (self.positions == "slot" or self.per_query_head):
             raise PolicyError(
@@ -230,6 +244,10 @@ class Policy(Displayed):
         """Whether exactly the budget stays after an event, over the heads of a layer."""
         all_rows = self.propagation is None or self.propagation.exact
         return self.bounded and all_rows and self.allocator.exact and self.layer_budgets.exact
+
+    def budget_at(self, tokens: int, budget: int) -> int:
+        """Return the budget of an event after so many tokens, of a policy whose budget is given."""
+        return budget if self.so_far is None else max(1, int(tokens * self.so_far + 1e-9))
 
     def requested(self, budget: int) -> Protection:
         """Return the union of what the policy, its scorer and its allocator ask to protect.

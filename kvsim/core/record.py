@@ -143,7 +143,7 @@ class Record(Displayed):
     bounds: tuple[str, ...] = ("held",)
     access: tuple[str, ...] = ()
     changed: tuple[str, ...] | None = None
-    #: the budget as a share of the trace, such as "25%", if it was requested as one
+    #: the budget as requested, such as "25%" or "64MiB", if not in entries
     share: str | None = None
     #: whether the events follow the policy's own schedule, which was not overridden
     own_schedule: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -169,6 +169,10 @@ class Block:
         setting = self.setting
         if self._context is not None and row < setting.prompt_len - 1:
             setting = self._context
+        if policy.so_far is not None:
+            budget = policy.budget_at(row + 1, setting.budget)
+            held = policy.protection(budget).size(setting.prompt_len)
+            setting = replace(setting, budget=budget, protected=held)
         view = EventView(
             self.source,
             entries,
@@ -233,14 +237,15 @@ class Block:
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
+        budget = view.setting.budget
         live = view.count.sum(1)  # [L]
         if not self.policy.across_layers:
-            share = budgets.budgets(view, self.setting.budget)
+            share = budgets.budgets(view, budget)
             view.budget = share.unsqueeze(-1)
             return live > share * heads
-        together = (live.sum() > self.setting.budget * heads * len(live)).expand_as(live)
+        together = (live.sum() > budget * heads * len(live)).expand_as(live)
         if bool(together.any()):
-            view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
+            view.budget = budgets.budgets(view, budget).unsqueeze(-1)
         return together
 
     def advance(self, stop: int) -> None:

@@ -57,7 +57,8 @@ def check_cell(
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         for end in schedule.ends(trace.prompt_len, trace.context_len):
             sizes = {"prompt_len": end, "n_pos": trace.n_pos, "n_layers": sharing(trace)}
-            policy.check_budget(budget, **sizes, schedule=schedule)
+            first = policy.budget_at(_first_event(trace, schedule) + 1, budget)
+            policy.check_budget(first, **sizes, schedule=schedule)
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
     policy.allocator.check(trace)
@@ -105,10 +106,16 @@ def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     return f"{trace.name}: the context is compressed before its question of {question}{again}"
 
 
+def _first_event(trace: Trace, schedule: Schedule) -> int:
+    """The row of the first event; the last row without one."""
+    rows = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+    return rows[0] if rows else trace.n_pos - 1
+
+
 def _check_rows(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> None:
     """Raise PolicyError where the first event that evicts has too few rows for the scorer."""
     rows = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
-    first = next((r for r in rows if r >= budget), None)
+    first = next((r for r in rows if r >= policy.budget_at(r + 1, budget)), None)
     least = policy.scorer.least_rows
     if first is not None and first + 1 < least:
         raise PolicyError(
@@ -213,14 +220,20 @@ def _eviction_remark(
             f"budget {budget} holds all {trace.n_pos} tokens, so that nothing is evicted; give a "
             "smaller one"
         )
-    if budget < trace.n_pos and policy.bounded and fires and not any(e >= budget for e in events):
+    if (
+        budget < trace.n_pos
+        and policy.bounded
+        and fires
+        and not any(row >= policy.budget_at(row + 1, budget) for row in events)
+    ):
         first = f"; the first event fires after row {events[0]}" if events else ""
         return (
             f"{policy.name}: nothing is evicted at budget {budget}, because no event fires while "
             f"more is held ({trace.n_pos} tokens{first}); give an interval that fits the trace"
         )
     of_scorer = policy.scorer.remark(trace, schedule)
-    remarks = [policy.remark(budget), f"{policy.name}: {of_scorer}" if of_scorer else ""]
+    small = policy.budget_at(_first_event(trace, schedule) + 1, budget)
+    remarks = [policy.remark(small), f"{policy.name}: {of_scorer}" if of_scorer else ""]
     remarks.append(_context_remark(trace, policy, schedule))
     alone = schedule.compress == "prompt"  # else the rows of the question see what is left
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
@@ -249,6 +262,12 @@ def _eviction_remark(
         remarks.append(  # about the trace, so that it appears once for all policies
             f"{len(trace.windowed)} of {trace.n_layers} layers do not see the whole text"
             f"{', or have heads of another size' * sized}, and are not replayed: {windows(trace)}"
+        )
+    if policy.so_far is not None and policy.bounded and events:
+        last = policy.budget_at(events[-1] + 1, budget)
+        remarks.append(
+            f"the budget grows from {small} entries after row {events[0]} to {last} after row "
+            f"{events[-1]}"
         )
     remarks.append(_budget_remark(trace, policy, budget))
     remarks.append(_full_layers_remark(trace, policy, budget, schedule))

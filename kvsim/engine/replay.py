@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvsim.core.arguments import resolve_budget, share_of
+from kvsim.core.arguments import share_of
+from kvsim.core.budgets import budgeted
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
@@ -51,7 +52,8 @@ def replay(
     Args:
         trace: a Trace, its path or URL, or the name of a sample.
         policy: a Policy, its name, or a scorer alone.
-        budget: entries, or a share of the trace's length such as "25%".
+        budget: entries, a share of the trace's length such as "25%" or of the tokens so far such as
+            "25%so-far", or bytes such as "64MiB" (`kvsim.core.budgets`).
         interval: rows between events after the prompt; the policy's own by default.
         prefill: whether the event that ends the prefill fires; as the policy says by default.
         compress: whether that event fires after the whole prompt, after the context and before the
@@ -80,7 +82,11 @@ def replay(
     options = ReplayOptions(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)
     schedule = policy.schedule.override(interval, prefill, compress)
-    entries = resolve_budget(budget, trace.n_pos) if isinstance(budget, str) else whole(budget)
+    entries = 0
+    if isinstance(budget, str):
+        policy, entries = budgeted(policy, trace, budget)
+    else:
+        entries = whole(budget)
     return replace(run(trace, policy, entries, schedule, options), share=share_of(budget))
 
 
@@ -228,6 +234,7 @@ def _goes_by_row(
         and isinstance(policy.allocator, Uniform)
         and isinstance(policy.layer_budgets, Even)
         and policy.codec is None
+        and policy.so_far is None
         and not options.internals
         and not any(trace.formulas[layer].sinks for layer in layers)
     )

@@ -38,7 +38,7 @@ from kvsim.core.record import Record
 from kvsim.errors import OutputError, PolicyError, local_path
 from kvsim.files import write_file
 from kvsim.progress import notebook_shell
-from kvsim.schema import rounded
+from kvsim.schema import rounded, size_in_bytes
 
 #: Okabe and Ito's colours (2008, jfly.uni-koeln.de/color), which colour-blind readers distinguish;
 #: without the pale yellow. Black is for means and references; `_MORE` is for many series.
@@ -138,8 +138,14 @@ def counted(counts: Iterable[int]) -> str:
 
 
 def requested_order(budgets: Sequence[str]) -> list[str]:
-    """Budgets as they were requested, from the smallest; entries before shares."""
-    return sorted(set(budgets), key=lambda size: (size.endswith("%"), float(size.rstrip("%"))))
+    """Budgets as they were requested, from the smallest; entries, shares, then bytes."""
+
+    def order(size: str) -> tuple[bool, bool, float]:
+        number: float | None = size_in_bytes(size.partition("@")[0])
+        number = float(size.partition("%")[0]) if number is None else number
+        return not size.isdecimal(), "%" not in size, number
+
+    return sorted(set(budgets), key=order)
 
 
 # ----------------------------------------------------------------------------------------- text

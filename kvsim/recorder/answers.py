@@ -6,28 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvsim.recorder.prompts import Prompt
-from kvsim.text.answers import LANGUAGES, final_part, is_right, language_of
+from kvsim.text.answers import LANGUAGES, SCORERS, language_of, text_check
 
 
 def answer_check(
-    prompt: Prompt, text: str | None, response: str, *, tiny: bool
+    prompt: Prompt, text: str | None, response: str, *, tiny: bool, longest: int | None
 ) -> dict[str, Any] | None:
     """Return what a trace says of a response, ready for JSON; None without anything to compare.
 
-    A scorer decides where the prompt names one. For tiny the right response follows from the text
-    of the prompt. For other models the response is right if it has the answer in it.
+    A scorer of another kind than free text decides where the prompt names one. For tiny the right
+    response follows from the text of the prompt. longest: tokens of the longest response, if the
+    prompt states it.
     """
     answer, scorer = prompt.answer, prompt.scorer
-    if scorer is not None:
+    if scorer is not None and scorer not in SCORERS:
         known = {"scorer": scorer, "expected": answer, "metadata": prompt.metadata}
-        return language_of(scorer).check(text or "", response, known)
-    if tiny and text is not None:
-        return LANGUAGES["ledger"].check(text, response, {})
-    if answer is None:
+        check = language_of(scorer).check(text or "", response, known)
+    elif tiny and text is not None:
+        check = LANGUAGES["ledger"].check(text, response, {})
+    elif answer is None:
         return None
-    end = final_part(response).strip()[-200:]
-    right = is_right(response, answer)
-    return {"kind": "text", "right": right, "expected": answer, "answer": end}
+    else:
+        check = text_check(response, answer, scorer)
+    return check | ({} if longest is None else {"max_new_tokens": longest})
 
 
 def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:

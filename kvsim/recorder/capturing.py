@@ -40,7 +40,7 @@ def capture(
     prompt: PromptLike,
     *,
     out: str | Path | None = None,
-    answer: str | None = None,
+    answer: str | Sequence[str] | None = None,
     scorer: str | None = None,
     metadata: Any = None,
     writer: str | Mapping[str, Any] | None = None,
@@ -59,7 +59,7 @@ def capture(
         tokenizer: the model's tokenizer; None if the prompt is token ids, or if `model` is a name.
         prompt: text, chat messages, or token ids.
         out: where to write the trace; None keeps it in memory.
-        answer: the expected answer, for the answer check.
+        answer: the expected answer, or several, for the answer check.
         scorer: what decides whether a response is right, as `Prompt.scorer`.
         metadata: what the scorer knows of the question, as JSON.
         labels: of the prompt, for tables; as `Prompt.labels`.
@@ -90,7 +90,20 @@ def capture(
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
     """
-    checked = Options.of(options)
+    given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
+    given |= {"scorer": scorer, "metadata": metadata, "writer": writer}
+    whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
+    return capture_one(model, tokenizer, whole, out, Options.of(options))
+
+
+def capture_one(
+    model: PreTrainedModel | str | Path,
+    tokenizer: Any,
+    whole: Prompt,
+    out: str | Path | None,
+    checked: Options,
+) -> Trace:
+    """Record the trace of a prompt, as `capture`."""
     if out is None:
         check_in_memory(checked)
     else:
@@ -98,11 +111,8 @@ def capture(
         target = local_path(out, TraceError)
         _check_target(target, checked)
         check_writable(target.parent)
-    check_labels(labels or {})
+    check_labels(whole.labels)
     model, tokenizer = _resolve(model, tokenizer)
-    given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    given |= {"scorer": scorer, "metadata": metadata, "writer": writer}
-    whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     _check_length([whole], checked)
     session = Session(model, tokenizer, whole, checked, out, describe_model(model))
     existing = session.existing()

@@ -1,15 +1,18 @@
-"""Files of prompts: a JSON object on each line."""
+"""Files of prompts: a JSON object on each line, a Parquet table, or a data set of the hub."""
 
 from __future__ import annotations
 
 import json
+import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvsim.errors import CaptureError, suggest
+import polars as pl
+
+from kvsim.errors import CaptureError, TextError, error_line, suggest
 from kvsim.recorder.prompts import (
     Prompt,
     PromptLike,
@@ -20,14 +23,18 @@ from kvsim.recorder.prompts import (
 )
 from kvsim.recorder.spans import check_needle
 from kvsim.schema import LABELS
+from kvsim.text.answers import SCORERS, language_of
 
 #: The keys of a prompt: text, a chat, token ids.
 CONTENT = ("prompt", "messages", "tokens")
 
+#: The keys of kvpress's benchmarks beside `context`, `answer` and `task`.
+BENCHMARK = ("question", "answer_prefix", "answers", "max_new_tokens", "scorer")
+
 #: All keys that are read; others are ignored.
 KEYS = (
-    *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer"),
-    *("scorer", "metadata", *LABELS, "difficulty"),
+    *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer", "metadata"),
+    *(*BENCHMARK, *LABELS, "difficulty"),
 )
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
@@ -36,8 +43,12 @@ _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'to
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "id": ((str, int), "text or a number"),
     "system": ((str,), "text"),
-    "answer": ((str, int, float), "text or a number"),
-    "scorer": ((str,), "text such as 'gym:chain_sum'"),
+    "question": ((str,), "text"),
+    "answer_prefix": ((str,), "text"),
+    "max_new_tokens": ((int,), "a number of tokens"),
+    "scorer": ((str,), f"text: {', '.join(SCORERS)}, or such as 'gym:chain_sum'"),
+    "answer": ((str, int, float, list), "text, a number or a list of them"),
+    "answers": ((list,), "a list of texts or numbers"),
     "response": ((str, list), "text or a list of token ids"),
     "context": ((str, int), "text before a text, or how many messages or tokens"),
 }
@@ -48,31 +59,34 @@ _LONGEST_ID = 200
 def read_prompts(
     path: str | Path, *, limit: int | None = None, note: Callable[[str], None] | None = None
 ) -> list[Prompt]:
-    """Read the prompts of a JSONL file, in order.
+    """Read the prompts of a JSONL file, a Parquet table or a data set of a hub, in order.
 
-    A line has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose contents are
-    text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys are ``id``,
-    ``context``, ``needle``, ``response`` with its ``writer``, ``system``, ``answer``, ``scorer``
-    with its ``metadata`` and the labels ``task``, ``domain``, ``level`` (or ``difficulty``),
-    ``length`` and ``depth``. Other keys are ignored, and so is ``tokens`` if it is a number. Empty
-    lines and a byte order mark are skipped.
+    A line or row has ``prompt`` (text, or one of the next two), ``messages`` (a chat, whose
+    contents are text or lists of text parts, which are joined) or ``tokens`` (ids). Optional keys
+    are ``id``, ``context``, ``needle``, ``response`` with its ``writer``, ``system``, ``answer``,
+    ``scorer`` with its ``metadata`` and the labels ``task``, ``domain``, ``level`` (or
+    ``difficulty``), ``length`` and ``depth``. Other keys are ignored, and so is ``tokens`` if it is
+    a number. Empty lines and a byte order mark are skipped.
+
+    Rows of kvpress's benchmarks have ``context`` and ``question`` instead, and optionally
+    ``answer_prefix``, ``answer`` or ``answers`` (text or a list), ``task`` and ``max_new_tokens``.
+    Without a ``scorer`` that of tasks of RULER is RULER's (`kvsim.text.answers.SCORERS`).
 
     Args:
-        path: the file, UTF-8.
+        path: a file in UTF-8, ``FILE.parquet``, or ``hub:OWNER/NAME[:CONFIG][:SPLIT]``, which
+            `datasets` loads; the split is ``test`` by default.
         limit: read only the first prompts, so many.
         note: called once for each ignored key whose name is close to one that is read.
 
     Raises:
         CaptureError: no such file, or a line that is no such object; the error gives its number.
+            No package `datasets`, or no such data set.
     """
     if limit is not None and limit < 1:
         raise CaptureError(f"limit is {limit}, expected at least 1 prompt")
-    source = Path(path)
     seen: set[str] = set()
     prompts: list[Prompt] = []
-    for number, line in islice(_lines(source), limit):
-        where = f"{source}, line {number}"
-        row = _object(line, where)
+    for where, row in islice(_rows(str(path)), limit):
         prompts.append(_prompt(row, len(prompts), where))
         for key in row.keys() - seen - set(KEYS):
             close = suggest(key, KEYS)
@@ -80,8 +94,49 @@ def read_prompts(
                 note(f"{where}: {key!r} is not read{close}")
             seen.add(key)
     if not prompts:
-        raise CaptureError(f"{source} has no prompts, expected one JSON object on each line")
+        raise CaptureError(f"{path} has no prompts, expected one JSON object on each line")
     return with_distinct_ids(prompts)
+
+
+def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows, and where they are, for errors."""
+    if path.startswith("hub:"):
+        yield from ((f"{path}, row {i}", row) for i, row in enumerate(_of_hub(path)))
+    elif path.endswith(".parquet"):
+        try:
+            table = pl.read_parquet(path, glob=False)
+        except (OSError, pl.exceptions.PolarsError) as error:
+            raise CaptureError(
+                f"{path} cannot be read ({error_line(error)}), expected a Parquet table of prompts"
+            ) from error
+        yield from ((f"{path}, row {i}", row) for i, row in enumerate(table.iter_rows(named=True)))
+    else:
+        for number, line in _lines(Path(path)):
+            where = f"{path}, line {number}"
+            yield where, _object(line, where)
+
+
+def _of_hub(name: str) -> Iterable[dict[str, Any]]:
+    """Return the rows of a data set of a hub."""
+    _, dataset, *more = name.split(":")
+    config, split = (more[0] or None) if len(more) > 1 else None, more[-1] if more else "test"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) or len(more) > 2:
+        raise CaptureError(f"{name!r} is no data set; expected hub:OWNER/NAME[:CONFIG][:SPLIT]")
+    try:
+        from datasets import load_dataset  # noqa: PLC0415  a large library
+    except ImportError:
+        raise CaptureError(
+            f"{name} needs the package datasets; install it (pip install 'kvsim[hub]'), or give "
+            "a Parquet file of the data set"
+        ) from None
+    try:
+        rows: Iterable[dict[str, Any]] = load_dataset(dataset, config, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # no network, data set, config or split
+        raise CaptureError(
+            f"{name} cannot be loaded ({error_line(error)}), expected a data set that the hub has; "
+            "without a network give a Parquet file of it"
+        ) from error
+    return rows
 
 
 def _lines(source: Path) -> Iterator[tuple[int, str]]:
@@ -135,9 +190,8 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         value = row.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise CaptureError(f"{where}: {key} is {_short(value)}, expected {expected}")
-    for key in ("id", "answer"):
-        if row.get(key) is not None and not str(row[key]).strip():
-            raise CaptureError(f"{where}: {key} is {_short(row[key])}, expected text or no {key}")
+    if row.get("id") is not None and not str(row["id"]).strip():
+        raise CaptureError(f"{where}: id is {_short(row['id'])}, expected text or no id")
     name = f"prompt-{index:04d}" if row.get("id") is None else str(row["id"])
     if len(name) > _LONGEST_ID:
         raise CaptureError(
@@ -151,28 +205,74 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
                 f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
                 "one of them: they are the same label"
             )
+    prefix, is_question = row.get("answer_prefix"), _is_question(row)
     needle, response = row.get("needle"), row.get("response")
     if isinstance(response, list) and not all(type(token) is int for token in response):
         raise CaptureError(f"{where}: response is {_short(response)}, expected token ids")
     return Prompt(
         id=name,
         content=_content(row, where),
-        answer=None if row.get("answer") is None else str(row["answer"]),
+        answer=_answer(row, where),
         labels=check_labels(labels, f"{where}: "),
         system=row.get("system") or None,
         needle=() if needle is None else check_needle(needle, f"{where}: "),
         response=response,
-        context=row.get("context"),
-        scorer=row.get("scorer"),
+        context=(row.get("context") or None) if is_question else row.get("context"),
+        answer_prefix=prefix or "" if is_question else prefix,
+        scorer=_scorer(row, where),
         metadata=row.get("metadata"),
         writer=check_writer(row.get("writer"), response, f"{where}: "),
+        max_new_tokens=row.get("max_new_tokens"),
     )
 
 
-def _content(row: dict[str, Any], where: str) -> PromptLike:
+def _answer(row: dict[str, Any], where: str) -> str | list[str] | None:
+    """Return the answer of a row, or several."""
+    given = [key for key in ("answer", "answers") if row.get(key) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise CaptureError(f"{where}: 'answer' and 'answers' are given, expected one of them")
+    value = row[given[0]]
+    parts = value if isinstance(value, list) else [value]
+    kinds = (str, int, float)
+    if not parts or any(not isinstance(x, kinds) or not str(x).strip() for x in parts):
+        raise CaptureError(
+            f"{where}: {given[0]} is {_short(value)}, expected text, several or no {given[0]}"
+        )
+    return [*map(str, parts)] if isinstance(value, list) else str(value)
+
+
+def _scorer(row: dict[str, Any], where: str) -> str | None:
+    """Return the scorer that a row names, or that of its task of RULER."""
+    name, task = row.get("scorer"), str(row.get("task"))
+    if name is None and isinstance(row.get("answer"), list):
+        ruler = {"niah": "all", "vt": "all", "cwe": "all", "fwe": "all", "qa": "part"}
+        kind = ruler.get(task.removeprefix("ruler:").partition("_")[0])
+        return kind and f"string_match_{kind}"
+    if name is not None and name not in SCORERS:
+        try:
+            language_of(name)
+        except TextError as error:
+            raise CaptureError(f"{where}: {error}") from error
+    return name
+
+
+def _is_question(row: dict[str, Any]) -> bool:
+    """Whether the prompt is a question after a context."""
+    return row.get("question") is not None and not _contents(row)
+
+
+def _contents(row: dict[str, Any]) -> list[str]:
+    """Return which of the keys of a prompt a row has; `tokens` can also be their number."""
     given = [name for name in CONTENT if row.get(name) is not None]
-    if "tokens" in given and not isinstance(row["tokens"], list):
-        given.remove("tokens")  # the number of tokens, not a prompt
+    return [name for name in given if name != "tokens" or isinstance(row[name], list)]
+
+
+def _content(row: dict[str, Any], where: str) -> PromptLike:
+    if _is_question(row):
+        return str(row["question"])
+    given = _contents(row)
     if len(given) > 1:
         raise CaptureError(f"{where}: {' and '.join(map(repr, given))} are given, {_EXPECTED}")
     if not given:
@@ -197,5 +297,5 @@ def _content(row: dict[str, Any], where: str) -> PromptLike:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

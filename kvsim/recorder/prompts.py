@@ -42,10 +42,10 @@ class Prompt:
     Attributes:
         id: the name of the trace.
         content: text, chat messages or token ids.
-        answer: the expected answer, or None.
-        scorer: what decides whether a response is right, such as ``gym:chain_sum``, a task of
-            reasoning-gym; None for responses that have the answer in them. metadata: what it knows
-            of the question beside the answer, as JSON.
+        answer: the expected answer, several, or None.
+        scorer: what decides whether a response is right: one of `kvsim.text.answers.SCORERS`, or
+            such as ``gym:chain_sum``, a task of reasoning-gym; None for responses that have the
+            answer in them. metadata: what it knows of the question beside the answer, as JSON.
         labels: any of `schema.LABELS`, which the trace keeps for tables: `task`, `domain`, `level`
             (text or whole numbers), `length` (a whole number) and `depth` (0 to 1).
         system: a system message before the prompt, or None.
@@ -57,11 +57,14 @@ class Prompt:
             it directly (in one user's message if it is a chat); of chat messages how many of them,
             of token ids how many. Negative numbers count from the end.
         response: text or token ids that are recorded as the response, instead of generating one.
+        answer_prefix: the beginning of the answer, which ends the prompt: of plain text after a
+            line end, of a chat after the template's beginning of a response.
+        max_new_tokens: tokens of the longest response, unless the option is given.
     """
 
     id: str
     content: PromptLike
-    answer: str | None = None
+    answer: str | Sequence[str] | None = None
     labels: Labels = field(default_factory=dict)
     system: str | None = None
     needle: Needle = ()
@@ -70,6 +73,8 @@ class Prompt:
     scorer: str | None = None
     metadata: Any = None
     writer: str | Mapping[str, Any] | None = None
+    answer_prefix: str | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ def encode(
         reason = "messages" if text is None else "--chat" if chat else "a system message"
         text = _render(messages, tokenizer, reason)
     special = messages is None  # a chat template has put the special tokens in already
+    if text is not None and whole.answer_prefix is not None:
+        text += "\n" * special + whole.answer_prefix
     if text is None:
         ids = _ids(prompt)
     else:
@@ -125,13 +132,7 @@ def encode(
     given = None if whole.response is None else _response(whole.response, model, tokenizer)
     _check_ids(ids, given or [], model)
     notes = [] if text is None else encoding_notes(text, ids, tokenizer)
-    if isinstance(whole.response, str):
-        notes += encoding_notes(whole.response, given or [], tokenizer, "response")
-        if whole.writer is not None:
-            notes.append(
-                "the response was given as text and encoded by itself, without a token that ends "
-                "it; if its writer split it otherwise, give its token ids to record those"
-            )
+    notes += _response_notes(whole, given or [], tokenizer)
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
     context_len: int | None = None
     if context is not None and text is None:
@@ -145,6 +146,19 @@ def encode(
             end = _messages_end(messages[:counted], text, tokenizer)
         context_len = tokens_before(end, text, tokenizer, special=special)
     return Encoded(ids, text, messages, spans, given, context_len, notes)
+
+
+def _response_notes(whole: Prompt, ids: list[int], tokenizer: Any) -> list[str]:
+    """Return notes on a response that is given as text."""
+    if not isinstance(whole.response, str):
+        return []
+    notes = encoding_notes(whole.response, ids, tokenizer, "response")
+    if whole.writer is not None:
+        notes.append(
+            "the response was given as text and encoded by itself, without a token that ends it; "
+            "if its writer split it otherwise, give its token ids to record those"
+        )
+    return notes
 
 
 def _context_text(prompt: PromptLike, context: str | int | None) -> str | None:

@@ -42,7 +42,7 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import language_of
+from kvsim.text.answers import check_scorer
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -67,6 +67,9 @@ class Session:
         described: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
+        self.own_length = None if options.max_new_tokens is not None else prompt.max_new_tokens
+        if self.own_length is not None:
+            self.options = options = replace(options, max_new_tokens=self.own_length)
         self._described = described
         system = options.system if prompt.system is None else prompt.system
         self.encoded = encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
@@ -75,7 +78,7 @@ class Session:
         self.notes = [*encoded.notes]
         check_writer(prompt.writer, prompt.response)
         if prompt.scorer is not None:
-            language_of(prompt.scorer).check("", "", {"scorer": prompt.scorer})  # it is known
+            check_scorer(prompt.scorer)
         self.response, self.logprobs = encoded.response or [], list[float]()
         self.likeliest: list[bool] = []
         check_new_tokens(model, options.max_new_tokens)
@@ -199,7 +202,7 @@ class Session:
         if response is None or (self.response and self.prompt.writer is None):
             return None
         text, tiny = self.encoded.text, is_tiny(self.model)
-        return answer_check(self.prompt, text, response, tiny=tiny)
+        return answer_check(self.prompt, text, response, tiny=tiny, longest=self.own_length)
 
     def run(self) -> Trace:
         """Run the model over prompt and response, once, and return the trace."""

@@ -32,7 +32,7 @@ from kvsim.runner.full import FullPass, FullRows, compared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.store.metadata import object_at
-from kvsim.text.answers import LANGUAGES, is_right
+from kvsim.text.answers import LANGUAGES, text_score
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class ClosedLoop:
         self._ids = check_recorded(trace, running.described, tokenizer)
         self.running, self.trace, self.writing = running, trace, writing
         self._tokenizer, self._paging = tokenizer, paging
+        self._check = object_at(trace.meta, "answer_check")
+        if writing is not None and "max_new_tokens" in self._check:  # that of the prompt
+            longest = min(writing.new_tokens, self._check["max_new_tokens"])
+            self.writing = replace(writing, new_tokens=longest)
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
 
@@ -190,6 +194,7 @@ class ClosedLoop:
             answered=self._answered(tokens),
             full_right=self._full_right,
             seconds=seconds,
+            score=self._score(tokens) if "scorer" in self._check else None,
         )
         return generated, decoding.decode_peak_bytes, decoding.full_bytes
 
@@ -231,7 +236,7 @@ class ClosedLoop:
     @property
     def _full_right(self) -> bool | None:
         """Whether the response with the full cache is right; the recorded one unless given."""
-        right = object_at(self.trace.meta, "answer_check").get("right")
+        right = self._check.get("right")
         given = object_at(self.trace.meta, "generation").get("stopped") == "given"
         return self._right(self._full_response) if given and right is not None else right
 
@@ -253,13 +258,19 @@ class ClosedLoop:
 
     def _right(self, tokens: Sequence[int]) -> bool | None:
         """Whether a response has the right answer; None where the trace does not say what is."""
-        check, text = object_at(self.trace.meta, "answer_check"), self._text(tokens)
+        value = self._score(tokens)
+        return None if value is None else value == 1
+
+    def _score(self, tokens: Sequence[int]) -> float | None:
+        """The score of a response, 1 where it is right; None as for `_right`."""
+        check, text = self._check, self._text(tokens)
         if text is None or check.get("right") is None:
             return None
         if (kind := check.get("kind")) in LANGUAGES:
             prompt = str(self.trace.meta["text"]["prompt"])
-            return bool(LANGUAGES[str(kind)].check(prompt, text, check)["right"])
-        return is_right(text, str(check["expected"]))
+            check = LANGUAGES[str(kind)].check(prompt, text, check)
+            return float(check.get("score", check["right"]))
+        return text_score(text, check)
 
     def _answered(self, tokens: Sequence[int]) -> int | None:
         """Tokens until the response has the right answer."""

@@ -16,7 +16,8 @@ from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.optimum import OptimumTerms
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import COLUMNS, OF_RECORD, available, in_order, measure
-from kvsim.core.arguments import resolve_budget, share_of
+from kvsim.core.arguments import share_of
+from kvsim.core.budgets import budgeted
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -39,7 +40,7 @@ TOGETHER = 32
 class Cell(NamedTuple):
     """A policy at a budget on a trace, and the schedule of its events.
 
-    share: the budget as a share, if it was given as one. layers: those that are replayed, all if
+    share: the budget as it was given, if not in entries. layers: those that are replayed, all if
     None.
     """
 
@@ -60,8 +61,11 @@ def cells_of(
 ) -> list[Cell]:
     """Return every cell, with its budget in entries and its schedule."""
     cells: list[Cell] = []
-    for trace, policy, budget, terms in itertools.product(traces, policies, budgets, schedules):
-        entries = resolve_budget(budget, trace.n_pos)
+    growing: dict[tuple[int, float], Policy] = {}  # one object for the cells of all traces
+    for trace, given, budget, terms in itertools.product(traces, policies, budgets, schedules):
+        policy, entries = budgeted(given, trace, budget)
+        if policy.so_far is not None:
+            policy = growing.setdefault((id(given), policy.so_far), policy)
         events = policy.schedule.override(*terms)
         cells.append(Cell(len(cells), trace, policy, entries, share_of(budget), events))
     return cells
@@ -313,6 +317,7 @@ def _oracle(policy: Policy, record: Record) -> Policy:
         schedule=Schedule(record.interval, record.prefill, record.compress),
         protect=policy.at(record.budget).protection(record.budget),
         per_query_head=policy.per_query_head,
+        so_far=policy.so_far,
     )
 
 

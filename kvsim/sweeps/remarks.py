@@ -59,7 +59,12 @@ def paper_remark(cells: Sequence[Cell]) -> str:
     for cell in cells:
         policy, trace = cell.policy, cell.trace
         dropping = policy.propagation is not None and policy.propagation.alone
-        if cell.schedule != policy.schedule or not policy.bounded or dropping:
+        if (
+            policy.so_far is not None
+            or cell.schedule != policy.schedule
+            or not policy.bounded
+            or dropping
+        ):
             continue
         rows = np.arange(trace.prompt_len, trace.n_pos)
         events = np.array(

@@ -1,4 +1,4 @@
-"""The check of a response in free text against the right answer."""
+"""The check of a response in free text against the right answer, or several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvsim.errors import GoldError, TextError
 from kvsim.registry import Registry
 
-__all__ = ["LANGUAGES", "Language", "is_right", "language_of"]
+__all__ = ["LANGUAGES", "SCORERS", "Language", "is_right", "score", "text_check"]
 
 
 def _no_facts(_: Sequence[str], name: str) -> list[int]:
@@ -35,14 +35,25 @@ class Language:
 #: Languages by the `kind` of their checks.
 LANGUAGES: Registry[Language] = Registry("language", "kvsim.languages", (Language,), {})
 
+#: How a response in free text is scored against several answers. `contained`: 1 where any of them
+#: is in it, as `is_right` says; the others are RULER's (arXiv 2404.06654): the share of the answers
+#: that are in it, or 1 where any is, as text in upper or lower case.
+SCORERS = ("contained", "string_match_all", "string_match_part")
+
 
 def language_of(scorer: str) -> Language:
     """Return the language of a scorer ``KIND:NAME``; TextError for an unknown kind."""
     kind, _, name = scorer.partition(":")
     if name and kind in LANGUAGES:
         return LANGUAGES[kind]
-    expected = " or ".join(f"{each}:NAME" for each in LANGUAGES if each != "ledger")
-    raise TextError(f"scorer is {scorer!r}, expected {expected}; leave it out to find the answer")
+    kinds = (f"{each}:NAME" for each in LANGUAGES if each != "ledger")
+    raise TextError(f"scorer is {scorer!r}, expected one of {', '.join((*SCORERS, *kinds))}")
+
+
+def check_scorer(scorer: str) -> None:
+    """Raise TextError for an unknown scorer."""
+    if scorer not in SCORERS:
+        language_of(scorer).check("", "", {"scorer": scorer})
 
 
 # Words end where no letter or digit follows, numbers where no decimals and no thousands do. A minus
@@ -62,6 +73,34 @@ def is_right(response: str, answer: str) -> bool:
     final, expected = (" ".join(text.split()) for text in (final_part(response), answer))
     pattern = rf"{_BEFORE}{re.escape(expected)}{_AFTER}"
     return bool(expected) and re.search(pattern, final, re.IGNORECASE) is not None
+
+
+def score(response: str, answers: Sequence[str], scorer: str = "contained") -> float:
+    """Return the score of a response from 0 to 1, by one of `SCORERS`."""
+    if scorer == "contained":
+        return float(any(is_right(response, answer) for answer in answers))
+    found = [answer.lower() in response.lower() for answer in answers]
+    return float(any(found)) if scorer == "string_match_part" else sum(found) / len(found)
+
+
+def text_check(response: str, answer: str | Sequence[str], scorer: str | None) -> dict[str, Any]:
+    """Return the check of a response in free text that a trace stores, ready for JSON.
+
+    scorer: None for whether the answer is contained.
+    """
+    check: dict[str, Any] = {"expected": answer if isinstance(answer, str) else [*answer]}
+    check |= {} if scorer is None else {"scorer": scorer}
+    value = text_score(response, check)
+    check |= {} if scorer is None else {"score": value}
+    end = final_part(response).strip()[-200:]
+    return {"kind": "text", "right": value == 1, **check, "answer": end}
+
+
+def text_score(response: str, check: Mapping[str, Any]) -> float:
+    """Return the score of a response by an `answer_check` of free text."""
+    expected = check["expected"]
+    answers = expected if isinstance(expected, list) else [str(expected)]
+    return score(response, answers, str(check.get("scorer", "contained")))
 
 
 def final_part(response: str) -> str:

@@ -10,7 +10,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder import read_prompts
 
 
-@pytest.mark.parametrize("answer", ["", "  ", True, ["48213"], {"code": 48213}])
+@pytest.mark.parametrize("answer", ["", "  ", True, {"code": 48213}])
 def test_an_answer_that_cannot_be_checked_is_refused(answer, tmp_path):
     """One line with its place, before a model is loaded."""
     source = tmp_path / "prompts.jsonl"

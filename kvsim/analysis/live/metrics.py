@@ -95,6 +95,9 @@ METRICS: Mapping[str, Metric] = {
         "whether the response that the model writes has the right answer (mean: pass@1)",
         unit="share", better="higher", source="G-KV, section 4.1",
         cells=_generated(lambda x: x.right)),
+    "answer_score": _metric(
+        "score of the response that the model writes, by the scorer that its prompt names",
+        unit="share", better="higher", cells=_generated(lambda x: x.score)),
     "answer_kept": _metric(
         "as answer_right, of the prompts that are answered right with the full cache",
         unit="share", better="higher", cells=_generated(_kept_right)),

@@ -148,6 +148,7 @@ def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints
     pools = 1 if policy.allocator.across_heads else heads
     shape = layers, pools, len(events)
     even = isinstance(policy.layer_budgets, Even) and not policy.allocator.across_layers
+    even &= policy.so_far is None
     if not events or (even and policy.propagation is None):
         return np.full(shape, record.budget * (heads // pools)), record.budget
     of_heads = np.sort(record.evicted_at, axis=-1).reshape(layers * heads, -1)

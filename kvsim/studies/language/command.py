@@ -16,17 +16,23 @@ import typer
 
 from kvsim.cli.groups import grouped
 from kvsim.cli.shared import OptionError, Overwrite, path_option, several
+from kvsim.errors import suggest
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 from kvsim.studies.language.gym import PREFIX, draw
 from kvsim.studies.language.tasks import TASKS, TOKENS
+from kvsim.text.ruler import RULER
 from kvsim.text.tasks import DEPTHLESS
 from kvsim.text.tasks import TASKS as TEXT_TASKS
 from kvsim.tiny import MODELS
 from kvsim.tiny.vocabulary import DOMAINS
 
+#: RULER's tasks.
+_RULER = tuple(f"ruler:{task}" for task in RULER)
+
 if TYPE_CHECKING:
     from kvsim.studies.language.tasks import Sample
+    from kvsim.text.ruler import RulerSample
     from kvsim.text.tasks import Sample as TextSample
 
 
@@ -63,8 +69,8 @@ def prompts(
         several(
             "NAME[,...]",
             f"The question; without it, all tasks in turn. tiny: {', '.join(TASKS)}. Real "
-            f"text: {', '.join(TEXT_TASKS)}. Reasoning: gym:NAME, a task of reasoning-gym (extra "
-            "tasks), such as gym:chain_sum.",
+            f"text: {', '.join(TEXT_TASKS)}; RULER's: {', '.join(_RULER)}. Reasoning: "
+            "gym:NAME, a task of reasoning-gym (extra tasks), such as gym:chain_sum.",
         ),
     ] = None,
     level: Annotated[
@@ -88,7 +94,7 @@ def prompts(
         several(
             "N[,...]",
             "Real text: tokens of the encoded prompt, at most; a prompt is a few tokens "
-            "shorter. [default: 512]",
+            "shorter; of RULER's tasks, those of prompt and response. [default: 512]",
         ),
     ] = None,
     depth: Annotated[
@@ -198,16 +204,20 @@ def _on_text(
     tasks: Sequence[str] | None,
     lengths: Sequence[str] | None,
     depths: Sequence[str] | None,
-) -> list[TextSample]:
+) -> list[TextSample | RulerSample]:
+    from kvsim.text.ruler import ruler_sample
     from kvsim.text.tasks import sample
 
     sizes = _numbers("length", lengths or ["512"], int, "whole numbers of tokens")
     places = _numbers("depth", depths or ["0.5"], float, "numbers from 0 to 1")
     chosen = tasks or TEXT_TASKS
     for task in chosen:
-        if task not in TEXT_TASKS:
-            raise OptionError(f"--task is {task!r}; expected {', '.join(TEXT_TASKS)}")
-    if depths and all(task in DEPTHLESS for task in chosen):
+        if task not in (*TEXT_TASKS, *_RULER):
+            near = suggest(task, (*TEXT_TASKS, *_RULER))
+            raise OptionError(
+                f"--task is {task!r}{near}; expected {', '.join((*TEXT_TASKS, *_RULER))}"
+            )
+    if depths and all(task in (*DEPTHLESS, *_RULER) for task in chosen):
         raise OptionError(f"--depth: {chosen[0]} has no needle; leave --depth out")
 
     from kvsim.cli.show import echo_error
@@ -218,13 +228,17 @@ def _on_text(
     count = partial(token_count, tokenizer=tokenizer)
     turns = _turns(chosen, sizes, places)
     drawn: Counter[tuple[Any, ...]] = Counter()
-    samples = []
+    samples: list[TextSample | RulerSample] = []
     for i in range(n):
         task, length, depth = turns[i % len(turns)]
-        at = None if task in DEPTHLESS else depth
+        at = None if task in (*DEPTHLESS, *_RULER) else depth
         index = drawn[task, length, at]
         drawn[task, length, at] += 1
-        samples.append(sample(seed, index, count, task=task, length=length, depth=at))
+        if task in _RULER:
+            name = task.removeprefix("ruler:")
+            samples.append(ruler_sample(seed, index, count, task=name, length=length))
+        else:
+            samples.append(sample(seed, index, count, task=task, length=length, depth=at))
     _note_turns(n, {"tasks": chosen, "lengths": sizes, "depths": places})
     return samples
 

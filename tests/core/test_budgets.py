@@ -1,0 +1,156 @@
+"""Budgets as users state them: entries, shares of the final or the present length, bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.core.arguments import resolve_budget, share_of
+from kvsim.core.budgets import budgeted
+from kvsim.errors import BudgetError, PolicyError
+from kvsim.plots.style import requested_order
+from kvsim.recorder import capture
+from small_model import small, words_tokenizer
+
+T, PROMPT = 60, 40
+
+
+def random_trace(seed=0, layers=2, n_pos=T):
+    """A trace of 2 KV heads of 4 numbers."""
+    draws = torch.Generator().manual_seed(seed)
+    q = torch.randn(layers, 4, n_pos, 4, generator=draws)
+    k, v = (torch.randn(layers, 2, n_pos, 4, generator=draws) for _ in "kv")
+    rope = kvsim.Rope(torch.ones(2))
+    return kvsim.Trace.from_arrays(q, k, v, prompt_len=PROMPT, rope=rope)
+
+
+TRACE = random_trace()
+
+
+def held_after(record):
+    """Entries of each head after each row, [layer, head, row], by counting."""
+    gone = record.evicted_at
+    rows = range(gone.shape[-1])
+    return np.stack([(gone[..., : row + 1] > row).sum(-1) for row in rows], -1)
+
+
+@settings(max_examples=15)
+@given(
+    share=st.integers(20, 100),
+    interval=st.integers(1, 9),
+    name=st.sampled_from(["streaming_llm", "h2o", "tova", "knorm", "adakv+tova", "pyramidkv"]),
+)
+def test_a_share_so_far_bounds_every_event(share, interval, name):
+    """After each event a layer holds at most the share of the tokens so far, and exactly that."""
+    record = kvsim.replay(TRACE, kvsim.policy(name), f"{share}%so-far", interval=interval)
+
+    events = [PROMPT - 1, *range(PROMPT - 1 + interval, T, interval)]
+    held = held_after(record).mean(1)
+    assert record.share == f"{share}%so-far"
+    assert record.budget == resolve_budget(f"{share}%", T)
+    for row in events:
+        allowed = max(1, share * (row + 1) // 100)
+        assert held[:, row].mean() <= share * (row + 1) / 100
+        assert held[:, row].sum() == pytest.approx(allowed * len(held), abs=1)
+
+
+def test_a_share_so_far_is_the_budget_of_each_event_alone():
+    """What one event leaves equals a replay with its budget in entries, in a naive loop."""
+    grown = kvsim.replay(TRACE, "knorm", "50%so-far", interval=10)
+    norms = TRACE.k.norm(dim=-1)  # the smallest norms stay
+    alive = torch.zeros(norms.shape, dtype=torch.bool)
+    for row in (39, 49, 59):
+        fresh = slice(0, 40) if row == 39 else slice(row - 9, row + 1)
+        alive[..., fresh] = True
+        order = norms.masked_fill(~alive, torch.inf).argsort(-1)[..., : (row + 1) // 2]
+        alive = torch.zeros_like(alive).scatter(-1, order, value=True)
+        found = torch.from_numpy(grown.evicted_at > row)
+        assert torch.equal(found[..., : row + 1], alive[..., : row + 1])
+
+
+@settings(max_examples=15)
+@given(
+    size=st.integers(200, 9000),
+    dtype=st.sampled_from(["", "@float32", "@bfloat16", "@float8"]),
+    name=st.sampled_from(["streaming_llm", "tova", "adakv+tova"]),
+)
+def test_bytes_are_never_exceeded(size, dtype, name):
+    """After an event all layers and heads together hold as many entries as fit, and no more."""
+    number = {"": 2, "@float32": 4, "@bfloat16": 2, "@float8": 1}[dtype]
+    entry = 2 * 2 * 8 * number
+    size = max(size, 8 * entry)
+
+    record = kvsim.replay(TRACE, name, f"{size}B{dtype}", interval=4)
+
+    bytes_held = held_after(record)[..., PROMPT - 1 :: 4].sum((0, 1)) * 8 * number
+    assert (bytes_held <= size).all()
+    assert record.budget == size // entry
+    assert record.share == f"{size}B{dtype}"
+
+
+def test_a_grown_budget_is_the_same_live_and_in_a_sweep():
+    """A live run evicts from the first layer what the replay does, and a remark says the sizes."""
+    words = " ".join(f"w{(7 * i + i * i) % 60}" for i in range(40))
+    trace = capture(small(), words_tokenizer(), words, max_new_tokens=24)
+
+    live = kvsim.live(
+        *(small(), [trace], ["tova", "full"], ["40%so-far"]),
+        tokenizer=words_tokenizer(),
+        interval=8,
+    )
+    swept = kvsim.sweep(
+        traces=[trace],
+        policies=["tova", "full"],
+        budgets=["40%so-far", 12],
+        intervals=8,
+        records=True,
+    )
+
+    first, second = live.records[0], swept.records[0]
+    assert np.array_equal(first.evicted_at[0], second.evicted_at[0])
+    assert first.share == second.share == "40%so-far"
+    assert "the budget grows from 16 entries after row 39 to 25 after row 63" in second.remark
+    assert set(live.table["share"].drop_nulls()) == {"40%so-far"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("50so-far", "expected a share such as 50%so-far"),
+        ("0%so-far", "expected a share above 0%"),
+        ("64MB@int3", "expected bytes such as 64MiB, or 64MiB@DTYPE with one of float32"),
+        ("64QB", "expected bytes such as 64MiB"),
+        ("10B", "an entry of each head takes 64 bytes in 2 layers; expected at least as many"),
+        ("many", r"expected entries \(128\) or a share \(25%\)"),
+    ],
+)
+def test_other_budgets_are_one_line(budget, message):
+    """What was given, and what was expected."""
+    with pytest.raises(BudgetError, match=message) as caught:
+        kvsim.replay(TRACE, "tova", budget)
+    assert "\n" not in str(caught.value)
+
+
+def test_policies_of_a_fixed_budget_refuse_one_that_grows():
+    """Readers, methods that drop rows, and scaled lengths; and work that takes entries alone."""
+    for policy in ("quest", "fastkv", kvsim.policy("snapkv").fitted()):
+        with pytest.raises(PolicyError, match="has no rule for a budget that grows"):
+            kvsim.replay(TRACE, policy, "50%so-far")
+    with pytest.raises(BudgetError, match="replays and live runs alone"):
+        resolve_budget("50%so-far", 10)
+    with pytest.raises(BudgetError, match="below the 32 entries that it protects"):
+        kvsim.replay(TRACE, "snapkv", "50%so-far")
+
+
+def test_budgets_are_told_apart_as_requested():
+    """Entries come before shares, and shares before bytes, each from the smallest."""
+    sizes = ["64", "8", "50%so-far", "25%", "1MiB", "64KiB@float32"]
+
+    assert requested_order(sizes[::-1]) == ["8", "64", "25%", "50%so-far", "64KiB@float32", "1MiB"]
+    assert [share_of(size) for size in sizes] == [None, None, *sizes[2:]]
+    for name, heads in (("tova", 2), ("snapkv@original", 4)):  # a set for each query head
+        assert budgeted(kvsim.policy(name), TRACE, "8KB")[1] == 8000 // (2 * heads * 8 * 2)

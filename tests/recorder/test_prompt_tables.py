@@ -1,0 +1,214 @@
+"""Prompts in tables with the columns of kvpress's benchmarks, their answers and their scores."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.analysis.folder import read_run
+from kvsim.errors import CaptureError
+from kvsim.recorder import Prompt, capture_many, read_prompts
+from kvsim.recorder.prompts import encode
+from kvsim.studies.language.tasks import prompts as pages
+from kvsim.text.answers import SCORERS, is_right, score
+from small_model import TEMPLATE, bytes_tokenizer, small, words_tokenizer
+
+ROWS = [
+    {
+        "context": "w1 w2 w3 ",
+        "question": "w4 w5",
+        "answer_prefix": "w6",
+        "answer": ["w9", "w11"],
+        "task": "niah_multivalue",
+        "max_new_tokens": 5,
+    },
+    {
+        "context": "w2 w2 ",
+        "question": "w3",
+        "answer_prefix": "",
+        "answer": ["w7"],
+        "task": "qa_1",
+        "max_new_tokens": 3,
+    },
+]
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    """The rows as a Parquet file."""
+    pl.DataFrame(ROWS).write_parquet(tmp_path / "p.parquet")
+    return tmp_path / "p.parquet"
+
+
+def hub(monkeypatch, load):
+    """Replace the package that loads data sets of a hub."""
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+
+
+def test_a_table_is_read_as_lines_are(parquet, tmp_path, monkeypatch):
+    """The same rows in Parquet, in JSONL and on a hub are the same prompts."""
+    lines, asked = tmp_path / "p.jsonl", []
+    lines.write_text("\n".join(map(json.dumps, ROWS)))
+    hub(monkeypatch, lambda *name, split: asked.append((*name, split)) or ROWS)
+
+    found = read_prompts(parquet)
+
+    assert found == read_prompts(lines) == read_prompts("hub:a/b")
+    assert found[0] == Prompt(
+        *("prompt-0000", "w4 w5", ["w9", "w11"], {"task": "niah_multivalue"}),
+        context="w1 w2 w3 ",
+        answer_prefix="w6",
+        scorer="string_match_all",
+        max_new_tokens=5,
+    )
+    assert found[1].scorer == "string_match_part"
+    assert len(read_prompts(parquet, limit=1)) == 1
+    for name in ("hub:a/b:validation", "hub:a/b:4096:validation", "hub:a/b::train"):
+        read_prompts(name)
+    configs = [(None, "test"), (None, "validation"), ("4096", "validation"), (None, "train")]
+    assert asked == [("a/b", *each) for each in configs]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"answers": ["a", "b"], "task": "hotpotqa"}, (["a", "b"], None)),
+        ({"answer": "a", "task": "vt"}, ("a", None)),
+        ({"answer": ["a"], "scorer": "string_match_part"}, (["a"], "string_match_part")),
+    ],
+)
+def test_a_scorer_is_that_of_the_row_or_of_its_task(row, expected, tmp_path):
+    """Several answers of other benchmarks are alternatives, and one answer is compared as ever."""
+    source = tmp_path / "p.jsonl"
+    source.write_text(json.dumps({"context": "", "question": "q", **row}))
+
+    (prompt,) = read_prompts(source)
+
+    assert (prompt.answer, prompt.scorer) == expected
+    assert prompt.context is None
+
+
+@given(st.text("aA1 \n"), st.lists(st.text("aA1", min_size=1, max_size=3), min_size=1, max_size=4))
+def test_scores_are_those_of_the_definitions(response, answers):
+    """RULER's: the share of the answers that occur, or whether any does; else any whole words."""
+    found = [1.0 if r.lower() in response.lower() else 0.0 for r in answers]
+
+    assert score(response, answers, "string_match_all") == sum(found) / len(answers)
+    assert score(response, answers, "string_match_part") == max(found)
+    assert score(response, answers) == max(is_right(response, answer) for answer in answers)
+    assert all(0 <= score(response, answers, each) <= 1 for each in SCORERS)
+
+
+def test_the_prompt_ends_with_the_beginning_of_the_answer():
+    """Of plain text on a new line, of a chat after the template; the context is before both."""
+    prompt = Prompt("a", "w4 w5", context="w1 w2 w3 ", answer_prefix=" w6")
+
+    plain = encode(prompt, small(300), bytes_tokenizer(), system=None, chat=False)
+    chat = encode(prompt, small(), words_tokenizer(TEMPLATE), system=None, chat=True)
+
+    assert plain.text == "w1 w2 w3 w4 w5\n w6"
+    assert plain.context_len == len("w1 w2 w3 ")
+    assert chat.ids == [7, 1, 2, 3, 4, 5, 9, 6]
+    assert chat.context_len == 4
+
+
+def test_recorded_and_live_responses_are_scored(parquet, tmp_path):
+    """By the scorer and the length of each prompt; the full cache has the score of the trace."""
+    model, tokenizer = small(), words_tokenizer()
+    first, second = read_prompts(parquet)
+    (drawn,) = capture_many(model, tokenizer, [first], tmp_path / "drawn", max_new_tokens=5)
+    words = drawn.meta["text"]["response"].split()
+    first = Prompt(**{**vars(first), "answer": [words[0], "nothing", words[1], words[4]]})
+
+    traces = capture_many(model, tokenizer, [first, second], tmp_path / "traces")
+    run = kvsim.live(
+        *(model, traces, ["full", "streaming_llm"], 4),
+        tokenizer=tokenizer,
+        compress="context",
+        max_new_tokens=64,
+        metrics=["answer_score", "answer_right", "response_tokens"],
+    )
+
+    assert [trace.n_pos - trace.prompt_len for trace in traces] == [5, 3]
+    check = traces[0].meta["answer_check"]
+    assert (check["score"], check["right"], check["scorer"]) == (0.75, False, first.scorer)
+    table = run.table.filter(policy="full")
+    assert table.filter(metric="answer_score")["value"].to_list() == [0.75, 0.0]
+    assert table.filter(metric="answer_right")["value"].to_list() == [0.0, 0.0]
+    assert table.filter(metric="response_tokens")["value"].to_list() == [5, 3]
+
+
+def test_a_table_of_results_takes_two_commands(tmp_path, run):
+    """From a Parquet file of 20 rows, with the columns of kvpress's benchmarks."""
+    rows = []
+    for page in pages(20, 3, facts=3, lines=1):
+        context, question, rest = page.prompt.partition("question :")
+        named = {"context": context, "question": question + rest}
+        rows.append({**named, "answer": ["1"], "task": "get", "max_new_tokens": 2})
+    pl.DataFrame(rows).write_parquet(tmp_path / "rows.parquet")
+    out, traces = tmp_path / "run", tmp_path / "traces"
+
+    recorded, _, err = run(
+        *("capture", "--model", "tiny", "--prompts", tmp_path / "rows.parquet", "--out", traces)
+    )
+    replayed, _, _ = run(
+        *("replay", *sorted(traces.glob("*.zarr")), "--policy", "streaming_llm", "--budget", "8"),
+        *("--compress", "context", "--metric", "output_error", "--out", out),
+    )
+
+    assert (recorded, replayed) == (0, 0), err
+    table = read_run(out).table.drop_nulls("task")
+    assert table["trace"].n_unique() == 20
+    assert set(table["task"]) == {"get"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"scorer": "f1"}, "scorer is 'f1', expected one of contained, string_match_all"),
+        ({"answer": "a", "answers": ["a"]}, "'answer' and 'answers' are given"),
+        ({"answer": []}, r"answer is \[\], expected text, several or no answer"),
+        ({"answers": ["a", {}]}, "answers is .*, expected text, several"),
+        ({"answer_prefix": 3}, "answer_prefix is 3, expected text"),
+        ({"max_new_tokens": "many"}, "max_new_tokens is .*, expected a number of tokens"),
+    ],
+)
+def test_bad_rows_are_one_line(row, message, tmp_path):
+    """With the place in the file."""
+    source = tmp_path / "p.jsonl"
+    source.write_text(json.dumps({"context": "c", "question": "q", **row}))
+
+    with pytest.raises(CaptureError, match=f"line 1: {message}") as caught:
+        read_prompts(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_sources_that_cannot_be_read_are_one_line(tmp_path, monkeypatch):
+    """A Parquet file that is none, a malformed name, no package, and no network or data set."""
+
+    def refused(*_names, **_options):
+        raise OSError("no network")
+
+    broken = tmp_path / "p.parquet"
+    broken.write_bytes(b"no table")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name, message in (
+        (broken, "cannot be read .*, expected a Parquet table"),
+        (tmp_path / "none.parquet", "cannot be read .*, expected a Parquet table"),
+        ("hub:a", "expected hub:OWNER/NAME"),
+        ("hub:a/b:c:d:e", "expected hub:OWNER/NAME"),
+        ("hub:a/b", r"needs the package datasets; install it \(pip install 'kvsim\[hub\]'\)"),
+    ):
+        with pytest.raises(CaptureError, match=message) as caught:
+            read_prompts(name)
+        assert "\n" not in str(caught.value)
+    hub(monkeypatch, refused)
+    with pytest.raises(CaptureError, match=r"hub:a/b cannot be loaded \(no network\)"):
+        read_prompts("hub:a/b")
