@@ -11,14 +11,18 @@ from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
 from kvsim.policies.asl import ASL, TwoPass
 from kvsim.policies.cake import Cake, CakeBudgets
+from kvsim.policies.capkv import CapKV
 from kvsim.policies.chunkkv import ChunkKV
 from kvsim.policies.clairvoyant import TopK, TopP
+from kvsim.policies.compactor import Compactor
 from kvsim.policies.criticalkv import CriticalKV
+from kvsim.policies.curdkv import CurDKV
 from kvsim.policies.double_sparsity import DoubleSparsity
 from kvsim.policies.dropkv import DropKV
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.fastkv import FastKV
+from kvsim.policies.finch import Finch
 from kvsim.policies.full import Full
 from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.gkv import GKV, Global, Local
@@ -105,6 +109,14 @@ _ENTRIES: Mapping[str, Entry] = {
         ExpectedAttention,
         _PROMPT,
     ),
+    "capkv": Entry(
+        "what adds most to the span of values whose keys lie along the mean query", CapKV, _PROMPT
+    ),
+    "compactor": Entry(
+        "keys that stand out from the others, and what neighbours attend to", Compactor, _PROMPT
+    ),
+    "curdkv": Entry("keys and values that are long among their neighbours", CurDKV, _PROMPT),
+    "finch": Entry("what the question at the end of the prompt attends to", Finch, _PROMPT),
     "kvzip": Entry(
         "what rows that repeat the context attend to most; all heads share one budget",
         KVzip,
@@ -281,6 +293,11 @@ _PRESETS: Mapping[str, Preset] = {
     "expected_attention@kvpress": Preset(
         "epsilon 0; in decoding, positions count from the start of a query buffer",
         params={"epsilon": 0.0, "origin": "buffer"},
+    ),
+    "compactor@leverage": Preset("keys that stand out", params={"parts": "leverage"}),
+    "compactor@attention": Preset("what neighbours attend to", params={"parts": "attention"}),
+    "finch@original": Preset(
+        "the same entries; keys rotated to their slot in the cache", policy={"positions": "slot"}
     ),
     "kvzip@uniform": Preset(
         "the same number of entries in each head", policy={"allocator": Uniform()}

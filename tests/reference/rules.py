@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsim.errors import PolicyError
 from kvsim.testing.loops import Scored
-from reference import classic, expected, layouts, repeated, windows
+from reference import classic, expected, layouts, leverage, repeated, windows
 from reference.event import Event
 from reference.propagation import ALONE, PROPAGATIONS
 
@@ -86,6 +86,7 @@ _CAKE = {
     "tau1": 1.0,
     "tau2": 1.0,
 }
+_COMPACTOR = {"chunk": 256, "blending": 0.5, "sink": 8, "recent": 4, "parts": "both"}
 _LADDER = {"span": None, "overlap": 0, "sink": 4, "offset": "ladder"}
 _CALIBRATED = {"calibration": None}
 _AMS = {
@@ -198,6 +199,17 @@ RULES: dict[str, Rule] = {
         512,
         signed=True,
     ),
+    "capkv": _alone(leverage.capkv, {"tau": 5.0, "n_future": 512, "sink": 4}),
+    "compactor": _alone(leverage.compactor, _COMPACTOR, signed=True),
+    "compactor@leverage": _alone(
+        leverage.compactor, {**_COMPACTOR, "parts": "leverage"}, signed=True
+    ),
+    "compactor@attention": _alone(
+        leverage.compactor, {**_COMPACTOR, "parts": "attention"}, signed=True
+    ),
+    "curdkv": _alone(leverage.curdkv, {"sink": 4, "segment": 16, "leverage": "product"}),
+    "finch": _alone(leverage.finch, {"window": 32}),
+    "finch@original": _alone(leverage.finch, {"window": 32}),
     "kvzip": _alone(repeated.kvzip, {"sink": 0}, layers="pooled"),
     "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
     "kvzip@kvpress": _alone(repeated.kvzip, {"sink": 4}, layers="pooled"),
