@@ -232,13 +232,15 @@ class Block:
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
+        always = self.policy.allocator.always_acts
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
         live = view.count.sum(1)  # [L]
         if not self.policy.across_layers:
             share = budgets.budgets(view, self.setting.budget)
             view.budget = share.unsqueeze(-1)
-            return live > share * heads
-        together = (live.sum() > self.setting.budget * heads * len(live)).expand_as(live)
+            return (live > share * heads) | always
+        room = self.setting.budget * heads * len(live)
+        together = ((live.sum() > room) | always).expand_as(live)
         if bool(together.any()):
             view.budget = budgets.budgets(view, self.setting.budget).unsqueeze(-1)
         return together

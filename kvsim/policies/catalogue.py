@@ -17,6 +17,7 @@ from kvsim.policies.clairvoyant import TopK, TopP
 from kvsim.policies.compactor import Compactor
 from kvsim.policies.criticalkv import CriticalKV
 from kvsim.policies.curdkv import CurDKV
+from kvsim.policies.dms import DMS
 from kvsim.policies.double_sparsity import DoubleSparsity
 from kvsim.policies.dropkv import DropKV
 from kvsim.policies.entry import Entry, Preset
@@ -221,6 +222,12 @@ _ENTRIES: Mapping[str, Entry] = {
         ChunkKV,
         None,
         inner=_SHARED,
+    ),
+    "dms": Entry(
+        "what scores at least a threshold at an age, by any scorer; no budget",
+        DMS,
+        _EVERY_ROW,
+        inner=_PER_HEAD,
     ),
     "paged": Entry(
         "whole pages of neighbours in a paged cache, by any scorer",

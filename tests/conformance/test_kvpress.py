@@ -31,6 +31,7 @@ from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
+from traces import changed
 
 pytestmark = pytest.mark.peers
 
@@ -653,6 +654,34 @@ def test_duo_masks_what_duo_attention_press_masks(kvpress, recorded, tmp_path, m
         masked[tuple(index.numpy() for index in module.masked_key_indices[1:])] = True
         assert (masked == gone[layer]).all()
     assert gone.any()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_dms_masks_what_dms_press_masks(kvpress, recorded, window):
+    """Prompt and decoding: a long key leaves each head when it leaves the window, row by row."""
+    model, tokens, trace = recorded("llama", 150)
+    norms = trace.k.norm(dim=-1)
+    threshold, prompt = -float(norms[0].median()), 90
+    press = kvpress.DMSPress(kvpress.KnormPress(), threshold, window, decoding=True)
+    for block in model.model.layers:
+        block.self_attn.masked_key_indices = None
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        model(torch.tensor([tokens[:prompt]]), past_key_values=cache)
+        for row in range(prompt, 150):
+            model(torch.tensor([tokens[row : row + 1]]), past_key_values=cache)
+    stays = np.ones((trace.n_layers, trace.n_heads, 150), bool)
+    for layer, block in enumerate(model.model.layers):
+        masked = block.self_attn.__dict__.pop("masked_key_indices")
+        stays[layer][tuple(index.numpy() for index in masked[1:])] = False
+    policy = kvsim.policy("dms+knorm", threshold=threshold, window=window)
+    record = kvsim.replay(changed(trace, prompt_len=prompt), policy, 1)
+
+    assert (record.retained(149) == stays).all()
+    assert not stays[0].all(-1).any()
+    last = kvsim.policy("dms+knorm", threshold=threshold, window=window + 1)
+    other = kvsim.replay(changed(trace, prompt_len=prompt), last, 1)
+    assert (other.retained(149) != stays).any()
 
 
 def test_page_names_tests_that_exist():

@@ -239,6 +239,7 @@ OUTER: dict[str, Outer] = {
     "adakv@kvpress": Outer({"floor": 0.2}),
     "chunkkv": Outer({"chunk": 20}),
     "chunkkv@kvpress": Outer({"chunk": 20}),
+    "dms": Outer({"threshold": 0.01, "window": 128}, interval=1),
     "global": Outer({"fusion": "max", "decay": 0.8}, windows.global_score, 128),
     "criticalkv": Outer({"epsilon": 1e-4, "first_stage": 0.5}, expected.critical),
     "union": Outer({"across": "heads", "reduction": "max"}, layouts.union),
@@ -246,6 +247,8 @@ OUTER: dict[str, Outer] = {
         {"page": 16, "heads": "all", "reduction": "mean", "prompt": "entries"}, None, 16
     ),
 }
+#: Allocators whose heads hold sets of their own.
+_PER_HEAD = ("ams", "adakv", "adakv@kvpress", "dms")
 #: What stands inside where nothing is named.
 INSIDE = {"ams": "tova", "ams@release": "tova", "paged": "norm_ratio"}
 
@@ -302,7 +305,7 @@ class Chain:
     @property
     def average(self) -> str:
         """What a mean over heads runs over: sets per head leave only the group in common."""
-        if "criticalkv" in self.wrappers or self.allocator in ("ams", "adakv", "adakv@kvpress"):
+        if "criticalkv" in self.wrappers or self.allocator in _PER_HEAD:
             return "group"
         return "slot" if self.allocator == "ams@release" else "all"
 

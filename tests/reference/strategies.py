@@ -156,6 +156,8 @@ def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
         if plain not in _DRAWN or (plain == "log" and {"criticalkv", "global"} & {*parts}):
             continue  # a wrapper refuses logarithms
         value = draw(_DRAWN[plain](most))
+        if key == "threshold" and parts[0] == "dms":
+            value = draw(st.sampled_from((0.02, 0.05, value)))
         if key == "reduction" and parts[0] == "union":
             value = draw(st.sampled_from((value, "rank")))
         # half of the budget by default; and a preset that shares between heads is meant to
