@@ -32,6 +32,7 @@ from kvsim.policies.infllm import InfLLM
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.knorm import Knorm
+from kvsim.policies.kvcompose import Composed, KVCompose
 from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
@@ -118,6 +119,12 @@ _ENTRIES: Mapping[str, Entry] = {
     ),
     "curdkv": Entry("keys and values that are long among their neighbours", CurDKV, _PROMPT),
     "finch": Entry("what the question at the end of the prompt attends to", Finch, _PROMPT),
+    "kvcompose": Entry(
+        "what rows that repeat the context attend to; layers share one budget by ranks of heads",
+        KVCompose,
+        _PROMPT,
+        policy={"allocator": Composed()},
+    ),
     "kvzip": Entry(
         "what rows that repeat the context attend to most; all heads share one budget",
         KVzip,

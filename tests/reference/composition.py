@@ -138,7 +138,8 @@ class _Pieces:
         scored = self.score_layers(events)
         self.of_layers.update({e.layer: s for e, s in zip(events, scored, strict=True)})
         if self.chain.pooled:
-            kept, decision = repeated.pooled(events, scored, budget)
+            ranking = {"pooled": repeated.pooled, "composed": repeated.composed}
+            kept, decision = ranking[self.chain.rule.layers](events, scored, budget)
             self.sets.update({e.layer: (s, [decision]) for e, s in zip(events, kept, strict=True)})
         return [budget] * len(events), []
 

@@ -22,7 +22,8 @@ class Rule:
 
     interval and prefill: its own schedule; `interval` None fires after the prefill alone.
     layers: how many entries the layers get: "even", "pyramid" and its presets, "cake", "growing",
-    "pooled" (all heads of all layers share one ranking, unless something is put around the scorer).
+    "pooled" (all heads of all layers share one ranking, unless something is put around the scorer),
+    "composed" (layers share one by what their heads rank alike, on the same condition).
     """
 
     score: Callable[[Event], Scored] | None  # None: never evicts
@@ -210,6 +211,7 @@ RULES: dict[str, Rule] = {
     "curdkv": _alone(leverage.curdkv, {"sink": 4, "segment": 16, "leverage": "product"}),
     "finch": _alone(leverage.finch, {"window": 32}),
     "finch@original": _alone(leverage.finch, {"window": 32}),
+    "kvcompose": _alone(repeated.kvcompose, {"sink": 0}, layers="composed"),
     "kvzip": _alone(repeated.kvzip, {"sink": 0}, layers="pooled"),
     "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
     "kvzip@kvpress": _alone(repeated.kvzip, {"sink": 4}, layers="pooled"),
@@ -299,8 +301,12 @@ class Chain:
 
     @property
     def pooled(self) -> bool:
-        """Whether all heads of all layers share one ranking."""
-        return self.rule.layers == "pooled" and self.allocator is None and not self.wrappers
+        """Whether all layers share one ranking."""
+        return (
+            self.rule.layers in ("pooled", "composed")
+            and self.allocator is None
+            and not self.wrappers
+        )
 
     @property
     def average(self) -> str:
