@@ -310,9 +310,6 @@ _PRESETS: Mapping[str, Preset] = {
     ),
     "compactor@leverage": Preset("keys that stand out", params={"parts": "leverage"}),
     "compactor@attention": Preset("what neighbours attend to", params={"parts": "attention"}),
-    "finch@original": Preset(
-        "the same entries; keys rotated to their slot in the cache", policy={"positions": "slot"}
-    ),
     "kvzip@uniform": Preset(
         "the same number of entries in each head", policy={"allocator": Uniform()}
     ),

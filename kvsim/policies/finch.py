@@ -7,13 +7,11 @@ smaller. With n_r the number of entries before the own entry of row r, the score
 
     s_j = mean over the window and the group of n_r a_r(j).
 
-Keys are then rotated to their slot in the cache, as the paper does (`finch@original`); by default
-they stay at their positions, where a trace can be measured in full.
-
 Deviations. Only the beginning of the paper could be read; the score is that of kvpress
 (FinchPress), whose delimiter token finds the question. Here `window` says how many rows the
 question has. The paper reads a text in chunks, each followed by the question, and evicts after each
-of them; kvpress can rank chunk by chunk. Here one event ranks the whole text.
+of them; kvpress can rank chunk by chunk. Here one event ranks the whole text. The paper and kvpress
+then rotate the keys to their slots in the cache; here they stay at their positions.
 """
 
 from __future__ import annotations

@@ -210,7 +210,6 @@ RULES: dict[str, Rule] = {
     ),
     "curdkv": _alone(leverage.curdkv, {"sink": 4, "segment": 16, "leverage": "product"}),
     "finch": _alone(leverage.finch, {"window": 32}),
-    "finch@original": _alone(leverage.finch, {"window": 32}),
     "kvcompose": _alone(repeated.kvcompose, {"sink": 0}, layers="composed"),
     "kvzip": _alone(repeated.kvzip, {"sink": 0}, layers="pooled"),
     "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
