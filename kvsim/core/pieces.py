@@ -353,6 +353,8 @@ class Allocator(Sizing, ABC):
     across_layers: ClassVar[bool] = False
     #: belongs to a scorer; an allocator around that scorer replaces it
     yields: ClassVar[bool] = False
+    #: acts at every event, also on what the budget has room for
+    always_acts: ClassVar[bool] = False
     #: the budget bounds some heads even where it does not bound all
     bounds_some: ClassVar[bool] = False
 

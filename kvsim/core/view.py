@@ -247,6 +247,10 @@ class View:
         """Return queries of a span before RoPE."""
         return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
 
+    def positions(self, start: int, stop: int) -> Tensor:
+        """Positions in the text of rows start..stop-1, by which RoPE rotated them; int [w]."""
+        return self._share("positions", self._source.positions[start:stop])
+
     def summed(self, name: str) -> tuple[int, Tensor] | None:
         """First rows whose queries are not all held, and what was summed over them; else None.
 

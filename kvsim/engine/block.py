@@ -236,14 +236,16 @@ class Block:
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""
+        always = self.policy.allocator.always_acts
         budgets, heads = self.policy.layer_budgets, view.pos.shape[1]
         budget = view.setting.budget
         live = view.count.sum(1)  # [L]
         if not self.policy.across_layers:
             share = budgets.budgets(view, budget)
             view.budget = share.unsqueeze(-1)
-            return live > share * heads
-        together = (live.sum() > budget * heads * len(live)).expand_as(live)
+            return (live > share * heads) | always
+        room = budget * heads * len(live)
+        together = ((live.sum() > room) | always).expand_as(live)
         if bool(together.any()):
             view.budget = budgets.budgets(view, budget).unsqueeze(-1)
         return together

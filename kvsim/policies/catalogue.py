@@ -11,14 +11,19 @@ from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
 from kvsim.policies.asl import ASL, TwoPass
 from kvsim.policies.cake import Cake, CakeBudgets
+from kvsim.policies.capkv import CapKV
 from kvsim.policies.chunkkv import ChunkKV
 from kvsim.policies.clairvoyant import TopK, TopP
+from kvsim.policies.compactor import Compactor
 from kvsim.policies.criticalkv import CriticalKV
+from kvsim.policies.curdkv import CurDKV
+from kvsim.policies.dms import DMS
 from kvsim.policies.double_sparsity import DoubleSparsity
 from kvsim.policies.dropkv import DropKV
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.expected_attention import ExpectedAttention
 from kvsim.policies.fastkv import FastKV
+from kvsim.policies.finch import Finch
 from kvsim.policies.full import Full
 from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.gkv import GKV, Global, Local
@@ -27,6 +32,7 @@ from kvsim.policies.infllm import InfLLM
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.knorm import Knorm
+from kvsim.policies.kvcompose import Composed, KVCompose
 from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
@@ -104,6 +110,20 @@ _ENTRIES: Mapping[str, Entry] = {
         "what future queries, assumed normal, would attend to, times the norm of the value",
         ExpectedAttention,
         _PROMPT,
+    ),
+    "capkv": Entry(
+        "what adds most to the span of values whose keys lie along the mean query", CapKV, _PROMPT
+    ),
+    "compactor": Entry(
+        "keys that stand out from the others, and what neighbours attend to", Compactor, _PROMPT
+    ),
+    "curdkv": Entry("keys and values that are long among their neighbours", CurDKV, _PROMPT),
+    "finch": Entry("what the question at the end of the prompt attends to", Finch, _PROMPT),
+    "kvcompose": Entry(
+        "what rows that repeat the context attend to; layers share one budget by ranks of heads",
+        KVCompose,
+        _PROMPT,
+        policy={"allocator": Composed()},
     ),
     "kvzip": Entry(
         "what rows that repeat the context attend to most; all heads share one budget",
@@ -210,6 +230,12 @@ _ENTRIES: Mapping[str, Entry] = {
         None,
         inner=_SHARED,
     ),
+    "dms": Entry(
+        "what scores at least a threshold at an age, by any scorer; no budget",
+        DMS,
+        _EVERY_ROW,
+        inner=_PER_HEAD,
+    ),
     "paged": Entry(
         "whole pages of neighbours in a paged cache, by any scorer",
         Paged,
@@ -282,6 +308,8 @@ _PRESETS: Mapping[str, Preset] = {
         "epsilon 0; in decoding, positions count from the start of a query buffer",
         params={"epsilon": 0.0, "origin": "buffer"},
     ),
+    "compactor@leverage": Preset("keys that stand out", params={"parts": "leverage"}),
+    "compactor@attention": Preset("what neighbours attend to", params={"parts": "attention"}),
     "kvzip@uniform": Preset(
         "the same number of entries in each head", policy={"allocator": Uniform()}
     ),

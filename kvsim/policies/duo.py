@@ -33,14 +33,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import AtLeast, Between, Parameter, integer, is_finite, parameters
-from kvsim.core.policy import Allocator, Plan, Policy, Protection, Schedule
+from kvsim.core.parameters import AtLeast, Between, integer, is_finite
+from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
-from kvsim.errors import PolicyError, suggest
+from kvsim.errors import PolicyError
 from kvsim.policies.model import described, differ, is_model, model_of
-from kvsim.policies.tova import TOVA
 from kvsim.schema import plural
 
 #: Of the file; another one is refused.
@@ -103,20 +102,16 @@ class HeadPlan:
 
 
 @dataclass(frozen=True)
-class Duo(Allocator):
-    """Everything for retrieval heads, sinks and recent entries for the others.
+class Planned(Allocator):
+    """An allocator by the scores of a plan.
 
     digest: of the plan; of the file that is there if none is given.
     """
 
     file: str
     digest: str = ""
-    share: Annotated[float, Between(0, 1)] = 0.5
-    stream: Annotated[int, AtLeast(1)] | None = None
-    sink: Annotated[int, AtLeast(0)] = 4
 
     across_heads: ClassVar[bool] = True
-    bounds_some: ClassVar[bool] = True
     flops = Allocator.no_flops
 
     def __post_init__(self) -> None:
@@ -124,10 +119,44 @@ class Duo(Allocator):
         digest = self._plan.digest
         if self.digest not in ("", digest):
             raise PolicyError(
-                f"duo: {self.file} has the digest {digest}; expected {self.digest}, give the plan "
-                "that the result names"
+                f"{self.label}: {self.file} has the digest {digest}; expected {self.digest}, give "
+                "the plan that the result names"
             )
         object.__setattr__(self, "digest", digest)
+
+    def check(self, trace: Trace) -> None:
+        """The plan was measured on the same model, as far as it says on which."""
+        model, other = self._plan.training.get("model"), model_of(trace)
+        if model and differ(model, other):
+            raise PolicyError(
+                f"{self.label}: {self.file} is a plan of {described(model)}, and {trace.name} is "
+                f"of {described(other)}; give a plan of the same model"
+            )
+
+    def check_heads(self, view: View) -> None:
+        """Raise PolicyError for a trace of other layers or heads than the plan's."""
+        heads = view.count.shape[1]
+        shape = len(self._plan.scores), len(self._plan.scores[0])
+        if shape != (view.n_layers, heads):
+            raise PolicyError(
+                f"{self.label}: {self.file} is a plan of {shape[0]} layers of {shape[1]} KV heads, "
+                f"the trace has {view.n_layers} of {heads}; give a plan of the same model"
+            )
+
+    @cached_property
+    def _plan(self) -> HeadPlan:
+        return HeadPlan.open(Path(self.file))
+
+
+@dataclass(frozen=True)
+class Duo(Planned):
+    """Everything for retrieval heads, sinks and recent entries for the others."""
+
+    share: Annotated[float, Between(0, 1)] = 0.5
+    stream: Annotated[int, AtLeast(1)] | None = None
+    sink: Annotated[int, AtLeast(0)] = 4
+
+    bounds_some: ClassVar[bool] = True
 
     @property
     def bounded(self) -> bool:
@@ -151,15 +180,6 @@ class Duo(Allocator):
             )
         return [float(x) for x in 1 - self._retrieval.double().mean(1)]
 
-    def check(self, trace: Trace) -> None:
-        """The plan was measured on the same model, as far as it says on which."""
-        model, other = self._plan.training.get("model"), model_of(trace)
-        if model and differ(model, other):
-            raise PolicyError(
-                f"duo: {self.file} is a plan of {described(model)}, and {trace.name} is of "
-                f"{described(other)}; give a plan of the same model"
-            )
-
     def protection(self, budget: int) -> Protection:
         """The sinks, of every head."""
         return Protection(sink=self.sink)
@@ -175,21 +195,13 @@ class Duo(Allocator):
         )
 
     @cached_property
-    def _plan(self) -> HeadPlan:
-        return HeadPlan.open(Path(self.file))
-
-    @cached_property
     def _retrieval(self) -> Tensor:
         return self._plan.retrieval(self.share)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""
-        heads, shape = view.count.shape[1], tuple(self._retrieval.shape)
-        if shape != (view.n_layers, heads):
-            raise PolicyError(
-                f"duo: {self.file} is a plan of {shape[0]} layers of {shape[1]} KV heads, the "
-                f"trace has {view.n_layers} of {heads}; give a plan of the same model"
-            )
+        self.check_heads(view)
+        heads = view.count.shape[1]
         retrieves = self._retrieval.to(view.pos.device)[view.layers]
         count, always = view.count, protected.sum(-1)
         if self.stream is None:
@@ -202,26 +214,6 @@ class Duo(Allocator):
             quotas = apportion(total, retrieves.double(), floor, count)
         streams = select(view.pos.double(), quotas, protected, view.live)
         return Plan(quotas, eligible=streams | retrieves.unsqueeze(-1))
-
-
-def duo_parameters() -> dict[str, Parameter]:
-    """The parameters of `duo:FILE`: those of `Duo` and of the TOVA of retrieval heads."""
-    return {**parameters(Duo), **parameters(TOVA)}
-
-
-def duo(name: str, file: str, params: Mapping[str, Any]) -> Policy:
-    """The policy of a plan."""
-    accepted = duo_parameters()
-    values = {"file": file, "heads": "group", **params}
-    for key in values.keys() - accepted.keys():
-        raise PolicyError(
-            f"{name} has no parameter {key!r}{suggest(key, accepted)}; "
-            f"parameters: {', '.join(accepted)}"
-        )
-    scorer, allocator = (
-        {key: values[key] for key in parameters(piece) if key in values} for piece in (TOVA, Duo)
-    )
-    return Policy(name, TOVA(**scorer), Duo(**allocator), schedule=Schedule(interval=1))
 
 
 def _refused(path: Path, reason: str) -> PolicyError:

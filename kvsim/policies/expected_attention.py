@@ -113,7 +113,7 @@ class ExpectedAttention(Scorer):
         start, stop, future = self._samples(view)
         _, mu, sigma = view.across(
             ("moments", start, stop, self.covariance),
-            lambda: _seen_moments(view, start, stop, covariance=self.covariance),
+            lambda: seen_moments(view, start, stop, covariance=self.covariance),
         )
         logits = self._logits(view, mu, sigma, future)
         scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)  # at least the row's own entry
@@ -202,7 +202,7 @@ def moments(
     return count, mean, spread / count if covariance else None
 
 
-def _seen_moments(
+def seen_moments(
     view: View, start: int, stop: int, *, covariance: bool
 ) -> tuple[int, Tensor, Tensor | None]:
     """Moments of rows start..stop-1, a block of 256 positions after the other."""

@@ -1,4 +1,4 @@
-"""A policy of the user's own: `package.module:NAME`, `learned:FILE` or `duo:FILE`."""
+"""A policy of the user's own: `package.module:NAME`, `learned:FILE`, `duo:FILE`, `headkv:FILE`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvsim.core.parameters import parameters
-from kvsim.core.policy import Policy, Scorer
+from kvsim.core.parameters import Parameter, parameters
+from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
-from kvsim.errors import PolicyError, error_line
-from kvsim.policies.duo import duo, duo_parameters
+from kvsim.errors import PolicyError, error_line, suggest
+from kvsim.policies.duo import Duo
 from kvsim.policies.entry import Entry
+from kvsim.policies.headkv import HeadKV
 from kvsim.policies.learned import Learned
+from kvsim.policies.snapkv import SnapKV
+from kvsim.policies.tova import TOVA
+
+# Policies of a plan of heads: allocator, scorer, its parameters there, and the schedule.
+_PLANNED: Mapping[str, tuple[Any, Any, Mapping[str, Any], Schedule]] = {
+    "duo": (Duo, TOVA, {"heads": "group"}, Schedule(interval=1)),
+    "headkv": (HeadKV, SnapKV, {}, Schedule(interval=None)),
+}
 
 
 def behind(name: str) -> Entry | None:
     """The entry of a reader or a codec of the user's own, None for any other policy."""
-    files = ("learned:", "duo:")
-    target = None if name.startswith(files) else _target(name)
+    files = {"learned", *_PLANNED}
+    target = None if name.partition(":")[0] in files else _target(name)
     if isinstance(target, type) and issubclass(target, Reader | Codec):
         return Entry("of your own", target, None)
     return None
@@ -32,8 +41,8 @@ def behind(name: str) -> Entry | None:
 def named(name: str) -> Mapping[str, Any]:
     """The parameters that its class or function names. Raises PolicyError where there is none."""
     kind = name.partition(":")[0]
-    if kind == "duo":
-        return duo_parameters()
+    if kind in _PLANNED:
+        return _of_plan(kind)
     target = Learned if kind == "learned" else _target(name)
     if isinstance(target, type) and (fields := parameters(target)):
         return fields
@@ -49,8 +58,8 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
     if module_name == "learned":
         scorer = Learned(attribute, **params)
         return Policy(name, scorer, schedule=scorer.schedule)
-    if module_name == "duo":
-        return duo(name, attribute, params)
+    if module_name in _PLANNED:
+        return _planned(module_name, attribute, params)
     target = built = _target(name)
     if callable(target):
         try:
@@ -69,6 +78,28 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
             "returns one of them"
         )
     return built
+
+
+def _of_plan(kind: str) -> dict[str, Parameter]:
+    """The parameters of a policy of a plan: those of its allocator and of its scorer."""
+    allocator, scorer, *_ = _PLANNED[kind]
+    return {**parameters(allocator), **parameters(scorer)}
+
+
+def _planned(kind: str, file: str, params: Mapping[str, Any]) -> Policy:
+    """The policy of a plan of heads."""
+    (*pieces, there, schedule), accepted = _PLANNED[kind], _of_plan(kind)
+    values = {"file": file, **there, **params}
+    for key in values.keys() - accepted.keys():
+        raise PolicyError(
+            f"{kind}:{file} has no parameter {key!r}{suggest(key, accepted)}; "
+            f"parameters: {', '.join(accepted)}"
+        )
+    allocator, scorer = (
+        piece(**{key: values[key] for key in parameters(piece) if key in values})
+        for piece in pieces
+    )
+    return Policy(f"{kind}:{file}", scorer, allocator, schedule=schedule)
 
 
 def _target(name: str) -> Any:

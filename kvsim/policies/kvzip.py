@@ -76,9 +76,13 @@ class KVzip(Scorer):
         importance = view["importance"]
         missing = inside & importance.isnan()
         if bool(missing.any()):  # in layers from which nothing has left
-            importance = largest_weights(view, self.sink).where(missing, importance)
+            importance = self.importance(view).where(missing, importance)
         values = importance.where(inside, 2.0 + view.pos)
         return Scores(values, {"importance": importance})
+
+    def importance(self, view: View) -> Tensor:
+        """The largest weight of any row and any query head of the group; [L, H, n]."""
+        return largest_weights(view, self.sink).amax(2)
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
         """A note that events in decoding leave little of the context."""
@@ -99,29 +103,30 @@ class KVzip(Scorer):
 
 
 def largest_weights(view: View, sink: int) -> Tensor:
-    """max_i of the weights that rows which repeat a chunk give its entries; [L, H, n].
+    """max_i of the weights that rows which repeat a chunk give its entries; [L, H, G, n].
 
     In layers from which nothing has left, where slots are positions. 0 if there are none.
     """
     queries, probe_keys, chunks = view.probe
     keys, formula = view.keys, view.formula
     layers, heads, n, _ = keys.shape
-    out, end = torch.zeros_like(keys[..., 0]), 0
+    group, end = queries.shape[2], 0
+    out = keys.new_zeros(layers, heads, group, n)
     for start, stop, rows in chunks if n > view.row else ():
         begin, end = end, end + rows
         sinks = min(sink, start)
         parts = (keys[:, :, :sinks], keys[:, :, start:stop], probe_keys[:, :, begin:end])
         subset = torch.cat(parts, 2)  # [L, H, m, d]
-        group, m = queries.shape[2], subset.shape[2]
+        m = subset.shape[2]
         last = torch.arange(m - rows, m, device=keys.device)  # what a row sees last, itself
-        slot, into = torch.arange(m, device=keys.device), out[:, :, start:stop]
+        slot, into = torch.arange(m, device=keys.device), out[..., start:stop]
         step = max(1, LOGIT_BYTES // (layers * heads * group * m * subset.element_size()))
         for row in range(0, rows, step):
             part = slice(row, row + step)
             q = queries[:, :, :, begin:end][:, :, :, part].flatten(2, 3)  # [L, H, G * w, d]
             z = formula.capped((q @ subset.mT).mul_(formula.scale)).unflatten(2, (group, -1))
             z.masked_fill_(slot > last[part].unsqueeze(-1), -torch.inf)  # [L, H, G, w, m]
-            best = z.softmax(-1)[..., sinks : sinks + stop - start].amax((2, 3))
+            best = z.softmax(-1)[..., sinks : sinks + stop - start].amax(3)
             torch.maximum(into, best, out=into)
     return out
 

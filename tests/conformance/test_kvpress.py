@@ -14,9 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
+from traces import changed
 
 pytestmark = pytest.mark.peers
 
@@ -80,6 +83,37 @@ def _qfilter(rows: int) -> Make:
         press.q_filters = -u.unflatten(1, (trace.n_heads, -1)).mean(2).float()
         press.post_init_from_model = lambda _: None  # which would download them
         return press
+
+    return make
+
+
+def _finch(window: int) -> Make:
+    """Without a delimiter token, which would say how many rows the question has."""
+
+    def make(kvpress: ModuleType, _: kvsim.Trace) -> Any:
+        press = kvpress.FinchPress(rerotate_keys=False)
+        press.window_size, press.delimiter_token_id = window, -1
+        return press
+
+    return make
+
+
+def _compactor(parts: str) -> Make:
+    """With keys as they are instead of a random sketch; no entry is left out of its scores."""
+
+    def make(kvpress: ModuleType, trace: kvsim.Trace) -> Any:
+        whole = {"chunk_size": 50, "sketch_dimension": trace.dim}
+        press = kvpress.CompactorPress(blending=0.5, sink_size_start=0, sink_size_end=0, **whole)
+        leverage = press._leverage_press
+        sketched = leverage.compute_leverage_scores
+
+        def exact(keys: torch.Tensor, size: int) -> torch.Tensor:
+            plain = torch.eye(size).mul(size**0.5)
+            with patch("torch.randn", lambda *shape, **_: plain.expand(shape)):
+                return sketched(keys, size)
+
+        leverage.compute_leverage_scores = exact
+        return {"both": press, "leverage": leverage, "attention": press._non_causal_press}[parts]
 
     return make
 
@@ -214,6 +248,30 @@ CASES = {
         {"lag": 16, "cross_scoring": True},
         differs={"cross_scoring": False},
     ),
+    **{
+        f"compactor-{parts}": Case(
+            _compactor(parts),
+            "compactor",
+            {"chunk": 50, "sink": 0, "recent": 0, "parts": parts},
+            differs={"parts": other},
+        )
+        for parts, other in pairwise(("both", "leverage", "attention", "both"))
+    },
+    "curdkv": Case(_press("CURPress"), "curdkv", differs={"segment": 15}),
+    "curdkv-mean": Case(
+        _press("CURPress", leverage_type="kv_avg", num_sinks=2, use_local_approximation=False),
+        "curdkv",
+        {"leverage": "mean", "sink": 2, "segment": None},
+        differs={"leverage": "product"},
+    ),
+    "capkv": Case(_press("CapPress"), "capkv", differs={"tau": 1.0}),
+    "capkv-near": Case(
+        _press("CapPress", tau=2.0, n_future_positions=64, n_sink=2),
+        "capkv",
+        {"tau": 2.0, "n_future": 64, "sink": 2},
+        differs={"n_future": 512},
+    ),
+    "finch": Case(_finch(8), "finch", {"window": 8}, differs={"window": 9}),
     # Scores of 0 or more alone: see test_criticalkv_signed.
     "criticalkv-snapkv": Case(
         _around("CriticalKVPress", _SNAPKV),
@@ -596,6 +654,34 @@ def test_duo_masks_what_duo_attention_press_masks(kvpress, recorded, tmp_path, m
         masked[tuple(index.numpy() for index in module.masked_key_indices[1:])] = True
         assert (masked == gone[layer]).all()
     assert gone.any()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_dms_masks_what_dms_press_masks(kvpress, recorded, window):
+    """Prompt and decoding: a long key leaves each head when it leaves the window, row by row."""
+    model, tokens, trace = recorded("llama", 150)
+    norms = trace.k.norm(dim=-1)
+    threshold, prompt = -float(norms[0].median()), 90
+    press = kvpress.DMSPress(kvpress.KnormPress(), threshold, window, decoding=True)
+    for block in model.model.layers:
+        block.self_attn.masked_key_indices = None
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        model(torch.tensor([tokens[:prompt]]), past_key_values=cache)
+        for row in range(prompt, 150):
+            model(torch.tensor([tokens[row : row + 1]]), past_key_values=cache)
+    stays = np.ones((trace.n_layers, trace.n_heads, 150), bool)
+    for layer, block in enumerate(model.model.layers):
+        masked = block.self_attn.__dict__.pop("masked_key_indices")
+        stays[layer][tuple(index.numpy() for index in masked[1:])] = False
+    policy = kvsim.policy("dms+knorm", threshold=threshold, window=window)
+    record = kvsim.replay(changed(trace, prompt_len=prompt), policy, 1)
+
+    assert (record.retained(149) == stays).all()
+    assert not stays[0].all(-1).any()
+    last = kvsim.policy("dms+knorm", threshold=threshold, window=window + 1)
+    other = kvsim.replay(changed(trace, prompt_len=prompt), last, 1)
+    assert (other.retained(149) != stays).any()
 
 
 def test_page_names_tests_that_exist():

@@ -94,6 +94,45 @@ def test_sets_are_those_of_kvpress(presses, trace, layerwise, name, params):
     assert np.array_equal(record.evicted_at == trace.prompt_len - 1, masked)
 
 
+@pytest.fixture(scope="module")
+def composed(tiny, kvpress):
+    """What KVComposePress keeps, and the prompt with the rows that it runs: the prompt again."""
+    model, _, tokens = tiny
+    n, layers = len(tokens), len(model.model.layers)
+    rows = Probe("repeat", (Chunk(0, n, n),), tuple(tokens))
+    queries, keys = read_probe(model, tokens, rows, range(layers))
+    trace = changed(
+        kvsim.capture(model, None, tokens, max_new_tokens=0),
+        probe_q=queries.clone(),
+        probe_k=keys.clone(),
+        meta={"probe": rows.document()},
+    )
+    press, cache = kvpress.KVComposePress(compression_ratio=1 - (BUDGET + 1e-6) / n), DynamicCache()
+    with torch.no_grad(), press(model):
+        model(input_ids=torch.tensor([tokens]), past_key_values=cache)
+    kept = torch.zeros(layers, trace.n_heads, n, dtype=torch.bool)
+    for layer in range(layers):
+        near = torch.cdist(cache.layers[layer].keys[0].double(), trace.k[layer].double()).min(-1)
+        assert float(near.values.max()) < 1e-4
+        kept[layer].scatter_(-1, near.indices, value=True)
+    return trace, kept.numpy()
+
+
+def test_kvcompose_keeps_what_its_press_keeps(composed):
+    """Layers get what their composite tokens are worth, heads keep sets of their own."""
+    trace, kept = composed
+
+    record = kvsim.replay(trace, "kvcompose", BUDGET)
+
+    sizes = kept.sum(-1)
+    assert (sizes == sizes[:, :1]).all()
+    assert len({*sizes[:, 0].tolist()}) > 1
+    assert (kept[:, :1] != kept).any()
+    assert (record.retained(trace.prompt_len - 1) == kept).all()
+    for other in ("kvzip", "kvzip@uniform", "adakv+kvcompose"):
+        assert (kvsim.replay(trace, other, BUDGET).retained(trace.prompt_len - 1) != kept).any()
+
+
 @pytest.mark.parametrize("change", ["kvzip", "kvzip@uniform", "snapkv"])
 def test_another_policy_does_not_equal_kvpress(presses, trace, change):
     """Without sinks, with equal heads, or by other scores, the sets differ."""

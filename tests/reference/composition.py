@@ -40,15 +40,16 @@ def rule(
         chain = replace(chain, params=(*chain.params[:-1], scorer))
     pieces = _Pieces(policy, chain, per_head)
     interval, prefill = chain.schedule
+    kind = "none" if chain.allocator == "dms" else chain.rule.layers
     return loops.Rule(
         score=None if chain.rule.score is None else pieces.score,
         interval=interval,
         prefill=prefill,
-        protect=pieces.protect if pieces.is_ams else None,
+        protect=pieces.protect if pieces.is_ams or chain.allocator == "dms" else None,
         allocate=None if chain.allocator is None and not chain.pooled else pieces.allocate,
         layer_budgets=pieces.together
         if chain.across_layers or chain.pooled
-        else _LAYERS.get(chain.rule.layers, lambda _: None)(pieces),
+        else _LAYERS.get(kind, lambda _: None)(pieces),
         across_layers=chain.rule.layers == "cake" or chain.across_layers or chain.pooled,
         propagate=None if chain.propagation is None else pieces.propagate,
         per_query_head=chain.rule.per_query_head,
@@ -137,12 +138,15 @@ class _Pieces:
         scored = self.score_layers(events)
         self.of_layers.update({e.layer: s for e, s in zip(events, scored, strict=True)})
         if self.chain.pooled:
-            kept, decision = repeated.pooled(events, scored, budget)
+            ranking = {"pooled": repeated.pooled, "composed": repeated.composed}
+            kept, decision = ranking[self.chain.rule.layers](events, scored, budget)
             self.sets.update({e.layer: (s, [decision]) for e, s in zip(events, kept, strict=True)})
         return [budget] * len(events), []
 
     def protect(self, event: loops.Event) -> Sets:
-        """AMS's own sink and recent entries."""
+        """AMS's own sink and recent entries, or DMS's window."""
+        if not self.is_ams:
+            return last(event, int(self.chain.params[0]["window"]))
         sink, recent = own_protection(self.chain.params[0], event.budgets[0])
         return union(first(event, sink), last(event, recent))
 
@@ -153,6 +157,9 @@ class _Pieces:
         if self.chain.pooled:
             return self.sets[event.layer]
         params, budget, scores = self.chain.params[0], event.budgets[0], scored.values
+        if self.chain.allocator == "dms":
+            admitted = _memory(event, 0)
+            return layouts.dms(event, scored, protected, float(params["threshold"]), admitted)
         if self.chain.allocator == "paged":
             cells = _memory(event, 0)
             return layouts.paged(
@@ -263,6 +270,7 @@ def _one_by_one(of_layer: Callable[[loops.Event, int], int]) -> Any:
 
 #: The budgets of layers by the kind that a rule names; "even" is the replay's own.
 _LAYERS: dict[str, Callable[[_Pieces], Any]] = {
+    "none": lambda _: lambda events, _: ([0] * len(events), []),  # whatever is held, it acts
     "growing": lambda pieces: _one_by_one(pieces.growing),
     "pyramid": lambda pieces: _one_by_one(pieces.pyramid),
     "pyramid@kvpress": lambda pieces: _one_by_one(pieces.pyramid_at_event),

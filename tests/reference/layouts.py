@@ -211,3 +211,25 @@ def _gap(last: float, first: float) -> Decision:
     """Margin and size between the last one taken and the first one left out."""
     size = max(abs(last), abs(first))
     return (last - first) / size if size > 0 else 0.0, size
+
+
+# ----------------------------------------------------------------------------------- thresholds
+
+
+def dms(
+    event: Event, scored: Scored, protected: Sets, threshold: float, admitted: Numbers
+) -> tuple[Sets, list[Decision]]:
+    """What is protected, what was admitted, and what scores at least the threshold."""
+    kept: Sets = []
+    decisions: list[Decision] = []
+    for h, live in enumerate(event.live):
+        for p in live:
+            if p in protected[h] or p in admitted[h]:
+                continue
+            score = scored.values[h][p]
+            size = max(scored.size(h, p), abs(threshold))
+            decisions.append((abs(score - threshold) / size, max(abs(score), abs(threshold))))
+            if score >= threshold:
+                admitted[h][p] = 1.0
+        kept.append({p for p in live if p in protected[h] or p in admitted[h]})
+    return kept, decisions

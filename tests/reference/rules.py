@@ -8,7 +8,7 @@ from typing import Any
 
 from kvsim.errors import PolicyError
 from kvsim.testing.loops import Scored
-from reference import classic, expected, layouts, repeated, windows
+from reference import classic, expected, layouts, leverage, repeated, windows
 from reference.event import Event
 from reference.propagation import ALONE, PROPAGATIONS
 
@@ -22,7 +22,8 @@ class Rule:
 
     interval and prefill: its own schedule; `interval` None fires after the prefill alone.
     layers: how many entries the layers get: "even", "pyramid" and its presets, "cake", "growing",
-    "pooled" (all heads of all layers share one ranking, unless something is put around the scorer).
+    "pooled" (all heads of all layers share one ranking, unless something is put around the scorer),
+    "composed" (layers share one by what their heads rank alike, on the same condition).
     """
 
     score: Callable[[Event], Scored] | None  # None: never evicts
@@ -86,6 +87,7 @@ _CAKE = {
     "tau1": 1.0,
     "tau2": 1.0,
 }
+_COMPACTOR = {"chunk": 256, "blending": 0.5, "sink": 8, "recent": 4, "parts": "both"}
 _LADDER = {"span": None, "overlap": 0, "sink": 4, "offset": "ladder"}
 _CALIBRATED = {"calibration": None}
 _AMS = {
@@ -198,6 +200,17 @@ RULES: dict[str, Rule] = {
         512,
         signed=True,
     ),
+    "capkv": _alone(leverage.capkv, {"tau": 5.0, "n_future": 512, "sink": 4}),
+    "compactor": _alone(leverage.compactor, _COMPACTOR, signed=True),
+    "compactor@leverage": _alone(
+        leverage.compactor, {**_COMPACTOR, "parts": "leverage"}, signed=True
+    ),
+    "compactor@attention": _alone(
+        leverage.compactor, {**_COMPACTOR, "parts": "attention"}, signed=True
+    ),
+    "curdkv": _alone(leverage.curdkv, {"sink": 4, "segment": 16, "leverage": "product"}),
+    "finch": _alone(leverage.finch, {"window": 32}),
+    "kvcompose": _alone(repeated.kvcompose, {"sink": 0}, layers="composed"),
     "kvzip": _alone(repeated.kvzip, {"sink": 0}, layers="pooled"),
     "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
     "kvzip@kvpress": _alone(repeated.kvzip, {"sink": 4}, layers="pooled"),
@@ -227,6 +240,7 @@ OUTER: dict[str, Outer] = {
     "adakv@kvpress": Outer({"floor": 0.2}),
     "chunkkv": Outer({"chunk": 20}),
     "chunkkv@kvpress": Outer({"chunk": 20}),
+    "dms": Outer({"threshold": 0.01, "window": 128}, interval=1),
     "global": Outer({"fusion": "max", "decay": 0.8}, windows.global_score, 128),
     "criticalkv": Outer({"epsilon": 1e-4, "first_stage": 0.5}, expected.critical),
     "union": Outer({"across": "heads", "reduction": "max"}, layouts.union),
@@ -234,6 +248,8 @@ OUTER: dict[str, Outer] = {
         {"page": 16, "heads": "all", "reduction": "mean", "prompt": "entries"}, None, 16
     ),
 }
+#: Allocators whose heads hold sets of their own.
+_PER_HEAD = ("ams", "adakv", "adakv@kvpress", "dms")
 #: What stands inside where nothing is named.
 INSIDE = {"ams": "tova", "ams@release": "tova", "paged": "norm_ratio"}
 
@@ -284,13 +300,17 @@ class Chain:
 
     @property
     def pooled(self) -> bool:
-        """Whether all heads of all layers share one ranking."""
-        return self.rule.layers == "pooled" and self.allocator is None and not self.wrappers
+        """Whether all layers share one ranking."""
+        return (
+            self.rule.layers in ("pooled", "composed")
+            and self.allocator is None
+            and not self.wrappers
+        )
 
     @property
     def average(self) -> str:
         """What a mean over heads runs over: sets per head leave only the group in common."""
-        if "criticalkv" in self.wrappers or self.allocator in ("ams", "adakv", "adakv@kvpress"):
+        if "criticalkv" in self.wrappers or self.allocator in _PER_HEAD:
             return "group"
         return "slot" if self.allocator == "ams@release" else "all"
 

@@ -116,6 +116,9 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
     "floor": _one(0.0, 0.2, 0.5, 1.0),
     "chunk": _whole(1, 6),
     "page": _whole(1, 6),
+    "segment": _one(1, 3, 5, None),
+    "leverage": _one("product", "mean", "key", "value"),
+    "blending": _one(0.0, 0.5, 2.0),
     "heads": _one("all", "group"),
     "prompt": _one("entries", "pages"),
     "alpha": _one(0.01, 0.1, 0.3),
@@ -153,6 +156,8 @@ def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
         if plain not in _DRAWN or (plain == "log" and {"criticalkv", "global"} & {*parts}):
             continue  # a wrapper refuses logarithms
         value = draw(_DRAWN[plain](most))
+        if key == "threshold" and parts[0] == "dms":
+            value = draw(st.sampled_from((0.02, 0.05, value)))
         if key == "reduction" and parts[0] == "union":
             value = draw(st.sampled_from((value, "rank")))
         # half of the budget by default; and a preset that shares between heads is meant to

@@ -56,6 +56,7 @@ AROUND = (
     "criticalkv+snapkv",
     "union+snapkv",
     "paged+keydiff",
+    "dms+snapkv",
 )
 CROSSES = (
     "ams+expected_attention",
@@ -78,6 +79,8 @@ CROSSES = (
     "paged+snapkv",
     "paged+union+expected_attention",
     "chunkkv+union+keydiff",
+    "dms+tova",
+    "dms+global+expected_attention",
 )
 #: Scores that never tie exactly: positions, draws, and sums of many different numbers.
 NEVER_TIED = ("random", "streaming_llm", "streaming_llm@original", "h2o", "h2o@kvpress")

@@ -25,7 +25,7 @@ PROMPT, CONTEXT, TOKENS, STAY = 850, 840, 890, 300
 LEFT_OUT = (256, 512)
 
 #: Policies that read more rows of the prompt than stay; `docs/compact-traces.md` names them.
-REFUSED = {"infllm", "infllm@release"}
+REFUSED = {"infllm", "infllm@release", "compactor", "compactor@attention"}
 
 #: Metrics that read them.
 REFUSED_METRICS = {

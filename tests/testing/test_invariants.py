@@ -47,6 +47,7 @@ OWN = {
     "asl_2pass": {"tau": 0.9, "window": 2},
     "fastkv": {"rows": None, "window": 2},
     "fastkv@proportional": {"rows": 0.6, "window": 2, "layer": 0},
+    "dms+tova": {"threshold": 0.1, "window": 3},
     "raas": {"alpha": 0.1, "protect_prompt": False},
     "pyramidinfer": {"least": 2, "sink": 1, "recent": 0.2},
 }

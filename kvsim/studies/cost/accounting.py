@@ -266,7 +266,8 @@ def _remarks(policy: Policy, model: Model, budget: int, prompt: int) -> Iterator
     if policy.layer_budgets.remark:
         yield f"{name}: {policy.layer_budgets.remark}"
     elif "held" not in policy.bounds:
-        yield f"{name}: no budget binds"
+        whole = "; its size follows the text, and counted is a cache from which nothing leaves"
+        yield f"{name}: no budget binds{whole * policy.allocator.always_acts}"
     elif not policy.bounded:
         yield f"{name}: the layers up to the selection hold the whole prompt"
     elif interval is None:

@@ -218,21 +218,25 @@ class CostCase:
         if self.policy.schedule.prefill:
             later = self.context - self.prompt
             for rows, whole, budget in zip(self.last, self.whole, self.budgets, strict=True):
-                if rows > budget and not whole:
+                if (rows > budget or self.policy.allocator.always_acts) and not whole:
                     event = Event(self.model, rows, rows, rows, budget, prompt=True, later=later)
                     total += event_flops(self.policy, event)
         return total
 
     @property
     def event_scoring(self) -> Flops:
-        """FLOPs of an event while decoding, in layers that are full.
+        """FLOPs of an event while decoding, in layers that are full, or act all the same.
 
         Half of the generated tokens are still to come, for the clairvoyant.
         """
         interval, total = self.policy.schedule.interval, Flops()
         later = (self.context - self.prompt) / 2
-        for (kept, *_), whole, budget in zip(self.sizes, self.whole, self.budgets, strict=True):
-            if interval is not None and not whole and kept == budget < self.context:
-                seen = (kept + interval, self.context, interval, budget)
+        always = self.policy.allocator.always_acts
+        for (kept, _, mean), whole, budget in zip(
+            self.sizes, self.whole, self.budgets, strict=True
+        ):
+            full = kept == budget < self.context
+            if interval is not None and not whole and (full or always):
+                seen = (kept + interval if full else mean, self.context, interval, budget)
                 total += event_flops(self.policy, Event(self.model, *seen, later=later))
         return total

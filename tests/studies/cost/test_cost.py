@@ -51,7 +51,7 @@ def seen(record, row):
     return ((pos <= row) & (record.evicted_at >= row)).sum(-1)
 
 
-NOT_EXACT = {"pyramidkv@kvpress", "pyramidkv@reference", "chunkkv@kvpress"}
+NOT_EXACT = {"pyramidkv@kvpress", "pyramidkv@reference", "chunkkv@kvpress", "dms"}
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n not in NOT_EXACT])
@@ -148,6 +148,21 @@ def test_what_a_propagation_says_is_noted():
     assert any(
         "2048 rows of a prompt of 1024 tokens propagate" in said for said in cost.assumptions
     )
+
+
+def test_a_size_that_follows_the_text_counts_as_everything(trace):
+    """Where a threshold decides, events score all entries that there can be, and a remark says so.
+
+    With a threshold that every score reaches, the replay holds what is counted.
+    """
+    policy = made("dms", threshold=0.0)
+    cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT, trace=trace)
+    record = kvsim.replay(trace, policy, BUDGET)
+
+    assert cost.entries == tuple(seen(record, TOKENS - 1).mean(-1))
+    assert cost.scoring_prompt.products == 3 * 4 * 2 * 8 * PROMPT
+    assert cost.scoring_event.products == 3 * 4 * 2 * 8 * TOKENS
+    assert any("follows the text" in said for said in cost.assumptions)
 
 
 def test_layers_that_the_model_lacks_are_refused():

@@ -1,0 +1,91 @@
+"""CapKV: keeps entries without which the values of the cache would span less.
+
+"Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective", arXiv 2604.25975. The
+information capacity of a cache is log det A, where values count by the relevance of their keys. An
+entry scores what it adds to that, its leverage: per query head,
+
+    w_j = exp(tau (c_j - max_i c_i)),    c_j = cos(R' mu, k_j)
+    A   = I + sum over j of (w_j + 1e-6) v_j v_j^T,    s_j = w_j v_j . A^-1 v_j
+
+with mu the mean of the queries before the rotary embedding and R' the mean rotation over the next
+`n_future` positions. The score of a KV head is the mean over its group. The first `sink` entries
+stay, and mu, A and the maximum leave them out.
+
+Deviations. Only the abstract of the paper could be read. The definition is that of kvpress
+(CapPress), which says that the paper takes the product of key and query without normalising them,
+and no rotation of mu. At events in decoding, mu comes from the last 256 rows, as in
+`expected_attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast, Finite
+from kvsim.core.policy import Protection, Scorer
+from kvsim.core.view import View
+from kvsim.policies.expected_attention import quadratic, seen_moments
+
+#: Most recent rows whose queries an event in decoding reads.
+_BUFFER = 256
+# Added to each weight in A.
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True)
+class CapKV(Scorer):
+    """Leverage of the values, weighted by the cosine of their keys with the mean query."""
+
+    reads_values: ClassVar[bool] = True
+
+    tau: Annotated[float, AtLeast(0), Finite()] = 5.0
+    n_future: Annotated[int, AtLeast(1)] = 512
+    sink: Annotated[int, AtLeast(0)] = 4
+
+    @property
+    def query_rows(self) -> tuple[int, int]:
+        """Those of the buffer."""
+        return 0, _BUFFER
+
+    @property
+    def least_rows(self) -> int:
+        """A row behind the sinks."""
+        return self.sink + 1
+
+    def score(self, view: View) -> Tensor:
+        """w_j v_j . A^-1 v_j, averaged over the group; [L, H, n]."""
+        stop = view.row + 1
+        start = self.sink if view.is_prompt else max(self.sink, stop - _BUFFER)
+        _, mu, _ = view.across(
+            ("moments", start, stop, False),
+            lambda: seen_moments(view, start, stop, covariance=False),
+        )
+        anchor = view.rope.rotate_mean(mu, view.next_position, self.n_future)  # [L, H, G, d]
+        direction, keys = (torch.nn.functional.normalize(x, dim=-1) for x in (anchor, view.keys))
+        cosine = (direction @ keys.mT).double()  # [L, H, G, n]
+        scored = (view.live & (view.pos >= self.sink)).unsqueeze(2)
+        cosine.masked_fill_(~scored, -torch.inf)
+        weight = (self.tau * (cosine - cosine.amax(-1, keepdim=True))).exp_()
+        weight.masked_fill_(~scored, 0.0)
+        values = view.values.double()
+        counted = (weight + _LEAST).masked_fill_(~scored, 0.0)
+        capacity = torch.stack(
+            [(values * each.unsqueeze(-1)).mT @ values for each in counted.unbind(2)], 2
+        )
+        capacity.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        leverage = quadratic(values, torch.linalg.inv(capacity))
+        return (weight * leverage).mean(2).to(view.keys.dtype)
+
+    def protection(self, budget: int) -> Protection:
+        """Protect the sinks."""
+        return Protection(sink=self.sink)
+
+    def flops(self, event: Event) -> Flops:
+        """Mean query; per query head cosines 2 n d, A 2 n d^2 and leverage 2 n d^2; the rest."""
+        h, g, d, n = event.sizes
+        rows = (event.seen if event.prompt else min(_BUFFER, event.seen)) - self.sink
+        products = 2 * h * n * d + 4 * h * n * d**2
+        return Flops(products, rows * h * d + 3 * g * n * d + 3 * h * n * d + 5 * h * n)

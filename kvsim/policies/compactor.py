@@ -1,0 +1,136 @@
+"""Compactor: keeps keys that stand out from the others, and what neighbours attend to.
+
+Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
+Leverage Scores", arXiv 2507.08143. Two scores, each standardised over all heads of the layer, are
+added up, s_j = z(o_j) + blending z(l_j). With X the keys before the rotary embedding less their
+mean, the leverage of an entry and its part in attention without a causal mask are
+
+    l_j = x_j . (X^T X + 0.01 I)^-1 x_j
+    o_j = ||v_j|| (mean over the group of (c - m) / c + sum over r in C of a_r(j))
+
+smoothed by an average over three neighbours; a_r is the softmax of q_r . k_j, not scaled, over the
+chunk C of j, and c - m the rows that a last chunk lacks to the `chunk` = c of the others. The first
+`sink` and the last `recent` entries stay. `parts` chooses one of the two scores alone.
+
+Deviations. The paper and its code sketch X by a Gaussian matrix of 48 columns; here X itself is
+taken, which the sketch approximates. `blending` is that of the released code
+(vnchari/compactor-vllm at 48d9f65); kvpress takes the share of entries that leave. Formulas are
+those of kvpress (CompactorPress, LeverageScorePress, NonCausalAttnPress), by the same author; the
+release leaves out ||v_j|| and the smoothing, takes leverage among 512 neighbours and chunks of 128.
+In a last chunk, kvpress adds padding with a logit of 0 to each softmax. It leaves the protected
+entries out of both scores; here, as in the release, they are a part of them. Both are for the
+prompt alone. Here each event scores the entries of the rows since the last one, as it does the
+prompt, and these scores stay with the entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast, Finite
+from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.view import LOGIT_BYTES, View
+from kvsim.policies.window import smooth
+
+# Added to the diagonal of X^T X.
+_RIDGE = 0.01
+# Least deviation by which a score is divided.
+_LEAST_DEVIATION = 1e-6
+# Neighbours that the attention is averaged over.
+_KERNEL = 3
+
+
+@dataclass(frozen=True)
+class Compactor(Scorer):
+    """Leverage of keys and attention within chunks, scored once for each entry."""
+
+    reads_values: ClassVar[bool] = True
+    signed = True
+
+    chunk: Annotated[int, AtLeast(1)] = 256
+    blending: Annotated[float, AtLeast(0), Finite()] = 0.5
+    sink: Annotated[int, AtLeast(0)] = 8
+    recent: Annotated[int, AtLeast(0)] = 4
+    parts: Literal["both", "leverage", "attention"] = "both"
+
+    columns: ClassVar[Mapping[str, float]] = {"importance": math.nan}
+
+    def score(self, view: View) -> Scores:
+        """z(o_j) + blending z(l_j), as it was when the entry was new; [L, H, n]."""
+        importance, n = view["importance"].clone(), view.pos.shape[-1]
+        for last in view.since.unique().tolist():  # layers may have acted at different events
+            start, layers = last + 1, view.since == last
+            first = n - (view.row + 1 - start)  # new entries are the last ones of every head
+            importance[layers, :, first:] = self._new(view, start)[layers].to(importance)
+        return Scores(importance.where(view.live, 0.0), {"importance": importance})
+
+    def _new(self, view: View, start: int) -> Tensor:
+        """Scores of the entries of rows `start` to the last; [L, H, m]."""
+        first = view.pos.shape[-1] - (view.row + 1 - start)
+        keys, values = view.keys[:, :, first:], view.values[:, :, first:]
+        both = []
+        if self.parts != "leverage":
+            received = attention(view.span(start, view.row + 1), keys, self.chunk)
+            size = torch.linalg.vector_norm(values.double(), dim=-1)
+            both.append(standardised(smooth(received * size, "avg", _KERNEL)))
+        if self.parts != "attention":
+            plain = view.rope.unrotate(keys, view.positions(start, view.row + 1))
+            factor = self.blending if self.parts == "both" else 1.0
+            both.append(factor * standardised(leverage(plain)))
+        return torch.stack(both).sum(0)
+
+    def protection(self, budget: int) -> Protection:
+        """Protect the first and the last entries."""
+        return Protection(sink=self.sink, recent=self.recent)
+
+    def flops(self, event: Event) -> Flops:
+        """Of m new rows: 2 H d for each pair in a chunk; X^T X and leverage, 2 G m d^2 each."""
+        h, g, d, _ = event.sizes
+        m, out = event.since, Flops()
+        if self.parts != "leverage":
+            pairs = m // self.chunk * self.chunk**2 + (m % self.chunk) ** 2
+            out += Flops(2 * h * pairs * d, 4 * h * pairs + 2 * g * m * d + _KERNEL * g * m)
+        if self.parts != "attention":
+            out += Flops(4 * g * m * d**2, 6 * g * m * d)
+        return out
+
+
+def leverage(keys: Tensor) -> Tensor:
+    """x . (X^T X + 0.01 I)^-1 x of keys [L, H, m, d] less their mean; float64 [L, H, m]."""
+    x = keys.double() - keys.double().mean(2, keepdim=True)
+    gram = x.mT @ x
+    gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
+    out: Tensor = ((x @ torch.linalg.inv(gram)) * x).sum(-1)
+    return out
+
+
+def attention(queries: Tensor, keys: Tensor, chunk: int) -> Tensor:
+    """Attention that keys [L, H, m, d] receive from all rows of their chunk; float64 [L, H, m].
+
+    queries [L, H, G, m, d]. Averaged over the group. Rows that the last chunk lacks attend equally
+    to `chunk` entries.
+    """
+    layers, heads, group, m, _ = queries.shape
+    out = keys.new_zeros(layers, heads, m, dtype=torch.float64)
+    step = max(1, LOGIT_BYTES // (layers * heads * group * min(chunk, m) * 8))
+    for start in range(0, m, chunk):
+        k = keys[:, :, start : start + chunk].double().unsqueeze(2)
+        q = queries[:, :, :, start : start + chunk]
+        for rows in q.split(step, dim=3):
+            weights = (rows.double() @ k.mT).softmax(-1)
+            out[:, :, start : start + chunk] += weights.sum(3).mean(2)
+        out[:, :, start : start + chunk] += 1 - q.shape[3] / chunk
+    return out
+
+
+def standardised(scores: Tensor) -> Tensor:
+    """z-scores over the heads and entries of a layer, of the unbiased deviation; [L, H, m]."""
+    centred = scores - scores.mean((1, 2), keepdim=True)
+    count = max(1, centred[0].numel() - 1)
+    deviation = (centred.square().sum((1, 2), keepdim=True) / count).sqrt()
+    return centred / deviation.clamp(min=_LEAST_DEVIATION)

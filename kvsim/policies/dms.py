@@ -1,0 +1,55 @@
+"""DMS: an entry leaves if its score is below a threshold when it has reached an age.
+
+Łańcucki et al., "Inference-Time Hyper-Scaling with KV Cache Compression", NeurIPS 2025,
+arXiv 2506.05345. Every token is kept for `window` rows. When it leaves this window, its entry is
+evicted for good if its score is below `threshold`, and otherwise stays for good. So the size of the
+cache follows the text, head by head, and `budget` is ignored. KVzap (arXiv 2601.07891) applies the
+same rule to a score that approximates KVzip's. With `window=0`, an event admits or rejects all new
+entries. The threshold is on the scale of the scorer, which may be negative.
+
+Deviations. The papers train what scores: DMS a channel of the key, together with the model; KVzap a
+small network on hidden states, whose target is KVzip's score times ||W_o v|| and over the norm of
+the hidden state. Here any scorer takes its place, so results say nothing about the trained ones:
+`dms+kvzip` has the score that KVzap learns, but for these norms, which a trace does not hold for
+rows that repeat the context; `dms+criticalkv+kvzip` has the first of them. DMS decides when the
+token is new, and acts when it leaves the window. Here the score counts at the first event after the
+entry left the window, as in DMSPress of kvpress around a score that does not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kvsim.core.lazy import Tensor
+from kvsim.core.parameters import AtLeast, Finite
+from kvsim.core.policy import Allocator, Plan, Protection
+from kvsim.core.view import View
+
+
+@dataclass(frozen=True)
+class DMS(Allocator):
+    """Entries of at least the threshold, decided once; `admitted` is 1 for those that stay."""
+
+    threshold: Annotated[float, Finite()] = 0.01
+    window: Annotated[int, AtLeast(0)] = 128
+
+    columns: ClassVar[Mapping[str, float]] = {"admitted": math.nan}
+    always_acts: ClassVar[bool] = True
+    bounded = False
+
+    flops = Allocator.no_flops  # comparisons alone
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """All that is protected, was admitted, or scores at least the threshold; [L, H, n]."""
+        admitted = view["admitted"]
+        new = view.live & ~protected & admitted.isnan() & (scores >= self.threshold)
+        admitted = admitted.masked_fill(new, 1.0)
+        stay = view.live & (protected | admitted.isfinite())
+        return Plan(stay.sum(-1), eligible=stay, columns={"admitted": admitted})
+
+    def protection(self, budget: int) -> Protection:
+        """Protect the entries of the window."""
+        return Protection(recent=self.window)

@@ -1,0 +1,44 @@
+"""FINCH: keeps what the question at the end of the prompt attends to.
+
+Corallo and Papotti, "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models",
+TACL 2024, arXiv 2408.00167. As SnapKV without pooling, where the window is the question that
+follows a text. A row attends to more entries the later it is, so that each of its weights is
+smaller. With n_r the number of entries before the own entry of row r, the score is
+
+    s_j = mean over the window and the group of n_r a_r(j).
+
+Deviations. Only the beginning of the paper could be read; the score is that of kvpress
+(FinchPress), whose delimiter token finds the question. Here `window` says how many rows the
+question has. The paper reads a text in chunks, each followed by the question, and evicts after each
+of them; kvpress can rank chunk by chunk. Here one event ranks the whole text. The paper and kvpress
+then rotate the keys to their slots in the cache; here they stay at their positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsim.core.flops import Event, Flops
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.view import View
+from kvsim.policies.window import Windowed, before_window, over_heads, pooled_flops
+
+
+@dataclass(frozen=True)
+class Finch(Windowed):
+    """Attention of a window, each row times the number of entries before it."""
+
+    def score(self, view: View) -> Tensor:
+        """mean_r n_r a_r(j), averaged over the group; [L, H, n]."""
+        rows = torch.arange(view.first(self.window), view.row + 1, device=view.pos.device)
+        before = view.live.unsqueeze(2) & (view.pos.unsqueeze(2) < rows.unsqueeze(-1))
+        weights = view.attn(self.window)  # [L, H, G, w, n]
+        vote = (weights * before.sum(-1)[:, :, None, :, None]).mean(3)
+        score = over_heads(vote, 2).div_(vote.shape[2])
+        return score.where(before_window(view, self.window), 0.0)
+
+    def flops(self, event: Event) -> Flops:
+        """Attention of the window, scaled and summed."""
+        h, _, _, n = event.sizes
+        scaled = Flops(0, h * event.window(self.window) * n)
+        return pooled_flops(event, self.window, None, 1) + scaled

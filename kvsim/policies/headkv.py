@@ -1,0 +1,50 @@
+"""HeadKV: heads that matter more hold more, by a plan of the model.
+
+Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval
+and Reasoning", ICLR 2025, arXiv 2410.19258. A plan gives each KV head a score. With b the budget
+less the window, every head gives b / beta entries to a pool, which all heads of all layers share
+in proportion to their scores:
+
+    entries of head h = window + (b - b / beta) + score_h / (sum of all scores) x pool
+
+Which entries stay is decided by SnapKV. The policy is called `headkv:FILE`, after the file of its
+plan, as `duo:FILE` is.
+
+Deviations. Formula and defaults are those of the released code (FYYFU/HeadKV at 0862a09; beta is
+1.5 in its scripts), whose scores are of query heads: how often a head attends to the answer that a
+prompt asks to repeat. `kvsim heads` measures instead what the output of a KV head loses if it
+streams. Entries that a head has not are given to the others, so that the sum is exactly the budget.
+The release rounds each head by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast, Finite
+from kvsim.core.policy import Plan
+from kvsim.core.select import apportion
+from kvsim.core.view import View
+from kvsim.policies.duo import Planned
+
+
+@dataclass(frozen=True)
+class HeadKV(Planned):
+    """A base for every head, and a share of the pool by its score."""
+
+    beta: Annotated[float, AtLeast(1), Finite()] = 1.5
+
+    across_layers: ClassVar[bool] = True
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """Quotas [L, H], layers x heads x budget in all."""
+        self.check_heads(view)
+        weight = torch.tensor(self._plan.scores, dtype=torch.float64, device=view.pos.device)
+        always, count = protected.sum(-1), view.count
+        rest = view.budget - always
+        floor = always + (rest - (rest / self.beta).ceil().long())
+        total = view.budget.expand_as(count).sum().minimum(count.sum())
+        flat = (x.flatten() for x in (weight[view.layers], floor.minimum(count), count))
+        return Plan(apportion(total, *flat).view_as(count))

@@ -1,0 +1,90 @@
+"""HeadKV: entries by the scores of a plan, and in each head those that SnapKV keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvsim
+from kvsim.errors import PolicyError
+from kvsim.policies.duo import HeadPlan
+from kvsim.testing.invariants import INVARIANTS
+from kvsim.testing.invariants.trial import Trial
+from kvsim.testing.strategies import make_case
+
+SCORES = [[0.4, 0.0, 0.1], [0.2, 0.25, 0.05]]
+WINDOW, BUDGET = 3, 15
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """The file of a plan of two layers of three heads."""
+    path = tmp_path / "plan.json"
+    path.write_text(HeadPlan(SCORES).text(), "utf-8")
+    return path
+
+
+@pytest.fixture
+def case():
+    """A prompt that is longer than what any head gets."""
+    return make_case("sharp", layers=2, heads=3, group=2, n=70, prompt_len=60, seed=5)
+
+
+def replayed(trace, plan, budget=BUDGET, **params):
+    """Entries of each head after the prompt, bool [layer, head, pos]."""
+    policy = kvsim.policy(f"headkv:{plan}", window=WINDOW, **params)
+    return kvsim.replay(trace, policy, budget).retained(trace.prompt_len - 1)
+
+
+@pytest.mark.parametrize("beta", [1, 1.5, 3, 12])
+def test_entries_are_those_of_the_formula(plan, case, beta):
+    """A base for every head and a share of the pool, to a rounding; the sum is the budget."""
+    held = replayed(case.trace(), plan, beta=beta)[..., : case.prompt_len].sum(-1)
+
+    base = BUDGET - WINDOW
+    pool = base / beta * 6 + (base - base / beta) % 1 * 6  # what rounding the bases adds to it
+    expected = WINDOW + np.floor(base - base / beta) + np.array(SCORES) * pool
+    assert held.sum() == 6 * BUDGET
+    assert np.abs(held - expected).max() < 1
+    assert held.min() >= WINDOW + np.floor(base - base / beta)
+
+
+def test_each_head_keeps_what_snapkv_keeps_at_its_number(plan, case):
+    """The plan says how many, the scores which."""
+    trace = case.trace()
+    kept = replayed(trace, plan)
+
+    for layer, head in np.ndindex(2, 3):
+        alone = kvsim.policy("snapkv", window=WINDOW)
+        record = kvsim.replay(trace, alone, int(kept[layer, head].sum()))
+        assert (record.retained(trace.prompt_len - 1)[layer, head] == kept[layer, head]).all()
+
+
+def test_what_a_head_has_not_goes_to_the_others(plan, case):
+    """A score whose share is more than the prompt leaves the rest to the other heads."""
+    held = replayed(case.trace(), plan, budget=50, beta=1)[..., : case.prompt_len].sum(-1)
+
+    assert held.sum() == 6 * 50
+    assert held.max() == 60
+    assert held[0, 0] == held[1, 1] == 60
+
+
+def test_headkv_satisfies_the_invariants(plan):
+    """Sizes, protection, causality and the rest; a plan is of heads in their order."""
+    policy = kvsim.policy(f"headkv:{plan}", window=2, pool_kernel=3)
+    assert kvsim.policy(policy.name, **policy.params) == policy
+    case = make_case("sharp", layers=2, heads=3, n=24, prompt_len=12, seed=1)
+    for interval in (None, 3):
+        trial = Trial(policy, case, 6, interval, None, 1)
+        for name, invariant in INVARIANTS.items():
+            if name != "head_permutation":
+                invariant(trial)
+
+
+def test_another_shape_and_an_unknown_parameter_are_refused(plan, case):
+    """Errors name the policy and the plan."""
+    other = make_case("normal", layers=1, heads=2, n=20, prompt_len=10).trace()
+    with pytest.raises(PolicyError, match=r"headkv: .*2 layers of 3 KV heads, .* has 1 of 2"):
+        replayed(other, plan, budget=5)
+    with pytest.raises(PolicyError, match="no parameter 'bet'; did you mean 'beta'"):
+        replayed(case.trace(), plan, bet=2)
