@@ -165,6 +165,9 @@ CODECS = {
     "tova+kivi": {"window": 4, "group": 4},
     "h2o+int4": {"bits_per_number": 2},
     "adakv+snapkv+int4": {"window": 8},
+    "kvquant": {"group": 8},
+    "turboquant": {},
+    "tova+nvfp4": {},
     "quest+int4": {**QUEST, "bits_per_number": 2, "share": 0.5},
 }
 
