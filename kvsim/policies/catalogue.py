@@ -36,6 +36,7 @@ from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.paged import NormRatio, Paged
 from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
+from kvsim.policies.pqcache import PQCache
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
@@ -387,6 +388,12 @@ ACCESS: Mapping[str, Entry] = {
                 params={"page": 128, "sink": 128, "local": 4096},
             )
         },
+    ),
+    "pqcache": Entry(
+        "reads the first and last entries, and those whose coded keys have the largest logits",
+        PQCache,
+        None,
+        presets={"release": Preset("32 first entries", params={"sink": 32})},
     ),
     "rocketkv": Entry(
         "reads pages by a few channels, of what stays after the prompt",

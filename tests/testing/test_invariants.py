@@ -86,6 +86,7 @@ def test_policy_satisfies_every_invariant(name):
         ("quest", {"page": 3, "dense_layers": 1, "share": 0.5}),
         ("topk", {"heads": "kv", "share": 0.5}),
         ("topp", {"heads": "layer"}),
+        ("pqcache", {"bits": 2, "sink": 1, "local": 1}),
         ("kivi", {"group": 2, "window": 4}),
         ("int8", {}),
         ("fp8", {"format": "e5m2", "window": 2}),
