@@ -33,6 +33,7 @@ from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.kvcompose import Composed, KVCompose
+from kvsim.policies.kvquant import KVQuant
 from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
@@ -40,7 +41,8 @@ from kvsim.policies.lengths import MEANT_FOR
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.paged import NormRatio, Paged
-from kvsim.policies.per_token import Integers, ShortFloats
+from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
+from kvsim.policies.pqcache import PQCache
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
@@ -54,6 +56,7 @@ from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.policies.tova import TOVA
 from kvsim.policies.triattention import TriAttention
+from kvsim.policies.turboquant import TurboQuant
 from kvsim.policies.union import Union
 from kvsim.registry import Registry
 
@@ -414,6 +417,12 @@ ACCESS: Mapping[str, Entry] = {
             )
         },
     ),
+    "pqcache": Entry(
+        "reads the first and last entries, and those whose coded keys have the largest logits",
+        PQCache,
+        None,
+        presets={"release": Preset("32 first entries", params={"sink": 32})},
+    ),
     "rocketkv": Entry(
         "reads pages by a few channels, of what stays after the prompt",
         RocketKV,
@@ -424,11 +433,29 @@ ACCESS: Mapping[str, Entry] = {
     "topk": Entry("reads the entries that a row attends to most: a bound", TopK, None),
     "topp": Entry("reads the fewest entries with a share of a row's attention", TopP, None),
     "kivi": Entry("stores few bits: keys per channel, values per token", Kivi, None),
+    "kvquant": Entry("stores few bits as kivi does, and outliers exactly", KVQuant, None),
+    "turboquant": Entry(
+        "stores few bits of the rotated vector, with one codebook for all",
+        TurboQuant,
+        None,
+        presets={
+            "prod": Preset(
+                "a bit of each key's number for what is left", params={"objective": "prod"}
+            ),
+            "vllm": Preset(
+                "Hadamard matrix, levels of norm 1, values not rotated",
+                params={"rotation": "hadamard", "unit": True, "uniform_values": True},
+            ),
+        },
+    ),
     "int8": Entry("stores 8 bits, with a scale per token", Integers, None),
     "int4": Entry(
         "stores 4 bits, with a scale per token", Integers, None, params={"bits_per_number": 4}
     ),
     "fp8": Entry("stores 8-bit floating-point numbers", ShortFloats, None),
+    "nvfp4": Entry(
+        "stores 4-bit floating-point numbers, with a scale per block", BlockFloats, None
+    ),
 }
 
 #: Evictions, and everything that packages bring.

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import Above, AtLeast, AtMost
-from kvsim.core.reading import Heads, Pages, Reader, highest
-from kvsim.core.trace import Trace
+from kvsim.core.reading import Heads, Pages, highest
+from kvsim.policies.ends import Ends
 
 
 @dataclass(frozen=True)
-class InfLLM(Reader):
+class InfLLM(Ends):
     """Every row reads the first entries, the last ones, and the blocks that resemble its query.
 
     An entry that leaves the local window has the representative score sum q_(m+j) . k_m over the
@@ -44,30 +44,8 @@ class InfLLM(Reader):
 
     reads_trace = True  # votes are of rows that need not be resident any more
 
-    def fitted(self, trace: Trace, budget: int) -> Reader:
-        """With the local window of the budget."""
-        return replace(self, local=self._window(budget))
-
-    def remark(self, trace: Trace, budget: int) -> str:
-        """Lengths that are more than what the budget says is read."""
-        least, most = self.sink + self._window(budget) + self.page, int(self.share * budget)
-        if least <= most:
-            return ""
-        whole = least >= trace.n_pos
-        return (
-            f"every row reads sink={self.sink}, local={self._window(budget)} and a block of "
-            f"{self.page}, more than the {most} entries of budget {budget}"
-            + (f", which is all of the {trace.n_pos} tokens" if whole else "")
-            + "; give smaller lengths, or a larger budget"
-        )
-
-    def _window(self, budget: int) -> int:
-        return self.local or max(1, int(self.share * budget) * 2 // 3)
-
-    def count(self, budget: int) -> int:
-        """Blocks that a row chooses."""
-        rest = int(self.share * budget) - self.sink - self._window(budget)
-        return max(1, rest // self.page)
+    def _default(self, entries: int) -> int:
+        return entries * 2 // 3
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Products with the mean representative of each block [H, G, w, P]."""
@@ -95,14 +73,6 @@ class InfLLM(Reader):
             pages.of_layer["votes"] = ((upto[:, last] - upto[:, after]) * k).sum(-1)
         votes: Tensor = pages.of_layer["votes"]
         return votes
-
-    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
-        """The first and the last blocks, and of those between them the most relevant ones."""
-        number = torch.arange(scores.shape[-1], device=scores.device)
-        local = visible.sum(-1, keepdim=True) - 1 - -(-self._window(budget) // self.page)
-        between = (number >= -(-self.sink // self.page)) & (number < local)
-        far = highest(scores.masked_fill(~between, -torch.inf), self.count(budget)) & between
-        return visible & (far | ~between)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """A key of 16-bit numbers, which a row reads."""

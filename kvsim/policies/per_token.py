@@ -1,4 +1,4 @@
-"""Plain formats of serving engines: integers with one scale for each token, and short floats."""
+"""Plain formats of serving engines: integers with a scale for each token, and short floats."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
 from kvsim.core.storing import Clock, Codec
+from kvsim.errors import PolicyError
 
 #: Names of dtypes in torch.
 _FORMATS = {
@@ -16,6 +17,8 @@ _FORMATS = {
     "fp16": "float16",
     "bf16": "bfloat16",
 }
+#: Channels of a block of NVFP4.
+_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -87,4 +90,53 @@ class ShortFloats(Codec):
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers."""
         both = float(dim * torch.finfo(self._dtype).bits)
+        return both, both
+
+
+@dataclass(frozen=True)
+class BlockFloats(Codec):
+    """NVFP4: 4-bit floating-point numbers, with a scale for each block of 16 channels.
+
+    A number is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign (E2M1), the nearest one, of two as near the
+    even one. scale = max |x| / 6 over the block, rounded to an 8-bit float (E4M3). No paper: the
+    format of NVIDIA's Blackwell, as TensorRT-LLM and vLLM offer it for caches (nvfp4).
+
+    `window`: as of int8.
+
+    Deviation: engines multiply all scales of a tensor by one more number of 32 bits, which a
+    calibration finds; it is 1 here, as of an fp8 cache without one.
+    """
+
+    label: ClassVar[str] = "nvfp4"
+
+    window: Annotated[int, AtLeast(0)] = 0
+
+    @property
+    def clocks(self) -> tuple[Clock, Clock]:
+        """One by one, behind the window."""
+        return Clock(self.window), Clock(self.window)
+
+    def check(self, dim: int) -> None:
+        """Raise PolicyError where a head's channels are no whole blocks."""
+        if dim % min(_BLOCK, dim):
+            raise PolicyError(
+                f"{self.label}: a head has {dim} channels; expected a multiple of {_BLOCK}, the "
+                "channels of a block"
+            )
+
+    def keys(self, groups: Tensor) -> Tensor:
+        """Numbers [N, 1, d], each block by itself."""
+        blocks = groups.unflatten(-1, (-1, min(_BLOCK, groups.shape[-1])))
+        largest = blocks.abs().amax(-1, keepdim=True)
+        scale = (largest / 6).clamp(max=448.0).to(torch.float8_e4m3fn).to(groups.dtype)
+        x = blocks / scale.where(scale > 0, torch.inf)  # too small for a scale: all 0
+        size = x.abs()
+        step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x)
+        number = (x / step).round_().mul_(step).clamp_(-6.0, 6.0)
+        out: Tensor = number.mul_(scale).flatten(-2)
+        return out
+
+    def bits(self, dim: int) -> tuple[float, float]:
+        """Four bits a number, and eight for each block."""
+        both = 4.0 * dim + 8 * dim / min(_BLOCK, dim)
         return both, both

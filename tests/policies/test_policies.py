@@ -93,7 +93,18 @@ def test_papers_are_those_that_files_name_first():
     papers = {name: entry.paper for name, entry in {**CATALOGUE, **ACCESS}.items()}
     without = {name for name, paper in papers.items() if not paper}
 
-    assert without == {"full", "random", "oracle", "union", "topk", "topp", "int8", "int4", "fp8"}
+    assert without == {
+        "full",
+        "random",
+        "oracle",
+        "union",
+        "topk",
+        "topp",
+        "int8",
+        "int4",
+        "fp8",
+        "nvfp4",
+    }
     assert papers["dropkv"] == "openreview UVbaJoD3Qa"
     assert papers["pyramidkv"] == "arXiv 2406.02069"
     assert papers["observed_attention"] == "arXiv 2306.14048"

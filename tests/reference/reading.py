@@ -156,6 +156,62 @@ def estimated(channels: int) -> Score:
     return score
 
 
+def coded(subspaces: int, bits: int, iterations: int, sink: int) -> Score:
+    """PQCache: logits of keys whose parts are the nearest means of k-means over the prompt's."""
+
+    def nearest(x: Floats, centroids: list[Floats]) -> int:
+        distance = [sum((a - b) ** 2 for a, b in zip(x, c, strict=True)) for c in centroids]
+        return distance.index(min(distance))
+
+    def learned(points: list[Floats]) -> list[Floats]:
+        size = min(2**bits, len(points))
+        centroids = [points[i * len(points) // size] for i in range(size)]
+        for _ in range(iterations):
+            code = [nearest(x, centroids) for x in points]
+            for c in set(code):
+                members = [x for x, of in zip(points, code, strict=True) if of == c]
+                centroids[c] = sum(members[1:], members[0]) / len(members)
+        return centroids
+
+    books: dict[tuple[int, int, int], list[Floats]] = {}
+
+    def score(layer: Layer, qhead: int, row: int, pages: Pages) -> list[float]:
+        head = qhead // layer.group
+        size = layer.k.shape[-1] // subspaces
+        parts = [slice(i * size, (i + 1) * size) for i in range(subspaces)]
+        for i, part in enumerate(parts):
+            if (id(layer), head, i) not in books:
+                held = layer.resident(head, layer.prompt_len)[:-1]
+                held = held[min(sink, len(held) - 1) :]
+                books[id(layer), head, i] = learned([layer.k[head, p, part] for p in held])
+        out = []
+        for (p,) in pages:
+            z = 0.0
+            for i, part in enumerate(parts):
+                book = books[id(layer), head, i]
+                z += layer.q[qhead, row, part] @ book[nearest(layer.k[head, p, part], book)]
+            out.append(z * layer.scale)
+        return out
+
+    return score
+
+
+def softmax_between(
+    always: Callable[[Pages], set[int]],
+) -> Callable[[list[float], Pages], list[float]]:
+    """Softmax over pages that are not always read; 0 of the others."""
+
+    def vote(scores: list[float], pages: Pages) -> list[float]:
+        fixed = always(pages)
+        free = [z for i, z in enumerate(scores) if i not in fixed]
+        total = sum(math.exp(z - max(free)) for z in free)
+        return [
+            0.0 if i in fixed else math.exp(z - max(free)) / total for i, z in enumerate(scores)
+        ]
+
+    return vote
+
+
 def attention_of_entries(scores: list[float], pages: Pages) -> list[float]:
     """Softmax over entries that have the logit of their page; that of one entry for each page."""
     of_entries = [
@@ -267,6 +323,20 @@ def rule_of(name: str, params: Mapping[str, Any], budget: int) -> Rule:
             always=ends(page, sink, local),
             bits=(16.0 * dim, 16.0 * dim),
         )
+    if name == "pqcache":
+        sink = values["sink"]
+        local = values["local"] or max(1, (entries - sink) // 2)
+        always = ends(1, sink, local)
+        code = float(values["subspaces"] * values["bits"])
+        return Rule(
+            coded(values["subspaces"], values["bits"], values["iterations"], sink),
+            1,
+            values["heads"],
+            max(1, entries - sink - local),
+            always=always,
+            bits=(code, code),
+            vote=softmax_between(always),
+        )
     if name == "rocketkv":
         tokens, page, channels = (values[key] for key in ("tokens", "page", "channels"))
         prompt = values["prompt"]
@@ -286,10 +356,9 @@ def rule_of(name: str, params: Mapping[str, Any], budget: int) -> Rule:
             else (2 * 16.0 * dim if page > 1 else 0.0, 16.0 * channels),
             vote=attention_of_entries,
         )
-    if name == "topk":
-        return Rule(exact, 1, values["heads"], max(1, entries))
-    assert name == "topp"
-    return Rule(exact, 1, values["heads"], p=values["p"])
+    assert name in ("topk", "topp")
+    p = values["p"] if name == "topp" else None
+    return Rule(exact, 1, values["heads"], max(1, entries), p=p)
 
 
 def published_quest(q: Floats, keys: Floats, budget: int, page: int) -> set[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -88,18 +90,161 @@ FORMATS = {
 
 def floats(form: str, window: int) -> Store:
     """The nearest number of a format, of two as near the even one; the largest beyond it."""
-    digits, smallest, largest, bits = FORMATS[form]
+    rounds = lambda tokens: [[short(x, form) for x in token] for token in tokens]  # noqa: E731
+    return _by_token(rounds, lambda dim: dim * FORMATS[form][3], window)
 
-    def nearest(x: float) -> float:
-        x = float(np.float32(x))  # traces have no wider numbers; torch rounds to float32 first
-        if abs(x) > largest:
-            return math.copysign(largest, x)
-        exponent = max(math.frexp(x)[1] - 1, smallest)
-        unit = 2.0 ** (exponent - digits + 1)
-        return round(x / unit) * unit
 
-    rounds = lambda tokens: [[nearest(x) for x in token] for token in tokens]  # noqa: E731
-    return _by_token(rounds, lambda dim: dim * bits, window)
+def short(x: float, form: str) -> float:
+    """The nearest number of a format."""
+    digits, smallest, largest, _ = FORMATS[form]
+    x = float(np.float32(x))  # traces have no wider numbers; torch rounds to float32 first
+    if abs(x) > largest:
+        return math.copysign(largest, x)
+    exponent = max(math.frexp(x)[1] - 1, smallest)
+    unit = 2.0 ** (exponent - digits + 1)
+    return round(x / unit) * unit
+
+
+def nvfp4(window: int) -> Store:
+    """Blocks of 16 channels: the nearest of 15 numbers times a scale that is an e4m3 number."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+    def code(x: float) -> float:
+        best = min(abs(abs(x) - m) for m in magnitudes)
+        near = [i for i, m in enumerate(magnitudes) if abs(abs(x) - m) == best]
+        return math.copysign(magnitudes[next((i for i in near if i % 2 == 0), near[0])], x)
+
+    def rounds(tokens: list[Token]) -> list[Token]:
+        out = []
+        for token in tokens:
+            numbers: Token = []
+            for at in range(0, len(token), 16):
+                block = token[at : at + 16]
+                scale = short(max(map(abs, block)) / 6, "e4m3")
+                numbers += [code(x / scale) * scale if scale else 0.0 for x in block]
+            out.append(numbers)
+        return out
+
+    return _by_token(rounds, lambda dim: dim * 4 + 8 * -(-dim // 16), window)
+
+
+def kvquant(bits: int, group: int, outliers: float) -> Store:
+    """Limits without the numbers farthest from the median, which stay as they are."""
+
+    def vector(numbers: Token) -> Token:
+        median = sorted(numbers)[(len(numbers) - 1) // 2]
+        order = sorted(range(len(numbers)), key=lambda i: (-abs(numbers[i] - median), i))
+        inner = sorted(order[round(outliers * len(numbers)) :])
+        rounded = dict(zip(inner, limited([numbers[i] for i in inner], bits), strict=True))
+        return [rounded.get(i, x) for i, x in enumerate(numbers)]
+
+    def keys(tokens: list[Token]) -> list[Token]:
+        out: list[Token] = []
+        for start in range(0, len(tokens), group):
+            channels = [vector(list(x)) for x in zip(*tokens[start : start + group], strict=True)]
+            out += [list(token) for token in zip(*channels, strict=True)]
+        return out
+
+    def stored(n: int) -> float:
+        return n * bits + 2 * 16 + round(outliers * n) * (16 + 16)
+
+    return Store(
+        due=(lambda exact: exact - exact % group, lambda exact: exact),
+        rounds=(keys, lambda tokens: [vector(token) for token in tokens]),
+        bits=(lambda dim: dim * stored(group) / group, stored),
+    )
+
+
+def turboquant(
+    bits: int,
+    window: int,
+    seed: int,
+    *,
+    prod: bool = False,
+    hadamard: bool = False,
+    unit: bool = False,
+    uniform: bool = False,
+) -> Store:
+    """Algorithms 1 and 2 of TurboQuant: codes of the rotated unit vector, and signs of the rest."""
+
+    def algorithm_1(x: Floats, bits: int) -> Floats:
+        dim = len(x)
+        rotation = walsh(dim) if hadamard else rotated(gaussians(dim, seed, 0))
+        levels = lloyd_max(dim, bits)
+        code = np.array([min(levels, key=lambda c: (abs(y - c), c)) for y in rotation @ x])
+        return np.asarray(rotation.T @ (code / np.linalg.norm(code) if unit else code))
+
+    def token(numbers: Token, residual: bool) -> Token:
+        length = float(np.linalg.norm(numbers))
+        if length == 0:
+            return numbers
+        x = np.array(numbers) / length
+        if not residual:
+            return (length * algorithm_1(x, bits)).tolist()
+        first = algorithm_1(x, bits - 1)
+        rest = x - first
+        s = gaussians(len(x), seed, 1)
+        signs = np.array([1.0 if y >= 0 else -1.0 for y in s @ rest])
+        qjl = math.sqrt(math.pi / 2) / len(x) * np.linalg.norm(rest) * (s.T @ signs)
+        return (length * (first + qjl)).tolist()
+
+    due: Callable[[int], int] = lambda exact: max(0, exact - window)  # noqa: E731
+    return Store(
+        due=(due, due),
+        rounds=(
+            lambda tokens: [token(x, prod) for x in tokens],
+            lambda tokens: [
+                limited(x, bits) if uniform else token(x, residual=False) for x in tokens
+            ],
+        ),
+        bits=(
+            lambda dim: dim * bits + (32 if prod else 16),
+            lambda dim: dim * bits + (32 if uniform else 16),
+        ),
+    )
+
+
+def gaussians(dim: int, seed: int, which: int) -> Floats:
+    """The matrix that a seed stands for: 0 for the rotation, 1 for the signs."""
+    return np.random.default_rng([seed, dim, which]).standard_normal((dim, dim))
+
+
+def rotated(matrix: Floats) -> Floats:
+    """Gram-Schmidt: orthonormal columns."""
+    columns: list[Floats] = []
+    for column in matrix.T:
+        rest = column
+        for _ in range(2):
+            rest = rest - sum(((c @ rest) * c for c in columns), np.zeros(len(column)))
+        columns.append(rest / np.linalg.norm(rest))
+    return np.array(columns).T
+
+
+def walsh(dim: int) -> Floats:
+    """Entry (i, j) is negative where i and j share an odd number of bits."""
+    sign = [[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]
+    return np.array(sign) / math.sqrt(dim)
+
+
+@cache
+def lloyd_max(dim: int, bits: int) -> list[float]:
+    """Levels that are the means of their cells, by Gauss-Legendre sums over each cell."""
+    nodes, weights = np.polynomial.legendre.leggauss(60)
+
+    def mean(low: float, high: float) -> float:
+        # x = sin(t), whose density is cos(t)^(d - 2)
+        a, b = math.asin(low), math.asin(high)
+        t = (a + b) / 2 + (b - a) / 2 * nodes
+        density = weights * np.cos(t) ** (dim - 2)
+        return float((density * np.sin(t)).sum() / density.sum())
+
+    levels = [(2 * i + 1) / 2**bits - 1 for i in range(2**bits)]
+    for _ in range(3000):
+        edges = [-1.0, *((a + b) / 2 for a, b in pairwise(levels)), 1.0]
+        before, levels = levels, [mean(a, b) for a, b in pairwise(edges)]
+        if max(abs(a - b) for a, b in zip(before, levels, strict=True)) < 1e-13:
+            break
+    return levels
 
 
 def _by_token(

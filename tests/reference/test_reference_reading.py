@@ -28,7 +28,16 @@ from reference import reading
 from reference.strategies import examples
 from traces import changed
 
-READERS = ("quest", "quest@release", "double_sparsity", "infllm", "rocketkv", "topk", "topp")
+READERS = (
+    "quest",
+    "quest@release",
+    "double_sparsity",
+    "infllm",
+    "pqcache",
+    "rocketkv",
+    "topk",
+    "topp",
+)
 #: Evictions in front of a reader, and their parameters; "" alone, "any" whatever leaves whenever.
 FRONT: dict[str, dict[str, Any]] = {
     "": {},
@@ -87,6 +96,14 @@ def generated(
             "sink": int(rng.integers(0, 4)),
             "local": [None, 1, 2, 4][rng.integers(4)],
             "representatives": int(rng.integers(1, 4)),
+        }
+    if name == "pqcache":
+        params |= {
+            "subspaces": int(rng.choice([1, 2, 4])),
+            "bits": int(rng.choice([1, 2, 6])),
+            "iterations": int(rng.choice([0, 1, 25])),
+            "sink": int(rng.integers(0, 4)),
+            "local": [None, 1, 2, 4][rng.integers(4)],
         }
     if name == "rocketkv":
         params = {
@@ -249,7 +266,7 @@ def test_another_trace_calibrates_double_sparsity():
 def test_no_row_reads_by_what_comes_later(name):
     """Other queries, keys and values behind a row leave what rows up to it read as it was."""
     params: dict[str, Any] = {"page": 2}
-    if name in ("topk", "topp", "double_sparsity"):
+    if name in ("topk", "topp", "double_sparsity", "pqcache"):
         params = {"calibration": "prefix:5"} if name == "double_sparsity" else {}
     if name == "rocketkv":
         params["window"] = 3

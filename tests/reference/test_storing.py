@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -20,7 +21,9 @@ from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import PolicyError
 from kvsim.policies.kivi import Kivi
-from kvsim.policies.per_token import Integers, ShortFloats
+from kvsim.policies.kvquant import KVQuant
+from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
+from kvsim.policies.turboquant import TurboQuant, codebook, product
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import storing
@@ -57,6 +60,32 @@ def _floats(*forms):
     return draw
 
 
+def _kvquant(data):
+    group = data.draw(st.sampled_from((1, 2, 4)))
+    outliers = data.draw(st.sampled_from((0.01, 0.25, 0.5)))
+    of = KVQuant(group=group, outliers=outliers)
+    return of, storing.kvquant(3, group, outliers)
+
+
+def _turboquant(bits, **variants):
+    def draw(data):
+        kind = data.draw(st.sampled_from((*variants.values(), {})))
+        window = data.draw(st.integers(0, 5))
+        names = {"prod": "objective", "hadamard": "rotation"}
+        params = {names.get(x, x): x if x in names else True for x in kind}
+        params |= {"uniform_values": params.pop("uniform")} if "uniform" in kind else {}
+        of = TurboQuant(bits_per_number=bits, window=window, seed=window, **params)
+        return of, storing.turboquant(bits, window, window, **kind)
+
+    return draw
+
+
+def _nvfp4(data):
+    window = data.draw(st.integers(0, 5))
+    return BlockFloats(window=window), storing.nvfp4(window)
+
+
+VLLM = {"hadamard": True, "unit": True, "uniform": True}
 CODECS = {
     "kivi": _kivi(2),
     "kivi4": _kivi(4),
@@ -65,9 +94,13 @@ CODECS = {
     "fp8": _floats("e4m3", "e5m2"),
     "16 bits": _floats("fp16", "bf16"),
     "int2": _integers(2),
+    "kvquant": _kvquant,
+    "turboquant": _turboquant(2, vllm=VLLM),
+    "turboquant@prod": _turboquant(3, prod={"prod": True}),
+    "nvfp4": _nvfp4,
 }
 NAMES = [name for name in CODECS if name != "int2"]  # it is as int4
-COARSE = ("kivi", "int2", "int4", "fp8", "16 bits")
+COARSE = ("kivi", "int2", "int4", "fp8", "16 bits", "nvfp4", "kvquant", "turboquant@prod")
 
 
 def _evicted(case, rng, share):
@@ -110,12 +143,14 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
 def test_storing_equals_the_naive_one(name):
     """In 80 generated cases of any evictions, of the prompt's compression before or after it."""
     seen: Counter[str] = Counter()
+    # the Hadamard matrix takes numbers of a grid to the middle between two levels
+    kinds = {"kinds": ("normal", "sharp", "sink", "zero_keys")} if name == "turboquant" else {}
 
     @settings(QUIET, max_examples=examples(80))
     @given(st.data())
     def check(data):
         case = data.draw(
-            strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2, groups=(1, 2))
+            strategies.cases(min_n=2, max_n=12, max_layers=1, max_heads=2, groups=(1, 2), **kinds)
         )
         codec, store = CODECS[name](data)
         context = data.draw(st.none() | st.integers(1, case.prompt_len))
@@ -224,12 +259,15 @@ def test_kivi_stores_as_its_release_does():
 @pytest.mark.parametrize(
     "codec",
     [Kivi(group=2, window=2), Kivi(bits_per_number=4, group=2, window=2), Integers(), Integers(4)]
-    + [ShortFloats(form) for form in storing.FORMATS],
+    + [ShortFloats(form) for form in storing.FORMATS]
+    + [BlockFloats(), KVQuant(group=2, outliers=0.5)]
+    + [TurboQuant(), TurboQuant(objective="prod"), TurboQuant(rotation="hadamard", unit=True)],
     ids=repr,
 )
 def test_no_number_becomes_nan(codec, dtype):
-    """Constant groups stay as they are; zeros, huge and tiny numbers stay numbers."""
-    for value in (0.0, -0.0, 1.5, -3.0):
+    """Constant groups stay as they are but in a codebook; all numbers stay numbers."""
+    constants = (0.0, -0.0) if isinstance(codec, TurboQuant) else (0.0, -0.0, 1.5, -3.0)
+    for value in constants:
         alike = torch.full((2, 2, 4), value, dtype=dtype)
         torch.testing.assert_close(codec.keys(alike), alike)
         torch.testing.assert_close(codec.values(alike[:, :1]), alike[:, :1])
@@ -258,3 +296,62 @@ def test_kivi_refuses_a_head_that_is_no_whole_groups():
         kvsim.policy("kivi", window=48)
     small = strategies.make_case("normal", n=6, dim=16, prompt_len=3)
     assert kvsim.replay(small.trace(), "kivi", 6).codec == Kivi()
+
+
+def test_levels_of_turboquant_are_those_of_closed_forms():
+    """Of an even distribution evenly spaced; one bit has the mean size of a coordinate."""
+    for bits in (1, 2, 4):  # a coordinate of a random vector of three is even on [-1, 1]
+        even = (2 * np.arange(2**bits) + 1) / 2**bits - 1
+        np.testing.assert_allclose(codebook(3, bits), even, atol=1e-8)
+    for dim in (2, 16, 64, 128):
+        size = math.gamma(dim / 2) / math.gamma((dim + 1) / 2) / math.sqrt(math.pi)
+        np.testing.assert_allclose(codebook(dim, 1), [-size, size], atol=1e-8)
+    # table 1 of Max (1960) for the normal distribution, the limit
+    normal = [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733]
+    np.testing.assert_allclose(codebook(4096, 4)[8:] * 64, normal, rtol=2e-3)
+
+
+def test_turboquant_distorts_as_its_paper_says_and_its_products_are_unbiased():
+    """Mean squared errors of section 3.1; the mean over seeds of `prod` is the vector itself."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((500, 1, 64)))
+    for bits, error in ((1, 0.36), (2, 0.117), (3, 0.034), (4, 0.009)):  # 0.03 is rounded down
+        lost = (TurboQuant(bits_per_number=bits).keys(x) - x).square().sum(-1)
+        assert (lost / x.square().sum(-1)).mean() == pytest.approx(error, rel=0.06)
+    few = x[:100, :, :16]
+    kinds = {
+        kind: torch.stack([TurboQuant(2, kind, seed=seed).keys(few) for seed in range(100)]).mean(0)
+        for kind in ("mse", "prod")
+    }
+    size = few.square().sum(-1)
+    shrunk, unbiased = ((kinds[kind] * few).sum(-1) / size for kind in ("mse", "prod"))
+    assert unbiased.mean() == pytest.approx(1, abs=0.01)
+    assert shrunk.mean() < 0.9  # levels are means, and shorter than what they stand for
+
+
+def test_a_vector_is_rotated_alike_in_any_company():
+    """The product is that of matrices, and the same bits for one vector and for many."""
+    rng = np.random.default_rng(1)
+    x, matrix = (torch.from_numpy(rng.standard_normal(s)).float() for s in ((100, 48), (48, 48)))
+    torch.testing.assert_close(product(x, matrix), x @ matrix)
+    for some in (slice(0, 1), slice(3, 10)):
+        assert torch.equal(product(x[some], matrix), product(x, matrix)[some])
+
+
+def test_codecs_refuse_heads_that_their_blocks_do_not_divide():
+    """24 channels are no whole blocks of NVFP4, and have no Hadamard matrix."""
+    trace = strategies.make_case("normal", n=6, dim=24, prompt_len=3).trace()
+    with pytest.raises(PolicyError, match="24 channels; expected a multiple of 16"):
+        kvsim.replay(trace, "nvfp4", 6)
+    with pytest.raises(PolicyError, match=r"24 channels.*expected a power of two.*'random'"):
+        kvsim.replay(trace, "turboquant@vllm", 6)
+    assert kvsim.replay(trace, "turboquant", 6).codec == TurboQuant()
+
+
+def test_outliers_leave_finer_levels_to_the_others():
+    """One large number per vector takes 32 bits; the error of the rest falls to its own range."""
+    x = torch.from_numpy(np.random.default_rng(2).uniform(-1, 1, (1, 1, 100)))
+    x[..., 7] = 100.0
+    errors = [(KVQuant(4, share).values(x) - x).abs().max().item() for share in (0.0, 0.01)]
+    assert errors[0] > 0.5
+    assert errors[1] < 1 / 15 + 1e-6
+    assert KVQuant(4, 0.01).bits(100)[1] == 4 * 100 + 32 + 32

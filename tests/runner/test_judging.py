@@ -37,6 +37,9 @@ READING = {
 ROUNDING = {
     "int4": {},
     "kivi": {"group": 8, "window": 16},
+    "kvquant": {"group": 4, "outliers": 0.25},
+    "turboquant@prod": {"window": 4},
+    "nvfp4": {},
     "h2o+kivi": {"group": 4, "window": 8},
     "adakv+expected_attention+kivi": {"group": 8, "window": 8},
 }

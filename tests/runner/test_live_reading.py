@@ -31,6 +31,8 @@ POLICIES = {
     "h2o+quest": {**QUEST, "heads": "layer", "share": 0.4},
     "adakv+snapkv+quest": {**QUEST, "heads": "kv", "share": 0.4, "window": 8},
     "rocketkv": {"window": 8},
+    "pqcache": {"bits": 3},
+    "adakv+snapkv+pqcache": {"bits": 2, "sink": 2, "heads": "query", "share": 0.5, "window": 8},
 }
 
 
@@ -165,6 +167,9 @@ CODECS = {
     "tova+kivi": {"window": 4, "group": 4},
     "h2o+int4": {"bits_per_number": 2},
     "adakv+snapkv+int4": {"window": 8},
+    "kvquant": {"group": 8},
+    "turboquant": {},
+    "tova+nvfp4": {},
     "quest+int4": {**QUEST, "bits_per_number": 2, "share": 0.5},
 }
 

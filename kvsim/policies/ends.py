@@ -1,0 +1,65 @@
+"""Readers whose rows read the first and the last entries, and choose between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.reading import Reader, highest
+from kvsim.core.trace import Trace
+
+
+class Ends(Reader):
+    """The first `sink` entries, the last `local` ones and the row's own are read, in whole pages.
+
+    `share` of the budget, these entries included, is what a row reads; it chooses at least one
+    page. Subclasses declare these three as fields, and say what `local` is by default.
+    """
+
+    sink: int
+    local: int | None
+    share: float
+
+    def fitted(self, trace: Trace, budget: int) -> Reader:
+        """With the local window of the budget."""
+        changes: dict[str, Any] = {"local": self._window(budget)}
+        return replace(self, **changes)  # type: ignore[type-var]  # subclasses are dataclasses
+
+    def remark(self, trace: Trace, budget: int) -> str:
+        """Lengths that are more than what the budget says is read."""
+        least, most = self.sink + self._window(budget) + self.page, int(self.share * budget)
+        if least <= most:
+            return ""
+        whole = least >= trace.n_pos
+        block = f"a block of {self.page}" if self.page > 1 else "an entry"
+        return (
+            f"every row reads sink={self.sink}, local={self._window(budget)} and {block}, more "
+            f"than the {most} entries of budget {budget}"
+            + (f", which is all of the {trace.n_pos} tokens" if whole else "")
+            + "; give smaller lengths, or a larger budget"
+        )
+
+    def _window(self, budget: int) -> int:
+        return self.local or max(1, self._default(int(self.share * budget)))
+
+    def _default(self, entries: int) -> int:
+        """The local window of a row that reads so many entries."""
+        raise NotImplementedError
+
+    def count(self, budget: int) -> int:
+        """Pages that a row chooses."""
+        rest = int(self.share * budget) - self.sink - self._window(budget)
+        return max(1, rest // self.page)
+
+    def between(self, visible: Tensor, budget: int) -> Tensor:
+        """The pages that are no first and no last ones of visible [..., P], bool."""
+        number = torch.arange(visible.shape[-1], device=visible.device)
+        local = visible.sum(-1, keepdim=True) - 1 - -(-self._window(budget) // self.page)
+        return (number >= -(-self.sink // self.page)) & (number < local)
+
+    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
+        """The first and the last pages, and of those between them the ones with high scores."""
+        between = self.between(visible, budget)
+        far = highest(scores.masked_fill(~between, -torch.inf), self.count(budget)) & between
+        return visible & (far | ~between)

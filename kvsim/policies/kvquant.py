@@ -1,0 +1,68 @@
+"""KVQuant (Hooper et al. 2024, arXiv 2401.18079), in part: outliers are stored apart, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast, AtMost
+from kvsim.core.storing import Clock, Codec
+from kvsim.policies.kivi import between_limits
+
+
+@dataclass(frozen=True)
+class KVQuant(Codec):
+    """Keys are rounded channel by channel, values token by token, but for a few outliers of each.
+
+    A vector is a channel of `group` keys (after RoPE) or a token's value. The `outliers` share of
+    its numbers that are farthest from its median (of an even number of them the lower one; of
+    equally far ones the earlier) are stored apart in 16 bits, with 16 bits for their place
+    (per-vector dense-and-sparse quantization, section 3.4). The others are rounded to the nearest
+    of 2^bits levels between the smallest and the largest of them. `group` exact keys are collected
+    before they are rounded together; values are rounded one by one.
+
+    Deviations: the paper rounds keys before RoPE, to levels that k-means finds on calibration texts
+    with the sensitivity of the loss, with limits of keys from the same texts, and stores the first
+    token exactly; here every text has its own limits and evenly spaced levels. Limits have the
+    precision of the trace. The paper's vectors of values go through all heads, those here through
+    one, so that few channels round `outliers` to a whole number.
+    """
+
+    bits_per_number: Annotated[int, AtLeast(1)] = 3
+    outliers: Annotated[float, AtLeast(0), AtMost(0.5)] = 0.01
+    group: Annotated[int, AtLeast(1)] = 128
+
+    @property
+    def clocks(self) -> tuple[Clock, Clock]:
+        """Keys a group at a time, values one by one."""
+        return Clock(step=self.group), Clock()
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Tokens whose keys are rounded together."""
+        return self.group, 1
+
+    def keys(self, groups: Tensor) -> Tensor:
+        """Keys [N, g, d]: each channel by itself."""
+        return self._rounded(groups.mT).mT.contiguous()
+
+    def values(self, groups: Tensor) -> Tensor:
+        """Values [N, 1, d]: each token by itself."""
+        return self._rounded(groups)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        median = x.median(-1, keepdim=True).values
+        order = (x - median).abs().argsort(dim=-1, descending=True, stable=True)
+        apart = torch.zeros_like(x, dtype=torch.bool)
+        apart.scatter_(-1, order[..., : self._count(x.shape[-1])], True)  # noqa: FBT003 - a value
+        out: Tensor = between_limits(median.where(apart, x), -1, self.bits_per_number)
+        return x.where(apart, out)
+
+    def _count(self, numbers: int) -> int:
+        return round(self.outliers * numbers)
+
+    def bits(self, dim: int) -> tuple[float, float]:
+        """Bits of the numbers, 32 for the limits of each vector, and 32 for each outlier."""
+        of_key = dim * (self.bits_per_number + 32 * (1 + self._count(self.group)) / self.group)
+        return of_key, dim * self.bits_per_number + 32.0 * (1 + self._count(dim))

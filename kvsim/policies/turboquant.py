@@ -1,0 +1,152 @@
+"""TurboQuant (Zandieh et al. 2025, arXiv 2504.19874): a rotation, then one codebook for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import pi, sqrt
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import AtLeast, AtMost
+from kvsim.core.storing import Clock, Codec
+from kvsim.errors import PolicyError
+from kvsim.policies.kivi import between_limits
+
+
+@dataclass(frozen=True)
+class TurboQuant(Codec):
+    """A vector's norm is stored, and each number of the rotated unit vector in a few bits.
+
+    A coordinate of a random unit vector has the density (1 - x^2)^((d - 3) / 2) on [-1, 1], up to a
+    factor. The 2^bits levels with the smallest mean squared error under it (Lloyd-Max) are those of
+    all vectors, which are rotated by a random orthogonal matrix before, and back after it
+    (Algorithm 1). `objective` "prod" is Algorithm 2, for keys: one bit less, and of what is left of
+    the vector its norm and the signs of d products with Gaussian vectors (QJL), which make products
+    with queries unbiased. Values have no products with queries, and are stored by Algorithm 1.
+
+    `rotation`: a random orthogonal matrix (of a Gaussian one) or the Hadamard matrix. `unit`:
+    levels of a vector are scaled to the norm 1 before they are rotated back. `uniform_values`:
+    values are not rotated; 2^bits levels lie between a token's smallest and largest number.
+    `window`: as of int8. `seed`: of the matrices.
+
+    `@vllm` is vLLM's turboquant_4bit_nc: Hadamard matrix, unit levels, uniform values. Deviations:
+    vLLM stores the first and last two layers exactly, and takes levels of the normal distribution,
+    the limit for large d. Norms have the precision of the trace, not fp16. The paper's experiments
+    give more bits to channels with outliers, without saying how these are chosen; left out.
+    """
+
+    bits_per_number: Annotated[int, AtLeast(1), AtMost(8)] = 4
+    objective: Literal["mse", "prod"] = "mse"
+    rotation: Literal["random", "hadamard"] = "random"
+    unit: bool = False
+    uniform_values: bool = False
+    window: Annotated[int, AtLeast(0)] = 0
+    seed: Annotated[int, AtLeast(0)] = 0
+
+    @property
+    def clocks(self) -> tuple[Clock, Clock]:
+        """One by one, behind the window."""
+        return Clock(self.window), Clock(self.window)
+
+    def check(self, dim: int) -> None:
+        """Raise PolicyError where there is no Hadamard matrix."""
+        if self.rotation == "hadamard" and dim & (dim - 1):
+            raise PolicyError(
+                f"{self.label}: a head has {dim} channels, for which there is no Hadamard matrix "
+                "here; expected a power of two; take rotation='random'"
+            )
+
+    def keys(self, groups: Tensor) -> Tensor:
+        """Keys [N, 1, d], each token by itself."""
+        return self._rounded(groups, residual=self.objective == "prod")
+
+    def values(self, groups: Tensor) -> Tensor:
+        """Values [N, 1, d], each token by itself."""
+        if self.uniform_values:
+            return between_limits(groups, -1, self.bits_per_number)
+        return self._rounded(groups, residual=False)
+
+    def _rounded(self, x: Tensor, *, residual: bool) -> Tensor:
+        dim = x.shape[-1]
+        largest = x.abs().amax(-1, keepdim=True)
+        part = x / largest.where(largest > 0, 1.0)  # whose squares neither vanish nor overflow
+        length = _norm(part)
+        part = part / length.where(length > 0, 1.0)
+        matrix = torch.from_numpy(_rotation(dim, self.rotation, self.seed)).to(x)
+        levels = torch.from_numpy(codebook(dim, self.bits_per_number - residual)).to(x)
+        middles = (levels[1:] + levels[:-1]) / 2
+        coded = levels[torch.bucketize(product(part, matrix.mT), middles)]
+        if self.unit:
+            coded = coded / _norm(coded)
+        out = product(coded, matrix)
+        if residual:
+            gaussian = torch.from_numpy(_gaussian(dim, self.seed, 1)).to(x)
+            rest = part - out
+            signs = torch.where(product(rest, gaussian.mT) < 0, -1.0, 1.0).to(x)
+            out = out + product(signs, gaussian) * (_norm(rest) * (sqrt(pi / 2) / dim))
+        return out * length * largest
+
+    def bits(self, dim: int) -> tuple[float, float]:
+        """Bits of the numbers, and 16 for each norm, smallest number and step."""
+        numbers = float(dim * self.bits_per_number)
+        return numbers + 16 * (1 + (self.objective == "prod")), numbers + 16 * (
+            1 + self.uniform_values
+        )
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix, whose rows are summed in the same order however many vectors there are."""
+    out = torch.zeros_like(x)
+    for column, row in zip(x.unbind(-1), matrix, strict=True):
+        out += column.unsqueeze(-1) * row
+    return out
+
+
+def _norm(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x[..., :1])
+    for column in x.split(1, -1):
+        total += column * column
+    return total.sqrt_()
+
+
+@lru_cache
+def codebook(dim: int, bits: int) -> NDArray[np.float64]:
+    """The 2^bits levels of a coordinate of a random unit vector, ascending.
+
+    The angle of x = cos(angle) has the density sin^(d - 2), and the integral of x times that is
+    sin^(d - 1) / (d - 1); levels are means between the middles of their neighbours.
+    """
+    angle, step = np.linspace(pi, 0, 1 << 16, retstep=True)
+    density = np.sin(angle) ** max(dim - 2, 0)
+    below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])]) * (-step / 2)
+    mean = -(np.sin(angle) ** max(dim - 1, 1)) / max(dim - 1, 1)
+    x, below, mean = np.cos(angle), below / below[-1], mean / below[-1]
+    levels = np.interp((np.arange(2**bits) + 0.5) / 2**bits, below, x)
+    for _ in range(20_000):
+        edges = np.concatenate([[-1.0], (levels[1:] + levels[:-1]) / 2, [1.0]])
+        share, total = (np.diff(np.interp(edges, x, y)) for y in (below, mean))
+        moved, levels = levels, total / share
+        if abs(levels - moved).max() < 1e-12:
+            break
+    return levels
+
+
+@lru_cache
+def _rotation(dim: int, kind: str, seed: int) -> NDArray[np.float64]:
+    """An orthogonal matrix [d, d]."""
+    if kind == "hadamard":
+        out = np.ones((1, 1))
+        while len(out) < dim:
+            out = np.block([[out, out], [out, -out]])
+        return out / sqrt(dim)
+    q, r = np.linalg.qr(_gaussian(dim, seed, 0))
+    return np.asarray(q * np.sign(np.diag(r)))  # uniform over all rotations
+
+
+def _gaussian(dim: int, seed: int, which: int) -> NDArray[np.float64]:
+    """A matrix [d, d] of standard normal numbers."""
+    return np.random.default_rng([seed, dim, which]).standard_normal((dim, dim))
