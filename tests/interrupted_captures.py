@@ -8,8 +8,9 @@ import shutil
 import pytest
 import torch
 
+from kvsim.core.trace import Trace
 from kvsim.recorder import capture
-from kvsim.store import find_drafts
+from kvsim.store import find_drafts, verify
 from small_model import small
 
 # Decoding is slow, so most tokens are prompt: one block of it, and a block that both share.
@@ -62,3 +63,31 @@ def names(folder):
     """What lies in a folder, hidden or not, but for the output projections next to traces."""
     listed = sorted(path.name for path in folder.iterdir())
     return [name for name in listed if not name.startswith("projections-")]
+
+
+ARRAYS = ("q", "k", "v", "attn_out", "lse")
+
+
+def check_prefix(found: Trace, whole: Trace) -> None:
+    """Raise AssertionError unless a trace has exactly the first tokens of another, and verifies."""
+    n = found.n_pos
+    parts = {name: getattr(whole, name)[:, :, :n] for name in ARRAYS}
+    for name, part in parts.items():
+        stored = getattr(found, name)
+        assert stored.dtype == part.dtype
+        assert torch.equal(stored, part), name
+    assert torch.equal(found.tokens, whole.tokens[:n])
+    assert found.token_text == (None if whole.token_text is None else whole.token_text[:n])
+    made = Trace.from_arrays(
+        *(parts[name] for name in "qkv"),
+        attn_out=parts["attn_out"],
+        lse=parts["lse"],
+        prompt_len=min(n, whole.prompt_len),
+        rope=whole.rope,
+        scale=whole.scale,
+        tokens=whole.tokens[:n],
+        layer_ids=whole.layer_ids,
+    )
+    report = verify(found.path)
+    assert report.ok, report.problems
+    assert found.digest == made.digest == report.digest

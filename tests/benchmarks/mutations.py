@@ -11,8 +11,6 @@ recorded at the start, so that the same entries are kept and all metrics are the
 list of chunks and the seal were renewed too, `verify` must find the change, or only what the digest
 leaves out by definition may differ. Anything else is a finding, printed with the seed of its case;
 case i of a run has the seed `--seed` + i.
-
-`--runs` changes run folders instead, as `run_mutations.py` says.
 """
 
 from __future__ import annotations
@@ -462,21 +460,13 @@ def originals_in(folder: Path) -> Iterator[Original]:
 
 def main() -> None:
     """Run cases and print their outcomes."""
-    parser = options(__doc__, 300)
-    parser.add_argument("--runs", action="store_true", help="change run folders and not traces")
-    given = parser.parse_args()
+    given = options(__doc__, 300).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if given.runs:
-            import run_mutations
-
-            run = run_mutations.OriginalRun(folder)
-            campaign(lambda seed: run_mutations.run_case([run], seed, folder), given)
-        else:
-            originals = list(originals_in(folder))
-            for original in originals:
-                check_reads(original.path, original.content)
-            campaign(lambda seed: run_case(originals, seed, folder), given)
+        originals = list(originals_in(folder))
+        for original in originals:
+            check_reads(original.path, original.content)
+        campaign(lambda seed: run_case(originals, seed, folder), given)
 
 
 if __name__ == "__main__":

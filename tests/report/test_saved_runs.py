@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import polars as pl
 import pytest
-import run_mutations
 
 import kvsim
 from kvsim.analysis.folder import bind, read_run
@@ -248,36 +247,6 @@ def test_records_of_another_run_are_refused(run, tmp_path):
 
     with pytest.raises(OutputError, match="damaged"):
         read_records(one / "records.zarr")
-
-
-@pytest.mark.deep
-def test_no_mutation_of_a_run_goes_unnoticed(tmp_path):
-    """Mutations are refused in one line, change nothing, or renew every digest."""
-    original = run_mutations.OriginalRun(tmp_path)
-
-    outcomes = {run_mutations.run_case([original], seed, tmp_path) for seed in range(150)}
-
-    assert {"refused", "identical", "forged: every digest renewed"} <= outcomes
-    assert not any("FINDING" in outcome for outcome in outcomes)
-
-
-@pytest.mark.deep
-def test_the_mutator_of_runs_notices_a_reader_that_trusts(tmp_path, monkeypatch):
-    """Without the digests of files there are findings."""
-    original = run_mutations.OriginalRun(tmp_path)
-    monkeypatch.setattr(inputs, "_digest", lambda _: any_digest)
-
-    class Equal:
-        __eq__ = __ne__ = lambda *_: False
-
-    any_digest = Equal()
-
-    def mutate():
-        for seed in range(150):
-            run_mutations.run_case([original], seed, tmp_path)
-
-    with pytest.raises(AssertionError, match="changed, and a digest does not fit"):
-        mutate()
 
 
 @pytest.mark.parametrize("later", [("wipeout",), ("wipeout", "entries_seen")])

@@ -6,14 +6,11 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
-from interrupted_captures import PROMPT, interrupted, names, record, stopping
+from interrupted_captures import PROMPT, check_prefix, interrupted, names, record, stopping
 
-from crash import check_prefix
 from damage import edit_header
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError, TraceExistsError, TraceNotFoundError
@@ -30,9 +27,6 @@ from kvsim.store import (
 )
 from kvsim.store.draft import Group
 from small_model import small
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
 
 # --- the committed prefix, exactly ---
 
@@ -487,24 +481,6 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
     assert sorted(found.path.iterdir()) == [found.path / name for name in names(whole.path)]
     with pytest.raises(NeedsError, match=f"expected the folder {projections.name}; copy it"):
         found.read("o_proj")
-
-
-# --- kill -9 ---
-
-
-@pytest.mark.deep
-def test_killed_captures_and_recoveries(warm_python):
-    """SIGKILL at random moments leaves whole traces, exact prefixes, or nothing committed."""
-    done = subprocess.run(
-        [warm_python, BENCHMARKS / "crash.py", "--kills", "3", "--seed", str(os.getpid())],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("3 captures killed: ")
 
 
 # --- a disk that refuses ---
