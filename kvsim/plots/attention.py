@@ -166,23 +166,22 @@ def _sparsity_means(table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
 _MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
 
 
-def reconstruction_error(table: pl.DataFrame, *, relative: bool = True) -> Figure:
+def reconstruction_error(table: pl.DataFrame) -> Figure:
     """The output error of a layer against the share evicted: means, and each policy by layer.
 
     arXiv 2510.00636, Fig. 6. Left a line per policy, mean over layers, then over traces with the
     95 % interval; right a map per policy of layers and shares, of the same colours.
 
-    table: of `kvsim.analysis.output.reconstruction`. relative: to the length of the full output;
-    else in the trace's own units, which differ between layers.
+    table: of `kvsim.analysis.output.reconstruction`.
     """
-    value = "relative_head_error" if relative else "head_error"
+    value = "relative_head_error"
     table = labelled(table.with_columns(interval=None, prefill=None))
     positive = table.filter(pl.col(value) > 0)[value]
     if positive.is_empty():
         raise PolicyError("no policy moved any output, so there is nothing to show; evict more")
     ratios, layers = sorted(table["ratio"].unique()), sorted(table["layer"].unique())
     names = table["policy"].unique(maintain_order=True).to_list()
-    unit = "relative to the full output" if relative else "units of the trace"
+    unit = "relative to the full output"
     across = 2 if len(names) == 4 else min(3, len(names))
     down = -(-len(names) // across)
     height = max(3.9, 0.9 + down * max(1.45, 0.6 + 0.1 * len(layers)))

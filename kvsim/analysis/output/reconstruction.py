@@ -6,9 +6,8 @@ everything newer. Whatever the trace's prompt is, rows before the cut are the pr
 
 The paper's error is that of the residual stream, which a recorded run does not tell (the metric
 `layer_error` is what one layer adds to it). Here it is that of the attention's output before the
-projection, of all heads as one vector: `head_error` is the metric `concat_error_absolute`, in units
-of the trace that differ between layers, and `relative_head_error` the metric `concat_error`. Means
-are over the rows from the cut on.
+projection, of all heads as one vector: `relative_head_error` is the metric `concat_error`, over the
+rows from the cut on.
 
 Open loop, but for the first layer; as the error where that layer alone evicts, exact in all.
 """
@@ -42,7 +41,7 @@ RECONSTRUCTION_COLUMNS: dict[str, Any] = {
     **dict.fromkeys(("cut", "rows"), pl.Int64),
     "ratio": pl.Float64,
     **dict.fromkeys(("budget", "layer"), pl.Int64),
-    **dict.fromkeys(("head_error", "relative_head_error"), pl.Float64),
+    "relative_head_error": pl.Float64,
     "fidelity": pl.Enum(FIDELITY),
 }
 
@@ -98,10 +97,9 @@ def reconstruction_table(
                     what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
                     progress(done, len(once) * len(budgets), what)
                 records.append(replay(ended, policy, budget, device=device))
-            names = ["concat_error", "concat_error_absolute"]
-            table = measure(ended, records, names, device=device)
-            # rows of a record follow each other, every layer by one metric, then by the other
-            shape = len(records), 2, trace.n_layers
+            table = measure(ended, records, ["concat_error"], device=device)
+            # rows of a record follow each other
+            shape = len(records), trace.n_layers
             values, levels = (
                 table[name].to_numpy().reshape(shape) for name in ("value", "fidelity")
             )
@@ -110,9 +108,8 @@ def reconstruction_table(
                 yield of_trace | {
                     **{name: columns[name] for name in ("policy", "params", "changed", "budget")},
                     "ratio": ratio,
-                    "head_error": errors[1],
-                    "relative_head_error": errors[0],
-                    "fidelity": level[0],
+                    "relative_head_error": errors,
+                    "fidelity": level,
                 }
 
     return wide(parts(), RECONSTRUCTION_COLUMNS)

@@ -61,12 +61,11 @@ class Projections:
     """Projections of the queries of rows skip..skip+samples-1 on the keys of these positions.
 
     mean, variance, gap, normal_gap [layer, qhead, key], key 0 at position `skip`; in nats (variance
-    in their squares). rotated: queries and keys after RoPE; else queries before it, and keys
-    rotated back by the mean rotation of the n_future positions behind the rows, as the policy does.
+    in their squares). Queries are those before RoPE, and keys are rotated back by the mean rotation
+    of the positions behind the rows, as the policy does.
     """
 
     trace: str
-    rotated: bool
     skip: int
     samples: int
     mean: Floats = field(repr=False)
@@ -80,7 +79,6 @@ def key_projections(
     *,
     skip: int = 4,
     stop: int | None = None,
-    rotated: bool = False,
     n_future: int = 512,
     device: str = "cpu",
 ) -> Projections:
@@ -95,10 +93,9 @@ def key_projections(
     with torch.inference_mode():
         for layer in range(trace.n_layers):
             source = TraceSource(trace, [layer], torch.device(device))
+            read = unrotated(source)
             keys = source.keys[:, :, skip:stop]
-            read = source.queries if rotated else unrotated(source)
-            if not rotated:
-                keys = source.rope.rotate_mean(keys, 1 - stop - n_future, n_future)
+            keys = source.rope.rotate_mean(keys, 1 - stop - n_future, n_future)
             _, mu, sigma = moments(row_blocks(read, skip, stop))
             scale = source.formula.scale
             middle = expected_logits(keys, mu, None, scale).double()
@@ -111,7 +108,7 @@ def key_projections(
             layers.append([part[0].flatten(0, 1).cpu().numpy() for part in parts])
     mean, variance, gap = (np.stack(part) for part in zip(*layers, strict=True))
     return Projections(
-        *(trace.name, rotated, skip, stop - skip),
+        *(trace.name, skip, stop - skip),
         *(mean, variance, gap, normal_gap(variance, stop - skip)),
     )
 

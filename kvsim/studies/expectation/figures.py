@@ -35,14 +35,6 @@ FLOOR: Final = 1e-12
 _STEP_NAMES = ("ratio\nof means", "normal", "mean\nrotation", "past")
 _ORDER_NAMES = {"past": "past (Expected Attention)", "random": "chance"}
 _MAP = mpl.colormaps["viridis"].with_extremes(bad="white")
-#: What the figure of steps can show: the metric, what its variants end in, the label.
-_MEASURES = {
-    "spearman": ("expectation_steps", "", "rank correlation with observed"),
-    "log_pearson": ("expectation_logs", "", "correlation of logarithms with observed"),
-    "recall_10": ("expectation_recall", ",top=0.1", "share found of the top 10 % of keys"),
-    "recall_25": ("expectation_recall", ",top=0.25", "share found of the top 25 % of keys"),
-    "recall_50": ("expectation_recall", ",top=0.5", "share found of the top 50 % of keys"),
-}
 
 
 def expected_observed(
@@ -98,27 +90,20 @@ def expected_observed(
     return grid.figure
 
 
-def agreement_steps(
-    table: Tabular, *, measure: str = "spearman", layers: Sequence[int] | None = None
-) -> Figure:
+def agreement_steps(table: Tabular, *, layers: Sequence[int] | None = None) -> Figure:
     """Agreement of expected and observed attention after each step, a panel per layer.
 
     A point and a thin line per trace and query head, black their mean.
 
-    measure: spearman (needs the metric `expectation_steps`), log_pearson (`expectation_logs`), or
-    recall_10, recall_25, recall_50 (`expectation_recall`). layers: all by default.
+    table: with the metric `expectation_steps`. layers: all by default.
     """
     table = as_table(table)
-    if measure not in _MEASURES:
-        raise PolicyError(f"measure is {measure!r}; expected one of {', '.join(_MEASURES)}")
-    metric, ending, label = _MEASURES[measure]
-    variants = [f"{step}{ending}" for step in STEPS]
-    table = table.filter(pl.col("variant").is_in(variants), metric=metric)
+    table = table.filter(metric="expectation_steps")
     panels, shown = _by_layer(table, layers)
     at = np.arange(len(STEPS))
     for axis, layer in zip(panels.axes, shown, strict=True):
         values = cell_means(
-            table.filter(layer=layer), ["trace", "qhead"], "variant", variants, "value"
+            table.filter(layer=layer), ["trace", "qhead"], "variant", STEPS, "value"
         )
         # next to each other, so that equal values are visible
         places = at[:, None] + np.linspace(-0.16, 0.16, len(values) + 2)[1:-1]
@@ -128,9 +113,8 @@ def agreement_steps(
         axis.set_title(f"layer {layer}", fontsize=8)
         axis.set_xticks(at, _STEP_NAMES)
         axis.set_xlim(-0.4, len(STEPS) - 0.6)
-        if measure in ("spearman", "log_pearson"):
-            axis.axhline(0, color="black", lw=0.7, ls=":")
-    panels.label("step (the last: Expected Attention)", label)
+        axis.axhline(0, color="black", lw=0.7, ls=":")
+    panels.label("step (the last: Expected Attention)", "rank correlation with observed")
     what = f"{trace_label(table['trace'])}: agreement of expected and observed attention"
     what += "\nblue: query heads; black: their mean"
     caption(panels.figure, what, table["fidelity"])

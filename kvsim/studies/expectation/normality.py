@@ -6,14 +6,12 @@ Kolmogorov-Smirnov distance, the largest difference of the distribution function
 and no test, since a test rejects any model at thousands of samples, and neighbouring tokens are not
 independent. The first tokens are outliers in most models, and left out by default.
 
-States of the residual stream are the inputs of each decoder layer, before the norm in front of
-the attention, if the trace was recorded with `--residual`. Every number is `exact`.
+Every number is `exact`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -22,9 +20,6 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.studies.expectation.expectation import check_rows
-
-#: Sampled states: queries before RoPE, or the input of each layer.
-States = Literal["query", "residual"]
 
 #: Fewest samples that are compared with a normal distribution.
 LEAST_SAMPLES = 4
@@ -37,37 +32,30 @@ _BY_CHANCE = 64
 class Normality:
     """Distance of every dimension from normal over `samples` rows from `skip` on.
 
-    distance: [layer, qhead, dim], and [layer, 1, hidden] of the residual stream; NaN where the
-    samples do not vary.
+    distance: [layer, qhead, dim]; NaN where the samples do not vary.
     """
 
     trace: str
-    of: States
     skip: int
     samples: int
     distance: Floats = field(repr=False)
 
 
-def state_normality(
-    trace: Trace, of: States = "query", *, skip: int = 4, stop: int | None = None
-) -> Normality:
-    """Distance of every dimension over rows skip..stop-1, one layer in memory at a time.
+def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> Normality:
+    """Distance of queries before RoPE over rows skip..stop-1, one layer in memory at a time.
 
-    Raises PolicyError for fewer than 4 rows, and NeedsError for a residual stream that is not
-    recorded.
+    Raises PolicyError for fewer than 4 rows.
     """
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, LEAST_SAMPLES)
     rows, distances = slice(skip, stop), []
     for layer in range(trace.n_layers):
-        of_layer = slice(layer, layer + 1)
-        samples = trace.read("residual" if of == "residual" else "q", of_layer, rows)
-        if of == "query":
-            samples = trace.ropes[layer].unrotate(samples, trace.positions[rows])[0]
+        rotated = trace.read("q", slice(layer, layer + 1), rows)
+        samples = trace.ropes[layer].unrotate(rotated, trace.positions[rows])[0]
         drawn = samples.mT.double()  # [qhead, dim, row]
         parts = drawn.flatten(0, 1).split(max(1, LOGIT_BYTES // (8 * (stop - skip))))
         distances.append(torch.cat([*map(normal_ks, parts)]).view(drawn.shape[:2]).numpy())
-    return Normality(trace.name, of, skip, stop - skip, np.stack(distances))
+    return Normality(trace.name, skip, stop - skip, np.stack(distances))
 
 
 def normal_ks(samples: Tensor) -> Tensor:

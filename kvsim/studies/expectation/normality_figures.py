@@ -26,7 +26,6 @@ from kvsim.plots.style import (
 from kvsim.studies.expectation.expectation import Projections
 from kvsim.studies.expectation.normality import Normality, ks_by_chance
 
-_OF = {"query": "queries before RoPE", "residual": "input of the layer"}
 # Cells of a map that have room for a number.
 _WRITTEN = 256
 _GAP_BINS = 60
@@ -47,13 +46,13 @@ def normal_distance(normality: Normality) -> Figure:
         if values.size <= _WRITTEN:
             ink = "black" if value > middle else "white"
             axis.text(head, layer, f"{value:.3f}".removeprefix("0"), color=ink, **look)
-    name_axes(axis, "" if normality.of == "residual" else "query head", "layer")
+    name_axes(axis, "query head", "layer")
     whole_ticks(axis.xaxis, axis.yaxis)
     chance = ks_by_chance(normality.samples)
     label = f"KS distance\n(normal samples: {chance:.3f})"
     colour_bar(figure, image, axis, label, pad=0.02).axhline(chance, color="white", lw=1.2)
     rows, dimensions = normality.samples, normality.distance.shape[-1]
-    subject = f"{normality.trace}: {_OF[normality.of]}, distance from normal over {rows} rows"
+    subject = f"{normality.trace}: queries before RoPE, distance from normal over {rows} rows"
     caption(figure, f"{subject}\nmean over {dimensions} dimensions", ["exact"])
     return figure
 
@@ -90,7 +89,7 @@ def projection_gap(projected: Projections) -> Figure:
         corner: dict[str, Any] = {"transform": axis.transAxes, "ha": "right", "va": "top"}
         axis.text(0.97, 0.95, text, fontsize=6.5, **corner)
     grid.label("gap above that of normal (nats)", "share of heads and keys (%)")
-    stage = "after RoPE" if projected.rotated else "before RoPE, keys rotated by the mean rotation"
+    stage = "before RoPE, keys rotated by the mean rotation"
     subject = f"{projected.trace}: projections of {projected.samples} queries {stage}"
     text = f"{subject}\n{heads} query heads, {keys} keys; ends: all beyond"
     finish(grid.figure, grid.axes[0], text, ["exact"], columns=2)

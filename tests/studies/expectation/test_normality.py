@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvsim
-from kvsim.errors import NeedsError, PolicyError
+from kvsim.errors import PolicyError
 from kvsim.studies.expectation.expectation import key_projections, normal_gap
 from kvsim.studies.expectation.normality import normal_ks, state_normality
 from kvsim.testing.strategies import cases
@@ -59,31 +59,21 @@ def test_queries_before_rope_are_found_again():
     rope = kvsim.Rope((1.0, 0.2), attention_scaling=1.3)
     before = torch.from_numpy(rng.standard_normal((2, 4, 25, 4)) + np.arange(4))
     before[:, :, :4] += 20.0
-    k, states_in = rng.standard_normal((2, 2, 25, 4)), rng.standard_normal((2, 25, 7))
+    k = rng.standard_normal((2, 2, 25, 4))
     q = rope.rotate(before, torch.arange(25))
-    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=9, rope=rope, residual=states_in)
-    given = {"query": before, "residual": torch.from_numpy(states_in)[:, None]}
+    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=9, rope=rope)
 
     found = [
-        state_normality(trace, of, skip=skip, stop=stop)
-        for of, skip, stop in itertools.product(given, (0, 4), (None, 20))
+        state_normality(trace, skip=skip, stop=stop)
+        for skip, stop in itertools.product((0, 4), (None, 20))
     ]
 
-    for one, (of, skip, stop) in zip(
-        found, itertools.product(given, (0, 4), (25, 20)), strict=True
-    ):
-        layers, heads, _, dims = given[of].shape
-        assert (one.of, one.skip, one.samples) == (of, skip, stop - skip)
-        assert one.distance.shape == (layers, heads, dims)
-        expected = naive(given[of][1, heads - 1, skip:stop, 2].tolist())
-        assert one.distance[1, -1, 2] == pytest.approx(expected, abs=1e-4), of
+    for one, (skip, stop) in zip(found, itertools.product((0, 4), (25, 20)), strict=True):
+        assert (one.skip, one.samples) == (skip, stop - skip)
+        assert one.distance.shape == (2, 4, 4)
+        expected = naive(before[1, 3, skip:stop, 2].tolist())
+        assert one.distance[1, -1, 2] == pytest.approx(expected, abs=1e-4)
     assert found[0].distance.mean() > found[2].distance.mean() + 0.1
-
-
-def test_a_residual_stream_that_was_not_recorded_is_refused():
-    """With what to do about it."""
-    with pytest.raises(NeedsError, match="--residual"):
-        state_normality(kvsim.open_trace(kvsim.sample_trace()), "residual")
 
 
 @pytest.mark.parametrize(("skip", "stop"), [(469, None), (-1, None), (4, 473)])
@@ -96,12 +86,8 @@ def test_rows_that_are_too_few_or_not_there_are_refused(skip, stop):
 # ----------------------------------------------------------------------------------- projections
 
 
-@given(
-    case=cases(min_n=3, max_n=14, max_layers=2, max_heads=2),
-    rotated=st.booleans(),
-    data=st.data(),
-)
-def test_the_gap_of_every_key_equals_the_definition(case, rotated, data):
+@given(case=cases(min_n=3, max_n=14, max_layers=2, max_heads=2), data=st.data())
+def test_the_gap_of_every_key_equals_the_definition(case, data):
     """Mean, variance and log mean exponential of s q.k, query by query."""
     skip = data.draw(st.integers(0, min(3, case.n - 2)))
     stop = data.draw(st.sampled_from((None, data.draw(st.integers(skip + 2, case.n)))))
@@ -109,7 +95,7 @@ def test_the_gap_of_every_key_equals_the_definition(case, rotated, data):
     end = case.n if stop is None else stop
     layers, heads, group, _, dim = case.shape
 
-    found = key_projections(trace, skip=skip, stop=stop, rotated=rotated, n_future=future)
+    found = key_projections(trace, skip=skip, stop=stop, n_future=future)
 
     assert found.gap.shape == (layers, heads * group, end - skip)
     eye = torch.eye(dim, dtype=torch.float64)
@@ -119,10 +105,7 @@ def test_the_gap_of_every_key_equals_the_definition(case, rotated, data):
         q = case.q[layer, qhead]
         for key in range(end - skip):
             k = case.k[layer, qhead // group, skip + key]
-            x = [
-                case.scale * (q[row] if rotated else mean_turn @ turns[row].T @ q[row]) @ k
-                for row in range(skip, end)
-            ]
+            x = [case.scale * (mean_turn @ turns[row].T @ q[row]) @ k for row in range(skip, end)]
             top, m = max(x), sum(x) / len(x)
             variance = sum((one - m) ** 2 for one in x) / len(x)
             exact = top + math.log(sum(math.exp(one - top) for one in x) / len(x))

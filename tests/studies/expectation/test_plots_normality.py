@@ -89,11 +89,10 @@ def test_the_map_is_the_mean_distance(trace):
 # ------------------------------------------------------------------------------------ projections
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-def test_gaps_are_counted_by_layer(rotated):
+def test_gaps_are_counted_by_layer():
     """Shares of heads and keys in each bin, the last ones with all beyond, by variance."""
     trace = made(size=3.0)
-    found = key_projections(trace, rotated=rotated)
+    found = key_projections(trace)
     figure = projection_gap(found)
     limit = 2 * math.log(76)
     for layer, axis in enumerate(figure.axes):
@@ -126,7 +125,7 @@ def test_gaps_are_counted_by_layer(rotated):
     assert figure.axes[0].get_ylabel() == "share of heads and keys (%)"
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [f"variance up to {limit:.1f}", f"variance above {limit:.1f} (2 log n)"]
-    assert ("after RoPE" if rotated else "before RoPE") in figure.get_suptitle()
+    assert "before RoPE" in figure.get_suptitle()
     assert figure.get_suptitle().endswith(
         "3 query heads, 76 keys; ends: all beyond (fidelity: exact)"
     )
