@@ -223,18 +223,6 @@ def test_a_trace_of_a_link_stays_behind_a_page_without_traces(opened, switch, ra
     assert app.query_params["trace"] in ("b.zarr", ["b.zarr"])
 
 
-@pytest.mark.parametrize("control", ["metric", "variant", "by", "base"])
-def test_every_choice_runs_the_page_anew(opened, ran, control):
-    """The last option of each; and the scale."""
-    app = opened(ran, "compare", run="several", metric="wipeout")
-    box = app.selectbox(key=control)
-    box.select(box.options[-1]).run()
-    app.toggle(key="log").set_value(True).run()
-
-    assert not app.exception
-    assert app.dataframe
-
-
 def test_another_metric_computes_and_draws_only_what_is_of_it(opened, ran, monkeypatch):
     """The run is not read again, and the pictures of cost and regret stay as they are."""
     app = opened(ran, "compare", run="several")

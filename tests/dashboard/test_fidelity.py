@@ -159,14 +159,3 @@ def test_a_damaged_run_is_a_message(opened, folder, link):
 
     assert not app.exception
     assert "cannot be read" in app.error[0].value
-
-
-@pytest.mark.parametrize("key", ["run", "metric", "other", "compared", "compared_variant"])
-def test_every_choice_runs_the_page_anew(opened, folder, key):
-    """The last option of each."""
-    app = opened(folder, "fidelity", run="whole", compared="wipeout")
-    box = app.selectbox(key=key)
-    box.select([one for one in box.options if one != "worse"][-1]).run()
-
-    assert not app.exception
-    assert app.dataframe

@@ -10,7 +10,7 @@ from recorder_models import NAMES, build, small
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from families import ids
-from kvsim.errors import CaptureError, TraceExistsError
+from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
 from kvsim.recorder import blocks, capture, sizes
 from kvsim.recorder.cache import cache_of
@@ -269,36 +269,6 @@ def test_one_block_is_held_and_none_of_a_prompt_that_ends_with_one(prompt, tmp_p
     rows = trace.n_layers * (2 * trace.n_qheads + trace.n_heads) * trace.dim
     assert sum(room.nbytes for room in made) == 256 * 4 * (rows + trace.n_layers)  # and a norm
     assert at[prompt] == (0 if prompt == 512 else len(made))
-
-
-def test_an_interrupt_keeps_what_was_there(tmp_path):
-    """Ctrl-C during a capture that overwrites keeps the old trace and leaves nothing else."""
-    model, path = small("llama"), tmp_path / "a.zarr"
-    old = capture(model, None, ids(20), max_new_tokens=2, out=path)
-
-    def interrupt(done, total):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        capture(model, None, ids(30), out=path, overwrite=True, progress=interrupt)
-
-    assert verify(path, deep=True).digest == old.digest
-    assert [path.name for path in tmp_path.glob("*.zarr")] == ["a.zarr"]
-    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
-
-
-def test_an_existing_path_is_refused_before_the_model_runs(tmp_path):
-    """An output path that exists is an error at once, unless overwriting is asked for."""
-    model, path = small("llama"), tmp_path / "a.zarr"
-    capture(model, None, ids(20), max_new_tokens=0, out=path)
-    calls = []
-
-    with pytest.raises(TraceExistsError, match="exists, expected a free path"):
-        capture(model, None, ids(5), out=path, progress=lambda *_: calls.append(1))
-    again = capture(model, None, ids(5), max_new_tokens=0, out=path, overwrite=True)
-
-    assert calls == []
-    assert again.n_pos == 5
 
 
 def test_dense_attention_on_request(tmp_path):

@@ -2,9 +2,7 @@
 
 import errno
 import json
-import os
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 
@@ -309,28 +307,6 @@ def test_two_drivers_share_the_work(grid, small_blocks, tmp_path, monkeypatch):
     assert len(counted) == len(set(counted)) == len(parts(tmp_path / "x"))
     assert len(runs) == 2
     assert runs[0].table.equals(runs[1].table)
-
-
-def test_a_killed_driver_loses_no_finished_task(grid, tmp_path, warm_python):
-    """`kill -9` in the middle leaves parts that are whole, claims that are free, and a way on."""
-    script = (
-        "import os, sys, json, kvsim\n"
-        "from kvsim.sweeps import planning, tasks\n"
-        "tasks._TOGETHER = 2\n"
-        "compute, calls = planning.replayed, []\n"
-        "def dying(task, *report):\n"
-        "    calls.append(task)\n"
-        "    if len(calls) == 3: os.kill(os.getpid(), 9)\n"
-        "    return compute(task, *report)\n"
-        "planning.replayed = dying\n"
-        "kvsim.sweep(**json.loads(sys.argv[1]), out=sys.argv[2])\n"
-    )
-    command = [warm_python, "-c", script, json.dumps(grid), str(tmp_path / "x")]
-    ended = subprocess.run(command, check=False, timeout=120, env=os.environ)
-
-    assert ended.returncode == -9
-    assert len(parts(tmp_path / "x")) == 2
-    assert kvsim.sweep(**grid, out=tmp_path / "x").table.equals(kvsim.sweep(**grid).table)
 
 
 def test_a_folder_that_another_process_begins_is_no_strange_one(tmp_path, monkeypatch):
