@@ -190,19 +190,6 @@ def test_info_shows_what_the_prompt_says_of_itself(run, trace, tmp_path):
     assert "\nlabels " not in bare
 
 
-def test_info_escapes_what_a_terminal_would_act_upon(run, trace, tmp_path):
-    """Text of a trace is printed with its control characters escaped."""
-    path = tmp_path / "t.zarr"
-    shutil.copytree(trace, path)
-    edit_header(path, lambda attributes: attributes["meta"]["text"].update(prompt="a\x1b[2Jb"))
-    reseal_folder(path)
-
-    _, text, _ = run("info", path)
-
-    assert "\x1b" not in text
-    assert "a\\u001b[2Jb" in text
-
-
 def test_verify_says_complete(run, trace):
     """A good trace is complete, in text and in JSON."""
     status, text, err = run("verify", trace, "--deep")

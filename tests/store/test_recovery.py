@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 
 import pytest
@@ -481,100 +479,6 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
     assert sorted(found.path.iterdir()) == [found.path / name for name in names(whole.path)]
     with pytest.raises(NeedsError, match=f"expected the folder {projections.name}; copy it"):
         found.read("o_proj")
-
-
-# --- a disk that refuses ---
-
-
-class Disk:
-    """Refuses every write after the first `room` ones, as a full disk does."""
-
-    def __init__(self, monkeypatch, room):
-        self.room, self.written = room, 0
-        put, add = Group._put, draft.TokenFile.add
-
-        def put_or_refuse(group, key, *parts, **options):
-            self.write()
-            put(group, key, *parts, **options)
-
-        def add_or_refuse(file, tokens, texts):
-            self.write()
-            return add(file, tokens, texts)
-
-        monkeypatch.setattr(Group, "_put", put_or_refuse)
-        monkeypatch.setattr(draft.TokenFile, "add", add_or_refuse)
-
-    def write(self):
-        """Count a write, or refuse it."""
-        self.written += 1
-        if self.written > self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-SHORT = {"prompt": 250, "max_new_tokens": 10, "o_proj": True}
-
-
-@pytest.mark.deep
-def test_a_disk_that_is_full_at_any_write(tmp_path, monkeypatch):
-    """Whichever write fails, nothing half is published, and what is kept is exact."""
-    with monkeypatch.context() as patch:
-        free = Disk(patch, 10**6)
-        reference = record(tmp_path / "whole.zarr", **SHORT)
-    kept = []
-    for room in range(free.written):
-        folder = tmp_path / str(room)
-        folder.mkdir()
-        with monkeypatch.context() as patch:
-            Disk(patch, room)
-            with pytest.raises(TraceError, match="No space left on device") as caught:
-                record(folder / "a.zarr", **SHORT)
-        told = str(caught.value)
-        assert "\n" not in told
-        assert "free some space" in told
-        if "nothing was kept" in told:
-            assert names(folder) == []
-            kept.append(0)
-            continue
-        (left,) = find_drafts(folder)
-        assert names(folder) == [left.path.name]
-        assert f"`kvsim trace recover {left.path}`" in told
-        found = open_trace(recover(folder / "a.zarr"))
-        check_prefix(found, reference)
-        if left.complete:
-            assert "the complete trace is kept" in told
-            assert found.meta == reference.meta
-            assert torch.equal(found.o_proj, reference.o_proj)
-        kept.append(found.n_pos)
-
-    assert sorted(set(kept)) == [0, 256, 260]
-    assert kept == sorted(kept)
-
-
-@pytest.mark.deep
-def test_recovery_can_fail_at_any_write_and_be_run_again(tmp_path, monkeypatch, whole):
-    """Whichever write of a recovery fails, the next one gives the same trace."""
-    left = interrupted(tmp_path / "a.zarr", attention=True)
-    with monkeypatch.context() as patch:
-        free = Disk(patch, 10**6)
-        recover(shutil.copytree(left.path, tmp_path / "other" / left.path.name))
-    reference = open_trace(tmp_path / "other" / "a.zarr")
-    check_prefix(reference, whole)
-    assert free.written > 8
-    for room in range(free.written):
-        path = tmp_path / str(room) / "a.zarr"
-        copy = shutil.copytree(left.path, path.parent / left.path.name)
-        with monkeypatch.context() as patch:
-            Disk(patch, room)
-            with pytest.raises(TraceError, match="No space left on device") as told:
-                recover(path)
-        assert f"is kept; free some space and run `kvsim trace recover {copy}` again" in str(
-            told.value
-        )
-        assert names(path.parent) == [copy.name]
-
-        found = open_trace(recover(path))
-        assert found.digest == reference.digest
-        assert found.meta == reference.meta
 
 
 # --- the command ---

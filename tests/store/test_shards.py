@@ -9,7 +9,7 @@ import re
 import shutil
 import tracemalloc
 import zipfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
 
@@ -506,8 +506,11 @@ def test_a_write_that_is_torn_loses_nothing_that_was_committed(writes, tmp_path)
             with pytest.raises(TraceError, match="No space left on device") as caught:
                 record(path)
         if "nothing was kept" in str(caught.value):
+            assert not [*path.parent.iterdir()]
             kept.append(0)
             continue
+        (left,) = path.parent.iterdir()
+        assert f"`kvsim trace recover {left}`" in str(caught.value)
         kept.append(check_recovered(recover(path)))
 
     assert sorted(set(kept)) == [0, 256, 512, 600]
@@ -527,10 +530,13 @@ def test_a_recovery_that_is_torn_can_be_repeated(writes, tmp_path):
         path = tmp_path / str(room) / "a.zarr"
         shutil.copytree(left, path.parent / left.name)
         with pytest.MonkeyPatch.context() as patch:
-            torn = Torn(patch, room)
-            with suppress(TraceError):
+            torn, told = Torn(patch, room), ""
+            try:
                 recover(path)
+            except TraceError as error:
+                told = str(error)
         if torn.written > room:
+            assert f"run `kvsim trace recover {path.parent / left.name}` again" in told
             recover(path)
         assert check_recovered(path) == 256
         if torn.written <= room:
