@@ -147,7 +147,10 @@ class Judge:
         # logits with their copies, and about twenty activations of the hidden size
         of_row = 4 * config.vocab_size + 20 * config.hidden_size
         # which rows see an entry, where it is, and what a codec makes of it
-        of_entry = 10 * trace.n_qheads + rounded * 4 * trace.n_heads * trace.entry_size
+        of_entry = max(
+            10 * qheads + rounded * 4 * heads * (dim + value_dim)
+            for qheads, heads, dim, value_dim in trace.sizes
+        )
         numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
         return max(1, int(self._memory // 2 // (numbers * max(4, model.dtype.itemsize))))
 
