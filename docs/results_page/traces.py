@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from kvsim.recorder import Prompt, capture_many, load_model
 from kvsim.recorder.models import load_tokenizer
 from kvsim.recorder.prompts import token_count
 from kvsim.recorder.provenance import describe_model
-from kvsim.runner.full import FullPass
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
 from kvsim.studies.language import tasks
@@ -138,14 +137,6 @@ def in_memory(path: Path) -> Trace:
     )
 
 
-class FromPrompt(Judge):
-    """A judge that takes keys and values of the prompt from the trace, and runs the response."""
-
-    @cached_property
-    def _full(self) -> FullPass:
-        return FullPass(self.running, self.trace, self._residual, self.trace.prompt_len - 1)
-
-
 def judge_of(plan: Plan, trace: Trace) -> Judge:
     """The judge of replays of a trace."""
-    return (FromPrompt if plan.only else Judge)(RunningModel(_model(plan.model)[0]), trace)
+    return Judge(RunningModel(_model(plan.model)[0]), trace)

@@ -154,11 +154,11 @@ class JudgedRows:
         size = max(1, self._memory // (max(4, q.element_size()) * m * numbers))
         parts = []
         for start in range(0, len(q), size):
-            some_records = slice(start, start + size)
-            part, chosen = q[some_records], (index[some_records], valid[some_records])
-            keys, values, seen = self._seen(layer, of, rows, some_records, *chosen, q.shape[1])
-            mask = kernel_mask(seen, part, added=self._added)
-            parts.append(attention(part, keys, values, mask))
+            part = slice(start, start + size)
+            chosen = part, index[part], valid[part], q.shape[1]
+            keys, values, seen = self._seen(layer, of, rows, *chosen)
+            mask = kernel_mask(seen, q[part], added=self._added)
+            parts.append(attention(q[part], keys, values, mask))
         return torch.cat(parts)
 
     def _seen(

@@ -3,7 +3,7 @@
 Records of one trace are applied together. All rows that an eviction can reach go through the model
 at once, those of several records as one sequence; in every layer a row attends to the entries that
 its record retains, with the keys and values that the layers below have made of the evictions. The
-rows before are those of the full cache, computed once for all records.
+rows before are those of the full cache, once for all records: recorded (`holds_cache`) or computed.
 
 A live run decides again on what its own evictions have changed; here the decisions are those of the
 replay. Where none would change, both are equal.
@@ -45,7 +45,7 @@ from kvsim.recorder.positions import scales_by_cache
 from kvsim.runner.full import FullPass, compared
 from kvsim.runner.judged_rows import JudgedRows
 from kvsim.runner.model import RunningModel
-from kvsim.runner.recorded import check_recorded, relative_change
+from kvsim.runner.recorded import check_recorded, holds_cache, relative_change
 from kvsim.store.metadata import object_at
 from kvsim.store.opening import TraceLike, as_trace
 
@@ -76,7 +76,10 @@ class Judge:
 
     @cached_property
     def _full(self) -> FullPass:
-        return FullPass(self.running, self.trace, self._residual)
+        running, trace, begin = self.running, self.trace, 0
+        if holds_cache(trace, running.described, running.model.dtype) and not running.has_states:
+            begin = trace.prompt_len - 1
+        return FullPass(running, trace, self._residual, begin)
 
     def check(self) -> None:
         """Raise CaptureError unless the model computes what was recorded, with the full cache."""
@@ -144,7 +147,10 @@ class Judge:
         # logits with their copies, and about twenty activations of the hidden size
         of_row = 4 * config.vocab_size + 20 * config.hidden_size
         # which rows see an entry, where it is, and what a codec makes of it
-        of_entry = 10 * trace.n_qheads + rounded * 4 * trace.n_heads * trace.entry_size
+        of_entry = max(
+            10 * qheads + rounded * 4 * heads * (dim + value_dim)
+            for qheads, heads, dim, value_dim in trace.sizes
+        )
         numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
         return max(1, int(self._memory // 2 // (numbers * max(4, model.dtype.itemsize))))
 

@@ -79,6 +79,23 @@ def check_recorded(trace: Trace, described: Mapping[str, Any], tokenizer: Any = 
     return tokens
 
 
+def holds_cache(trace: Trace, described: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether recorded keys and values are those that a model in this precision caches.
+
+    Recorded with the same weights, by their digests, and stored without rounding; of layers that
+    all have entries of their own, which are not latents.
+    """
+    weights = object_at(trace.meta, "model").get("weights")
+    stored = trace.source.read("k", slice(0, 1), slice(0, 0)).dtype
+    return (
+        weights is not None
+        and weights == described.get("weights")
+        and torch.promote_types(stored, dtype) == stored
+        and trace.header.latent is None
+        and not trace.header.owners
+    )
+
+
 class RecordedCheck:
     """A pass of a model with the full cache over the tokens of a trace, compared with the trace.
 

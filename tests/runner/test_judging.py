@@ -21,6 +21,7 @@ from kvsim.recorder.layers import Residual
 from kvsim.runner.full import FullPass, FullRows
 from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
+from kvsim.runner.recorded import holds_cache
 from kvsim.sweeps import replay_all
 from live_runs import live_policies, run_live
 from tests.reference.masked import masked_logits
@@ -82,11 +83,18 @@ def gap(mine, expected):
 
 def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     """Rows from the last of the prompt on, with recorded keys and values before them."""
-    run, trace, judge = tiny()
-    whole, begin = judge._full, trace.prompt_len - 1
+    run, trace = running("llama"), recorded("llama")
+    whole, rows = FullPass(run, trace, Residual(run.model)), []
+    handle = run.model.register_forward_pre_hook(
+        lambda *given: rows.append(given[2]["position_ids"].shape[1]), with_kwargs=True
+    )
 
-    behind = FullPass(run, trace, Residual(run.model), begin)
+    behind = Judge(run, trace)._full
 
+    handle.remove()
+    assert rows == [trace.n_pos - trace.prompt_len + 1]
+    assert not holds_cache(trace, {**run.described, "weights": "sha256:other"}, torch.float32)
+    assert not holds_cache(trace, run.described, torch.float64)  # stored with rounding
     assert gap(behind.logits, whole.logits) < 2 * CLOSE
     of_rows = ((x.rows.output, x.rows.input) for x in (behind, whole))
     arrays = [
@@ -350,6 +358,7 @@ def test_a_long_sequence_is_judged_in_chunks(monkeypatch):
     whole = Judge(run, trace).logits([record])
     rows = []
     monkeypatch.setattr(generation, "PAIRS", 1)
+    monkeypatch.setattr("kvsim.runner.judging.holds_cache", lambda *_: False)
     handle = run.model.register_forward_pre_hook(
         lambda _, args: rows.append(args[0].shape[1]), prepend=True
     )

@@ -62,7 +62,9 @@ def output_error(
                 if layer in record.layers
             ]
             of_layer = [(record, index) for record, index, _ in having]
-            first = min([start, *(_first_read(trace, *each) for each in of_layer)])
+            gone = ((record, torch.from_numpy(record.gone_after[i])) for record, i in of_layer)
+            firsts = (min(first_row(x, trace), first_moved(x, trace, at)) for x, at in gone)
+            first = min([start, *firsts])
             rows = Layer.read(trace, layer, torch.device(device), projected=projected, first=first)
             moved = _of_layer(rows, trace, of_layer, start)
             for (_, index, result), of_record in zip(having, moved, strict=True):
@@ -122,12 +124,6 @@ def check_record(trace: Trace, record: Record) -> None:
             f"the record of {record.policy} has {shape} heads and positions, the trace "
             f"{trace.name} has {expected}; measure a record on the trace it was replayed from"
         )
-
-
-def _first_read(trace: Trace, record: Record, index: int) -> int:
-    """The first row that is computed of a record, with the layer's place in it."""
-    gone = torch.from_numpy(record.gone_after[index])
-    return min(first_row(record, trace), first_moved(record, trace, gone))
 
 
 class _LayerError:

@@ -1,0 +1,56 @@
+"""Traces that tests of the store save, and how they are compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from traces import random_trace
+
+N = 300
+
+
+def make(dtype=torch.float32, n=N, full=True, **options):
+    """A trace in memory, with attention recorded if `full`."""
+    settings = {
+        "prompt_len": 10,
+        "tokens": np.arange(n),
+        "token_text": [f"tök{i}" for i in range(n)],
+        "name": "made",
+        "layer_ids": [2, 5],
+        "meta": {"text": {"prompt": "p" * 500, "response": "r"}, "model": {"name": "m"}},
+        **options,
+    }
+    return random_trace(n=n, dtype=dtype, computed=full, **settings)
+
+
+def projected(**options):
+    """The same with output projections."""
+    settings = {
+        "prompt_len": 10,
+        "tokens": np.arange(N),
+        "token_text": [f"tök{i}" for i in range(N)],
+        "layer_ids": [2, 5],
+        "o_proj": torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(1)),
+        "name": "made",
+        **options,
+    }
+    return random_trace(n=N, computed=True, **settings)
+
+
+def files(folder):
+    """Every file of a folder with its bytes."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def same(found, expected):
+    """Whether two traces have the same arrays, facts and text."""
+    names = ("q", "k", "v", "attn_out", "lse", "o_proj", "tokens")
+    facts = ("prompt_len", "scale", "rope", "layer_ids", "name", "meta", "token_text", "digest")
+    return all(torch.equal(getattr(found, one), getattr(expected, one)) for one in names) and all(
+        getattr(found, one) == getattr(expected, one) for one in facts
+    )

@@ -1,0 +1,136 @@
+"""Verification of stored traces, and their description."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from damage import flip
+from kvsim.errors import TraceError
+from kvsim.store import describe, open_trace, verification, verify
+from mutations import reseal_folder
+from saved_traces import N, make
+
+
+def test_verify_accepts_what_was_saved(saved):
+    """An untouched trace verifies, with errors far below the stated tolerances."""
+    report = verify(saved, deep=True)
+
+    assert report.ok
+    assert report.layers == (2, 5)
+    assert max(report.output_error) < 1e-6
+    assert max(report.lse_error) < 1e-5
+    assert report.output_tolerance == 1e-4
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+
+
+def test_verify_recomputes_blocks_of_rows(stored, monkeypatch):
+    """Blocks have the errors of the whole layer; damage in a later one is found in its array."""
+    whole = verify(stored, deep=True)
+    monkeypatch.setattr(verification, "ROWS", 256)
+    blocks = verify(stored, deep=True)
+    flip(stored / "attn_out" / "c" / "1" / "0" / "1" / "0")
+    damaged = verify(stored, deep=True)
+
+    assert open_trace(stored).n_pos > 256
+    assert blocks.ok
+    assert blocks.output_error == pytest.approx(whole.output_error, abs=1e-6)
+    assert blocks.lse_error == pytest.approx(whole.lse_error, abs=1e-5)
+    assert len(damaged.problems) == 1
+    assert "of attn_out is damaged" in damaged.problems[0]
+    assert (len(damaged.output_error), len(damaged.lse_error)) == (1, 2)
+
+
+def test_verify_reports_progress(saved):
+    """Progress counts layers."""
+    seen = []
+
+    verify(saved, deep=True, progress=lambda done, total: seen.append((done, total)))
+
+    assert seen == [(1, 2), (2, 2)]
+
+
+def rewrite(path, name, change):
+    """Change the values of a stored array, with valid chunks and a valid seal."""
+    array = zarr.open_group(path, mode="r+", use_consolidated=False)[name]
+    values = np.asarray(array[:])
+    change(values)
+    array[:] = values
+    reseal_folder(path)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_out", "lse"])
+def test_verify_finds_a_changed_number(stored, name):
+    """A number changed with a valid checksum of its chunk is found by the array's checksum."""
+
+    def change(values):
+        values[1, 0, 5] *= 1.5
+
+    rewrite(stored, name, change)
+
+    report = verify(stored, deep=True)
+
+    assert not report.ok
+    assert any(f"checksum of {name} in layer 1" in problem for problem in report.problems)
+    assert any("from what q, k, v give" in problem for problem in report.problems)
+
+
+def test_verify_finds_changed_tokens(stored):
+    """Tokens that were changed are found by their checksum."""
+
+    def change(values):
+        values[0] = 99
+
+    rewrite(stored, "tokens", change)
+
+    assert "the checksum of tokens is" in verify(stored, deep=True).problems[0]
+
+
+def test_verify_finds_every_damaged_chunk(stored):
+    """A damaged chunk is a problem of its layer; the others are still checked."""
+    flip(stored / "v" / "c" / "1" / "0" / "0" / "0")
+
+    report = verify(stored, deep=True)
+
+    assert len(report.problems) == 1
+    assert "of v is damaged" in report.problems[0]
+    assert len(report.output_error) == 1
+
+
+def test_describe(saved):
+    """The description has sizes, dtypes, model and the head of the text, ready for JSON."""
+    found = json.loads(json.dumps(describe(saved)))
+
+    assert found["tokens"] == N
+    assert found["arrays"]["q"]["shape"] == [2, 4, N, 8]
+    assert found["arrays"]["q"]["dtype"] == found["arrays"]["q"]["source_dtype"] == "float32"
+    assert found["bytes"] > found["arrays"]["q"]["bytes"] > 0
+    assert found["prompt"] == "p" * 200 + "..."
+    assert found["model"] == {"name": "m"}
+    assert found["answer_check"] is None
+
+
+def test_verify_finds_a_changed_output_projection(tmp_path):
+    """A changed weight, a flipped bit and a lost chunk are each found."""
+    path = make(o_proj=torch.ones(2, 4, 8, 20)).save(tmp_path / "a.zarr")
+    lost = shutil.copytree(path, tmp_path / "lost.zarr")
+    flipped = shutil.copytree(path, tmp_path / "flipped.zarr")
+
+    def change(values):
+        values[1, 0, 5] = 2.0
+
+    rewrite(path, "o_proj", change)
+    flip(flipped / "o_proj" / "c" / "0" / "0" / "0" / "0")
+    (lost / "o_proj" / "c" / "1" / "0" / "0" / "0").unlink()
+
+    (problem,) = verify(path, deep=True).problems
+    assert "checksum of o_proj in layer 1" in problem
+    (problem,) = verify(flipped, deep=True).problems
+    assert "of o_proj is damaged" in problem
+    with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
+        open_trace(lost)

@@ -1,0 +1,223 @@
+"""Writing of traces: nothing is overwritten, half written or not finite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from kvsim.errors import TraceError, TraceExistsError
+from kvsim.store import TraceWriter, open_trace, publication, recover
+from kvsim.store.draft import Group
+from kvsim.store.publication import require_chunks
+from saved_traces import N, make
+
+
+def test_an_existing_path_is_refused(stored):
+    """Saving onto an existing trace is refused and changes nothing."""
+    before = (stored / "zarr.json").read_bytes()
+
+    with pytest.raises(TraceExistsError, match="exists, expected a free path"):
+        make(prompt_len=20).save(stored)
+
+    assert (stored / "zarr.json").read_bytes() == before
+    assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
+
+
+def test_overwriting_replaces_a_trace(stored):
+    """`overwrite` replaces a trace and leaves nothing beside it."""
+    make(prompt_len=20).save(stored, overwrite=True)
+
+    assert open_trace(stored).prompt_len == 20
+    assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "empty folder", "link", "other group"])
+def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
+    """`overwrite` refuses whatever is not a trace, and leaves it as it was."""
+    path = tmp_path / "target"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "link":
+        path.symlink_to(saved)
+    elif kind == "other group":
+        zarr.create_group(path).create_array("a", shape=(1,), dtype="int8")
+    else:
+        path.mkdir()
+        if kind == "folder":
+            (path / "mine.txt").write_text("mine")
+
+    with pytest.raises(TraceExistsError, match="not a kvsim trace"):
+        make().save(path, overwrite=True)
+
+    assert os.path.lexists(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch):
+    """Even before there is a context manager to clean up."""
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Group, "create", stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        make().save(tmp_path / "made.zarr")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_waits_for_what_is_being_written(tmp_path, warm_python):
+    """A file is written to its end, and what was begun is removed then; nothing comes later.
+
+    In a process of its own, whose main thread gets the signal.
+    """
+    program = """
+import os, signal, sys, threading, time
+from kvsim import Rope, Trace
+from kvsim.store.draft import Group
+import torch
+
+begun, write, ended = threading.Event(), Group._put, []
+
+def slow(self, key, *parts):
+    if key.startswith("q/c/"):
+        begun.set()
+        time.sleep(0.3)
+    write(self, key, *parts)
+    ended.append(key)
+
+Group._put = slow
+q, k, v = (torch.randn(1, heads, 300, 8) for heads in (2, 1, 1))
+trace = Trace.from_arrays(q, k, v, prompt_len=10, rope=Rope.default(8))
+hand = threading.Thread(target=lambda: begun.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+hand.start()
+try:
+    trace.save(os.path.join(sys.argv[1], "made.zarr"))
+except KeyboardInterrupt:
+    print("interrupted after", ended[-1], os.listdir(sys.argv[1]))
+time.sleep(0.3)
+print("later", os.listdir(sys.argv[1]))
+"""
+    done = subprocess.run(
+        [warm_python, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+    assert done.stdout.splitlines() == [
+        "interrupted after q/c/0/0/0/0 []",
+        "later []",
+    ], done.stderr
+
+
+def test_text_that_utf8_cannot_hold_is_refused(tmp_path):
+    """Half of a character is no text; the message names the token."""
+    texts = [*(f"t{i}" for i in range(N - 1)), "x\ud800"]
+
+    with pytest.raises(TraceError, match=rf"token {N - 1} is 'x\\ud800', half of a character"):
+        make(token_text=texts).save(tmp_path / "made.zarr")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_of_numpy_are_saved_as_texts(tmp_path):
+    """Numpy's strings are strings, and read back as those."""
+    texts = [np.str_(f"t{i}") for i in range(make().n_pos)]
+
+    opened = open_trace(make(token_text=texts).save(tmp_path / "made.zarr"))
+
+    assert opened.token_text == texts
+
+
+def test_a_missing_block_is_not_published(tmp_path):
+    """A writer refuses to publish a trace with a chunk that was never written."""
+    shapes = {"q": (1, 2, 300, 8), "k": (1, 1, 300, 8), "v": (1, 1, 300, 8)}
+    trace = make(layer_ids=[0, 1])
+    with TraceWriter(
+        tmp_path / "a.zarr",
+        shapes=shapes,
+        source_dtypes=dict.fromkeys(shapes, "float32"),
+        layer_ids=[0],
+    ) as writer:
+        for name, shape in shapes.items():
+            writer.append(name, 0, torch.ones(shape[1], 256, 8))
+        with pytest.raises(TraceError, match="k has 1 of 2 chunks"):
+            writer.publish(trace.header)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_refuses_what_is_not_finite_or_too_large(tmp_path):
+    """NaN, and numbers that float16 storage cannot hold, are refused where they are."""
+    shapes = {"q": (3, 2, 300, 8), "k": (3, 1, 300, 8), "v": (3, 1, 300, 8)}
+    options = {
+        "shapes": shapes,
+        "source_dtypes": dict.fromkeys(shapes, "float32"),
+        "layer_ids": [0, 1, 2],
+    }
+    bad = torch.zeros(1, 256, 8)
+    bad[0, 100] = torch.nan
+    with TraceWriter(tmp_path / "a.zarr", **options) as writer:
+        with pytest.raises(TraceError, match="k is nan at layer 2, head 0, pos 100"):
+            writer.append("k", 2, bad)
+        with pytest.raises(ValueError, match="a block of 10 positions"):
+            writer.append("k", 2, torch.zeros(1, 10, 8))
+    with (
+        TraceWriter(tmp_path / "a.zarr", store_dtype="float16", **options) as writer,
+        pytest.raises(TraceError, match="v reaches 70000 in layer 1, float16 holds at most 65504"),
+    ):
+        writer.append("v", 1, torch.full((1, 256, 8), 7e4))
+    with pytest.raises(TraceError, match="store_dtype is 'int8'"):
+        TraceWriter(tmp_path / "a.zarr", store_dtype="int8", **options)
+
+
+def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
+    """The output projection is held to the same as what is appended."""
+    writer = TraceWriter(
+        tmp_path / "a.zarr",
+        shapes={"q": (2, 2, 9, 8), "o_proj": (2, 2, 8, 20)},
+        source_dtypes={"q": "float32", "o_proj": "float32"},
+        layer_ids=[0, 1],
+        store_dtype="float16",
+    )
+    with writer:
+        with pytest.raises(TraceError, match="o_proj reaches 70000 in layer 1, float16 holds"):
+            writer.write_layer("o_proj", 1, torch.full((2, 8, 20), 7e4))
+        with pytest.raises(TraceError, match="o_proj is nan at layer 1, head 0, dim 0"):
+            writer.write_layer("o_proj", 1, torch.full((2, 8, 20), torch.nan))
+        writer.write_layer("o_proj", 0, torch.ones(2, 8, 20))
+        with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
+            require_chunks(writer._group, "o_proj", "a.zarr", "write it")
+
+
+def test_an_output_folder_that_cannot_be(tmp_path):
+    """A path below a file is one clear error."""
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(TraceError, match="cannot be written"):
+        make().save(tmp_path / "file" / "a.zarr")
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
+    """A write that the disk refuses is a TraceError; a trace that is complete can be recovered."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publication, "sync_tree", full)
+
+    with pytest.raises(TraceError, match=r"cannot be written \(No space left on device\)"):
+        make().save(tmp_path / "a.zarr")
+
+    assert not (tmp_path / "a.zarr").exists()
+    monkeypatch.undo()
+    assert open_trace(recover(tmp_path / "a.zarr")).digest == make().digest
+    assert [path.name for path in tmp_path.iterdir()] == ["a.zarr"]
