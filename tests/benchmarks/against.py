@@ -58,10 +58,10 @@ def turn(size: Size) -> dict[str, float]:
 def run(size: Size, other: Path) -> tuple[dict[str, float], list[str]]:
     """Ratios by stage, and lines of the report; other: the folder of the other checkout."""
     folders, turns = (other.resolve(), HERE), list[dict[str, float]]()
-    command = [sys.executable, __file__, str(other), "--turn"]
-    command += ["--smallest"] if size == SMALLEST else []
+    more = ["--turn", *(["--smallest"] if size == SMALLEST else [])]
     for folder in folders * size.repeats:
         given = os.environ | {"PYTHONPATH": str(folder)}
+        command = [sys.executable, __file__, str(folder), *more]
         done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
         turns.append(json.loads(done.stdout.splitlines()[-1]))
     before, now = (
@@ -84,6 +84,7 @@ def main() -> None:
     given = parser.parse_args()
     size = SMALLEST if given.smallest else AIM
     if given.turn:
+        assert Path(kvsim.__file__).resolve().parents[1] == given.other, kvsim.__file__
         sys.stdout.write(json.dumps(turn(size)) + "\n")
         return
     _, lines = run(size, given.other)
