@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 UNKNOWN = "<unk>"
 #: A chat for the tokenizer of words.
@@ -17,21 +18,14 @@ TEMPLATE = (
 
 
 @functools.cache
-def small(vocab_size=64, dtype=torch.float32, attention="sdpa"):
-    """A random model of two layers with a context of 900 tokens."""
+def small(vocab_size=64, dtype=torch.float32, attention="sdpa", kind="Llama", **changes):
+    """A random model, by default of two layers with a context of 900 tokens; no token ends it."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=900,
-        attn_implementation=attention,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 900}
+    sizes |= {"vocab_size": vocab_size, "attn_implementation": attention, "eos_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
 
 
 @functools.cache

@@ -28,52 +28,40 @@ def echo_plan(plan: Plan, out: Any, jobs: int | None, *, as_json: bool) -> None:
     left = len(plan.left(kept))
     counts = {"cells": len(plan.cells), "traces": len(plan.traces), "tasks": len(plan.tasks)}
     counts |= {"tasks_left": left, "jobs": processes(jobs, plan.flops, left, plan.traces)}
-    fields = {
-        "cells": f"{counts['cells']} on {plural(counts['traces'], 'trace')}",
-        "tasks": f"{left} of {counts['tasks']} left, {plural(counts['jobs'], 'job')}",
-    }
     folder = None if out is None or is_url(out) else Path(out)
-    echo_forecast(forecast(plan, kept, jobs), folder, fields, counts, as_json=as_json)
+    echo_forecast(forecast(plan, kept, jobs), folder, counts, as_json=as_json)
 
 
 def echo_forecast(
-    forecast: Forecast,
-    folder: Path | None,
-    fields: Mapping[str, str] | None = None,
-    counts: Mapping[str, Any] | None = None,
-    *,
-    as_json: bool,
+    forecast: Forecast, folder: Path | None, counts: Mapping[str, Any] | None, *, as_json: bool
 ) -> None:
-    """Print a forecast; folder: of the outputs, None without. fields, counts: shown before it."""
+    """Print a forecast; folder: of the outputs, None without. counts: of cells, traces, tasks."""
     from kvsim.store.forecast import free_bytes
 
-    facts = forecast.describe()
+    facts, fields = forecast.describe(), dict[str, str]()
     free = None if folder is None else free_bytes(folder)
     if as_json:
         show.echo_json({**(counts or {}), **facts, "free": free})
         return
-    device = facts["device_memory"]
-    show.echo_fields(
-        {
-            **(fields or {}),
-            **({"to read": size(facts["bytes_to_read"])} if facts["bytes_to_read"] else {}),
-            **({} if free is None else {"disk": _disk(facts, free)}),
-            "memory": f"{size(facts['memory'])}" + f", of the device {size(device)}" * (device > 0),
-            "FLOPs": f"{facts['flops']:.3g}",
-            "time": "about {}, {} to {}".format(
-                *map(_time, (facts["seconds"], *facts["seconds_range"]))
-            ),
-        }
-    )
+    if counts:
+        tasks = f"{counts['tasks_left']} of {counts['tasks']} left"
+        fields["cells"] = f"{counts['cells']} on {plural(counts['traces'], 'trace')}"
+        fields["tasks"] = f"{tasks}, {plural(counts['jobs'], 'job')}"
+    if facts["bytes_to_read"]:
+        fields["to read"] = size(facts["bytes_to_read"])
+    if free is not None:
+        arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
+        most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
+        fields["disk"] = f"{_files(facts)}{most}, {size(free)} free"
+    fields["memory"] = size(facts["memory"])
+    if facts["device_memory"]:
+        fields["memory"] += f", of the device {size(facts['device_memory'])}"
+    fields["FLOPs"] = f"{facts['flops']:.3g}"
+    times = map(_time, (facts["seconds"], *facts["seconds_range"]))
+    show.echo_fields(fields | {"time": "about {}, {} to {}".format(*times)})
 
 
-def _disk(facts: Mapping[str, Any], free: int) -> str:
-    arrays = ", ".join(f"{name} {size(count)}" for name, count in facts["arrays"].items())
-    most = f" (at most {size(facts['bytes_at_most'])}: {arrays})" if arrays else ""
-    return f"{size(facts['bytes'])} in {facts['files']} files{most}, {size(free)} free"
-
-
-def took_document(forecasts: Sequence[Forecast], actual: Mapping[str, Any]) -> dict[str, Any]:
+def taken(forecasts: Sequence[Forecast], actual: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan and what a command took, ready for JSON; empty without a plan."""
     return {"plan": {**forecasts[0].describe(), "actual": actual}} if forecasts else {}
 
@@ -89,9 +77,13 @@ def echo_took(document: Mapping[str, Any]) -> None:
 
 def _took(facts: Mapping[str, Any]) -> str:
     parts = [_time(facts["seconds"])]
-    parts += [f"{size(facts['bytes'])} in {facts['files']} files"] if facts.get("files") else []
+    parts += [_files(facts)] if facts.get("files") else []
     parts += [f"{size(facts['memory'])} of memory"] if facts["memory"] else []
     return ", ".join(parts)
+
+
+def _files(facts: Mapping[str, Any]) -> str:
+    return f"{size(facts['bytes'])} in {facts['files']} files"
 
 
 def _time(seconds: float) -> str:

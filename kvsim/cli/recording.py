@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsim.cli import shared
-from kvsim.cli.forecasts import echo_forecast, echo_took, took_document
+from kvsim.cli.forecasts import echo_forecast, echo_took, taken
 from kvsim.cli.groups import grouped, offered
 from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
@@ -158,7 +158,7 @@ def capture(
         outputs = {at for at, each in zip(paths, facts, strict=True) if not each["kept"]}
         named = [each["projections"] for each in facts if each["projections"]]
         outputs |= {paths[0].parent / each["folder"] for each in named}
-        took = took_document(forecasts, meter.actual(outputs))
+        took = taken(forecasts, meter.actual(outputs))
     except KeyboardInterrupt as interrupt:
         drafts = getattr(interrupt, "__notes__", [])  # the writer's notes on its draft
         outcome = _interrupted(before, out, resume=options.resume)
@@ -180,7 +180,7 @@ def _plan(
     from kvsim.recorder.forecast import planned
 
     folder = captures[0][1].parent if captures else None
-    echo_forecast(planned(model, captures, options, **loading), folder, as_json=as_json)
+    echo_forecast(planned(model, captures, options, **loading), folder, None, as_json=as_json)
 
 
 def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:

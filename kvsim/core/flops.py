@@ -55,7 +55,7 @@ class Flops:
 
 
 class Shape(Protocol):
-    """The sizes of a model that formulas need; `kvsim.studies.cost.model.Model` is one."""
+    """The sizes of a model that formulas need, such as those of a Trace."""
 
     @property
     def n_qheads(self) -> int:

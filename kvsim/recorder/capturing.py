@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvsim.core.options import takes_options
-from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
 from kvsim.recorder.forecast import forecast
@@ -29,7 +28,6 @@ from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
 from kvsim.recorder.spans import Needle
 from kvsim.schema import is_url
-from kvsim.store.forecast import Rates
 from kvsim.store.publication import check_target, check_writable
 
 
@@ -191,9 +189,7 @@ def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Op
     folder = next((each.out.parent for each in sessions if each.out), None)
     if not sessions or (folder is None and options.memory is None and options.planned is None):
         return
-    device = device_of(model).type
-    with threads_for(model):
-        planned = forecast(model, sessions, Rates.measured(device), device)
+    planned = forecast(model, sessions, device_of(model).type)
     if not options.force:
         planned.check(folder, options.most_memory)
     if options.planned is not None:

@@ -15,16 +15,14 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import compute_dtype
 from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.threads import threads_for
-from kvsim.errors import CaptureError, error_line
-from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import device_of, evaluating, on_meta
-from kvsim.recorder.hooks import KernelCall, intercepting
+from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
+from kvsim.recorder.sizes import calls_of_two
 from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, Rates, by_array, memory_of
 from kvsim.store.layout import StoredArray, stored_arrays
@@ -38,40 +36,6 @@ _RECORDING, _DIGEST, _FILE = 1 / 200, 40, 1000
 
 #: Bytes that a capture loads, and freed ones that the allocator keeps: glibc up to 64 MiB.
 _LOADED = 96 << 20
-
-
-class _SeenError(Exception):
-    """Ends a forward at its first kernel call."""
-
-    def __init__(self, call: KernelCall) -> None:
-        super().__init__()
-        self.call = call
-
-
-def first_call(model: PreTrainedModel) -> KernelCall:
-    """Return the first kernel call of a forward of two tokens, which ends there.
-
-    Raises CaptureError for a model without weights whose forward reads numbers.
-    """
-
-    def receive(call: KernelCall) -> None:
-        raise _SeenError(call)
-
-    ids = torch.tensor([[1, 2]], device=device_of(model))
-    options = cache_option(model, full_cache(model))
-    try:
-        with on_meta(model), torch.no_grad(), evaluating(model), intercepting(model, receive):
-            model(ids, use_cache=True, **options)
-    except _SeenError as seen:
-        return seen.call
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, CaptureError) or not next(model.parameters()).is_meta:
-            raise
-        raise CaptureError(
-            f"{type(model).__name__} cannot be planned without its weights ({error_line(error)}); "
-            "record it without --plan"
-        ) from error
-    raise CaptureError(f"{type(model).__name__} called no kernel, expected one call in each layer")
 
 
 class ModelWork:
@@ -93,7 +57,7 @@ class ModelWork:
         self.weights = sum(each.nbytes for each in model.parameters())
         self.row, self.logits = 2 * used, 2 * embedding
         self.read = (used + embedding) * itemsize  # by a token
-        self.vocabulary = model.config.get_text_config().vocab_size
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.widest = max((max(each.shape) for each in matrices), default=1)
 
     def seconds(self, flops: float, tokens: int, rates: Rates) -> float:
@@ -102,15 +66,19 @@ class ModelWork:
         return flops / rates.products + tokens * of_token
 
 
-def forecast(
-    model: PreTrainedModel, sessions: Sequence[Session], rates: Rates, device: str
-) -> Forecast:
+def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -> Forecast:
     """Return what captures take, of responses of the greatest length; device: where they run."""
-    call, work = first_call(model), ModelWork(model)
+    on_device = device != "cpu"
+    with threads_for(model):
+        here = "cuda" if on_device and torch.cuda.is_available() else "cpu"
+        rates = Rates.measured(here)
+    call, work = next(iter(calls_of_two(model).values())), ModelWork(model)
     stored, small = list[StoredArray](), 0.0
     flops = seconds = peak = 0.0
     for each in sessions:
-        arrays_of = each.arrays(_as_received(call, each))
+        residual = call.hidden if each.options.residual else None
+        norm = None if each.residual is None else call.hidden[:, 0]
+        arrays_of = each.arrays(replace(call, residual=residual, residual_norm=norm))
         of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
         stored += of_trace
         # metadata with checksums, tokens and their texts
@@ -132,7 +100,6 @@ def forecast(
     written = sum(usual for usual, _ in arrays.values()) + small
     seconds += written / (_RECORDING * rates.stream) + files * _FILE * rates.call
     seconds += _DIGEST * work.weights / rates.stream
-    on_device = device != "cpu"
     resident, weights = memory_of("VmRSS") or PROCESS, 0 if on_device else work.weights
     return Forecast(
         written=written,
@@ -198,13 +165,6 @@ def _memory(session: Session, call: KernelCall, work: ModelWork) -> float:
     return _LOADED + cache + blocks + max(in_a_layer, logits)
 
 
-def _as_received(call: KernelCall, session: Session) -> KernelCall:
-    """Return a call with what a capture adds to it."""
-    residual = call.hidden if session.options.residual else None
-    norm = None if session.residual is None else call.hidden[:, 0]
-    return replace(call, residual=residual, residual_norm=norm)
-
-
 def planned(
     name: str,
     captures: Sequence[tuple[Prompt, Path]],
@@ -221,7 +181,5 @@ def planned(
     model, tokenizer = load_outline(
         name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code
     )
-    here = "cpu" if device == "cpu" or not torch.cuda.is_available() else "cuda"
-    with threads_for(model):
-        sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
-        return forecast(model, sessions, Rates.measured(here), device)
+    sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
+    return forecast(model, sessions, device)

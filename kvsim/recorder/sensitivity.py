@@ -66,8 +66,9 @@ class LayerEntries(NamedTuple):
             gate = gate[:, max(0, prompt_len - call.start) :][:, :ROWS]
             if before is not None and before.gate is not None:
                 gate = torch.cat([before.gate, gate], 1)[:, :ROWS]
-        kept = (call.k, call.v) if call.k.shape[1] == n_pos else [call.k.new_empty(0)] * 2
-        entries[call.layer] = cls(*kept, call.formula, gate)
+        whole, none = call.k.shape[1] == n_pos, call.k.new_empty(0)
+        keys, values = (call.k, call.v) if whole else (none, none)
+        entries[call.layer] = cls(keys, values, call.formula, gate)
 
 
 def layer_sensitivity(

@@ -38,6 +38,21 @@ def size_of(call: KernelCall) -> Size:
     return call.q.shape[0], call.k.shape[0], call.k.shape[2], call.v.shape[2]
 
 
+def calls_of_two(
+    model: PreTrainedModel, layers: Collection[int] | None = None
+) -> dict[int, KernelCall]:
+    """Return the kernel calls of layers, all by default, in a run of two tokens."""
+    calls: dict[int, KernelCall] = {}
+
+    def receive(call: KernelCall) -> None:
+        calls[call.layer] = call
+
+    ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
+    with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
+        run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    return calls
+
+
 def layer_sizes(
     model: PreTrainedModel, layers: Collection[int], *whole: object
 ) -> tuple[Size, ...]:
@@ -53,14 +68,7 @@ def layer_sizes(
     latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
     if len(kernel_sizes(model)) == 1 and not latent:
         return ()
-    sizes: dict[int, Size] = {}
-
-    def receive(call: KernelCall) -> None:
-        sizes[call.layer] = size_of(call)
-
-    ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
-    with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
-        run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    sizes = {layer: size_of(call) for layer, call in calls_of_two(model, layers).items()}
     if len({*sizes.values()}) == 1:
         return ()
     if any(whole):

@@ -140,20 +140,12 @@ class Meter:
     def __init__(self) -> None:
         self._began = time.perf_counter()
 
-    def actual(self, outputs: Iterable[Path] | None = None) -> dict[str, Any]:
-        """Return seconds, the peak memory so far, and bytes and files of outputs, if given."""
-        files = [
-            path
-            for each in outputs or ()
-            for path in (each.rglob("*") if each.is_dir() else [each])
-            if path.is_file()
-        ]
-        taken = {"bytes": sum(path.stat().st_size for path in files), "files": len(files)}
-        return {
-            "seconds": round(time.perf_counter() - self._began, 2),
-            "memory": memory_of("VmHWM"),
-            **(taken if outputs is not None else {}),
-        }
+    def actual(self, outputs: Iterable[Path] = ()) -> dict[str, Any]:
+        """Return seconds, the peak memory so far, and bytes and files of outputs, if there are."""
+        seconds = round(time.perf_counter() - self._began, 2)
+        files = [path for each in outputs for path in (each, *each.rglob("*")) if path.is_file()]
+        sizes = {"bytes": sum(path.stat().st_size for path in files), "files": len(files)}
+        return {"seconds": seconds, "memory": memory_of("VmHWM"), **(sizes if files else {})}
 
 
 def memory_of(kind: str) -> int | None:

@@ -7,7 +7,7 @@ ones that of their products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvsim.core.flops import Event, attention_flops, causal_pairs, event_flops, unknown
 from kvsim.core.threads import threads_for
@@ -37,26 +37,6 @@ _FULL, _DECODING = 1.5, 1 / 60
 _TABLE, _ROW_BYTES, _CELL, _RECORD = 9_500, 10, 400, 2_300
 
 
-class Sizes(NamedTuple):
-    """The sizes of a trace that formulas need (`kvsim.core.flops.Shape`)."""
-
-    n_qheads: int
-    n_heads: int
-    dim: int
-    hidden: int
-
-    @classmethod
-    def of(cls, trace: Trace) -> Sizes:
-        """Those of a trace; without projections the query heads span the residual stream."""
-        width = trace.n_qheads * trace.dim
-        hidden = trace.source.shapes["o_proj"][-1] if trace.has("o_proj") else width
-        return cls(trace.n_qheads, trace.n_heads, trace.dim, hidden)
-
-    def per_query_head(self) -> Sizes:
-        """With keys and values of its own for every query head."""
-        return self._replace(n_heads=self.n_qheads)
-
-
 def forecast(
     plan: Plan, kept: Kept, jobs: int | None = 1, tasks: Sequence[Task] | None = None
 ) -> Forecast:
@@ -68,14 +48,16 @@ def forecast(
     rest = plan.left(kept, tasks)
     with threads_for(plan.traces):
         rates = Rates.measured(str(plan.parameters.get("device") or "cpu"))
-    of_tasks = [_work(plan, task, rates) for task in rest]
-    flops, seconds = (sum(column) for column in zip((0.0, 0.0), *of_tasks, strict=True))
-    past = [each for each in tasks if each.key in kept.parts and each.cells]
+
+    def work(some: Sequence[Task]) -> list[float]:
+        of_each = (_work(plan, task, rates) for task in some)
+        return [sum(column) for column in zip((0.0, 0.0), *of_each, strict=True)]
+
+    flops, seconds = work(rest)
     seconds += _FIRST * rates.call * bool(rest)
-    if past:  # by how much the forecast of finished tasks was wrong
-        took = sum(kept.parts[each.key].seconds for each in past)
-        expected = sum(_work(plan, each, rates)[1] for each in past)
-        seconds *= took / expected if took else 1
+    past = [each for each in tasks if each.key in kept.parts and each.cells]
+    # by how much the forecast of finished tasks was wrong
+    seconds *= sum(kept.parts[each.key].seconds for each in past) / (work(past)[1] or 1) or 1
     count = processes(jobs, plan.flops, len(tasks), plan.traces)
     written, files = _written(plan, rest) if isinstance(kept, Shards) else (0.0, 0)
     memory = max((_memory(plan, task) for task in rest), default=0)
@@ -126,7 +108,7 @@ def _scoring(trace: Trace, cell: Cell, events: list[int]) -> float:
         entries = min(seen, cell.budget + since) if number else seen
         sizes = (entries, seen, since, cell.budget)
         prompt, later = row < trace.prompt_len, trace.n_pos - seen
-        event = Event(Sizes.of(trace), *sizes, prompt=prompt, later=later)
+        event = Event(trace, *sizes, prompt=prompt, later=later)
         if unknown(cell.policy, event):
             return 0.0
         total += (len(events) - 1 if number else 1) * event_flops(cell.policy, event).total

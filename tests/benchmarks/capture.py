@@ -34,10 +34,10 @@ from pathlib import Path
 from pydoc_data import topics
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 import kvsim
-from harness import options, publish
+from harness import options, publish, random_model
 from kvsim.recorder import load_model
 from kvsim.recorder.generation import generate
 from kvsim.schema import CHUNK
@@ -112,18 +112,11 @@ def build(shape: Shape) -> PreTrainedModel:
         model, _ = load_model(shape.model)
         model.config.eos_token_id = model.generation_config.eos_token_id = None
         return model
-    config = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.qheads,
-        num_key_value_heads=shape.heads,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    heads = {"num_attention_heads": shape.qheads, "num_key_value_heads": shape.heads}
+    sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
+    sizes |= {"num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary}
+    given = {"kind": "Qwen2", "max_position_embeddings": 32_768, "tie_word_embeddings": True}
+    return random_model(**given, **heads, **sizes)
 
 
 @cache

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvsim
-from harness import options
+from harness import options, random_model
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.recorder import load_model
@@ -31,35 +30,15 @@ ARRAYS, TIES, JUDGED, SMALL = 1e-4, 1e-4, 1e-2, 1e-5
 #: Sizes of two layers: those of Llama-3.1-8B, and small ones. Tokens of prompt and response.
 LAYERS = {
     "Llama-3.1-8B, 2 layers": (
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "head_dim": 128,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
+        {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8},
         (1024, 64),
     ),
     "small layers": (
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "head_dim": 16,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        },
+        {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
         (96, 24),
     ),
 }
-
-
-def random_model(sizes: dict[str, int]) -> Any:
-    """Two layers with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1000, num_hidden_layers=2, max_position_embeddings=4096, **sizes
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
@@ -162,7 +141,8 @@ def run(device: str, layers: str) -> list[str]:
     def ids(vocabulary: int, n: int) -> list[int]:
         return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
 
-    lines = compare(layers, random_model(sizes), ids(1000, prompt + response), prompt, device)
+    model = random_model(vocab_size=1000, max_position_embeddings=4096, **sizes)
+    lines = compare(layers, model, ids(1000, prompt + response), prompt, device)
     model, _ = load_model("tiny")
     return lines + compare("tiny", model, ids(model.config.vocab_size, 160), 120, device)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +36,13 @@ def matrix_rate(size: int, clock: Callable[[], float] = time.perf_counter) -> fl
     """fp32 operations per second of a square matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     return 2 * size**3 / best(lambda: a @ b, 8, clock)
+
+
+def random_model(**sizes: Any) -> Any:
+    """A random model, as tests build it."""
+    if (tests := str(Path(__file__).parents[1])) not in sys.path:
+        sys.path.append(tests)
+    return importlib.import_module("small_model").small(**sizes)
 
 
 def options(doc: str | None) -> argparse.ArgumentParser:

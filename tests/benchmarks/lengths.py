@@ -13,6 +13,7 @@ pairs of tokens.
 from __future__ import annotations
 
 import ctypes
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,10 +22,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvsim
-from harness import report
+from harness import random_model, report
 from kvsim import store
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
@@ -37,22 +37,9 @@ AIM = tuple(2048 << step for step in range(7))
 SMALLEST = (512, 1024)
 
 
-def build(n: int) -> PreTrainedModel:
-    """A random model of one layer that reads n tokens, 2 query heads on 1 of dimension 32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=n,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+#: Of a random model of one layer, 2 query heads on 1 of dimension 32.
+MODEL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def resident(name: str) -> float:
@@ -75,7 +62,7 @@ def taken(call: Callable[[], T]) -> tuple[dict[str, float], T]:
 
 def measured(n: int) -> dict[str, dict[str, float]]:
     """What each stage takes at a length."""
-    found, model = {}, build(n)
+    found, model = {}, random_model(**MODEL, max_position_embeddings=n)
     ids = torch.randint(0, 64, (n,)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.zarr")
@@ -90,6 +77,8 @@ def measured(n: int) -> dict[str, dict[str, float]]:
         found["error"], _ = taken(lambda: kvsim.measure(trace, record))
         running = RunningModel(model)
         found["judge"], _ = taken(lambda: Judge(running, trace).outcomes([record]))
+    parts = (f"{x} {found[x]['seconds']:.1f} s {found[x]['memory']:.0f} MiB" for x in STAGES)
+    print(f"{n} tokens: {', '.join(parts)}", file=sys.stderr, flush=True)
     return found
 
 

@@ -4,11 +4,13 @@
     python tests/benchmarks/study.py --smallest # seconds; what the test suite runs
 
 A random model whose layers have the heads of Llama-3.1-8B (32 query heads on 8, dimension 128) and
-narrow MLPs, with a given response. Traces store 16 bits. Memory is that of the process at its peak.
+narrow MLPs, with a given response. Traces store 16 bits. Memory is the peak of each stage less that
+of the process with the model. Each stage is printed when it ends, the report at the end.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,10 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from lengths import resident, taken
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvsim
-from harness import report
+from harness import random_model, report
 from kvsim import store
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
@@ -55,20 +57,11 @@ LAYERS, GROUP = 2, 4
 
 def build(size: Size) -> PreTrainedModel:
     """A random model of two layers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=GROUP * size.heads * size.dim,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=GROUP * size.heads,
-        num_key_value_heads=size.heads,
-        head_dim=size.dim,
-        max_position_embeddings=size.prompt + size.response,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    heads = {"num_attention_heads": GROUP * size.heads, "num_key_value_heads": size.heads}
+    heads |= {"hidden_size": GROUP * size.heads * size.dim, "head_dim": size.dim}
+    positions = size.prompt + size.response
+    sizes = {"vocab_size": 1024, "intermediate_size": 1024, "max_position_embeddings": positions}
+    return random_model(**sizes, **heads, num_hidden_layers=LAYERS)
 
 
 def run(size: Size) -> tuple[dict[str, float], list[str]]:
@@ -77,12 +70,15 @@ def run(size: Size) -> tuple[dict[str, float], list[str]]:
     ids = torch.randint(0, 1024, (size.prompt + size.response,)).tolist()
     policies = [kvsim.policy(name) for name in POLICIES]
 
+    of_model = resident("VmRSS")
+
     def stage(name: str, call: Callable[..., T], *given: Any, **options: Any) -> T:
         before, began = resident("VmRSS"), time.perf_counter()
         spent, result = taken(partial(call, *given, **options))
-        facts[f"{name}, seconds"] = time.perf_counter() - began
-        facts[f"{name}, MiB"] = peak = before + spent["memory"]
-        lines.append(f"{name:32}{facts[f'{name}, seconds']:10.1f} s{peak:10.0f} MiB")
+        facts[f"{name}, seconds"] = wall = time.perf_counter() - began
+        facts[f"{name}, MiB"] = peak = before + spent["memory"] - of_model
+        lines.append(f"{name:32}{wall:10.1f} s{spent['seconds']:10.1f} CPU s{peak:10.0f} MiB")
+        print(lines[-1], file=sys.stderr, flush=True)
         return result
 
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +109,7 @@ def run(size: Size) -> tuple[dict[str, float], list[str]]:
             actual = Meter().actual([Path(folder, name)])
             facts |= {f"{name}, {unit}": actual[unit] for unit in ("bytes", "files")}
     facts |= {"planned bytes": plan.written, "planned files": plan.files}
-    facts |= {"planned MiB": plan.memory / 2**20, "planned seconds": plan.seconds}
+    facts |= {"planned MiB": plan.memory / 2**20 - of_model, "planned seconds": plan.seconds}
     heads = f"{GROUP * size.heads} query heads on {size.heads}, dim {size.dim}"
     budgets = ", ".join(map(str, size.budgets))
     head = [
@@ -123,7 +119,7 @@ def run(size: Size) -> tuple[dict[str, float], list[str]]:
     for name, unit, by, key in (
         ("bytes", "MiB on the disk", 2**20, "full, bytes"),
         ("files", "files", 1, "full, files"),
-        ("MiB", "MiB of memory", 1, "capture, MiB"),
+        ("MiB", "MiB beside the model", 1, "capture, MiB"),
         ("seconds", "s", 1, "capture, seconds"),
     ):
         planned, took = facts[f"planned {name}"] / by, facts[key] / by

@@ -15,6 +15,7 @@ from kvsim.recorder import Options, Prompt, capture, capture_many
 from kvsim.recorder import forecast as forecasts
 from kvsim.recorder.generation import on_meta
 from kvsim.recorder.models import load_outline
+from kvsim.recorder.sizes import calls_of_two
 from kvsim.store import forecast as store_forecast
 from kvsim.store.forecast import Meter
 from kvsim.studies.cost.model import Model
@@ -91,7 +92,7 @@ def test_a_plan_reads_no_numbers_of_a_model(tmp_path, family):
     assert all(each.is_meta for each in outline.parameters())
     shapes = [
         [tuple(getattr(call, name).shape) for name in ("q", "k", "v", "hidden")]
-        for call in map(forecasts.first_call, (outline, model))
+        for call in (calls_of_two(each)[0] for each in (outline, model))
     ]
     assert shapes[0] == shapes[1]
 
