@@ -73,12 +73,16 @@ def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
 
 
 def test_prompts_with_and_without_a_response_run_together(run, prompt, tmp_path):
-    """What the model writes is as long as requested, in the recording too."""
+    """What the model writes is as long as requested, in the recording too.
+
+    With a writer the answer is checked: its response is right, the model's own is too short for it.
+    """
     lines = [{"id": "written"}, {"id": "given", "response": prompt.response}]
+    lines.append({"id": "foreign", "response": prompt.response, "writer": "a person"})
     lines = [json.dumps({**line, "prompt": prompt.prompt}) for line in lines]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
 
-    status, _, err = run("live", "--prompts", tmp_path / "p.jsonl", "--record-to", tmp_path / "t",
+    status, out, err = run("live", "--prompts", tmp_path / "p.jsonl", "--record-to", tmp_path / "t",
                          "--model", "tiny", "--policy", "tova", "--budget", "40",
                          "--max-new-tokens", "3", "--json")  # fmt: skip
 
@@ -86,6 +90,12 @@ def test_prompts_with_and_without_a_response_run_together(run, prompt, tmp_path)
     given, written = (kvsim.open_trace(tmp_path / "t" / f"{x}.zarr") for x in ("given", "written"))
     assert written.n_pos - written.prompt_len == 3
     assert given.n_pos - given.prompt_len == len(prompt.response.split())
+    assert kvsim.open_trace(tmp_path / "t" / "foreign.zarr").meta["answer_check"]["right"] is True
+    right = {each["trace"]: each["right"] for each in json.loads(out)["responses"]}
+    assert right == {"written": False, "given": None, "foreign": False}
+    (cell,) = json.loads(out)["cells"]
+    assert "answer_right" in cell
+    assert cell.get("answer_kept") is None  # with the full cache neither is right
 
 
 def test_prompts_are_recorded_with_what_policies_read(run, prompt, tmp_path):

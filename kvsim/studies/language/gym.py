@@ -154,7 +154,7 @@ def check(_: str, response: str, known: Mapping[str, Any]) -> dict[str, Any]:
 
     known: `scorer`, `expected` and `metadata` of the prompt. Raises TextError for an unknown task.
     """
-    task = str(known["scorer"])
+    task = str(known.get("scorer"))  # a trace is untrusted input
     answer = library().utils.extract_answer(final_part(response))
     entry = {"question": "", "answer": known.get("expected"), "metadata": known.get("metadata")}
     score = _score(task, answer, entry)

@@ -194,9 +194,10 @@ def test_an_unknown_scorer_is_refused(scorer, monkeypatch):
         record(scorer)
 
 
-def test_a_file_is_recorded_and_run_live(tmp_path, capsys):
+def test_a_file_is_recorded_and_run_live(tmp_path, capsys, monkeypatch):
     """Lines of the command become traces with their scorer, which decides in the live run, too."""
-    tokenizer, folder, source = bytes_tokenizer(template=TEMPLATE), tmp_path / "m", tmp_path / "p"
+    short = "{% for m in messages %}{{ m['content'][-90:] }}{% endfor %}"
+    tokenizer, folder, source = bytes_tokenizer(template=short), tmp_path / "m", tmp_path / "p"
     model = small(300)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -205,7 +206,6 @@ def test_a_file_is_recorded_and_run_live(tmp_path, capsys):
     run(["prompts", "--model", str(folder), *task, "--out", str(source)], standalone_mode=False)
     prompts = read_prompts(source)
     written = [json.loads(line) for line in source.read_text().splitlines()]
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'][-90:] }}{% endfor %}"  # short
 
     traces = capture_many(model, tokenizer, prompts, tmp_path / "t", max_new_tokens=3)
 
@@ -224,3 +224,18 @@ def test_a_file_is_recorded_and_run_live(tmp_path, capsys):
     others = [Prompt(**{**vars(each), "scorer": "gym:gcd"}) for each in prompts]
     with pytest.raises(kvsim.errors.CaptureError, match="compared with another answer"):
         capture_many(model, tokenizer, others, tmp_path / "t", max_new_tokens=3, resume=True)
+
+    answer = written[0]["answer"]
+    monkeypatch.setattr(gym.library().utils, "extract_answer", lambda _: answer)
+    capsys.readouterr()
+    live = ["--model", str(folder), "--policy", "tova", "--budget", "40", "--max-new-tokens", "2"]
+    paths = [str(trace.path) for trace in traces]
+    run(["live", *paths, *live, "--json"], standalone_mode=False)
+    document = json.loads(capsys.readouterr().out)
+    right = {each["trace"]: each["right"] for each in document["responses"]}
+    scorers = {line["id"]: factory.get_score_answer_fn(line["task"][4:]) for line in written}
+    assert right == {
+        line["id"]: scorers[line["id"]](answer, {"question": "", **line}) == 1 for line in written
+    }
+    assert right[written[0]["id"]]
+    assert document["cells"][0]["answer_right"] == sum(right.values()) / 4
