@@ -342,8 +342,7 @@ class Allocator(Sizing, ABC):
     _rule: ClassVar[str] = "plan"
     #: carried with each entry, as a scorer's
     columns: ClassVar[Mapping[str, float]] = {}
-    #: names of what its plans note that metrics read: a few numbers for each head, not one for each
-    #: entry (`kvsim.studies.segments.segments` says which)
+    #: names of notes that metrics read, few numbers per head (`kvsim.studies.segments.segments`)
     notes: ClassVar[frozenset[str]] = frozenset()
     #: uses the order of scores alone, so that `kvsim.policy` gives it a scorer's logarithm
     ordinal: ClassVar[bool] = False

@@ -243,13 +243,10 @@ class View:
         self._look(stop)
         return self._share("queries", self._source.queries(start, stop))
 
-    def unrotated_span(self, start: int, stop: int) -> Tensor:
-        """Return queries of a span before RoPE."""
-        return self.rope.unrotate(self.span(start, stop), self._source.positions[start:stop])
-
-    def positions(self, start: int, stop: int) -> Tensor:
-        """Positions in the text of rows start..stop-1, by which RoPE rotated them; int [w]."""
-        return self._share("positions", self._source.positions[start:stop])
+    def unrotated_span(self, start: int, stop: int, keys: Tensor | None = None) -> Tensor:
+        """Return queries of a span before RoPE, or keys [..., w, d] of its rows."""
+        rotated = self.span(start, stop) if keys is None else keys
+        return self.rope.unrotate(rotated, self._source.positions[start:stop])
 
     def summed(self, name: str) -> tuple[int, Tensor] | None:
         """First rows whose queries are not all held, and what was summed over them; else None.

@@ -79,7 +79,7 @@ class Compactor(Scorer):
             size = torch.linalg.vector_norm(values.double(), dim=-1)
             both.append(standardised(smooth(received * size, "avg", _KERNEL)))
         if self.parts != "attention":
-            plain = view.rope.unrotate(keys, view.positions(start, view.row + 1))
+            plain = view.unrotated_span(start, view.row + 1, keys)
             factor = self.blending if self.parts == "both" else 1.0
             both.append(factor * standardised(leverage(plain)))
         return torch.stack(both).sum(0)

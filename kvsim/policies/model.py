@@ -25,9 +25,10 @@ def model_of(trace: Trace) -> dict[str, Any]:
         model.get("type"),
         object_at(model, "source").get("sha256"),
     ]
+    known = any(facts)  # a live run says which layers it has, and no more
     if trace.layer_ids != tuple(range(trace.n_layers)):  # what was learned belongs to these layers
         facts.append(list(trace.layer_ids))
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest() if model else ""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest() if known else ""
     return {
         "name": str(model.get("name", "")),
         "shape": [trace.n_layers, trace.n_heads, trace.dim],

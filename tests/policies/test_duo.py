@@ -201,10 +201,11 @@ def test_traces_without_a_response_or_of_two_models_have_no_plan():
 
 def test_a_plan_belongs_to_its_model(folder):
     """Traces of two models of one shape make no plan, and a plan of one refuses the other."""
-    trace, same, other = (
+    trace, same, other, running = (
         make_case("normal", layers=2, heads=2, n=20, prompt_len=10, seed=seed).trace()
-        for seed in range(3)
+        for seed in range(4)
     )
+    running.meta.update(model={"layers": 2})  # a live run says no more of its model
     trace.meta.update(model={"name": "hub/m", "type": "llama"})
     same.meta.update(model={"name": "m", "type": "llama"})  # a folder of the same name
     other.meta.update(model={"name": "base", "type": "llama"})
@@ -213,7 +214,8 @@ def test_a_plan_belongs_to_its_model(folder):
     path = folder / "belongs.json"
     path.write_text(head_plan([trace, same], 8).text(), "utf-8")
 
-    assert kvsim.replay(same, f"duo:{path}", 6).evicted_at.shape == (2, 2, 20)
+    for fits in (same, running):
+        assert kvsim.replay(fits, f"duo:{path}", 6).evicted_at.shape == (2, 2, 20)
     with pytest.raises(PolicyError, match=r"plan of hub/m .*give a plan of the same model"):
         kvsim.replay(other, f"duo:{path}", 6)
 
