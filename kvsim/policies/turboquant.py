@@ -93,24 +93,20 @@ class TurboQuant(Codec):
     def bits(self, dim: int) -> tuple[float, float]:
         """Bits of the numbers, and 16 for each norm, smallest number and step."""
         numbers = float(dim * self.bits_per_number)
-        return numbers + 16 * (1 + (self.objective == "prod")), numbers + 16 * (
-            1 + self.uniform_values
-        )
+        of_key, of_value = 16 * (1 + (self.objective == "prod")), 16 * (1 + self.uniform_values)
+        return numbers + of_key, numbers + of_value
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """x @ matrix, whose rows are summed in the same order however many vectors there are."""
-    out = torch.zeros_like(x)
+    out = x.new_zeros(*x.shape[:-1], matrix.shape[1])
     for column, row in zip(x.unbind(-1), matrix, strict=True):
         out += column.unsqueeze(-1) * row
     return out
 
 
 def _norm(x: Tensor) -> Tensor:
-    total = torch.zeros_like(x[..., :1])
-    for column in x.split(1, -1):
-        total += column * column
-    return total.sqrt_()
+    return product(x * x, x.new_ones(x.shape[-1], 1)).sqrt_()
 
 
 @lru_cache

@@ -354,3 +354,20 @@ def test_an_account_beyond_the_memory_lies_in_a_file(monkeypatch):
     monkeypatch.setattr(engine, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(MemoryLimitError, match=r"the account of what topk reads takes .* TMPDIR"):
         engine.read(trace, TopK(), kept, 4, [0, 1], device="cpu", memory=9)
+
+
+def test_pqcache_with_a_centroid_for_each_key_reads_the_largest_logits():
+    """Between first and last entries; with two centroids a part it reads others."""
+    case = make_case("normal", n=30, prompt_len=29, dim=8, seed=4)
+    read = {}
+    for bits in (1, 6):
+        reader = policy("pqcache", bits=bits, sink=2, local=3, heads="query")
+        record = kvsim.replay(case.trace(), reader, 12)
+        read[bits] = reading.unpacked(record.reads.bits[0, 0, 0], 30)
+    logits = case.k[0, 0] @ case.q[0, 0, 29]
+    largest = sorted(range(2, 26), key=lambda p: -logits[p])[:7]
+
+    assert read[6] == {0, 1, *largest, 26, 27, 28, 29}
+    assert read[1] != read[6]
+    with pytest.raises(PolicyError, match="8 channels, which are no 3 subspaces of one size"):
+        kvsim.replay(case.trace(), policy("pqcache", subspaces=3), 12)
