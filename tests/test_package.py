@@ -36,8 +36,9 @@ LARGE = ("matplotlib", "polars", "scipy", "torch", "transformers", "zarr")
 def submodules():
     """The names of all modules of the package that can be imported here."""
     names = [m.name for m in pkgutil.walk_packages(kvsim.__path__, "kvsim.")]
-    optional = "kvsim.studies.interop.kvpress"
-    return [name for name in names if name != optional or find_spec("kvpress")]
+    interop = "kvsim.studies.interop"
+    optional = {f"{interop}.kvpress": "kvpress", f"{interop}.harness": "lm_eval"}
+    return [name for name in names if name not in optional or find_spec(optional[name])]
 
 
 def loaded_after(code):

@@ -100,9 +100,8 @@ def load() -> None:
     import kvsim
 
     for module in pkgutil.walk_packages(kvsim.__path__, "kvsim."):
-        if not module.name.startswith(
-            ("kvsim.__main__", "kvsim._dashboard", "kvsim.studies.interop.kvpress")
-        ):
+        optional = ("kvsim.studies.interop.kvpress", "kvsim.studies.interop.harness")
+        if not module.name.startswith(("kvsim.__main__", "kvsim._dashboard", *optional)):
             importlib.import_module(module.name)
     for name in LATER:
         if importlib.util.find_spec(name.partition(".")[0]):

@@ -1,0 +1,107 @@
+"""A policy behind the model interface of lm-evaluation-harness, on tasks of local files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvsim.errors import PolicyError
+from small_model import bytes_tokenizer, small
+
+pytestmark = pytest.mark.peers
+lm_eval = pytest.importorskip("lm_eval", reason="needs the `peers` extra (lm-eval)")
+
+from lm_eval.models.huggingface import HFLM  # noqa: E402  after the skip
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from kvsim.studies.interop.harness import PolicyLM  # noqa: E402
+
+CHOICE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}]
+"""
+WRITTEN = """
+task: local_written
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["zz"], max_gen_toks: 8, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+TASKS = ["local_choice", "local_written"]
+
+
+@pytest.fixture
+def tasks(tmp_path, monkeypatch):
+    """Two tasks of three rows: one with choices, one with responses."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "rows.jsonl"
+    texts = [f"item {i} of the list: " + "abc " * (4 + i) for i in range(3)]
+    rows = [
+        {"question": x, "choices": [" one", " two more"], "label": i % 2, "answer": "a"}
+        for i, x in enumerate(texts)
+    ]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    for name, text in zip(TASKS, (CHOICE, WRITTEN), strict=True):
+        (tmp_path / f"{name}.yaml").write_text(text.format(data=data))
+    return TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+
+def model_and_tokenizer():
+    """A random model, and a tokenizer of bytes with an end of text, which the harness needs."""
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    return small(300), tokenizer
+
+
+def evaluated(model, tasks):
+    """Results, and what the model returned for each request."""
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=TASKS, task_manager=tasks, log_samples=True, bootstrap_iters=0
+    )
+    returned = {name: [x["resps"] for x in found["samples"][name]] for name in TASKS}
+    return found["results"], returned
+
+
+def test_the_full_cache_scores_as_the_harness_does(tasks):
+    """Choices and responses are those of its own model, log-likelihoods equal it but rounding."""
+    model, tokenizer = model_and_tokenizer()
+    own = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
+
+    expected, answers = evaluated(own, tasks)
+    for policy, budget in (("full", 1), ("snapkv", "100%")):
+        found, same = evaluated(PolicyLM(model, tokenizer, policy, budget), tasks)
+
+        for name, metric in zip(TASKS, ("acc,none", "exact_match,none"), strict=True):
+            assert found[name][metric] == expected[name][metric]
+        assert same["local_written"] == answers["local_written"]
+        for got, wanted in zip(same["local_choice"], answers["local_choice"], strict=True):
+            for (one,), (other,) in zip(got, wanted, strict=True):
+                assert one[0] == pytest.approx(other[0], abs=1e-4)
+                assert one[1] == other[1]
+
+
+def test_a_budget_changes_what_follows_the_context(tasks):
+    """A compressed cache has other log-likelihoods, but for the first token of a continuation."""
+    model, tokenizer = model_and_tokenizer()
+    whole = PolicyLM(model, tokenizer, "full", 1)
+    less = PolicyLM(model, tokenizer, "tova", "25%so-far", interval=4)
+
+    assert evaluated(whole, tasks)[1]["local_choice"] != evaluated(less, tasks)[1]["local_choice"]
+    one = [(None, [5, 6, 7, 8, 9, 10, 11, 12], [4])]
+    assert whole._loglikelihood_tokens(one)[0][0] == pytest.approx(
+        less._loglikelihood_tokens(one)[0][0], abs=1e-4
+    )
+    with pytest.raises(PolicyError, match="rows of the future"):
+        PolicyLM(model, tokenizer, "oracle", 8)
