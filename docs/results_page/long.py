@@ -9,7 +9,9 @@ from itertools import combinations
 import numpy as np
 from scipy.stats import rankdata
 
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
+from kvsim.schema import plural
 from results_page.ranking import Row, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
@@ -65,9 +67,9 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
         answers = tokens - prompt
         about = (
             f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens behind prompts "
-            f"of {min(prompt)} to {max(prompt)}. The model [solves these tasks](qwen.md) with the "
-            f"full cache. An event is after the prompt and after each {r.plan.interval} rows of "
-            "the answer; policies of the papers have their own parameters."
+            f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
+            f"An event is after the prompt and after each {r.plan.interval} rows of the answer; "
+            "policies of the papers have their own parameters."
         )
         return f"# Results on {model}: answers that need reasoning", about
     model = "SmolLM2" if r.plan.lengths else "the shipped model"
@@ -127,6 +129,10 @@ def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     names = [row.label for row in of_budget if row.label not in REFERENCES]
     kl = {label: r.of(label, budget, "response_kl") for label in names}
     first, *others = names
+    count = Interval.of(kl[first]).n
+    if count < FEWEST:
+        prompts = plural(count, "prompt")
+        return f"Budget {budget}: {shown(first)} is first, of {prompts}, too few to compare."
     gaps = {label: Interval.of(kl[label] - kl[first]) for label in others}
     level = [shown(label) for label, gap in gaps.items() if not gap.low > 0]
     pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(names, 2)]
@@ -155,7 +161,8 @@ def _groups(r: Results, policies: Sequence[str]) -> str:
         means = (Interval.of(kl[budget][np.array(found) == kind]) for kind, budget in columns)
         rows.append([shown(label), *(f"{x.mean:.3f}" if x.n else "" for x in means)])
     count = " and ".join(
-        f"{n} prompt{'s are' if n > 1 else ' is'} `{kind}`" for kind, n in Counter(found).items()
+        f"{plural(n, 'prompt')} {'are' if n > 1 else 'is'} `{kind}`"
+        for kind, n in Counter(found).items()
     )
     head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
     return f"Mean KL; {count}.\n\n" + _markdown(head, rows)
@@ -193,6 +200,8 @@ def _correlation(before: Sequence[float], kl: Floats) -> str:
     means = np.stack([kl.mean(1), *(kl[:, places].mean(1) for places in drawn)])
     own, others = (x - (len(kl) + 1) / 2 for x in (rankdata(before), rankdata(means, axis=1)))
     value, *values = others @ own / np.sqrt((others**2).sum(1) * (own**2).sum())
+    if kl.shape[1] < FEWEST:
+        return f"{value:.2f}"
     low, high = np.quantile(values, [0.025, 0.975])
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -262,8 +271,9 @@ def _measured(r: Results) -> str:
 
 _ANSWERS = (
     "* Prompts are the first questions of the [card](qwen.md) that the model answered right, in at "
-    f"least {LEAST} tokens. The answer that llama.cpp wrote is recorded teacher-forced, in one "
-    "pass in float32."
+    f"least {LEAST} tokens. The answer, written greedily in bfloat16, is recorded teacher-forced, "
+    "in one pass in float32. Answers this short leave little to evict: larger budgets, those of "
+    "the papers, and the 1.5B (`--model qwen-1.5b`) are not measured."
 )
 _TEXTS = (
     "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "

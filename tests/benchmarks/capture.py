@@ -255,7 +255,7 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     }
     lines = [
         f"threads {torch.get_num_threads()}, torch {torch.__version__}",
-        f"{shape}",
+        f"{replace(shape, model=shape.model and Path(shape.model).name)}",
         (
             f"a new token takes {token * 1e3:.1f} ms alone, {token_too * 1e3:.1f} ms recorded: "
             f"{ratios['generation']:.3f} times ({1 / token:.1f} and {1 / token_too:.1f} tokens/s)"

@@ -131,9 +131,7 @@ def naive(kind, block):
         part, inside = divmod(i, 128)
         quarter, at = divmod(inside, 32)
         b = low[64 * part + 32 * (quarter % 2) + at]
-        bits = (b >> 4 if quarter > 1 else b & 15) | (
-            high[32 * part + at] >> 2 * quarter & 3
-        ) << 4
+        bits = (b >> 4 if quarter > 1 else b & 15) | (high[32 * part + at] >> 2 * quarter & 3) << 4
         scale = scales[i // 16]
         out.append(half[-1] * (scale - 256 * (scale > 127)) * (bits - 32))
     return out
