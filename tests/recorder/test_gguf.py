@@ -121,8 +121,8 @@ def naive(kind, block):
             if j >= 4:
                 scale = six[j + 4] & 15 | six[j - 4] >> 6 << 4
                 least = six[j + 4] >> 4 | six[j] >> 6 << 4
-            for b in quants[j // 2 * 32 : j // 2 * 32 + 32]:
-                out.append(half[0] * scale * (b >> 4 if j % 2 else b & 15) - half[1] * least)
+            nibbles = [b >> 4 if j % 2 else b & 15 for b in quants[j // 2 * 32 : j // 2 * 32 + 32]]
+            out += [half[0] * scale * each - half[1] * least for each in nibbles]
         return out
     # Q6_K: four low bits, two high bits, 16 signed scales, and a scale at the end
     low, high, scales = block[:128], block[128:192], block[192:208]
