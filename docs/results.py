@@ -5,6 +5,7 @@
     python docs/results.py --smallest        2 short prompts: a minute; what a test runs
     python docs/results.py --model smollm2   46 prompts of up to 1,024 tokens: hours; resumes
     python docs/results.py --model 8k        6 prompts of 8,192 tokens of SmolLM2: an hour; resumes
+    python docs/results.py --model qwen --file FILE.gguf    answers of Qwen2.5-Coder; resumes
     python docs/results.py --stored          the pages of the values that are there: seconds
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
@@ -75,10 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, default=ROOT / "traces" / "results", metavar="DIR")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 2 by default")
     parser.add_argument("--prompts", type=int, metavar="N", help="the first so many of them")
+    parser.add_argument("--file", type=Path, metavar="FILE.gguf", help="the model, if it is Qwen")
     given = parser.parse_args(arguments)
     start = time.perf_counter()
     plan = SMALLEST[given.model] if given.smallest else PLANS[given.model]
-    plan = replace(plan, prompts=given.prompts or plan.prompts)
+    plan = replace(plan, prompts=given.prompts or plan.prompts, file=given.file)
     out = given.out or PAGES[plan.name]
     if not given.stored:
         measure_all(plan, given.traces, out.with_suffix(".parquet"), given.jobs)
@@ -104,7 +106,9 @@ def write(plan: Plan, out: Path) -> Results:
     figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
-        text = long_page(results, by_budget, link, committed()[plan.model])
+        others = committed()
+        compared = others.values() if plan.called else [others[plan.model]]
+        text = long_page(results, by_budget, link, [*compared])
     else:
         text = page(results, policies, by_budget, link)
     out.write_text(text, "utf-8")

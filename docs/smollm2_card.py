@@ -18,7 +18,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,13 @@ def table(rows: Sequence[dict[str, Any]], column: str, tasks: Sequence[str]) -> 
         counts[row["task"], row[column]].append(row["right"])
     lines = [f"| task | {' | '.join(map(str, values))} |", "| --- " * (len(values) + 1) + "|"]
     for task in tasks:
-        cells = [_cell(counts[task, value]) for value in values]
+        cells = [cell(counts[task, value]) for value in values]
         if any(cells):
             lines.append(f"| `{task}` | {' | '.join(cells)} |")
     return lines
 
 
-def _cell(right: Sequence[bool]) -> str:
+def cell(right: Sequence[bool]) -> str:
     """Return a share with its Wilson interval and its number of prompts."""
     if not right:
         return ""
@@ -124,10 +124,12 @@ def _cell(right: Sequence[bool]) -> str:
 
 def page(text: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return the page with its generated parts."""
-    parts = {
-        "lengths": table(rows, "length", TASKS),
-        "depths": table(rows, "depth", [task for task in TASKS if task not in DEPTHLESS]),
-    }
+    depths = table(rows, "depth", [task for task in TASKS if task not in DEPTHLESS])
+    return filled(text, {"lengths": table(rows, "length", TASKS), "depths": depths})
+
+
+def filled(text: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """Return a page with the lines of its generated parts, by the names in their marks."""
     for name, lines in parts.items():
         mark, end = f"<!-- measured: {name} -->\n", "<!-- /measured -->"
         before, _, rest = text.partition(mark)

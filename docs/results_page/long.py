@@ -1,20 +1,23 @@
-"""The page of long prompts: ranking, comparison with shorter ones, needles, time and memory."""
+"""Pages of few policies, on long prompts or long answers: ranking, needles, time and memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
 from scipy.stats import rankdata
 
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
+from kvsim.schema import plural
 from results_page.ranking import Row, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
 from results_page.text import command, sources
 from results_page.traces import ANSWER as ANSWERED
-from results_page.traces import labels
+from results_page.traces import LEAST, labels
 
 #: Columns of the table after KL: heading, metric, variant (None: the main one), format.
 _COLUMNS = (
@@ -28,25 +31,25 @@ REFERENCES = ("full", "random")
 
 
 def long_page(
-    r: Results, by_budget: Mapping[int, Sequence[Row]], figure: str, shorter: Results
+    r: Results, by_budget: Mapping[int, Sequence[Row]], figure: str, others: Sequence[Results]
 ) -> str:
-    """The whole page; figure: as for `page`; shorter: the same model on shorter prompts."""
+    """The whole page; figure: as for `page`; others: results that may predict the ranking."""
     policies = [row.label for row in by_budget[r.plan.budget]]
-    tokens, prompt = np.array(r.sizes).T
-    model = "SmolLM2" if r.plan.lengths else "the shipped model"
     parts = [
-        f"# Results on {model} at {max(tokens):,} tokens",
-        f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, "
-        + _OPENING.format(shorter=shorter.plan.page),
+        *_opening(r, others),
         "## Which policy is best",
-        _MEANING.format(budget=r.plan.budget),
+        _meaning(r),
         _table(r, policies),
         f"![KL and wiped-out regions of each policy]({figure})",
         "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
         "## By " + _by(r)[0],
         _groups(r, policies),
-        "## Do shorter prompts predict the ranking?",
-        _predicted(r, shorter, [x for x in policies if x not in REFERENCES]),
+        "## Do other prompts and models predict the ranking?"
+        if r.plan.called
+        else "## Do shorter prompts predict the ranking?",
+        "\n\n".join(
+            _predicted(r, each, [x for x in policies if x not in REFERENCES]) for each in others
+        ),
         *_needles(r, policies),
         "## Time and memory",
         _stages(r),
@@ -56,18 +59,47 @@ def long_page(
     return "\n\n".join(parts) + "\n"
 
 
-_OPENING = (
-    "one event after the prompt, policies of the papers with their own parameters. "
-    "[Shorter prompts]({shorter}) under all policies are on a page of their own."
-)
-_MEANING = (
-    "By judged KL: how far the model's predictions of the response move from those with the full "
-    "cache when each row sees what the replay kept, in nats per token. Because the only event "
-    "is after the prompt, decisions are those of a live run. Mean and 95 % interval over prompts; "
-    "the other [metrics](metrics.md) at budget {budget}, by whose KL rows are sorted. *Top-1* is "
-    "the share of tokens of the response whose most likely token stays that of the full cache, "
-    "*wipe-out 32* the share of regions of 32 tokens of which nothing is left."
-)
+def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
+    """The title of the page, and what it is about."""
+    tokens, prompt = np.array(r.sizes).T
+    if r.plan.called:
+        model = r.plan.model if r.plan.solved else "the shipped model"
+        answers = tokens - prompt
+        about = (
+            f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens behind prompts "
+            f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
+            f"An event is after the prompt and after each {r.plan.interval} rows of the answer; "
+            "policies of the papers have their own parameters."
+        )
+        return f"# Results on {model}: answers that need reasoning", about
+    model = "SmolLM2" if r.plan.lengths else "the shipped model"
+    about = (
+        f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, one event after "
+        "the prompt, policies of the papers with their own parameters. "
+        f"[Shorter prompts]({others[0].plan.page}) under all policies are on a page of their own."
+    )
+    return f"# Results on {model} at {max(tokens):,} tokens", about
+
+
+def _meaning(r: Results) -> str:
+    """What the columns of the first table are."""
+    once = "Because the only event is after the prompt, decisions are those of a live run. "
+    counts = [Interval.of(r.of("random", n, "response_kl")).n for n in r.plan.budgets]
+    fewer = ", ".join(f"{n} of {k}" for n, k in zip(counts, r.plan.budgets, strict=True))
+    return (
+        "By judged KL: how far the model's predictions of the response move from those with the "
+        "full cache when each row sees what the replay kept, in nats per token. "
+        + (
+            once
+            if r.plan.once
+            else f"A prompt is replayed at budgets of at most half of its "
+            f"tokens (prompts of budgets: {fewer}). "
+        )
+        + "Mean and 95 % interval over prompts; the other [metrics](metrics.md) at budget "
+        f"{r.plan.budget}, by whose KL rows are sorted. *Top-1* is the share of tokens of the "
+        "response whose most likely token stays that of the full cache, *wipe-out 32* the share "
+        "of regions of 32 tokens of which nothing is left."
+    )
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -97,6 +129,10 @@ def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     names = [row.label for row in of_budget if row.label not in REFERENCES]
     kl = {label: r.of(label, budget, "response_kl") for label in names}
     first, *others = names
+    count = Interval.of(kl[first]).n
+    if count < FEWEST:
+        prompts = plural(count, "prompt")
+        return f"Budget {budget}: {shown(first)} is first, of {prompts}, too few to compare."
     gaps = {label: Interval.of(kl[label] - kl[first]) for label in others}
     level = [shown(label) for label, gap in gaps.items() if not gap.low > 0]
     pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(names, 2)]
@@ -111,7 +147,7 @@ def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
 
 def _by(r: Results) -> tuple[str, list[str]]:
     """The label that prompts differ in, and that of each prompt."""
-    name = "task" if r.plan.lengths else "domain"
+    name = "task" if r.plan.lengths or r.plan.solved else "domain"
     return name, [labels(r.plan, number + 1)[name] for number in range(r.plan.prompts)]
 
 
@@ -122,10 +158,11 @@ def _groups(r: Results, policies: Sequence[str]) -> str:
     rows = []
     for label in policies:
         kl = {budget: r.of(label, budget, "response_kl") for budget in r.plan.budgets}
-        means = (kl[budget][np.array(found) == kind].mean() for kind, budget in columns)
-        rows.append([shown(label), *(f"{mean:.3f}" for mean in means)])
+        means = (Interval.of(kl[budget][np.array(found) == kind]) for kind, budget in columns)
+        rows.append([shown(label), *(f"{x.mean:.3f}" if x.n else "" for x in means)])
     count = " and ".join(
-        f"{found.count(kind)} prompts are `{kind}`" for kind in dict.fromkeys(found)
+        f"{plural(n, 'prompt')} {'are' if n > 1 else 'is'} `{kind}`"
+        for kind, n in Counter(found).items()
     )
     head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
     return f"Mean KL; {count}.\n\n" + _markdown(head, rows)
@@ -147,15 +184,24 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
         f"by mean KL here (columns) and on [{shorter.plan.prompts} prompts of {tokens.min()} to "
         f"{tokens.max()} tokens]({shorter.plan.page}) (rows); in brackets the 95 % interval over "
         "the prompts here. There, evictions go on during the response.\n\n"
-    ) + _markdown(["shorter prompts", *(f"budget {budget}" for budget in r.plan.budgets)], rows)
+    ) + _markdown(
+        [
+            "budget there" if r.plan.called else "shorter prompts",
+            *(f"budget {budget}" for budget in r.plan.budgets),
+        ],
+        rows,
+    )
 
 
 def _correlation(before: Sequence[float], kl: Floats) -> str:
     """Of [policy] and [policy, prompt], with an interval of resampled prompts."""
+    kl = kl[:, ~np.isnan(kl).any(0)]
     drawn = np.random.default_rng(0).integers(0, kl.shape[1], (RESAMPLES, kl.shape[1]))
     means = np.stack([kl.mean(1), *(kl[:, places].mean(1) for places in drawn)])
     own, others = (x - (len(kl) + 1) / 2 for x in (rankdata(before), rankdata(means, axis=1)))
     value, *values = others @ own / np.sqrt((others**2).sum(1) * (own**2).sum())
+    if kl.shape[1] < FEWEST:
+        return f"{value:.2f}"
     low, high = np.quantile(values, [0.025, 0.975])
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -209,17 +255,26 @@ def _of_stage(r: Results, metric: str, stage: str) -> list[float]:
 def _measured(r: Results) -> str:
     """The command, the prompts, and what limits the results."""
     plan = r.plan
+    texts = [_TEXTS.format(response=plan.response, answer=ANSWERED)] if plan.lengths else []
+    limits = _OPEN_LOOP if plan.called else _AT_THE_END
     return "\n".join(
         [
             command(plan),
             "",
-            *([_TEXTS.format(response=plan.response, answer=ANSWERED)] if plan.lengths else []),
+            *([_ANSWERS] if plan.solved else texts),
             sources(r),
             *_LIMITS,
+            limits,
         ]
     )
 
 
+_ANSWERS = (
+    "* Prompts are the first questions of the [card](qwen.md) that the model answered right, in at "
+    f"least {LEAST} tokens. The answer, written greedily in bfloat16, is recorded teacher-forced, "
+    "in one pass in float32. Answers this short leave little to evict: larger budgets, those of "
+    "the papers, and the 1.5B (`--model qwen-1.5b`) are not measured."
+)
 _TEXTS = (
     "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "
     "one pass; the others are `needle`, a code somewhere in the text and a question about it; the "
@@ -232,5 +287,11 @@ _LIMITS = (
     "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
     "* `kvzip` is missing: rows that repeat the prompt need as many positions again.",
     "* Policies that [drop rows between layers](across-layers.md) are missing: none is judged.",
-    "* A question is at the end of the prompt, which favours policies that look at the last rows.",
+)
+_AT_THE_END = (
+    "* A question is at the end of the prompt, which favours policies that look at the last rows."
+)
+_OPEN_LOOP = (
+    "* Decisions are those of a replay: queries and keys are those with the full cache. Whether "
+    "the model still ends with the right answer was not measured."
 )

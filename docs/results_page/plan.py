@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 #: The largest values that policies made for thousands of tokens take on short traces.
 _SMALL = {"window": 8, "lag": 8, "chunk": 8}
@@ -42,6 +43,9 @@ class Plan:
     interval, prefill: the one schedule of every policy. presets: a row for each preset too. regret:
     how many of the first prompts regret is measured on, all by default. only: of a page on long
     prompts, the policies, with one event after the prompt; without regret, claims and calibration.
+    called: of a page on answers that need reasoning, what `--model` calls it: the policies of
+    `only`, at the events of the schedule. solved: the model in docs/qwen-results.jsonl whose right
+    answers are recorded. file: its GGUF file.
     """
 
     model: str = "tiny"
@@ -61,18 +65,26 @@ class Plan:
     only: tuple[str, ...] = ()
     tasks: tuple[str, ...] = REAL
     response: int | None = None  #: tokens of a text that are the response; a quarter by default
+    called: str = ""
+    solved: str = ""
+    file: Path | None = field(default=None, compare=False)
     sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
     @property
     def budget(self) -> int:
-        """The budget of tables of one."""
-        return self.budgets[len(self.budgets) // 2]
+        """The budget of tables of one: of answers that of all of them."""
+        return self.budgets[0] if self.called else self.budgets[len(self.budgets) // 2]
 
     @property
     def name(self) -> str:
         """What `--model` of docs/results.py calls it."""
-        return "8k" if self.only else self.model
+        return self.called or ("8k" if self.only else self.model)
+
+    @property
+    def once(self) -> bool:
+        """Whether the only event is after the prompt."""
+        return bool(self.only) and not self.called
 
     @property
     def page(self) -> str:
@@ -85,11 +97,13 @@ class Plan:
         given = "" if self.name == "tiny" else f" --model {self.name}"
         if self == SMALLEST[self.name]:
             return given + " --smallest"
+        given += " --file FILE.gguf" * bool(self.solved)
         return given + f" --prompts {self.prompts}" * (self != PLANS[self.name])
 
     def __str__(self) -> str:
         usual = vars(Plan())
-        given = (f"{name}={x!r}" for name, x in vars(self).items() if x != usual[name])
+        known = (name for name in usual if name != "file")
+        given = (f"{x}={vars(self)[x]!r}" for x in known if vars(self)[x] != usual[x])
         return f"Plan({', '.join(given)})"
 
 
@@ -125,7 +139,26 @@ LONG = Plan(
     sizes=Sizes(),
     cost=(),
 )
-PLANS = {"tiny": FULL, "smollm2": SMOLLM2, "8k": LONG}
+#: Answers that need reasoning, and are right with the full cache.
+QWEN = Plan(
+    model="Qwen2.5-Coder-0.5B-Instruct",
+    prompts=6,
+    budgets=(64, 128),
+    interval=32,
+    prefill=True,
+    only=(*LONG.only, "rkv"),
+    called="qwen",
+    solved="0.5B",
+    sizes=Sizes(),
+    cost=(),
+)
+QWEN_LARGER = replace(QWEN, model="Qwen2.5-Coder-1.5B-Instruct", called="qwen-1.5b", solved="1.5B")
+PLANS = {
+    "tiny": FULL,
+    "smollm2": SMOLLM2,
+    "8k": LONG,
+    **{plan.called: plan for plan in (QWEN, QWEN_LARGER)},
+}
 #: The least that makes a page: a look at it, and the test of the one on tiny.
 SMALLEST = {
     "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
@@ -139,4 +172,16 @@ SMALLEST = {
         cost=(128, 256),
     ),
     "8k": Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=LONG.only, cost=()),
+    **{
+        name: Plan(
+            prompts=2,
+            level=None,
+            budgets=(32, 64),
+            prefill=True,
+            only=("full", "random", "snapkv", "tova"),
+            called=name,
+            cost=(),
+        )
+        for name in (QWEN.called, QWEN_LARGER.called)
+    },
 }

@@ -130,7 +130,7 @@ def measure_prompt(
     """Everything that the page says of one prompt, as stored rows.
 
     What was measured before is read from `folder/measured` and from `values`, the file of a page;
-    traces of a plan with `lengths`, which are large, are removed as soon as they are measured. A
+    traces of large models, are removed as soon as they are measured. A
     change of the code is not noticed: remove both.
     """
     torch.set_num_threads(1)
@@ -168,7 +168,7 @@ def measure_prompt(
         unfinished = stored.with_suffix(".part")
         pl.concat(rows.values()).write_parquet(unfinished)
         unfinished.rename(stored)
-        if plan.lengths:
+        if plan.lengths or plan.solved:
             shutil.rmtree(path)
     return pl.concat(rows[piece] for piece in wanted)
 
@@ -192,12 +192,13 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     terms = {"interval": plan.interval, "prefill": plan.prefill}
     tried, each_own = plan.tried or plan.budgets, {"own_schedule": True}
     if plan.only:
-        rows = [replace(one, schedule=_AFTER_PROMPT) for one in rows]
+        if plan.once:
+            rows, terms = [replace(one, schedule=_AFTER_PROMPT) for one in rows], each_own
         joint = [one for one in rows if one.name in _JOINT]
         rows = [one for one in rows if one not in joint]
         return [
-            Replays(rows, plan.budgets, _LONG, each_own, answers=True),
-            Replays(joint, plan.budgets, _LONG, {**each_own, **_JOINT_MEMORY}, answers=True),
+            Replays(rows, plan.budgets, _LONG, terms, answers=plan.once),
+            Replays(joint, plan.budgets, _LONG, {**terms, **_JOINT_MEMORY}, answers=plan.once),
         ]
     expected = prompt_policies(plan.sizes)
     at_the_prompt = [replace(one, schedule=_AFTER_PROMPT) for one in expected]

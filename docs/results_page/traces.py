@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from results_page.stages import Stages
 VERBS = tuple(task for task in tasks.TASKS if task != "needle")
 #: Depths of the needles, in turn.
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+#: Answers of larger models, and the tokens that those that are recorded have at least.
+ANSWERS, LEAST = Path(__file__).parent.parent / "qwen-results.jsonl", 100
 #: Tokens that the model writes at most, where the response is not given.
 ANSWER = 32
 
@@ -35,13 +38,15 @@ _model, _tokenizer = cache(load_model), cache(load_tokenizer)
 @cache
 def weights(plan: Plan) -> str:
     """SHA-256 of the weights of the model."""
-    if plan.lengths:
-        return str(describe_model(_model(plan.model)[0])["source"]["sha256"])
+    if plan.lengths or plan.solved:
+        return str(describe_model(_model(plan.file or plan.model)[0])["source"]["sha256"])
     return hashlib.sha256((PATH / "model.safetensors").read_bytes()).hexdigest()
 
 
 def labels(plan: Plan, number: int) -> dict[str, Any]:
     """Labels of a prompt, the groups of a table; number 0 is the prompt for calibration."""
+    if plan.solved:
+        return {"task": _solved(plan, number).labels["task"]}
     if plan.lengths:
         if not number:
             return {"length": plan.calibration or plan.lengths[0], "task": "text"}
@@ -57,7 +62,7 @@ def labels(plan: Plan, number: int) -> dict[str, Any]:
 @cache
 def samples(plan: Plan) -> list[Prompt]:
     """The prompts, and before them the one for calibration alone."""
-    make = _real if plan.lengths else _ledger
+    make = _solved if plan.solved else _real if plan.lengths else _ledger
     return [make(plan, number) for number in range(plan.prompts + 1)]
 
 
@@ -70,6 +75,28 @@ def _ledger(plan: Plan, number: int) -> Prompt:
     of = labels(plan, number)
     (one,) = tasks.prompts(1, 1000 * plan.seed + number, **of, **size)
     return Prompt(f"{label}-{number:02}", one.prompt, one.answer, labels=of)
+
+
+def _solved(plan: Plan, number: int) -> Prompt:
+    """A question and its right answer, as a model wrote it with the full cache, and its end."""
+    rows = map(json.loads, ANSWERS.read_text("utf-8").splitlines())
+    right = [
+        row
+        for row in rows
+        if row["model"] == plan.solved
+        and {"right", "ended", "prompt"} <= {name for name, value in row.items() if value}
+        and row["response_tokens"] >= LEAST
+    ]
+    if number > len(right):
+        raise SystemExit(f"{ANSWERS} has {len(right)} answers, expected {plan.prompts}")
+    row = right[number - 1]
+    return Prompt(
+        f"{plan.called}-{row['task']}-{row['index']:02}",
+        [{"role": "user", "content": row["prompt"]}],
+        row["answer"],
+        labels={"task": row["task"]},
+        response=row["response"],
+    )
 
 
 def _real(plan: Plan, number: int) -> Prompt:
@@ -105,7 +132,7 @@ def record(
     paths = [folder / f"{prompt.id}.zarr" for prompt in wanted]
     missing = [prompt for prompt, path in zip(wanted, paths, strict=True) if not path.exists()]
     if missing:
-        model, tokenizer = _model(plan.model)
+        model, tokenizer = _model(plan.file or plan.model)
         most = {"max_new_tokens": ANSWER} if plan.lengths and not missing[0].response else {}
         most |= {"sensitivity": False} if plan.only else {"probe": "repeat"}
         with (stages or Stages()).on("capture"):
@@ -139,4 +166,4 @@ def in_memory(path: Path) -> Trace:
 
 def judge_of(plan: Plan, trace: Trace) -> Judge:
     """The judge of replays of a trace."""
-    return Judge(RunningModel(_model(plan.model)[0]), trace)
+    return Judge(RunningModel(_model(plan.file or plan.model)[0]), trace)

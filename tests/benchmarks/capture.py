@@ -3,6 +3,7 @@
     python tests/benchmarks/capture.py            # the shape of a 0.5B model: some minutes
     python tests/benchmarks/capture.py --smallest # seconds; what the test suite runs
     python tests/benchmarks/capture.py --model smollm2 # a language model on real text: minutes
+    python tests/benchmarks/capture.py --model FILE.gguf # the same of a file, one turn
 
 A random model of the shape of Qwen2-0.5B answers a prompt with and without a capture of q, k, v and
 attention output to disk, in turns, in one process; the ratio is of the fastest turns.
@@ -15,8 +16,8 @@ block does, which leaves the most to hold.
 The least that a trace can take is q, k and v in the model's precision, uncompressed; beside it
 stands what the same arrays and the attention output take.
 
-With `--model smollm2` the model is SmolLM2, the prompt is documentation that comes with Python, and
-host memory is also that of a prompt of 4,095 tokens.
+With `--model` the prompt is documentation that comes with Python; with SmolLM2 host memory is that
+of a prompt of 4,095 tokens.
 """
 
 from __future__ import annotations
@@ -103,6 +104,27 @@ REAL = Shape(
     model="smollm2",
     longest=4096,
 )
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a model by its name or path."""
+    if name == REAL.model:
+        return REAL
+    config = load_model(name)[0].config
+    return replace(
+        REAL,
+        layers=config.num_hidden_layers,
+        hidden=config.head_dim * config.num_attention_heads,
+        intermediate=config.intermediate_size,
+        qheads=config.num_attention_heads,
+        heads=config.num_key_value_heads,
+        vocabulary=config.vocab_size,
+        prompt=256,
+        new=32,
+        turns=1,
+        model=name,
+        longest=None,
+    )
 
 
 def build(shape: Shape) -> PreTrainedModel:
@@ -226,7 +248,7 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
     }
     lines = [
         f"threads {torch.get_num_threads()}, torch {torch.__version__}",
-        f"{shape}",
+        f"{replace(shape, model=shape.model and Path(shape.model).name)}",
         (
             f"a new token takes {token * 1e3:.1f} ms alone, {token_too * 1e3:.1f} ms recorded: "
             f"{ratios['generation']:.3f} times ({1 / token:.1f} and {1 / token_too:.1f} tokens/s)"
@@ -252,12 +274,14 @@ def run(shape: Shape) -> tuple[dict[str, float], list[str]]:
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    parser.add_argument("--model", choices=[REAL.model], help="a real model on real text")
+    parser.add_argument("--model", help="a real model on real text: smollm2, or a path")
     parser.add_argument("--once", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--recorded", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.once:
         once(Shape(**given.once), recorded=given.recorded)
     else:
-        _, lines = run(SMALLEST if given.smallest else REAL if given.model else AIM)
-        publish(lines, given.doc, f"capture {given.model}" if given.model else "capture")
+        named = shape_of(given.model) if given.model else AIM
+        _, lines = run(SMALLEST if given.smallest else named)
+        name = f" {Path(given.model).stem.lower()}" if given.model else ""
+        publish(lines, given.doc, f"capture{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from results_page.plan import FULL, PLANS, SMALLEST
 from results_page.policies import CROSSES, PAPER, RELEASE
 from results_page.statistics import read_values, stored_rows
 from results_page.tables import measure_prompt
-from results_page.traces import ANSWER, record
+from results_page.traces import ANSWER, ANSWERS, LEAST, record, samples
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +235,48 @@ def test_a_page_of_long_prompts_has_its_parts(long):
     assert not long.with_name("claims.md").exists()
 
 
+def test_a_page_of_answers_has_its_parts(tmp_path):
+    """Events go on during the answer; other results predict the ranking, and none is claimed."""
+    places = f"--out={tmp_path / 'page.md'}", f"--traces={tmp_path / 'traces'}"
+    results.main(["--model=qwen", "--smallest", "--jobs=1", *places])
+
+    text, plan = (tmp_path / "page.md").read_text("utf-8"), SMALLEST["qwen"]
+    head, *rows = tables(text)["Which policy is best"]
+    kl = [number(row[head.index(f"KL {plan.budget}")]) for row in rows]
+    assert {row[0].strip("`") for row in rows} == set(plan.only)
+    assert kl == sorted(kl)
+    assert kl[0] == 0 < kl[1]
+    assert f"after each {plan.interval} rows of the answer" in text
+    assert f"python docs/results.py{plan.option}\n" in text
+    for other in results.CLAIMED:
+        assert f"]({PLANS[other].page}) (rows)" in text
+    values = stored_rows(tmp_path / "page.parquet")
+    assert values.filter(policy="snapkv")["interval"].unique().to_list() == [plan.interval]
+
+
+def test_recorded_answers_are_right_and_of_their_model():
+    """Of the card's answers those count that are right, ended and long; each has a task."""
+    plan = PLANS["qwen"]
+    rows = [json.loads(line) for line in ANSWERS.read_text("utf-8").splitlines()]
+
+    answers = samples(plan)[1:]
+
+    assert len({prompt.id for prompt in answers}) == plan.prompts
+    for prompt in answers:
+        (row,) = (
+            row
+            for row in rows
+            if row["model"] == plan.solved
+            and row["response"] == prompt.response
+            and prompt.content[0]["content"] == row.get("prompt")
+        )
+        assert row["right"]
+        assert row["ended"]
+        assert row["response_tokens"] >= LEAST
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("model", PLANS)
+@pytest.mark.parametrize("model", [name for name in PLANS if results.PAGES[name].exists()])
 def test_the_committed_page_follows_from_its_values(model, tmp_path):
     """Every number of a page is made of the file beside it, by one command."""
     page = results.PAGES[model]

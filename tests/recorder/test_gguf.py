@@ -105,6 +105,66 @@ def test_weights_are_those_of_the_reader(tmp_path, architecture):
     assert model.config.rope_parameters["rope_theta"] == 10000.0
 
 
+def naive(kind, block):
+    """The values of a block of bytes, by the layouts that llama.cpp documents."""
+    half = [float(x) for x in np.frombuffer(bytes(block), "<f2", len(block) // 2)]
+    if kind == "Q8_0":  # a scale, 32 signed bytes
+        return [half[0] * (b - 256 * (b > 127)) for b in block[2:]]
+    if kind == "Q5_0":  # a scale, 32 fifth bits, 16 pairs of four bits
+        fifth = int.from_bytes(bytes(block[2:6]), "little")
+        low = [b & 15 for b in block[6:]] + [b >> 4 for b in block[6:]]
+        return [half[0] * ((low[i] | (fifth >> i & 1) << 4) - 16) for i in range(32)]
+    if kind == "Q4_K":  # two scales, 12 bytes of eight scales and eight minima of 6 bits
+        six, quants, out = block[4:16], block[16:], []
+        for j in range(8):
+            scale, least = six[j] & 63, six[j + 4] & 63
+            if j >= 4:
+                scale = six[j + 4] & 15 | six[j - 4] >> 6 << 4
+                least = six[j + 4] >> 4 | six[j] >> 6 << 4
+            nibbles = [b >> 4 if j % 2 else b & 15 for b in quants[j // 2 * 32 : j // 2 * 32 + 32]]
+            out += [half[0] * scale * each - half[1] * least for each in nibbles]
+        return out
+    # Q6_K: four low bits, two high bits, 16 signed scales, and a scale at the end
+    low, high, scales = block[:128], block[128:192], block[192:208]
+    out = []
+    for i in range(256):
+        part, inside = divmod(i, 128)
+        quarter, at = divmod(inside, 32)
+        b = low[64 * part + 32 * (quarter % 2) + at]
+        bits = (b >> 4 if quarter > 1 else b & 15) | (high[32 * part + at] >> 2 * quarter & 3) << 4
+        scale = scales[i // 16]
+        out.append(half[-1] * (scale - 256 * (scale > 127)) * (bits - 32))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q6_K", "Q8_0"])
+def test_random_blocks_of_files_of_qwen(tmp_path, kind):
+    """Values are bit for bit those of the gguf package's reader, and those of plain loops."""
+    number = gguf.GGMLQuantizationType[kind]
+    columns, size = gguf.GGML_QUANT_SIZES[number]
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (12, size), dtype=np.uint8)
+    scales = {"Q4_K": (0, 2), "Q6_K": (size - 2,)}.get(kind, (0,))
+    for at in scales:  # finite ones
+        blocks[:, at : at + 2] = rng.normal(size=(12, 1)).astype("<f2").view(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")
+    writer.add_tensor("one.weight", blocks.reshape(4, -1), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    (tensor,) = files.read(tmp_path / "one.gguf")[1].values()
+    (stored,) = gguf.GGUFReader(tmp_path / "one.gguf").tensors
+
+    rows = np.array([2, 0, 3])
+    found = tensor.values(rows)
+    assert (tensor.kind, tensor.shape) == (kind, (4, 3 * columns))
+    assert found.tobytes() == gguf.quants.dequantize(stored.data, number)[rows].tobytes()
+    expected = [naive(kind, block.tolist()) for block in blocks]
+    assert found == pytest.approx(np.reshape(expected, (4, -1))[rows], rel=1e-5, abs=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_tokenizer_follows_the_file(tmp_path, architecture):
     """Special tokens, their places and separate digits are the file's, not transformers' guess."""
