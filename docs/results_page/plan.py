@@ -142,7 +142,7 @@ LONG = Plan(
 #: Answers that need reasoning, and are right with the full cache.
 QWEN = Plan(
     model="Qwen2.5-Coder-0.5B-Instruct",
-    prompts=6,
+    prompts=7,
     budgets=(64, 128),
     interval=32,
     prefill=True,
