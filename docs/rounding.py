@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -77,7 +77,7 @@ def measure(model: str, folder: Path) -> None:
         row |= {"low": mean["low"], "high": mean["high"]} if "kl" in mean["metric"] else {}
     traces = [kvsim.open_trace(path) for path in paths]
     for name in CODECS:
-        codec, dim = policies[name].codec, traces[0].dim
+        codec, dim = cast("Codec", policies[name].codec), traces[0].dim
         rows[name]["bits"] = sum(codec.bits(dim)) / (2 * dim)
         for which, part in enumerate(("keys", "values")):
             rows[name][part] = sum(lost(x, codec, which) for x in traces) / len(traces)

@@ -128,7 +128,7 @@ def codebook(dim: int, bits: int) -> NDArray[np.float64]:
         moved, levels = levels, total / share
         if abs(levels - moved).max() < 1e-12:
             break
-    return levels
+    return np.asarray(levels)
 
 
 @lru_cache
