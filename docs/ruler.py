@@ -89,7 +89,8 @@ def table(scores: list[Mapping[str, Any]]) -> str:
     means = []
     for n in LENGTHS:
         values = np.array([each["score"] for each in scores if each["length"] == n])
-        whole = Interval.of(values) if values.size else None
+        measured = {each["task"] for each in scores if each["length"] == n}
+        whole = Interval.of(values) if measured == {*RULER} else None
         known = whole is not None and not np.isnan(whole.low)
         ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and known else ""
         means.append("-" if whole is None else f"{100 * whole.mean:.0f}{ends} ({whole.n})")
