@@ -118,9 +118,8 @@ def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _of_hub(name: str) -> Iterable[dict[str, Any]]:
     """Return the rows of a data set of a hub."""
-    _, dataset, *more = name.split(":")
-    config, split = (more[0] or None) if len(more) > 1 else None, more[-1] if more else "test"
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) or len(more) > 2:
+    _, dataset, config, split, *more = f"{name}::".split(":")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) or any(more):
         raise CaptureError(f"{name!r} is no data set; expected hub:OWNER/NAME[:CONFIG][:SPLIT]")
     try:
         from datasets import load_dataset  # noqa: PLC0415  a large library
@@ -130,7 +129,9 @@ def _of_hub(name: str) -> Iterable[dict[str, Any]]:
             "a Parquet file of the data set"
         ) from None
     try:
-        rows: Iterable[dict[str, Any]] = load_dataset(dataset, config, split=split)
+        rows: Iterable[dict[str, Any]] = load_dataset(
+            dataset, config or None, split=split or "test"
+        )
     except (OSError, ValueError, RuntimeError) as error:  # no network, data set, config or split
         raise CaptureError(
             f"{name} cannot be loaded ({error_line(error)}), expected a data set that the hub has; "

@@ -70,9 +70,9 @@ def test_a_table_is_read_as_lines_are(parquet, tmp_path, monkeypatch):
     )
     assert found[1].scorer == "string_match_part"
     assert len(read_prompts(parquet, limit=1)) == 1
-    for name in ("hub:a/b:validation", "hub:a/b:4096:validation", "hub:a/b::train"):
+    for name in ("hub:a/b:4096", "hub:a/b:4096:validation", "hub:a/b::train"):
         read_prompts(name)
-    configs = [(None, "test"), (None, "validation"), ("4096", "validation"), (None, "train")]
+    configs = [(None, "test"), ("4096", "test"), ("4096", "validation"), (None, "train")]
     assert asked == [("a/b", *each) for each in configs]
 
 
