@@ -28,6 +28,7 @@ from kvsim.analysis.registry import METRICS, metric
 from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import FEWEST
 from kvsim.core.arguments import listed
+from kvsim.core.budgets import SO_FAR
 from kvsim.errors import PolicyError, suggest
 from kvsim.schema import FIDELITY, first_of, numbered
 
@@ -43,9 +44,7 @@ _TOGETHER, _DRAWN = 64, 1 << 22
 KEYS = ("policy", "params", "requested", "interval", "prefill", "metric", "variant", "unit")
 STAGES = ("early", "middle", "late")
 
-
-#: Entries that rows see beyond those under another policy at the same budget, as a share of them,
-#: from which on a comparison is unfair.
+#: The share by which rows may see more entries than under another policy of the same budget.
 UNFAIR = 0.05
 
 
@@ -190,7 +189,7 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     table, by = _split_beside(table, by, (*KEYS, "trace"))
     if remark := mixed(table, by):
         raise PolicyError(remark)
-    if table.select((pl.col("fidelity").n_unique().over(*_PLACE) > 1).any()).item():
+    if table.select((pl.col("fidelity").n_unique().over(*_PLACE, _GROWING) > 1).any()).item():
         table = strongest(table)
     if "event" not in by:
         table = last_events(table)
@@ -326,46 +325,47 @@ def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> 
     )
 
 
-#: What two values must share to be the same number at two levels; entries, not what was requested.
+#: What two values of one number at two levels share; entries, not what was requested.
 _PLACE = (
     *("trace", "policy", "params", "budget", "interval", "prefill", "metric", "variant", "unit"),
     *("layer", "head", "qhead", "event"),
 )
+_GROWING = pl.col("share").str.extract(f"(.*{SO_FAR})$").alias("_growing")  # not one of entries
 
 
 def strongest(table: pl.DataFrame) -> pl.DataFrame:
     """The Table with one value in each place: of several levels the strongest one."""
     level = _LEVEL.to_physical()
-    return table.filter(level == level.min().over(*_PLACE)).unique(maintain_order=True)
+    return table.filter(level == level.min().over(*_PLACE, _GROWING)).unique(maintain_order=True)
 
 
 def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     """The same values at two levels of fidelity: a stronger level minus a weaker one.
 
     Values are paired one by one, with the same trace, policy, parameters, budget in entries,
-    schedule, metric, layer, head and event; what only one level has is left out. The levels may be
-    of one run, or of several one below the other.
+    schedule, metric, layer, head and event; what only one level has is left out.
 
     `by`, `KEYS`, then `stronger` and `weaker` (levels), `at_stronger` and `at_weaker` (means over
     prompts), `mean`, `low`, `high` of the difference, `n` traces, `values` that were paired.
     PolicyError for two different values of one level next to another level.
     """
     table, by = _split_beside(table, by, KEYS)
+    place = [*_PLACE, "_growing"]
     columns = [*_PLACE, *(name for name in by if name not in _PLACE), "share", "value"]
     values = (
         table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
-        .select(*columns, _level=pl.col("fidelity").cast(pl.String))
-        .unique(subset=[*_PLACE, "_level", "value"], maintain_order=True)
-        .filter(pl.col("_level").n_unique().over(*_PLACE) > 1)
+        .select(*columns, _GROWING, _level=pl.col("fidelity").cast(pl.String))
+        .unique(subset=[*place, "_level", "value"], maintain_order=True)
+        .filter(pl.col("_level").n_unique().over(*place) > 1)
     )
-    if values.select(*_PLACE, "_level").is_duplicated().any():
+    if values.select(*place, "_level").is_duplicated().any():
         raise PolicyError(
             "two values of one policy, metric and place have the same level of fidelity and "
             "differ; expected runs of the same traces: compare others one by one"
         )
     frames = [
         values.filter(_level=stronger).join(
-            values.filter(_level=weaker), on=_PLACE, nulls_equal=True, maintain_order="left"
+            values.filter(_level=weaker), on=place, nulls_equal=True, maintain_order="left"
         )
         for stronger, weaker in combinations(_STRENGTH.categories, 2)
     ]

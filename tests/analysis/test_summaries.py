@@ -483,6 +483,19 @@ def test_budgets_of_levels_meet_in_entries():
     assert found["mean"] == pytest.approx(-0.3)
 
 
+def test_a_budget_that_grows_is_no_pair_of_one_that_does_not():
+    """Both have the same entries at the last event alone."""
+    values = table(
+        row("a", "asl", 0.5, share="50%so-far", fidelity="closed"),
+        row("a", "asl", 0.4, share="50%so-far"),
+        row("a", "asl", 0.9, share="50%"),
+    )
+    (found,) = between_levels(values).to_dicts()
+
+    assert (found["requested"], found["at_weaker"]) == ("50%so-far", pytest.approx(0.4))
+    assert strongest(values)["value"].to_list() == [0.5, 0.9]
+
+
 def test_two_values_of_one_level_cannot_be_compared():
     """Equal ones are one value; different ones an error where another level could be beside."""
     twice = [row("a", "asl", 0.5), row("a", "asl", 0.5)]
