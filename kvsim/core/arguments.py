@@ -20,8 +20,8 @@ def listed(given: T | Iterable[T]) -> list[T]:
 
 
 def share_of(budget: int | str) -> str | None:
-    """Return a budget such as `25%` or `64MiB` as its text; None for one in entries."""
-    text = str(budget).strip()
+    """Return a budget such as `25%` or `64MiB` as text without spaces; None for one in entries."""
+    text = "".join(str(budget).split())
     return None if re.fullmatch(r"[+-]?[\d_]+", text) else text
 
 

@@ -140,10 +140,10 @@ def counted(counts: Iterable[int]) -> str:
 def requested_order(budgets: Sequence[str]) -> list[str]:
     """Budgets as they were requested, from the smallest; entries, shares, then bytes."""
 
-    def order(size: str) -> tuple[bool, bool, float]:
+    def order(size: str) -> tuple[bool, bool, float, str]:
         number: float | None = size_in_bytes(size.partition("@")[0])
         number = float(size.partition("%")[0]) if number is None else number
-        return not size.isdecimal(), "%" not in size, number
+        return not size.isdecimal(), "%" not in size, number, size
 
     return sorted(set(budgets), key=order)
 

@@ -441,6 +441,9 @@ def metric_label(name: str) -> str:
 
 
 def _budget_label(budgets: Sequence[str]) -> str:
-    shares = [size.endswith("%") for size in budgets]
-    unit = "entries or share of the trace" if any(shares) else "entries"
-    return f"budget per KV head ({'share of the trace' if all(shares) else unit})"
+    kinds = {"%": "share of the trace", "r": "share of the tokens so far"}  # 25%, 25%so-far
+    units = [
+        "entries" if size.isdecimal() else kinds.get(size[-1], "bytes of all heads")
+        for size in requested_order(budgets)
+    ]
+    return f"budget per KV head ({' or '.join(dict.fromkeys(units))})"

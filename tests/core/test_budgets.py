@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 import torch
@@ -151,6 +153,9 @@ def test_budgets_are_told_apart_as_requested():
     sizes = ["64", "8", "50%so-far", "25%", "1MiB", "64KiB@float32"]
 
     assert requested_order(sizes[::-1]) == ["8", "64", "25%", "50%so-far", "64KiB@float32", "1MiB"]
+    alike = ["50%", "50%so-far", "1MiB", "1MiB@float32"]
+    assert all(requested_order(each) == alike for each in permutations(alike))
     assert [share_of(size) for size in sizes] == [None, None, *sizes[2:]]
+    assert share_of(" 50 % so-far") == "50%so-far"
     for name, heads in (("tova", 2), ("snapkv@original", 4)):  # a set for each query head
         assert budgeted(kvsim.policy(name), TRACE, "8KB")[1] == 8000 // (2 * heads * 8 * 2)

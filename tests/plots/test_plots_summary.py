@@ -64,6 +64,23 @@ def test_entries_and_shares_are_in_the_order_of_entries(table):
         assert (np.diff(line.get_ydata()) < 0).all()
 
 
+@pytest.mark.parametrize(
+    ("share", "unit"),
+    [
+        ("25%", "share of the trace"),
+        ("25%so-far", "share of the tokens so far"),
+        ("64MiB@float32", "bytes of all heads"),
+    ],
+)
+def test_the_axis_names_the_unit_of_budgets(table, share, unit):
+    """Of all budgets one unit, of several each of them."""
+    whole, given = pl.lit(share), pl.when(pl.col("budget") == 64).then(pl.lit(share))
+    alone, both = (over_budgets(table.with_columns(share=each)).axes[0] for each in (whole, given))
+
+    assert both.get_xlabel() == f"budget per KV head (entries or {unit})"
+    assert alone.get_xlabel() == f"budget per KV head ({unit})"
+
+
 def test_a_single_budget_has_its_interval_as_a_line(table):
     """A band between one budget and itself would not be seen."""
     error = over_budgets(table.filter(budget=32)).axes[0]
