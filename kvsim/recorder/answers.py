@@ -28,7 +28,7 @@ def answer_check(
         return None
     else:
         check = text_check(response, answer, scorer)
-    return check | ({} if longest is None else {"max_new_tokens": longest})
+    return check | ({"max_new_tokens": longest} if longest else {})
 
 
 def agreement(likeliest: Sequence[bool], prompt_len: int) -> dict[str, Any]:

@@ -206,6 +206,10 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
                 f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
                 "one of them: they are the same label"
             )
+    if row.get("max_new_tokens") is not None and row["max_new_tokens"] < 1:
+        raise CaptureError(
+            f"{where}: max_new_tokens is {row['max_new_tokens']}, expected at least 1 token"
+        )
     prefix, is_question = row.get("answer_prefix"), _is_question(row)
     needle, response = row.get("needle"), row.get("response")
     if isinstance(response, list) and not all(type(token) is int for token in response):

@@ -42,7 +42,7 @@ from kvsim.store import open_trace
 from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
-from kvsim.text.answers import check_scorer
+from kvsim.text.answers import check_answer
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
@@ -54,7 +54,7 @@ class Session:
     prompt: its id is the name of the trace; if empty, that of `out` is, or the model's. out: where
     to write the trace; None keeps it in memory. described: by `describe_model`. Raises CaptureError
     for a prompt, a layer or an option that the model or its tokenizer has nothing for; TextError
-    for an unknown scorer.
+    for an unknown scorer, or an answer of which it cannot score responses.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class Session:
         self.name = prompt.id or (self.out.stem if self.out else model_name(model))
         self.notes = [*encoded.notes]
         check_writer(prompt.writer, prompt.response)
-        if prompt.scorer is not None:
-            check_scorer(prompt.scorer)
+        check_answer(prompt.answer, prompt.scorer)
         self.response, self.logprobs = encoded.response or [], list[float]()
         self.likeliest: list[bool] = []
         check_new_tokens(model, options.max_new_tokens)

@@ -22,6 +22,7 @@ from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
+from kvsim.errors import TraceError
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall
@@ -53,6 +54,7 @@ class ClosedLoop:
     Raises:
         NeedsError: a trace without tokens, or of some layers of the model alone.
         CaptureError: another model or tokenizer than the recorded ones.
+        TraceError: a length of the response that is no number of tokens.
     """
 
     def __init__(
@@ -67,9 +69,14 @@ class ClosedLoop:
         self.running, self.trace, self.writing = running, trace, writing
         self._tokenizer, self._paging = tokenizer, paging
         self._check = object_at(trace.meta, "answer_check")
-        if writing is not None and "max_new_tokens" in self._check:  # that of the prompt
-            longest = min(writing.new_tokens, self._check["max_new_tokens"])
-            self.writing = replace(writing, new_tokens=longest)
+        longest = self._check.get("max_new_tokens")  # that of the prompt; untrusted input
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise TraceError(
+                f"{trace.name}: max_new_tokens of its answer_check is {longest!r}, expected a "
+                "number of tokens; record the prompt again"
+            )
+        if writing is not None and longest is not None:
+            self.writing = replace(writing, new_tokens=min(writing.new_tokens, longest))
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
 
@@ -266,10 +273,11 @@ class ClosedLoop:
         check, text = self._check, self._text(tokens)
         if text is None or check.get("right") is None:
             return None
-        if (kind := check.get("kind")) in LANGUAGES:
-            prompt = str(self.trace.meta["text"]["prompt"])
-            check = LANGUAGES[str(kind)].check(prompt, text, check)
-            return float(check.get("score", check["right"]))
+        if (kind := str(check.get("kind"))) in LANGUAGES:
+            prompt = str(object_at(self.trace.meta, "text").get("prompt"))
+            check = LANGUAGES[kind].check(prompt, text, check)
+            value = check.get("score", check["right"])
+            return None if value is None else float(value)
         return text_score(text, check)
 
     def _answered(self, tokens: Sequence[int]) -> int | None:

@@ -50,10 +50,12 @@ def language_of(scorer: str) -> Language:
     raise TextError(f"scorer is {scorer!r}, expected one of {', '.join((*SCORERS, *kinds))}")
 
 
-def check_scorer(scorer: str) -> None:
-    """Raise TextError for an unknown scorer."""
-    if scorer not in SCORERS:
+def check_answer(answer: str | Sequence[str] | None, scorer: str | None) -> None:
+    """Raise TextError for an unknown scorer, or an answer of which it cannot score responses."""
+    if scorer is not None and scorer not in SCORERS:
         language_of(scorer).check("", "", {"scorer": scorer})
+    elif answer is not None:
+        text_check("", answer, scorer)
 
 
 # Words end where no letter or digit follows, numbers where no decimals and no thousands do. A minus
@@ -88,7 +90,8 @@ def text_check(response: str, answer: str | Sequence[str], scorer: str | None) -
 
     scorer: None for whether the answer is contained.
     """
-    check: dict[str, Any] = {"expected": answer if isinstance(answer, str) else [*answer]}
+    several = isinstance(answer, Sequence) and not isinstance(answer, str)
+    check: dict[str, Any] = {"expected": [*answer] if several else answer}
     check |= {} if scorer is None else {"scorer": scorer}
     value = text_score(response, check)
     check |= {} if scorer is None else {"score": value}
@@ -97,10 +100,17 @@ def text_check(response: str, answer: str | Sequence[str], scorer: str | None) -
 
 
 def text_score(response: str, check: Mapping[str, Any]) -> float:
-    """Return the score of a response by an `answer_check` of free text."""
-    expected = check["expected"]
-    answers = expected if isinstance(expected, list) else [str(expected)]
-    return score(response, answers, str(check.get("scorer", "contained")))
+    """Return the score of a response by an `answer_check` of free text, which is untrusted input.
+
+    Raises TextError for an answer that is no text, or an unknown scorer.
+    """
+    expected, scorer = check.get("expected"), check.get("scorer", "contained")
+    answers = expected if isinstance(expected, list) else [expected]
+    if not answers or not all(isinstance(x, str | int | float) for x in answers):
+        raise TextError(f"the answer is {expected!r}, expected text or a list of texts")
+    if scorer not in SCORERS:
+        raise TextError(f"scorer is {scorer!r}, expected one of {', '.join(SCORERS)}")
+    return score(response, [*map(str, answers)], scorer)
 
 
 def final_part(response: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
+from dataclasses import replace
 
 import polars as pl
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 
 import kvsim
 from kvsim.analysis.folder import read_run
-from kvsim.errors import CaptureError
-from kvsim.recorder import Prompt, capture_many, read_prompts
+from kvsim.errors import CaptureError, TextError, TraceError
+from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.recorder.prompts import encode
 from kvsim.studies.language.tasks import prompts as pages
 from kvsim.text.answers import SCORERS, is_right, score
@@ -145,6 +147,47 @@ def test_recorded_and_live_responses_are_scored(parquet, tmp_path):
     assert table.filter(metric="response_tokens")["value"].to_list() == [5, 3]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": "5"}, "max_new_tokens of its answer_check is '5', expected a number"),
+        ({"max_new_tokens": 0}, "max_new_tokens of its answer_check is 0, expected a number"),
+        ({"expected": None}, "the answer is None, expected text or a list of texts"),
+        ({"expected": []}, r"the answer is \[\], expected text or a list of texts"),
+        ({"expected": [{}]}, r"the answer is \[\{\}\], expected text or a list of texts"),
+        ({"scorer": ["f1"]}, r"scorer is \['f1'\], expected one of contained"),
+        ({"kind": ["text"], "expected": [7]}, ""),
+        ({"kind": "ledger"}, ""),
+    ],
+)
+def test_a_check_of_another_writer_is_one_line_or_no_score(changes, message):
+    """Whatever its values are, they are untrusted input."""
+    answered = {"max_new_tokens": 2, "answer": "w3", "scorer": "string_match_all"}
+    trace = capture(small(), words_tokenizer(), "w1 w2", **answered)
+    check = {**trace.meta["answer_check"], **changes}
+    meta = {**trace.meta, "answer_check": check, "text": None}
+    other = kvsim.Trace(trace.source, replace(trace.header, meta=meta))
+    options = {"tokenizer": words_tokenizer(), "max_new_tokens": 2, "metrics": ["answer_score"]}
+
+    try:
+        errors = [x.error for x in kvsim.live(small(), [other], "full", 2, **options).failures]
+    except TraceError as error:
+        errors = [str(error)]
+
+    assert len(errors) == bool(message)
+    assert all(re.search(message, error) for error in errors)
+
+
+def test_an_answer_that_cannot_be_found_is_refused_before_anything_runs():
+    """No answers at all; numbers are compared as text."""
+    model, tokenizer = small(), words_tokenizer()
+    for scorer in (None, *SCORERS):
+        with pytest.raises(TextError, match=r"the answer is \[\], expected text"):
+            capture(model, tokenizer, "w1", answer=[], scorer=scorer)
+        trace = capture(model, tokenizer, "w1", answer=[1], scorer=scorer, max_new_tokens=1)
+        assert trace.meta["answer_check"]["expected"] == [1]
+
+
 def test_a_table_of_results_takes_two_commands(tmp_path, run):
     """From a Parquet file of 20 rows, with the columns of kvpress's benchmarks."""
     rows = []
@@ -178,6 +221,7 @@ def test_a_table_of_results_takes_two_commands(tmp_path, run):
         ({"answers": ["a", {}]}, "answers is .*, expected text, several"),
         ({"answer_prefix": 3}, "answer_prefix is 3, expected text"),
         ({"max_new_tokens": "many"}, "max_new_tokens is .*, expected a number of tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1 token"),
     ],
 )
 def test_bad_rows_are_one_line(row, message, tmp_path):
