@@ -8,8 +8,8 @@ into segments of `segment` entries. The share of entry j in a segment S is, for 
     l_k(j) = ||k_j||^2 / sum over i in S of ||k_i||^2,    l_v(j) likewise
 
 and its score is the product of both (`leverage`: "mean" of both, "key" or "value" alone), divided
-by the sum of these over the head. `segment=None` takes the whole cache as one segment. The first
-`sink` entries stay.
+by the sum of these over the head. `segment=None` takes the norms as they are. The first `sink`
+entries stay.
 
 Deviations. Only the abstract of the paper could be read; formula and defaults are those of the
 released class, which kvpress has (CURPress). Its Gaussian projection of keys and values, off by

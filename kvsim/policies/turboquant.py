@@ -81,7 +81,8 @@ class TurboQuant(Codec):
         middles = (levels[1:] + levels[:-1]) / 2
         coded = levels[torch.bucketize(product(part, matrix.mT), middles)]
         if self.unit:
-            coded = coded / _norm(coded)
+            size = _norm(coded)
+            coded = coded / size.where(size > 0, 1.0)  # 0 where the one level is
         out = product(coded, matrix)
         if residual:
             gaussian = torch.from_numpy(_gaussian(dim, self.seed, 1)).to(x)

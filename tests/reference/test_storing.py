@@ -261,7 +261,8 @@ def test_kivi_stores_as_its_release_does():
     [Kivi(group=2, window=2), Kivi(bits_per_number=4, group=2, window=2), Integers(), Integers(4)]
     + [ShortFloats(form) for form in storing.FORMATS]
     + [BlockFloats(), KVQuant(group=2, outliers=0.5)]
-    + [TurboQuant(), TurboQuant(objective="prod"), TurboQuant(rotation="hadamard", unit=True)],
+    + [TurboQuant(), TurboQuant(objective="prod"), TurboQuant(rotation="hadamard", unit=True)]
+    + [TurboQuant(1, "prod", unit=True)],
     ids=repr,
 )
 def test_no_number_becomes_nan(codec, dtype):
