@@ -97,7 +97,9 @@ EXTRAS = {
     "xarray": ("xarray",),
     "tune": ("optuna",),
     "tasks": ("reasoning_gym",),
+    "hub": ("datasets",),
     "kvpress": ("kvpress",),
+    "lm-eval": ("accelerate", "lm_eval"),
     "test": ("hypothesis",),
 }
 

@@ -161,7 +161,8 @@ def test_imports_are_declared():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     core = requirements(project["dependencies"])
-    names = ("capture", "dask", "gguf", "kvpress", "remote", "slurm", "tasks", "tune", "xarray")
+    names = ("capture", "dask", "gguf", "hub", "kvpress", "lm-eval", "remote", "slurm", "tasks")
+    names += ("tune", "xarray")
     optional = [line for name in names for line in extras[name]]
     declared = core | requirements(optional)
     imported = set()

@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from kvsim.errors import CaptureError, TextError, error_line, suggest
+from kvsim.errors import CaptureError, TextError, error_line, missing_extra, suggest
 from kvsim.recorder.prompts import (
     Prompt,
     PromptLike,
@@ -80,7 +80,8 @@ def read_prompts(
 
     Raises:
         CaptureError: no such file, or a line that is no such object; the error gives its number.
-            No package `datasets`, or no such data set.
+            No such data set.
+        ExtraError: a data set of a hub without the package `datasets`.
     """
     if limit is not None and limit < 1:
         raise CaptureError(f"limit is {limit}, expected at least 1 prompt")
@@ -123,11 +124,8 @@ def _of_hub(name: str) -> Iterable[dict[str, Any]]:
         raise CaptureError(f"{name!r} is no data set; expected hub:OWNER/NAME[:CONFIG][:SPLIT]")
     try:
         from datasets import load_dataset  # noqa: PLC0415  a large library
-    except ImportError:
-        raise CaptureError(
-            f"{name} needs the package datasets; install it (pip install 'kvsim[hub]'), or give "
-            "a Parquet file of the data set"
-        ) from None
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) or error from error
     try:
         rows: Iterable[dict[str, Any]] = load_dataset(
             dataset, config or None, split=split or "test"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsim.core.budgets import budgeted
 from kvsim.core.policy import PolicyLike
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, missing_extra
 from kvsim.policies import as_policy
 from kvsim.recorder.generation import stop_tokens
 from kvsim.runner.checks import check_live
@@ -27,10 +27,7 @@ from kvsim.runner.decoding import Decoding, RunningModel
 try:
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
-    raise ImportError(
-        f"kvsim.studies.interop.harness needs lm-eval, and {error.name} is not installed; "
-        "`pip install 'kvsim[lm-eval]'`"
-    ) from error
+    raise missing_extra(error) or error from error
 
 __all__ = ["PolicyLM"]
 

@@ -28,7 +28,7 @@ from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.checks import whole
-from kvsim.errors import CaptureError, NeedsError, PolicyError
+from kvsim.errors import CaptureError, NeedsError, PolicyError, missing_extra
 from kvsim.recorder.cache import cache_of
 from kvsim.recorder.positions import steady_length
 from kvsim.runner.cache import LiveLayer
@@ -45,10 +45,7 @@ try:
         TOVAPress,
     )
 except ModuleNotFoundError as error:
-    raise ImportError(
-        f"kvsim.studies.interop.kvpress needs kvpress, and {error.name} is not installed; "
-        "`pip install 'kvsim[kvpress]'`"
-    ) from error
+    raise missing_extra(error) or error from error
 
 __all__ = ["PolicyPress", "PressScorer", "press", "scorer"]
 
