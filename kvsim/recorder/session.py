@@ -379,8 +379,7 @@ class Session:
     @property
     def _settings(self) -> dict[str, Any]:
         """The settings of generation; of a given response what wrote it, if that is known."""
-        writer = self.prompt.writer
-        given = {} if writer is None else {"writer": writer}
+        given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
         return given if self.response else self.options.generation
 
     def _final_header(self, tokens: list[int], ended: str | None) -> Header:

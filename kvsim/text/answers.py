@@ -90,7 +90,7 @@ def text_check(response: str, answer: str | Sequence[str], scorer: str | None) -
 
     scorer: None for whether the answer is contained.
     """
-    several = isinstance(answer, Sequence) and not isinstance(answer, str)
+    several = isinstance(answer, list | tuple)
     check: dict[str, Any] = {"expected": [*answer] if several else answer}
     check |= {} if scorer is None else {"scorer": scorer}
     value = text_score(response, check)
