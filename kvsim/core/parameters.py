@@ -21,7 +21,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, cached_property, partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from kvsim.errors import KvsimError, PolicyError
 
@@ -287,3 +297,38 @@ def _phrases(hint: Any, bounds: tuple[Bound, ...] = ()) -> list[str]:
     article = "an" if words[0][0] in "aeiouAEIOU" else "a"
     behind = " and ".join(str(bound) for bound in bounds if not bound.before)
     return [" ".join([article, *words, *([behind] if behind else [])])]
+
+
+#: Rows of the smallest window of any paper in the catalogue.
+_WINDOW = 8
+
+
+class Length(NamedTuple):
+    """A parameter that is a number of entries or rows: its value, and the budget it is meant for.
+
+    depth: of its piece among `Policy.levels`. alike: layers have equal budgets, so that a length
+    which fits the budget fits every layer's.
+    """
+
+    depth: int
+    name: str
+    value: int
+    entries: int
+    alike: bool = True
+
+    def at(self, budget: int) -> int:
+        """The value where half of the budget holds it, else the same share of a smaller budget.
+
+        At least 1, and of a window 8 rows as far as half of the budget holds them: the smallest
+        that a paper uses (R-KV, PyramidKV, FastKV, DropKV); fewer rows say little.
+        """
+        if self.alike and 2 * self.value <= budget:
+            return self.value
+        least = max(1, min(_WINDOW, budget // 2)) if self.name == "window" else 1
+        return min(self.value, max(least, round(self.value * budget / self.entries)))
+
+    @property
+    def share(self) -> str:
+        """The value at any smaller budget, in words."""
+        where = f" if {self.value} > budget / 2" if self.alike else ""
+        return f"{self.value} * budget / {self.entries}{where}"

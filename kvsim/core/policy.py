@@ -13,10 +13,10 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from kvsim.core.delegates import Displayed
-from kvsim.core.parameters import Between, check_fields, parameters
+from kvsim.core.parameters import Between, Length, check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
     Even,
@@ -57,39 +57,6 @@ __all__ = [
 
 #: Parameters that the text of a policy shows.
 _SHOWN = 8
-#: Rows of the smallest window of any paper in the catalogue.
-_WINDOW = 8
-
-
-class Length(NamedTuple):
-    """A parameter that is a number of entries or rows: its value, and the budget it is meant for.
-
-    depth: of its piece among `Policy.levels`. alike: layers have equal budgets, so that a length
-    which fits the budget fits every layer's.
-    """
-
-    depth: int
-    name: str
-    value: int
-    entries: int
-    alike: bool = True
-
-    def at(self, budget: int) -> int:
-        """The value where half of the budget holds it, else the same share of a smaller budget.
-
-        At least 1, and of a window 8 rows as far as half of the budget holds them: the smallest
-        that a paper uses (R-KV, PyramidKV, FastKV, DropKV); fewer rows say little.
-        """
-        if self.alike and 2 * self.value <= budget:
-            return self.value
-        least = max(1, min(_WINDOW, budget // 2)) if self.name == "window" else 1
-        return min(self.value, max(least, round(self.value * budget / self.entries)))
-
-    @property
-    def share(self) -> str:
-        """The value at any smaller budget, in words."""
-        where = f" if {self.value} > budget / 2" if self.alike else ""
-        return f"{self.value} * budget / {self.entries}{where}"
 
 
 @dataclass(frozen=True)

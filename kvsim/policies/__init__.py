@@ -1,9 +1,11 @@
 """The policies by name, one file per paper.
 
-A new policy is one file here and its lines in `catalogue.py`. `policy` builds one from its name.
+A new policy is one file here and its lines in `catalogue.py`, of a reader or codec in `access.py`.
+`policy` builds one from its name.
 """
 
-from kvsim.policies.catalogue import ACCESS, CATALOGUE
+from kvsim.policies.access import ACCESS
+from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.description import Description, describe
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.naming import (

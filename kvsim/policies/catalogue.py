@@ -7,18 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from kvsim.core.policy import Even, Everything, Schedule, Uniform
+from kvsim.policies.access import ACCESS
 from kvsim.policies.adakv import AdaKV
 from kvsim.policies.ams import AMS
 from kvsim.policies.asl import ASL, TwoPass
 from kvsim.policies.cake import Cake, CakeBudgets
 from kvsim.policies.capkv import CapKV
 from kvsim.policies.chunkkv import ChunkKV
-from kvsim.policies.clairvoyant import TopK, TopP
 from kvsim.policies.compactor import Compactor
 from kvsim.policies.criticalkv import CriticalKV
 from kvsim.policies.curdkv import CurDKV
 from kvsim.policies.dms import DMS
-from kvsim.policies.double_sparsity import DoubleSparsity
 from kvsim.policies.dropkv import DropKV
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.expected_attention import ExpectedAttention
@@ -28,12 +27,9 @@ from kvsim.policies.full import Full
 from kvsim.policies.gemfilter import GemFilter
 from kvsim.policies.gkv import GKV, Global, Local
 from kvsim.policies.h2o import H2O, ObservedAttention
-from kvsim.policies.infllm import InfLLM
 from kvsim.policies.keydiff import KeyDiff
-from kvsim.policies.kivi import Kivi
 from kvsim.policies.knorm import Knorm
 from kvsim.policies.kvcompose import Composed, KVCompose
-from kvsim.policies.kvquant import KVQuant
 from kvsim.policies.kvzip import KVzip, Pooled
 from kvsim.policies.lacache import LaCache
 from kvsim.policies.lagkv import LagKV
@@ -41,22 +37,17 @@ from kvsim.policies.lengths import MEANT_FOR
 from kvsim.policies.morphkv import MorphKV
 from kvsim.policies.oracle import Oracle
 from kvsim.policies.paged import NormRatio, Paged
-from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
-from kvsim.policies.pqcache import PQCache
 from kvsim.policies.pyramidinfer import PyramidInfer
 from kvsim.policies.pyramidkv import Pyramid
 from kvsim.policies.qfilter import QFilter
-from kvsim.policies.quest import Quest
 from kvsim.policies.raas import RaaS
 from kvsim.policies.random_sets import Random
 from kvsim.policies.rkv import RKV
-from kvsim.policies.rocketkv import RocketKV
 from kvsim.policies.rpc import RPC, AmsRPC, Growing
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.streaming_llm import StreamingLLM
 from kvsim.policies.tova import TOVA
 from kvsim.policies.triattention import TriAttention
-from kvsim.policies.turboquant import TurboQuant
 from kvsim.policies.union import Union
 from kvsim.registry import Registry
 
@@ -390,72 +381,6 @@ _EVICTIONS: Mapping[str, Entry] = {
         },
     )
     for name, entry in _ENTRIES.items()
-}
-
-#: Readers and codecs, which stand behind an eviction, or alone.
-ACCESS: Mapping[str, Entry] = {
-    "quest": Entry(
-        "reads pages whose keys could have the largest logits",
-        Quest,
-        None,
-        presets={"release": Preset("reads at least three pages", params={"least": 3})},
-    ),
-    "double_sparsity": Entry(
-        "reads entries with the largest products over a few channels",
-        DoubleSparsity,
-        None,
-        required={"calibration": "prefix:64"},
-    ),
-    "infllm": Entry(
-        "reads the first and last entries, and blocks by representative ones",
-        InfLLM,
-        None,
-        presets={
-            "release": Preset(
-                "blocks of 128, 128 first and 4,096 last entries",
-                params={"page": 128, "sink": 128, "local": 4096},
-            )
-        },
-    ),
-    "pqcache": Entry(
-        "reads the first and last entries, and those whose coded keys have the largest logits",
-        PQCache,
-        None,
-        presets={"release": Preset("32 first entries", params={"sink": 32})},
-    ),
-    "rocketkv": Entry(
-        "reads pages by a few channels, of what stays after the prompt",
-        RocketKV,
-        None,
-        default="snapkv",
-        inner={"snapkv": {"pool_kernel": 63}},
-    ),
-    "topk": Entry("reads the entries that a row attends to most: a bound", TopK, None),
-    "topp": Entry("reads the fewest entries with a share of a row's attention", TopP, None),
-    "kivi": Entry("stores few bits: keys per channel, values per token", Kivi, None),
-    "kvquant": Entry("stores few bits as kivi does, and outliers exactly", KVQuant, None),
-    "turboquant": Entry(
-        "stores few bits of the rotated vector, with one codebook for all",
-        TurboQuant,
-        None,
-        presets={
-            "prod": Preset(
-                "a bit of each key's number for what is left", params={"objective": "prod"}
-            ),
-            "vllm": Preset(
-                "Hadamard matrix, levels of norm 1, values not rotated",
-                params={"rotation": "hadamard", "unit": True, "uniform_values": True},
-            ),
-        },
-    ),
-    "int8": Entry("stores 8 bits, with a scale per token", Integers, None),
-    "int4": Entry(
-        "stores 4 bits, with a scale per token", Integers, None, params={"bits_per_number": 4}
-    ),
-    "fp8": Entry("stores 8-bit floating-point numbers", ShortFloats, None),
-    "nvfp4": Entry(
-        "stores 4-bit floating-point numbers, with a scale per block", BlockFloats, None
-    ),
 }
 
 #: Evictions, and everything that packages bring.

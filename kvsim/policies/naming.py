@@ -9,11 +9,10 @@ from functools import cache
 from typing import Any
 
 from kvsim.core.arguments import listed
-from kvsim.core.parameters import Parameter, parameters
+from kvsim.core.parameters import Length, Parameter, parameters
 from kvsim.core.policy import (
     Even,
     Everything,
-    Length,
     Policy,
     PolicyLike,
     Protection,
@@ -22,7 +21,8 @@ from kvsim.core.policy import (
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import foreign
-from kvsim.policies.catalogue import ACCESS, CATALOGUE
+from kvsim.policies.access import ACCESS
+from kvsim.policies.catalogue import CATALOGUE
 from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
 
