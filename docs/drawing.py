@@ -38,6 +38,7 @@ OTHERS = {
     "figures/results-8k.png": "docs/results.py",
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
+    "figures/results-qwen.png": "docs/results.py",
     "figures/knowledge.png": "docs/learned.py",
     "figures/access.png": "docs/access.py",
     "figures/distillation.png": "docs/distillation.py",

@@ -23,7 +23,7 @@ ALONE = [
     for name, entry in CATALOGUE.items()
     if entry.kind in ("scorer", "propagation")
     and not hasattr(entry.piece, "calibration")
-    and name != "kvzip"
+    and name not in ("kvcompose", "kvzip")
 ]
 
 

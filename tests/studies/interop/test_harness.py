@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
 from kvsim.errors import PolicyError
 from small_model import bytes_tokenizer, small
 
-pytestmark = pytest.mark.peers
-lm_eval = pytest.importorskip("lm_eval", reason="needs the `peers` extra (lm-eval)")
+if find_spec("lm_eval"):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
-from lm_eval.models.huggingface import HFLM  # noqa: E402  after the skip
-from lm_eval.tasks import TaskManager  # noqa: E402
+    from kvsim.studies.interop.harness import PolicyLM
 
-from kvsim.studies.interop.harness import PolicyLM  # noqa: E402
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(not find_spec("lm_eval"), reason="needs the `peers` extra (lm-eval)"),
+]
 
 CHOICE = """
 task: local_choice
