@@ -75,26 +75,32 @@ def measure(count: int) -> Iterator[dict[str, Any]]:
 
 
 def table(scores: list[Mapping[str, Any]]) -> str:
-    """Return the mean of each task and length in percent, and of each length with its interval."""
-    lines = ["| task | " + " | ".join(f"{n:,}" for n in LENGTHS) + " |", "| --- " * 4 + "|"]
-    for task in RULER:
+    """Return the mean of each task and length in percent, and of lengths with all tasks.
+
+    Tasks and lengths without a prompt are left out.
+    """
+    lengths = [n for n in LENGTHS if any(each["length"] == n for each in scores)]
+    head = f"| task | {' | '.join(f'{n:,}' for n in lengths)} |"
+    lines = [head, "| --- " * (1 + len(lengths)) + "|"]
+    for task in [task for task in RULER if any(each["task"] == task for each in scores)]:
         of_task = [
             [each["score"] for each in scores if (each["task"], each["length"]) == (task, n)]
-            for n in LENGTHS
+            for n in lengths
         ]
         cells = [
             f"{100 * np.mean(values):.0f} ({len(values)})" if values else "-" for values in of_task
         ]
         lines.append(f"| `{task}` | {' | '.join(cells)} |")
     means = []
-    for n in LENGTHS:
+    for n in lengths:
         values = np.array([each["score"] for each in scores if each["length"] == n])
         measured = {each["task"] for each in scores if each["length"] == n}
         whole = Interval.of(values) if measured == {*RULER} else None
         known = whole is not None and not np.isnan(whole.low)
         ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and known else ""
         means.append("-" if whole is None else f"{100 * whole.mean:.0f}{ends} ({whole.n})")
-    return "\n".join([*lines, f"| all prompts | {' | '.join(means)} |"])
+    whole_lengths = [f"| all prompts | {' | '.join(means)} |"] * any(x != "-" for x in means)
+    return "\n".join([*lines, *whole_lengths])
 
 
 def page(text: str) -> str:

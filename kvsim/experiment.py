@@ -181,8 +181,8 @@ class Keys(Options, total=False):
         int | str | Sequence[int | str],
         Help(
             "Entries per KV head that stay after an event; a share of the trace's length (25%) or "
-            "of the tokens so far (25%so-far); or bytes of all layers and heads (64MiB, with 16 "
-            "bits for a number, or as in 64MiB@float32).",
+            "of the tokens so far (25%so-far); or bytes of all layers and heads (64MiB, at 16 bits "
+            "a number; 64MiB@float32).",
             "N|P%|SIZE[,...]",
             flag="--budget",
         ),

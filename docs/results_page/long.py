@@ -41,15 +41,14 @@ def long_page(
         _meaning(r),
         _table(r, policies),
         f"![KL and wiped-out regions of each policy]({figure})",
+        _DIFFERENT,
         "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
         "## By " + _by(r)[0],
         _groups(r, policies),
         "## Do other prompts and models predict the ranking?"
         if r.plan.called
         else "## Do shorter prompts predict the ranking?",
-        "\n\n".join(
-            _predicted(r, each, [x for x in policies if x not in REFERENCES]) for each in others
-        ),
+        _prediction(r, others, [x for x in policies if x not in REFERENCES]),
         *_needles(r, policies),
         "## Time and memory",
         _stages(r),
@@ -68,15 +67,17 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
         about = (
             f"{r.plan.prompts} answers of {min(answers)} to {max(answers)} tokens behind prompts "
             f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
-            f"An event is after the prompt and after each {r.plan.interval} rows of the answer; "
-            "policies of the papers have their own parameters."
+            f"Policies evict after the prompt and after each {r.plan.interval} rows of the answer. "
+            "So few answers distinguish policies that are far apart, not neighbours, and say "
+            "nothing of other tasks or longer answers. Whether the model still ends with the right "
+            "answer was not measured."
         )
         return f"# Results on {model}: answers that need reasoning", about
     model = "SmolLM2" if r.plan.lengths else "the shipped model"
     about = (
         f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, one event after "
-        "the prompt, policies of the papers with their own parameters. "
-        f"[Shorter prompts]({others[0].plan.page}) under all policies are on a page of their own."
+        f"the prompt, policies of the papers. [All policies]({others[0].plan.page}) on shorter "
+        "prompts."
     )
     return f"# Results on {model} at {max(tokens):,} tokens", about
 
@@ -84,22 +85,32 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
 def _meaning(r: Results) -> str:
     """What the columns of the first table are."""
     once = "Because the only event is after the prompt, decisions are those of a live run. "
-    counts = [Interval.of(r.of("random", n, "response_kl")).n for n in r.plan.budgets]
-    fewer = ", ".join(f"{n} of {k}" for n, k in zip(counts, r.plan.budgets, strict=True))
+    fewer = ", ".join(f"{_count(r, n)} at {n}" for n in r.plan.budgets)
     return (
-        "By judged KL: how far the model's predictions of the response move from those with the "
-        "full cache when each row sees what the replay kept, in nats per token. "
+        "*KL* is judged: how far the model's predictions of the response move from those with the "
+        "full cache when each row sees what the replay kept, in nats per token, mean and 95 % "
+        "interval over prompts. "
         + (
             once
             if r.plan.once
-            else f"A prompt is replayed at budgets of at most half of its "
-            f"tokens (prompts of budgets: {fewer}). "
+            else f"Budgets are at most half the tokens of prompt and answer (prompts: {fewer}). "
         )
-        + "Mean and 95 % interval over prompts; the other [metrics](metrics.md) at budget "
-        f"{r.plan.budget}, by whose KL rows are sorted. *Top-1* is the share of tokens of the "
-        "response whose most likely token stays that of the full cache, *wipe-out 32* the share "
-        "of regions of 32 tokens of which nothing is left."
+        + f"Rows are sorted by KL at budget {r.plan.budget}, that of the other "
+        "[metrics](metrics.md): *top-1* is the share of tokens of the response whose most likely "
+        "token stays that of the full cache, *wipe-out 32* the share of regions of 32 tokens of "
+        "which nothing is left."
     )
+
+
+def _count(r: Results, budget: int) -> int:
+    """How many prompts were replayed at a budget."""
+    return Interval.of(r.of("random", budget, "response_kl")).n
+
+
+def _compared(r: Results) -> list[int]:
+    """The budgets at which as many prompts were replayed as at that of the tables of one."""
+    most = _count(r, r.plan.budget)
+    return [budget for budget in r.plan.budgets if _count(r, budget) == most]
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -124,6 +135,12 @@ def _table(r: Results, policies: Sequence[str]) -> str:
     return _markdown(head, rows)
 
 
+_DIFFERENT = (
+    "Policies differ where the 95 % interval of their difference, paired by prompt, excludes 0, "
+    "without a correction for the number of pairs:"
+)
+
+
 def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     """Which policies differ from the first, and how many pairs differ, beyond the intervals."""
     names = [row.label for row in of_budget if row.label not in REFERENCES]
@@ -131,17 +148,17 @@ def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     first, *others = names
     count = Interval.of(kl[first]).n
     if count < FEWEST:
-        prompts = plural(count, "prompt")
-        return f"Budget {budget}: {shown(first)} is first, of {prompts}, too few to compare."
+        return f"Budget {budget}: {plural(count, 'prompt')}, too few to compare."
     gaps = {label: Interval.of(kl[label] - kl[first]) for label in others}
     level = [shown(label) for label, gap in gaps.items() if not gap.low > 0]
     pairs = [Interval.of(kl[b] - kl[a]) for a, b in combinations(names, 2)]
     beyond = sum(gap.low > 0 or gap.high < 0 for gap in pairs)
     same = f"not distinguished from {', '.join(level)}" if level else "better than each other one"
+    chance = Interval.of(r.of("random", budget, "response_kl")).mean
+    worse = sum(Interval.of(values).mean > chance for values in kl.values())
     return (
-        f"Budget {budget}: {shown(first)} is first, {same} by the 95 % interval of the difference "
-        f"paired by prompt. {beyond} of {len(pairs)} pairs of policies differ by theirs, without a "
-        "correction for their number."
+        f"Budget {budget}: {shown(first)} is first, {same}; {beyond} of {len(pairs)} pairs differ."
+        + f" {worse} of {len(names)} policies have a higher mean KL than `random`." * (worse > 0)
     )
 
 
@@ -154,18 +171,27 @@ def _by(r: Results) -> tuple[str, list[str]]:
 def _groups(r: Results, policies: Sequence[str]) -> str:
     """Mean KL of the prompts of each task, or domain."""
     _, found = _by(r)
-    columns = [(kind, budget) for kind in dict.fromkeys(found) for budget in r.plan.budgets]
+    columns = [(kind, budget) for kind in dict.fromkeys(found) for budget in _compared(r)]
     rows = []
     for label in policies:
         kl = {budget: r.of(label, budget, "response_kl") for budget in r.plan.budgets}
         means = (Interval.of(kl[budget][np.array(found) == kind]) for kind, budget in columns)
         rows.append([shown(label), *(f"{x.mean:.3f}" if x.n else "" for x in means)])
-    count = " and ".join(
-        f"{plural(n, 'prompt')} {'are' if n > 1 else 'is'} `{kind}`"
-        for kind, n in Counter(found).items()
-    )
+    count = ", ".join(f"{n} of `{kind}`" for kind, n in Counter(found).items())
     head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
-    return f"Mean KL; {count}.\n\n" + _markdown(head, rows)
+    return f"Mean KL (prompts: {count}).\n\n" + _markdown(head, rows)
+
+
+def _prediction(r: Results, others: Sequence[Results], policies: Sequence[str]) -> str:
+    """The rank correlations with each of the other results."""
+    text = (
+        f"Rank correlation of the {len(policies)} policies, without `full` and `random`, by mean "
+        "KL here (columns) and elsewhere (rows); in brackets the 95 % interval over the prompts "
+        "here."
+    )
+    if r.plan.once:
+        text += " Elsewhere, evictions go on during the response."
+    return "\n\n".join([text, *(_predicted(r, each, policies) for each in others)])
 
 
 def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
@@ -174,23 +200,18 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     for short in shorter.plan.budgets:
         before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
         cells = []
-        for budget in r.plan.budgets:
+        for budget in _compared(r):
             kl = np.array([r.of(label, budget, "response_kl") for label in policies])
             cells.append(_correlation(before, kl))
         rows.append([f"budget {short}", *cells])
     tokens = np.array(shorter.sizes).T[0]
     return (
-        f"Rank correlation of the {len(policies)} policies, without `full` and `random`, "
-        f"by mean KL here (columns) and on [{shorter.plan.prompts} prompts of {tokens.min()} to "
-        f"{tokens.max()} tokens]({shorter.plan.page}) (rows); in brackets the 95 % interval over "
-        "the prompts here. There, evictions go on during the response.\n\n"
-    ) + _markdown(
-        [
-            "budget there" if r.plan.called else "shorter prompts",
-            *(f"budget {budget}" for budget in r.plan.budgets),
-        ],
-        rows,
-    )
+        f"On [{shorter.plan.prompts} prompts of {tokens.min()} to {tokens.max()} tokens of "
+        f"{_NAMES[shorter.plan.name]}]({shorter.plan.page}):\n\n"
+    ) + _markdown(["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows)
+
+
+_NAMES = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 
 
 def _correlation(before: Sequence[float], kl: Floats) -> str:
@@ -240,10 +261,10 @@ def _stages(r: Results) -> str:
 
 
 _STAGES = (
-    "Of a prompt, on one thread: seconds of the processor, and resident memory of the process when "
-    "the stage begins and at its peak, of the prompt with the least, because a process keeps "
-    "memory of the prompts before. The model is in it, and from replaying on the trace, read into "
-    "memory as a whole. Replaying and judging are those of all policies at all budgets together."
+    "CPU seconds of a prompt, on one thread, and resident memory of the process when the stage "
+    "begins and at its peak, with the model and, from replaying on, the whole trace. Memory is "
+    "that of the prompt with the least, because a process keeps memory of earlier prompts. "
+    "Replaying and judging are those of all policies at all budgets together."
 )
 
 
@@ -271,18 +292,18 @@ def _measured(r: Results) -> str:
 
 _ANSWERS = (
     "* Prompts are the first questions of the [card](qwen.md) that the model answered right, in at "
-    f"least {LEAST} tokens. The answer, written greedily in bfloat16, is recorded teacher-forced, "
-    "in one pass in float32. Answers this short leave little to evict: larger budgets, those of "
-    "the papers, and the 1.5B (`--model qwen-1.5b`) are not measured."
+    f"least {LEAST} tokens. The answer, written greedily in bfloat16, is recorded in one pass in "
+    "float32. Answers this short leave little to evict, so the larger budgets of the papers are "
+    "not measured; nor is the 1.5B (`--model qwen-1.5b`)."
 )
 _TEXTS = (
     "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "
-    "one pass; the others are `needle`, a code somewhere in the text and a question about it; the "
-    "model writes {answer} tokens. The text is Python's documentation, which has about 28,000 "
-    "tokens of prose, so that prompts share parts of it: the intervals are of prompts like these, "
-    "not of other texts."
+    "one pass; the others are `needle`, a code in the text and a question about it, to which the "
+    "model writes {answer} tokens. The text is Python's documentation, whose 28,000 tokens of "
+    "prose prompts share: the intervals are of prompts like these, not of other texts."
 )
 _LIMITS = (
+    "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean.",
     "* Every policy has its own parameters, save that none protects the whole prompt.",
     "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
     "* `kvzip` is missing: rows that repeat the prompt need as many positions again.",
@@ -291,7 +312,4 @@ _LIMITS = (
 _AT_THE_END = (
     "* A question is at the end of the prompt, which favours policies that look at the last rows."
 )
-_OPEN_LOOP = (
-    "* Decisions are those of a replay: queries and keys are those with the full cache. Whether "
-    "the model still ends with the right answer was not measured."
-)
+_OPEN_LOOP = "* Decisions are those of a replay: queries and keys are those with the full cache."

@@ -254,7 +254,8 @@ def _draw(
             low, mean, high = np.array([(one.low, one.mean, one.high) for one in found]).T
             places = range(len(found))
             panel.hlines(places, low, high, color=color, linewidth=1)
-            panel.plot(mean, places, "o", color=color, markersize=3.5, label=f"budget {budget}")
+            label = f"budget {budget}" + f", {found[0].n} prompts" * (found[0].n < FEWEST)
+            panel.plot(mean, places, "o", color=color, markersize=3.5, label=label)
     panels[0].set_yticks(range(len(shown_rows)), [row.label for row in shown_rows], fontsize=6.5)
     panels[0].set_ylim(len(shown_rows), -1)
     panels[0].set_xscale("log")

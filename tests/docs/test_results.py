@@ -249,7 +249,7 @@ def test_a_page_of_answers_has_its_parts(tmp_path):
     assert f"after each {plan.interval} rows of the answer" in text
     assert f"python docs/results.py{plan.option}\n" in text
     for other in results.CLAIMED:
-        assert f"]({PLANS[other].page}) (rows)" in text
+        assert f"]({PLANS[other].page}):" in text
     values = stored_rows(tmp_path / "page.parquet")
     assert values.filter(policy="snapkv")["interval"].unique().to_list() == [plan.interval]
 
