@@ -15,6 +15,7 @@ from kvsim.errors import CaptureError
 from kvsim.recorder import Prompt, capture, capture_many, load_model, read_prompts
 from kvsim.recorder.modules import attention_modules
 from kvsim.store import describe, recover, verify
+from kvsim.studies.language.tasks import prompts as pages
 from small_model import small, words_tokenizer
 
 
@@ -55,7 +56,7 @@ def test_response_is_one_teacher_forced_forward(tmp_path):
 def test_a_generated_response_given_back_has_the_same_trace():
     """What the model wrote greedily is its most likely text, and attention is the same."""
     model, tokenizer = load_model("tiny")
-    prompt = kvsim.studies.language.tasks.prompts(1, 0)[0].prompt
+    prompt = pages(1, 0)[0].prompt
     free = capture(model, tokenizer, prompt, max_new_tokens=40)
 
     given = capture(model, tokenizer, prompt, response=free.tokens[free.prompt_len :].tolist())
