@@ -36,7 +36,6 @@ OTHERS = {
     "figures/results.png": "docs/results.py",
     "figures/results-smollm2.png": "docs/results.py",
     "figures/results-8k.png": "docs/results.py",
-    "figures/results-qwen.png": "docs/results.py",
     "figures/results-ranking.png": "docs/results.py",
     "figures/results-smollm2-ranking.png": "docs/results.py",
     "figures/results-qwen.png": "docs/results.py",

@@ -204,9 +204,12 @@ def test_a_full_disk_among_many_prompts(chunks, expected, tmp_path, full):
 def test_a_model_that_is_refused_among_many_prompts(tmp_path):
     """What is wrong with the model in a later prompt is told in the same way, as what it is."""
     model = build("qwen2", num_hidden_layers=4)
+    seen = []
 
     def off(_, args):
-        return (args[0] * 1.1,) if (tmp_path / "a.zarr").exists() else None
+        seen.append(1)
+        # after the first prompt, and the runs of two tokens that show whether there are gates
+        return (args[0] * 1.1,) if len(seen) > 12 else None
 
     model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(off)
     with pytest.raises(CaptureError, match=r"^prompt 'b' \(2 of 3, .*o_proj of layer 1 differs"):
