@@ -86,11 +86,10 @@ def holds_cache(trace: Trace, described: Mapping[str, Any], dtype: torch.dtype) 
     all have entries of their own, which are not latents.
     """
     weights = object_at(trace.meta, "model").get("weights")
-    stored = trace.source.read("k", slice(0, 1), slice(0, 0)).dtype
     return (
         weights is not None
         and weights == described.get("weights")
-        and torch.promote_types(stored, dtype) == stored
+        and torch.promote_types(trace.stored_dtype, dtype) == trace.stored_dtype
         and trace.header.latent is None
         and not trace.header.owners
     )
@@ -107,9 +106,9 @@ class RecordedCheck:
     """
 
     def __init__(self, trace: Trace, dtype: torch.dtype) -> None:
-        stored = trace.source.read("q", slice(0, 1), slice(0, 0)).dtype
-        source = trace.source_dtypes.get("q", DTYPES[stored])
-        self._trace, self._tolerance = trace, tolerance(DTYPES[dtype], DTYPES[stored], source)
+        stored = DTYPES[trace.stored_dtype]
+        source = trace.source_dtypes.get("q", stored)
+        self._trace, self._tolerance = trace, tolerance(DTYPES[dtype], stored, source)
 
     def receive(self, call: KernelCall) -> None:
         """Compare a kernel call of the first or the last layer."""
