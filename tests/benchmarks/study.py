@@ -1,22 +1,22 @@
 """A study at the size of real ones, stage by stage, against its plan: full and compact traces.
 
-    python tests/benchmarks/study.py            # half an hour
-    python tests/benchmarks/study.py --smallest # seconds; what the test suite runs
+    python tests/benchmarks/study.py --folder study # an hour; continues what a run there has left
+    python tests/benchmarks/study.py --smallest     # seconds; what the test suite runs
 
 A random model whose layers have the heads of Llama-3.1-8B (32 query heads on 8, dimension 128) and
 narrow MLPs, with a given response. Traces store 16 bits. Memory is the peak of each stage less that
-of the process with the model. Each stage is printed when it ends, the report at the end.
+of the process with the model. Each stage is printed and kept when it ends, the report at the end.
 """
 
 from __future__ import annotations
 
+import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from lengths import resident, taken
 from transformers import PreTrainedModel
 
 import kvsim
-from harness import random_model, report
+from harness import options, publish, random_model
 from kvsim import store
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
@@ -53,6 +53,8 @@ class Size(NamedTuple):
 AIM = (Size(8, 128, 32_768, 1024, (512, 1024, 2048)),)
 SMALLEST = (Size(1, 32, 3_000, 64, (64, 256)),)
 LAYERS, GROUP = 2, 4
+#: Of a replay; attention of a window of 128 rows takes 3 GiB of a layer at 32,768 tokens.
+MEMORY = 4 << 30
 
 
 def build(size: Size) -> PreTrainedModel:
@@ -64,57 +66,96 @@ def build(size: Size) -> PreTrainedModel:
     return random_model(**sizes, **heads, num_hidden_layers=LAYERS)
 
 
-def run(size: Size) -> tuple[dict[str, float], list[str]]:
-    """Facts, and lines of the report."""
-    model, lines, facts = build(size), list[str](), dict[str, float]()
-    ids = torch.randint(0, 1024, (size.prompt + size.response,)).tolist()
-    policies = [kvsim.policy(name) for name in POLICIES]
+class Stages:
+    """Runs stages that a folder does not have yet; lines and facts of all."""
 
-    of_model = resident("VmRSS")
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lines, self.facts = folder, list[str](), dict[str, float]()
+        self.of_model = resident("VmRSS")
 
-    def stage(name: str, call: Callable[..., T], *given: Any, **options: Any) -> T:
-        before, began = resident("VmRSS"), time.perf_counter()
-        spent, result = taken(partial(call, *given, **options))
-        facts[f"{name}, seconds"] = wall = time.perf_counter() - began
-        facts[f"{name}, MiB"] = peak = before + spent["memory"] - of_model
-        lines.append(f"{name:32}{wall:10.1f} s{spent['seconds']:10.1f} CPU s{peak:10.0f} MiB")
-        print(lines[-1], file=sys.stderr, flush=True)
+    def __call__(self, name: str, call: Callable[[], T]) -> T:
+        """Return the result of a call, now or before."""
+        file, began = self.folder / f"{name}.pickle", time.perf_counter()
+        if not file.exists():
+            before = resident("VmRSS")
+            spent, result = taken(call)
+            wall, peak = time.perf_counter() - began, before + spent["memory"] - self.of_model
+            line = f"{name:32}{wall:10.1f} s{spent['seconds']:10.1f} CPU s{peak:10.0f} MiB"
+            print(line, file=sys.stderr, flush=True)
+            file.write_bytes(pickle.dumps(({"seconds": wall, "MiB": peak}, line, result)))
+        found, line, result = pickle.loads(file.read_bytes())  # noqa: S301  written here
+        self.facts.update({f"{name}, {unit}": value for unit, value in found.items()})
+        self.lines.append(line)
         return result
 
-    with tempfile.TemporaryDirectory() as folder:
+
+def run(size: Size, folder: Path | None = None) -> tuple[dict[str, float], list[str]]:
+    """Facts, and lines of the report; folder: of the traces, and of the stages that have ended."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as new:
+            return run(size, Path(new))
+    model = build(size)
+    ids = torch.randint(0, 1024, (size.prompt + size.response,)).tolist()
+    policies = [kvsim.policy(name) for name in POLICIES]
+    stage = Stages(folder)
+    full, compact = (folder / name / "a.zarr" for name in ("full", "compact"))
+
+    def captured() -> Forecast:
         plans: list[Forecast] = []
-        full, compact = (Path(folder, name, "a.zarr") for name in ("full", "compact"))
         given = {"response": ids[size.prompt :], "store_dtype": "float16", "planned": plans.append}
-        trace = stage("capture", kvsim.capture, model, None, ids[: size.prompt], out=full, **given)
-        small = stage("compact", lambda: kvsim.open_trace(trace.compacted(512).save(compact)))
-        for one in (full, compact):
-            found = stage(f"verify --deep, {one.parent.name}", store.verify, one, deep=True)
-            assert found.ok, found.problems
-        cells = [(policy, budget) for policy in policies for budget in size.budgets]
+        kvsim.capture(model, None, ids[: size.prompt], out=full, overwrite=True, **given)
+        return plans[0]
 
-        def replayed(of: kvsim.Trace) -> list[kvsim.Record]:
-            return [kvsim.replay(of, policy, budget) for policy, budget in cells]
+    def compacted() -> None:
+        kvsim.open_trace(full).compacted(512).save(compact, overwrite=True)
 
-        records = stage(f"replay, {len(cells)} cells, full", replayed, trace)
-        same = stage(f"replay, {len(cells)} cells, compact", replayed, small)
-        for mine, other in zip(records, same, strict=True):
-            assert np.array_equal(mine.evicted_at, other.evicted_at), mine.policy
-        errors = "output errors of these, compact"
-        stage(errors, lambda: [kvsim.measure(small, x, metrics=["output_error"]) for x in same])
-        judge = Judge(RunningModel(model), small)
-        stage("judge, the first", judge.outcomes, same[:1])
-        stage("judge, the others", judge.outcomes, same[1:])
-        (plan,) = plans
-        for name in ("full", "compact"):
-            actual = Meter().actual([Path(folder, name)])
-            facts |= {f"{name}, {unit}": actual[unit] for unit in ("bytes", "files")}
+    def verified(one: Path) -> None:
+        found = store.verify(one, deep=True)
+        assert found.ok, found.problems
+
+    cells = [(policy, budget) for policy in policies for budget in size.budgets]
+
+    def replayed(one: Path) -> list[kvsim.Record]:
+        trace = kvsim.open_trace(one)
+        return [kvsim.replay(trace, *cell, memory=MEMORY) for cell in cells]
+
+    plan = stage("capture", captured)
+    stage("compact", compacted)
+    for one in (full, compact):
+        stage(f"verify --deep, {one.parent.name}", lambda one=one: verified(one))
+    records = stage(f"replay, {len(cells)} cells, full", lambda: replayed(full))
+    same = stage(f"replay, {len(cells)} cells, compact", lambda: replayed(compact))
+    for mine, other in zip(records, same, strict=True):
+        assert np.array_equal(mine.evicted_at, other.evicted_at), mine.policy
+    small = kvsim.open_trace(compact)
+
+    def errors() -> None:
+        for record in same:
+            kvsim.measure(small, record, metrics=["output_error"])
+
+    def judged(some: list[kvsim.Record]) -> None:
+        judge.outcomes(some)
+
+    stage("output errors of these, compact", errors)
+    judge = Judge(RunningModel(model), small)
+    stage("judge, the first", lambda: judged(same[:1]))
+    stage("judge, the others", lambda: judged(same[1:]))
+    return report(stage, plan, size)
+
+
+def report(stage: Stages, plan: Forecast, size: Size) -> tuple[dict[str, float], list[str]]:
+    """Facts and lines, with what traces take and what the plan of the capture said."""
+    facts, lines = stage.facts, stage.lines
+    for name in ("full", "compact"):
+        actual = Meter().actual([stage.folder / name])
+        facts |= {f"{name}, {unit}": actual[unit] for unit in ("bytes", "files")}
     facts |= {"planned bytes": plan.written, "planned files": plan.files}
-    facts |= {"planned MiB": plan.memory / 2**20 - of_model, "planned seconds": plan.seconds}
+    facts |= {"planned MiB": plan.memory / 2**20 - stage.of_model, "planned seconds": plan.seconds}
     heads = f"{GROUP * size.heads} query heads on {size.heads}, dim {size.dim}"
     budgets = ", ".join(map(str, size.budgets))
     head = [
         f"torch {torch.__version__}, {torch.get_num_threads()} threads; {LAYERS} layers of {heads}",
-        f"{size.prompt} + {size.response} tokens, {len(policies)} policies, budgets {budgets}",
+        f"{size.prompt} + {size.response} tokens, {len(POLICIES)} policies, budgets {budgets}",
     ]
     for name, unit, by, key in (
         ("bytes", "MiB on the disk", 2**20, "full, bytes"),
@@ -131,5 +172,16 @@ def run(size: Size) -> tuple[dict[str, float], list[str]]:
     return facts, head + lines
 
 
+def main() -> None:
+    """Run what is left of a study, and write its report."""
+    parser = options(__doc__)
+    parser.add_argument("--folder", type=Path, help="keeps traces and stages; else none is kept")
+    given = parser.parse_args()
+    if given.folder:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    _, lines = run(*(SMALLEST if given.smallest else AIM), given.folder)
+    publish(lines, given.doc, "study")
+
+
 if __name__ == "__main__":
-    report(__doc__, run, AIM, SMALLEST, "study")
+    main()
