@@ -43,12 +43,6 @@ def saved(tmp_path_factory):
     return make().save(tmp_path_factory.mktemp("bits") / "a.zarr")
 
 
-@pytest.fixture
-def stored(saved, tmp_path):
-    """A stored trace that a test may damage."""
-    return shutil.copytree(saved, tmp_path / "a.zarr")
-
-
 def in_32_bits(*arguments):
     """The arrays of a trace, with 32 bits for each number."""
     return [replace(each, dtype=np.dtype("<f4")) for each in stored_arrays(*arguments)]
