@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -29,7 +31,7 @@ _EVALUATED = (
     *("spiral_matrix", "string_insertion"),
 )
 # They iterate over sets of strings, whose order is another one in every process.
-_UNSTEADY = ("isomorphic_strings", "knight_swap", "ransom_note")
+_UNSTEADY = ("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder")
 
 _REPEATS = 100  # draws of known questions in a row, after which a task has no more of them
 
@@ -53,7 +55,7 @@ def levels(task: str) -> int:
     if name in _EVALUATED:
         raise TextError(f"{task}: its scorer runs answers as Python code; expected another task")
     if name in _UNSTEADY:
-        raise TextError(f"{task}: one seed gives several prompts; expected another task")
+        raise TextError(f"{task}: one seed gives several prompts or answers; expected another task")
     if not task.startswith(PREFIX) or name not in known:
         raise TextError(
             f"task is {task!r}, expected {PREFIX} and a task of reasoning-gym"
@@ -110,11 +112,12 @@ def _entry(task: str, level: int | None, seed: int) -> dict[str, Any]:
     """Return an entry of the library, as JSON keeps it; its answer has the full score."""
     name, of_entry = task.removeprefix(PREFIX), {"seed": seed, "size": 1}
     try:
-        if level is None:
-            config = library().factory.DATASETS[name][1](**of_entry)
-        else:
-            config = _config(name, level, of_entry)
-        entry = library().factory.DATASETS[name][0](config)[0]
+        with redirect_stdout(StringIO()):  # some tasks print
+            if level is None:
+                config = library().factory.DATASETS[name][1](**of_entry)
+            else:
+                config = _config(name, level, of_entry)
+            entry = library().factory.DATASETS[name][0](config)[0]
         entry = json.loads(json.dumps({x: entry[x] for x in ("question", "answer", "metadata")}))
     except Exception as error:  # a task is anybody's code
         where = "" if level is None else f" at level {level}"
