@@ -100,7 +100,8 @@ def committed() -> dict[str, Results]:
 def write(plan: Plan, out: Path) -> Results:
     """Write the page of the values beside it, and its figures."""
     results = read_values(out.with_suffix(".parquet"), plan)
-    policies = table_policies(plan, "prefix:64")  # the labels alone
+    wanted = table_policies(plan, "prefix:64")  # the labels alone
+    policies = {label: one for label, one in wanted.items() if results.has(label)}
     by_budget = rows(results, policies)
     image = out.parent / "figures" / f"{out.stem}.png"
     figures(by_budget, image, every=not plan.only)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -65,13 +66,20 @@ class Results:
         """Layers of the model."""
         return len(self.evidence.layers("layer_entropy"))
 
+    def has(self, label: str) -> bool:
+        """Whether a policy was measured."""
+        return bool(self._found(label))
+
     def _result(self, label: str) -> Result:
         """The row of the tables; of policies that drop rows, the one after the prompt."""
-        setting = of(label)
-        found = self.evidence.alone(setting) or self.evidence.of_prompt().alone(setting)
+        found = self._found(label)
         if not found:
             raise KeyError(label)
         return found[0][1]
+
+    def _found(self, label: str) -> Sequence[Any]:
+        setting = of(label)
+        return self.evidence.alone(setting) or self.evidence.of_prompt().alone(setting)
 
 
 def write_values(

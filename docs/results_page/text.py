@@ -14,7 +14,7 @@ from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import REAL, Plan
-from results_page.policies import ACROSS, PAPER, RELEASE, across_policies
+from results_page.policies import ACROSS, PAPER, RELEASE, across_policies, table_policies
 from results_page.ranking import Row, opening, shown, table
 from results_page.statistics import Results
 from results_page.traces import ANSWER, DEPTHS, VERBS, labels
@@ -28,8 +28,10 @@ def page(
 ) -> str:
     """The whole page; figure: its path as the page links to it."""
     changed = ["### Parameters made smaller", _changed(policies)] if r.plan.sizes.ams else []
+    later = [shown(label) for label in table_policies(r.plan, "prefix:64").keys() - policies.keys()]
+    unmeasured = f"\n* Not measured, as newer: {', '.join(sorted(later))}." if later else ""
     parts = [
-        _introduction(r, opening(by_budget, figure)),
+        _introduction(r, opening(by_budget, figure)) + unmeasured,
         "## What policies keep and lose",
         reading(r, policies),
         table(by_budget, r.plan.budget),
