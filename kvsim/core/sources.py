@@ -196,6 +196,13 @@ class OneSize:
         return narrowed(name, part, self._size)
 
 
+def dtype_of(source: ArraySource) -> torch.dtype:
+    """Return the dtype in which a source, or the one behind it, has queries, keys and values."""
+    while isinstance(source, Loaded | OneSize):
+        source = source.base
+    return source.read("q", slice(0, 1), slice(0, 0)).dtype
+
+
 class SharedEntries:
     """One layer of another source, with the query heads of all layers that read its entries.
 

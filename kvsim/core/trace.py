@@ -312,14 +312,6 @@ class Trace(Facts, Displayed):
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
 
     @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype in which queries, keys and values are stored, also where they are `loaded`."""
-        source = self.source
-        while isinstance(source, Loaded | OneSize):
-            source = source.base
-        return source.read("q", slice(0, 1), slice(0, 0)).dtype
-
-    @property
     def positions(self) -> Tensor:
         """Position of each row in the sequence, by which RoPE rotated it; int64 [pos]."""
         return self.source.positions

@@ -154,7 +154,7 @@ class Session:
         model, options, shapes = self._described, self.options, trace.source.shapes
         dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
         exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
-        stored = DTYPES[stored_dtype(DTYPES[trace.stored_dtype])]
+        stored = DTYPES[stored_dtype(DTYPES[trace.stored("q", slice(0, 1), slice(0, 0)).dtype])]
         sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
         weights = model.get("weights")  # not known of a model that is not in memory
         known = weights if weights is None else recorded.get("weights", weights)

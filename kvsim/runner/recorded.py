@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsim.core.checks import DTYPES, tolerance
 from kvsim.core.left_out import held_parts
+from kvsim.core.sources import dtype_of
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.hooks import KernelCall
@@ -86,10 +87,11 @@ def holds_cache(trace: Trace, described: Mapping[str, Any], dtype: torch.dtype) 
     all have entries of their own, which are not latents.
     """
     weights = object_at(trace.meta, "model").get("weights")
+    stored = dtype_of(trace.source)
     return (
         weights is not None
         and weights == described.get("weights")
-        and torch.promote_types(trace.stored_dtype, dtype) == trace.stored_dtype
+        and torch.promote_types(stored, dtype) == stored
         and trace.header.latent is None
         and not trace.header.owners
     )
@@ -106,7 +108,7 @@ class RecordedCheck:
     """
 
     def __init__(self, trace: Trace, dtype: torch.dtype) -> None:
-        stored = DTYPES[trace.stored_dtype]
+        stored = DTYPES[dtype_of(trace.source)]
         source = trace.source_dtypes.get("q", stored)
         self._trace, self._tolerance = trace, tolerance(DTYPES[dtype], stored, source)
 

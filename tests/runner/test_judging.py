@@ -14,6 +14,7 @@ import torch
 import kvsim
 from families import FAMILIES
 from kvsim.analysis.table import JUDGED
+from kvsim.core.sources import dtype_of
 from kvsim.errors import CaptureError, NeedsError, PolicyError
 from kvsim.policies import names, parameters
 from kvsim.recorder import generation, load_model
@@ -306,7 +307,7 @@ def test_a_trace_in_half_precision_that_is_loaded_is_judged(tmp_path):
     (outcome,) = Judge(running, trace).outcomes([kvsim.replay(trace, "tova", 64)])
 
     assert np.isfinite(outcome.forced.kl).all()
-    assert trace.stored_dtype == torch.float16
+    assert dtype_of(trace.source) == torch.float16
     assert not holds_cache(trace, running.described, running.model.dtype)
 
 
