@@ -6,8 +6,8 @@
 A random model of one layer; the last 64 tokens are a given response. One thread: CPU seconds of
 each stage, and how far its peak memory is above the memory before it. A slope is that of the
 logarithm over the logarithm of the length, by least squares; the last is that of the last doubling.
-1 is linear, 2 quadratic: a capture, a deep verification and the judge compute attention of all
-pairs of tokens.
+1 is linear, 2 quadratic: a capture and a deep verification compute attention of all pairs of
+tokens; the judge begins behind the recorded prompt.
 """
 
 from __future__ import annotations
