@@ -337,13 +337,19 @@ class LiveSource:
             visible = visible.repeat(1, len(live), 1, 1)
             visible[..., :before] &= live.unsqueeze(1)
         if reads is not None and chooses:
-            live = torch.nn.functional.pad(self._live[index], (0, n - before), value=True)
+            live = self.entries(index)[2]
             tables = self._exact or self._keys, self._values or self._keys
             keys, values = (x.of_layer(index) for x in tables)
             values = values[..., -(self._latent or values.shape[-1]) :]
             q, keys, values = (computable(x) for x in (query[0], keys, values))
             visible = visible & reads.entries(layer, start, q, keys, values, live)
         return kernel_mask(visible, query, added=added)
+
+    def entries(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [H, n, d] of a layer of the block, and which are no pads, [H, n]."""
+        keys, live = self._keys.of_layer(index), self._live[index]
+        live = torch.nn.functional.pad(live, (0, keys.shape[1] - live.shape[1]), value=True)
+        return keys, (self._values or self._keys).of_layer(index), live
 
     @property
     def n_slots(self) -> int:

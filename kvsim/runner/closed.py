@@ -23,10 +23,12 @@ from kvsim.core.probe import ProbeRows
 from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
+from kvsim.recorder.batching import Written
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
+from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.full import FullPass, FullRows, compared
@@ -43,6 +45,10 @@ class Writing:
     new_tokens: int
     temperature: float = 0.0
     seed: int = 0
+
+
+#: A response and the sequence that it is the end of.
+Own = tuple[Decoding, Written]
 
 
 class ClosedLoop:
@@ -81,10 +87,53 @@ class ClosedLoop:
         self._prefixes: dict[int, Prefix] = {}
 
     def run(
-        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None = None
+        self,
+        policy: Policy,
+        budget: int,
+        schedule: Schedule,
+        layers: Sequence[int] | None = None,
+        response: Own | None = None,
     ) -> tuple[Record, Outcome]:
-        """Run the prompt under a policy. Raises as `Decoding`."""
-        decoding_of = partial(
+        """Run the prompt under a policy. Raises as `Decoding`.
+
+        response: the one that a batch has written; by default it is written here.
+        """
+        decoding_of = self._decoding_of(policy, budget, schedule, layers)
+        record, forced, peak, full = self._forced(decoding_of)
+        generated = None
+        if self.writing is not None:
+            decoding, written = response or self._alone(decoding_of, self.writing)
+            generated = self._generated(written)
+            peak = max(peak, decoding.decode_peak_bytes)
+            full = max(full, decoding.full_bytes)
+            record = replace(record, response=self._response(generated.tokens))
+        record = replace(record, own_schedule=schedule == policy.schedule)
+        return record, Outcome(forced, generated, peak, full)
+
+    def begin(
+        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None = None
+    ) -> tuple[Decoding, Tensor]:
+        """Run the prompt alone, for a response; returns the logits of its last row, [V], too."""
+        decoding_of = self._decoding_of(policy, budget, schedule, layers)
+        with decoding_of(n_pos=self.trace.prompt_len + self.new_tokens) as decoding:
+            return decoding, self._prompt(decoding)
+
+    @property
+    def new_tokens(self) -> int:
+        """Most tokens of a response."""
+        return 0 if self.writing is None else self.writing.new_tokens
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How tokens are drawn, and which end a response: keywords of `kvsim.runner.batch`."""
+        terms = self.writing or Writing(0)
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        return {"temperature": terms.temperature, "seed": terms.seed, "stop": stop}
+
+    def _decoding_of(
+        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None
+    ) -> Callable[..., Decoding]:
+        return partial(
             Decoding,
             self.running,
             replace(policy, schedule=schedule),
@@ -96,37 +145,16 @@ class ClosedLoop:
             paging=self._paging,
             probe=self._repeated if "probe_q" in policy.scorer.needs else None,
         )
-        record, forced, peak, full = self._forced(decoding_of)
-        written = None
-        if self.writing is not None:
-            written, more, all_of_it = self._written(decoding_of, self.writing)
-            peak, full = max(peak, more), max(full, all_of_it)
-            record = replace(record, response=self._response(written.tokens))
-        record = replace(record, own_schedule=schedule == policy.schedule)
-        return record, Outcome(forced, written, peak, full)
 
-    def _prefix(self, decoding: Decoding) -> Prefix | None:
-        """The rows before the first event, all of the prompt at most: the same for all policies.
-
-        None where rows of the prompt are dropped on the way down, or layers have states.
-        """
-        if decoding.policy.propagation is not None or self.running.has_states:
-            return None
-        end = min((row + 1 for row in decoding.events), default=self.trace.prompt_len)
-        end = min(end, self.trace.prompt_len)
-        if decoding.policy.codec is not None:  # rows behind the context see rounded entries
-            end = min(end, *decoding.schedule.ends(self.trace.prompt_len, self.trace.context_len))
-        if end not in self._prefixes:
-            self._prefixes[end] = prefill(self.running, self._ids[:end])
-        return self._prefixes[end]
-
-    def _prompt(self, decoding: Decoding, prefix: Prefix | None) -> Tensor:
+    def _prompt(self, decoding: Decoding) -> Tensor:
         """Run the prompt up to its end; returns the logits of its last row, [V]."""
-        if prefix is None:
-            return decoding.feed(self._ids[: self.trace.prompt_len])[-1]
-        decoding.begin(prefix)
-        rest = self._ids[len(prefix.tokens) : self.trace.prompt_len]
-        return decoding.feed(rest)[-1] if rest else prefix.logits
+        return run_prompt(decoding, self._ids[: self.trace.prompt_len], self._prefix)
+
+    def _prefix(self, ids: Sequence[int]) -> Prefix:
+        """The first rows with the full cache: the same for all policies."""
+        if len(ids) not in self._prefixes:
+            self._prefixes[len(ids)] = prefill(self.running, ids)
+        return self._prefixes[len(ids)]
 
     @cached_property
     def _repeated(self) -> ProbeRows:
@@ -154,10 +182,9 @@ class ClosedLoop:
             rows.add(call, len(decoding.tokens))
 
         decoding = decoding_of(n_pos=trace.n_pos, observe=observe)
-        prefix = self._prefix(decoding)
         response = self._ids[trace.prompt_len :]
         with decoding:
-            first = self._prompt(decoding, prefix)
+            first = self._prompt(decoding)
             with self._residual.following():
                 more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
         logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
@@ -185,25 +212,23 @@ class ClosedLoop:
                 added[at] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
-    def _written(
-        self, decoding_of: Callable[..., Decoding], writing: Writing
-    ) -> tuple[Generated, int, int]:
-        decoding = decoding_of(n_pos=self.trace.prompt_len + writing.new_tokens)
-        prefix = self._prefix(decoding)
-        with decoding:
-            logits = self._prompt(decoding, prefix)
+    def _alone(self, decoding_of: Callable[..., Decoding], writing: Writing) -> Own:
+        with decoding_of(n_pos=self.trace.prompt_len + writing.new_tokens) as decoding:
+            logits = self._prompt(decoding)
             start = time.perf_counter()
             tokens = self._write(writing, logits, lambda token: decoding.feed([token])[-1])
-            seconds = time.perf_counter() - start
-        generated = Generated(
+            return decoding, Written([*tokens], None, time.perf_counter() - start)
+
+    def _generated(self, written: Written) -> Generated:
+        tokens = tuple(written.tokens)
+        return Generated(
             tokens=tokens,
             right=self._right(tokens),
             answered=self._answered(tokens),
             full_right=self._full_right,
-            seconds=seconds,
+            seconds=written.seconds,
             score=self._score(tokens) if "scorer" in self._check else None,
         )
-        return generated, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _write(
         self, writing: Writing, logits: Tensor, feed: Callable[[int], Tensor]

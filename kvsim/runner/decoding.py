@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Self, cast
@@ -85,10 +85,8 @@ class Decoding:
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
-        more = {i for layer in chosen for i in self.sketch.header.readers(owners[layer])} - {
-            *chosen
-        }
-        self.layers = (*chosen, *sorted(more))
+        more = {i for layer in chosen for i in self.sketch.header.readers(owners[layer])}
+        self.layers = (*chosen, *sorted(more - {*chosen}))
         self.events = self.schedule.rows(prompt_len, n_pos, context_len)
         self._events = deque(self.events)  # that have not fired
         self.tokens: list[int] = []
@@ -201,19 +199,32 @@ class Decoding:
                 f"rows are dropped, choose what they read, see rounded entries or leave a state, "
                 f"or an event precedes row {n - 1}; feed the tokens"
             )
-        with self._adding(n):
-            self._make_room(0)
-            for layer, part in enumerate(self._parts):
-                keys, values = prefix.keys[layer], prefix.values[layer]
-                if keys is None or values is None:  # it reads the entries of another layer
+        self.take(prefix.tokens, prefix.keys, prefix.values, dict(enumerate(prefix.queries)))
+
+    def take(
+        self,
+        tokens: Sequence[int],
+        keys: Sequence[Tensor | None],
+        values: Sequence[Tensor | None],
+        queries: Mapping[int, Tensor],
+    ) -> None:
+        """Take over rows that ran elsewhere with what is held here, none behind the next event.
+
+        keys, values: by layer [H, n, d]; None where it reads the entries of another. queries: by
+        the number of each layer that evicts, [qhead, n, d].
+        """
+        with self._adding(len(tokens), forwards=False):
+            self._make_room()
+            for part, of_keys, of_values in zip(self._parts, keys, values, strict=True):
+                if of_keys is None or of_values is None:
                     continue
                 if isinstance(part, LiveLayer) and isinstance(part.source, PagedSource):
-                    part.source.begin(part.index, prefix.tokens, keys, values)
+                    part.source.begin(part.index, (*tokens,), of_keys, of_values)
                 else:
-                    part.update(keys[None], values[None])
+                    part.update(of_keys[None], of_values[None])
             for layer, reader in self._evicting.items():
-                reader.source.note_queries(reader.index, prefix.queries[layer])
-            self.tokens += prefix.tokens
+                reader.source.note_queries(reader.index, queries[layer])
+            self.tokens += tokens
             self._end()
 
     def feed(self, ids: Sequence[int], logits: int = 1) -> Tensor:
@@ -231,7 +242,7 @@ class Decoding:
                 parts.append(self._descend(self._decoder, prompt)[: logits - len(rest)])
             while rest:
                 start = len(self.tokens)
-                room = self._make_room(start)
+                room = self._make_room()
                 if self._stores is not None:  # entries may be rounded after every row
                     room = min(room, max(1, self._stores + 1 - start))
                 if start and self._single:
@@ -252,7 +263,7 @@ class Decoding:
         as one. Not for a policy that rotates or rounds keys, or drops rows of the prompt.
         """
         with self._adding(len(ids)):
-            self._make_room(len(self.tokens))
+            self._make_room()
             yield
             self.tokens += ids
             self._end()
@@ -263,7 +274,7 @@ class Decoding:
         down = prefill_in_depth(decoder, self.sketch, self.policy, setting, prompt)
         self._descent = down.descent
         self._make_blocks()
-        self._make_room(0)
+        self._make_room()
         for part, call in zip(self._parts, down.calls, strict=True):
             part.update(*(x[None] for x in call.cached))
             if isinstance(part, LiveLayer):
@@ -273,9 +284,9 @@ class Decoding:
         return down.logits
 
     @contextmanager
-    def _adding(self, n: int) -> Iterator[None]:
+    def _adding(self, n: int, *, forwards: bool = True) -> Iterator[None]:
         """Add n rows; an error in between leaves caches that are of no use any more."""
-        if not self._open or self._busy:
+        if (forwards and not self._open) or self._busy:
             raise ValueError(
                 "rows are added outside the `with` block, or after an error; expected a new "
                 "Decoding in its `with` block"
@@ -308,12 +319,23 @@ class Decoding:
             )
         return start - slots.pop()
 
-    def _make_room(self, start: int) -> int:
-        """Return the number of rows from row `start` up to the next event, or to the end."""
+    @property
+    def room(self) -> int:
+        """Rows up to the next event, or to the end."""
         stop = self._events[0] + 1 if self._events else self.sketch.n_pos
+        return stop - len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """The position of the next row."""
+        return len(self.tokens) - self._back(len(self.tokens))
+
+    def _make_room(self) -> int:
+        """Let sources take the rows up to the next event; returns their number."""
+        room = self.room
         for _, source in self._blocks:
-            source.room, source.reads_queries = stop - start, bool(self._events)
-        return stop - start
+            source.room, source.reads_queries = room, bool(self._events)
+        return room
 
     def _end(self) -> None:
         """Count the held entries, and fire the event after the last row, if there is one."""
