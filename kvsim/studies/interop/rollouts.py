@@ -11,35 +11,27 @@ pass that has gradients, so that both are one distribution.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvsim.core.policy import Policy, Schedule
-from kvsim.core.trace import Trace
-from kvsim.engine.block import Block
-from kvsim.engine.checks import check_cell
-from kvsim.engine.layers import replayed, runs
-from kvsim.engine.replay import settings_of
-from kvsim.engine.source import TraceSource
-from kvsim.errors import PolicyError
-from kvsim.recorder.cache import cache_option, full_cache
-from kvsim.recorder.generation import check_logits, evaluating
-from kvsim.recorder.hooks import Attention, intercepting, kernel_mask
-from kvsim.runner.checks import check_live
-from kvsim.runner.model import RunningModel
+from kvsim.core.policy import Policy
+from kvsim.errors import CaptureError, PolicyError
+from kvsim.recorder.batching import separate
+from kvsim.recorder.generation import check_logits
+from kvsim.runner.batch import LiveBatch, run_prompt
+from kvsim.runner.decoding import Decoding, RunningModel
+from kvsim.runner.decoding import prefill as first_rows
 from kvsim.schema import NEVER
 from kvsim.studies.interop.masks import Masks, masking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +69,7 @@ def rollouts(
 ) -> list[Rollout]:
     """Sample responses to one prompt, all at once, while a policy evicts from each cache.
 
-    Evicted entries are masked, not freed: each sequence has its own, and kept sets are those of
-    `kvsim.live`.
+    Kept sets are those of `kvsim.live`.
 
     Args:
         running: of the model's present weights.
@@ -98,159 +89,69 @@ def rollouts(
         CaptureError: a sequence longer than the model's context, logits that are not finite.
         BudgetError, NeedsError: as `kvsim.replay`.
     """
-    schedule = policy.schedule.override(interval, prefill, None)
-    lengths = len(ids), len(ids) + new_tokens
-    with torch.inference_mode(), evaluating(running.model):
-        sequences = _Sequences(running, policy, budget, schedule, *lengths, count)
-        logits = sequences.feed(torch.tensor([[*ids]]).expand(count, -1))
-        tokens = torch.empty(count, 0, dtype=torch.int64)
-        logprobs = torch.empty(count, 0)
-        running_on = torch.ones(count, dtype=torch.bool)
-        while True:
-            scores = (logits / temperature).float().log_softmax(-1).cpu()
-            drawn = torch.multinomial(scores.exp(), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn], 1)
-            logprobs = torch.cat([logprobs, scores.gather(1, drawn)], 1)
-            running_on &= torch.tensor([int(token) not in stop for token in drawn])
-            if not running_on.any() or tokens.shape[1] == new_tokens:
-                break
-            logits = sequences.feed(drawn, running_on)
-    out = []
-    for index, response in enumerate(tokens.tolist()):
-        ends = [at for at, token in enumerate(response) if token in stop]
-        n = ends[0] + 1 if ends else len(response)
-        whole = (*ids, *response[:n])
-        masks = sequences.masks(index, len(whole))
-        out.append(Rollout(whole, len(ids), logprobs[index, :n].clone(), masks, bool(ends)))
-    return out
+    masked = policy.positions == "absolute" and not (policy.reader or policy.codec)
+    if not masked or policy.propagation is not None or "probe_q" in policy.scorer.needs:
+        raise PolicyError(
+            f"{policy.name}: its keys are rotated to their slots or rounded, its rows read a part "
+            "of what is resident, are dropped between layers or repeat the context; expected a "
+            "policy that evicts alone, as a mask can say"
+        )
+    reason = separate(running.model, len(ids) + new_tokens)
+    if reason is not None:
+        raise CaptureError(f"sequences cannot share a batch: {reason}; expected a model that can")
+    length = {"prompt_len": len(ids), "n_pos": len(ids) + new_tokens}
+    options: dict[str, Any] = {**length, "interval": interval, "prefill": prefill}
+    lanes = [Decoding(running, policy, budget, **options, name="rollout") for _ in range(count)]
+    prefix_of = functools.cache(functools.partial(first_rows, running))
+    tokens: list[list[int]] = [[] for _ in lanes]
+    logprobs: list[list[float]] = [[] for _ in lanes]
+    writing = [*range(count)]
+    with torch.inference_mode():
+        firsts = []
+        for lane in lanes:
+            with lane:
+                firsts.append(run_prompt(lane, (*ids,), prefix_of))
+        batch = LiveBatch(lanes)
+        scores = _scores(torch.stack(firsts), temperature)
+        with batch.running():
+            while writing:
+                # for those that have ended too, which leaves the draws of the others as they are
+                drawn = torch.multinomial(scores.exp(), 1, generator=generator)
+                for at in writing:
+                    tokens[at].append(int(drawn[at]))
+                    logprobs[at].append(float(scores[at, drawn[at]]))
+                going = [
+                    place
+                    for place, at in enumerate(writing)
+                    if tokens[at][-1] not in stop and len(tokens[at]) < new_tokens
+                ]
+                batch.keep(going)
+                writing = [writing[place] for place in going]
+                if writing:
+                    logits = batch.step([tokens[at][-1] for at in writing])
+                    logits = check_logits(logits, max(batch.positions) - 1)
+                    scores[writing] = _scores(logits, temperature)
+    return [
+        Rollout(
+            (*ids, *response),
+            len(ids),
+            torch.tensor(of_response),
+            _masks(lane),
+            response[-1] in stop,
+        )
+        for lane, response, of_response in zip(lanes, tokens, logprobs, strict=True)
+    ]
 
 
-class _Rows(TraceSource):
-    """Keys, values and queries of some layers of a sequence that is being written."""
-
-    def __init__(self, sketch: Trace, layers: Sequence[int], like: Tensor) -> None:
-        super().__init__(sketch, layers, like.device)
-        shape = len(layers), sketch.n_heads, sketch.n_pos, sketch.dim
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
-        self.rows = like.new_zeros(shape[0], sketch.n_qheads, *shape[2:])
-
-    def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """Return `compute()`: each event has other rows."""
-        return compute()
-
-    def queries(self, start: int, stop: int) -> Tensor:
-        """[L, H, G, stop - start, d]."""
-        return self._grouped(self.rows[:, :, start:stop])
+def _scores(logits: Tensor, temperature: float) -> Tensor:
+    return (logits / temperature).float().log_softmax(-1).cpu()
 
 
-class _Sequences:
-    """Some sequences of equal length, each with its own kept sets, in one batch of a model."""
-
-    def __init__(
-        self,
-        running: RunningModel,
-        policy: Policy,
-        budget: int,
-        schedule: Schedule,
-        prompt_len: int,
-        n: int,
-        count: int,
-    ) -> None:
-        check_live(policy)
-        masked = policy.positions == "absolute" and not (policy.reader or policy.codec)
-        if not masked or policy.propagation is not None or "probe_q" in policy.scorer.needs:
-            raise PolicyError(
-                f"{policy.name}: its keys are rotated to their slots or rounded, its rows read a "
-                "part of what is resident, are dropped between layers or repeat the context; "
-                "expected a policy that evicts alone, as a mask can say"
-            )
-        self.running, self.policy, self.budget = running, policy.at(budget), budget
-        self.sketch = running.sketch(self.policy, prompt_len, n, None, "rollout").evicting
-        check_cell(self.sketch, self.policy, budget, None, schedule)
-        self.cache, self.length = full_cache(running.model), 0
-        self._schedule = schedule
-        self._events = deque(schedule.rows(prompt_len, n, None))
-        setting, context = settings_of(self.sketch, self.policy, budget, schedule)
-        like = torch.empty(0, device=running.device, dtype=running.model.dtype)
-        #: of each run of layers, the source and the block of each sequence
-        self._parts: list[tuple[tuple[int, ...], list[tuple[_Rows, Block]]]] = []
-        for run in runs(self.sketch, replayed(self.sketch, None), self.policy):
-            layers = torch.tensor(run.layers, device=like.device)
-            of_run = []
-            for _ in range(count):
-                source = _Rows(self.sketch, run.layers, like)
-                block = Block(source, self.policy, setting, layers, context=context)
-                of_run.append((source, block))
-            self._parts.append((run.layers, of_run))
-        self._place = {
-            layer: (part, index)
-            for layers, part in self._parts
-            for index, layer in enumerate(layers)
-        }
-
-    def feed(self, ids: Tensor, living: Tensor | None = None) -> Tensor:
-        """Run the next tokens [count, w] of each; returns the logits [count, V] of the last row.
-
-        living: the sequences in which events fire; all by default.
-        """
-        logits = ids
-        while ids.shape[1]:
-            stop = self._events[0] + 1 if self._events else self.sketch.n_pos
-            piece, ids = ids[:, : stop - self.length], ids[:, stop - self.length :]
-            at = torch.arange(self.length, self.length + piece.shape[1], device=self.running.device)
-            with intercepting(self.running.model, None, attending=self._attend):
-                logits = self.running.model(
-                    piece.to(self.running.device),
-                    position_ids=at.expand(len(piece), -1),
-                    use_cache=True,
-                    **cache_option(self.running.model, self.cache),
-                    **self.running.logits_of(1),
-                ).logits[:, -1]
-            self.length += piece.shape[1]
-            if self.length == stop:
-                self._fire(self._events.popleft(), living)
-        return check_logits(logits, self.length - 1)
-
-    def _fire(self, row: int, living: Tensor | None) -> None:
-        for _, part in self._parts:
-            for index, (_, block) in enumerate(part):
-                if living is None or living[index]:
-                    block.event(row)
-
-    def _attend(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, attention: Attention
-    ) -> Tensor | None:
-        if layer not in self._place:
-            return None
-        part, at = self._place[layer]
-        new = slice(self.length, self.length + query.shape[2])
-        for index, (source, _) in enumerate(part):
-            source.rows[at, :, new] = query[index]
-            source.keys[at, :, new] = keys[index, :, new]
-            source.values[at, :, new] = values[index, :, new]
-        last = torch.stack([block.evicted_at[at, :, : new.stop] for _, block in part])
-        pos = torch.arange(new.stop, device=query.device)
-        row = pos[new, None]
-        visible = (pos <= row) & (row <= last.unsqueeze(2))  # [count, head, w, n]
-        visible = visible.repeat_interleave(query.shape[1] // last.shape[1], 1)
-        mask = kernel_mask(visible, query, added=self.running.added)
-        return attention(query, keys, values, mask)
-
-    def masks(self, index: int, n: int) -> Masks:
-        """Return what the first n rows of a sequence saw."""
-        last = torch.cat([part[index][1].evicted_at[..., :n] for _, part in self._parts])
-        layers = tuple(layer for layers, _ in self._parts for layer in layers)
-        labels = {
-            "trace": self.sketch.name,
-            "policy": self.policy.name,
-            "params": dict(self.policy.params),
-            "budget": self.budget,
-            "interval": self._schedule.interval,
-            "prefill": self._schedule.prefill,
-            "prompt_len": self.sketch.prompt_len,
-        }
-        last = last.masked_fill(last >= n, NEVER).cpu()
-        return Masks(last, tuple(self.sketch.layer_ids[layer] for layer in layers), labels)
+def _masks(lane: Decoding) -> Masks:
+    """Return what the rows of a response saw; its last token was not run."""
+    masks = Masks.of(lane.record())
+    last_row = torch.nn.functional.pad(masks.last_row, (0, 1), value=NEVER)
+    return replace(masks, last_row=last_row)
 
 
 def log_likelihoods(
