@@ -247,6 +247,15 @@ class Writing(TypedDict, total=False):
         Help("0 takes the most likely token; above 0, tokens are drawn.", default=0.0),
     ]
     seed: Annotated[int, Help("The seed of the draws.", default=0)]
+    batch: Annotated[
+        int,
+        AtLeast(1),
+        Help(
+            "Write so many responses at once, of any prompts, policies and budgets; what a batch "
+            "cannot hold is written one by one, with a note.",
+            default=1,
+        ),
+    ]
 
 
 class Paged(TypedDict, total=False):

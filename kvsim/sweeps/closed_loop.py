@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import polars as pl
+import torch
+from torch import Tensor
 
 from kvsim.analysis.live.table import choose_live, measure_live
 from kvsim.analysis.results import check_distinct
@@ -22,15 +25,17 @@ from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell
-from kvsim.errors import PolicyError
+from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.experiment import LiveOptions
 from kvsim.policies import as_policies
 from kvsim.progress import with_bar
 from kvsim.recorder import load_model
+from kvsim.recorder.batching import separate
 from kvsim.recorder.forecast import ModelWork
+from kvsim.runner.batch import respond, unbatched
 from kvsim.runner.checks import check_live
-from kvsim.runner.closed import ClosedLoop, Writing
-from kvsim.runner.decoding import RunningModel
+from kvsim.runner.closed import ClosedLoop, Own, Writing
+from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded
 from kvsim.store.opening import Traces, as_traces
@@ -62,7 +67,9 @@ def live(
     made of the model: the cache is compressed, and memory freed. The recorded response is fed to
     the model (teacher-forced), so that records and values compare with those of `replay_all`; with
     max_new_tokens the model also writes a response of its own to each prompt, which is compared
-    with the right answer. Values have fidelity `closed`. One sequence runs at a time.
+    with the right answer. Values have fidelity `closed`. One sequence runs at a time, but `batch`
+    responses are written at once: tokens and metrics are those of one by one, and `decode_seconds`
+    is the time until the response ended.
 
     Args:
         model: a decoder model of transformers, or what `kvsim.recorder.load_model` takes.
@@ -140,6 +147,7 @@ def plan_live(
         "device": str(running.device),
         "regret": False,
     }
+    cells_of_batch, alone = _batched(running, cells, given)
     paging = None
     if given["paged"] is not None:
         paging = Paging(given["paged"], given["block_tables"])
@@ -155,20 +163,48 @@ def plan_live(
     of_task = ("policies", "budgets", "metrics", "schedules")
     of_tasks = {name: x for name, x in parameters.items() if name not in of_task}
     executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
+    executor.batches = [
+        cells_of_batch[at : at + given["batch"]]
+        for at in range(0, len(cells_of_batch), given["batch"])
+    ]
     plan = Plan(
         traces=traces,
         policies=policies,
         cells=cells,
         tasks=tasks_of(cells, list(chosen), of_tasks | {"records": True}, together=1),
         metrics=list(chosen),
-        parameters=parameters,
-        notes=tuple(filter(None, [shared])),
+        parameters={**parameters, "batch": given["batch"]},
+        notes=(*filter(None, [shared]), *alone),
         document={**parameters, "traces": {trace.name: trace.digest for trace in traces}},
         model=ModelWork(running.model),
         compute=executor.compute,
         check=executor.check,
     )
     return plan, paging
+
+
+def _batched(
+    running: RunningModel, cells: Sequence[Cell], given: Mapping[str, Any]
+) -> tuple[list[Cell], list[str]]:
+    """Return the cells whose responses are written in batches, and notes on the others.
+
+    Raises PolicyError for a batch without responses, or with a paged cache.
+    """
+    if given["batch"] == 1:
+        return [], []
+    if not given["max_new_tokens"] or given["paged"] is not None:
+        paged = "no responses" if given["paged"] is None else "paged caches"
+        raise PolicyError(
+            f"batch is {given['batch']}, of {paged}; expected responses, of caches that are not "
+            "paged: give max_new_tokens (--max-new-tokens), or leave paged out"
+        )
+    longest = max(cell.trace.prompt_len for cell in cells) + given["max_new_tokens"]
+    reason = separate(running.model, longest)
+    if reason is not None:
+        return [], [f"responses are written one by one: {reason}"]
+    reasons = {cell.policy.name: unbatched(cell.policy) for cell in cells}
+    alone = [f"{name} writes one by one: {reason}" for name, reason in reasons.items() if reason]
+    return [cell for cell in cells if unbatched(cell.policy) is None], alone
 
 
 class Loops:
@@ -190,6 +226,9 @@ class Loops:
         self._traces = {trace.name: trace for trace in traces}
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Outcome] = {}
+        #: cells whose responses are written at once
+        self.batches: list[list[Cell]] = []
+        self._responses: dict[int, Own] = {}
 
     def check(self) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
@@ -209,11 +248,43 @@ class Loops:
     def record(self, cell: Cell) -> Record:
         """Run a cell."""
         loop = self._loop or self._loop_of(cell.trace)
+        batch = next((x for x in self.batches if cell.number in {each.number for each in x}), [])
+        if batch:
+            self.batches.remove(batch)
+            self._write(batch)
         record, self._outcomes[cell.number] = loop.run(
-            cell.policy, cell.budget, cell.schedule, self._layers
+            cell.policy,
+            cell.budget,
+            cell.schedule,
+            self._layers,
+            self._responses.pop(cell.number, None),
         )
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
+
+    def _write(self, cells: Sequence[Cell]) -> None:
+        """Write the responses of a batch; a cell that cannot says why when it runs alone."""
+        loops = {} if self._loop is None else {self._loop.trace.name: self._loop}
+        lanes: dict[int, tuple[Decoding, Tensor]] = {}
+        limits: list[int] = []
+        try:
+            for cell in cells:
+                name = cell.trace.name
+                loop = loops[name] = loops.get(name) or self._loop_of(cell.trace)
+                terms = cell.policy, cell.budget, cell.schedule, self._layers
+                with suppress(Exception):
+                    lanes[cell.number] = loop.begin(*terms)
+                    limits.append(loop.new_tokens)
+            sequences, logits = zip(*lanes.values(), strict=True)
+            written = respond(sequences, logits, limits, **loop.sampling)
+        except torch.OutOfMemoryError as error:
+            raise MemoryLimitError(
+                f"{len(cells)} responses at once take more memory than the device has free; "
+                "expected a smaller batch (--batch)"
+            ) from error
+        except Exception:  # noqa: BLE001  a policy is anybody's code
+            return
+        self._responses |= zip(lanes, zip(sequences, written, strict=True), strict=True)
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure what the model did."""

@@ -64,6 +64,58 @@ def test_a_prompt_without_a_response_runs(model, trace):
 
 
 @dataclass(frozen=True)
+class Late(Scorer):
+    """Fails in the response, with an error of a policy of the user's own."""
+
+    label: ClassVar[str] = "late"
+
+    def score(self, view):
+        """Long keys stay."""
+        assert view.row < 44, "too late"
+        return view.keys.norm(dim=-1)
+
+
+def test_responses_of_a_batch_are_those_of_one_by_one(model, monkeypatch):
+    """Of any prompts, policies and budgets; what cannot join, or fails, runs alone."""
+    from kvsim.sweeps import closed_loop
+
+    terms = {"context": 30, "probe": "repeat", "max_new_tokens": 8}
+    traces = [
+        capture(model, None, [(5 * i + n) % 60 for i in range(n)], name=str(n), **terms)
+        for n in (37, 58)
+    ]
+    chosen = [*policies("tova", "snapkv", "quest", "kvzip"), Policy("late", Late())]
+    options = {"max_new_tokens": 18, "temperature": 0.7, "interval": 8}
+    options |= {"fit": True, "compress": "context"}
+    joined, respond = [], closed_loop.respond
+
+    def counted(lanes, *rest, **more):
+        joined.append(len(lanes))
+        return respond(lanes, *rest, **more)
+
+    alone = kvsim.live(model, traces, chosen[:4], [16, 24], **options)
+    monkeypatch.setattr(closed_loop, "respond", counted)
+    both = kvsim.live(model, traces, chosen, [16, 24], batch=5, **options)
+
+    timed = pl.col("metric") != "decode_seconds"
+    ours = both.table.filter(timed, pl.col("policy") != "late")
+    assert ours.equals(alone.table.filter(timed))
+    assert max(joined) == 5
+    assert sum(joined) == 16
+    assert [each.response for each in both.records] == [each.response for each in alone.records]
+    assert {each.policy for each in both.failures} == {"late"}
+    assert all("too late" in each.error for each in both.failures)
+    assert any("quest writes one by one: its rows read" in note for note in both.notes)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_new_tokens": 8, "paged": 4}])
+def test_a_batch_without_responses_or_in_blocks_is_refused(model, trace, options):
+    """In one line that says what to give."""
+    with pytest.raises(PolicyError, match=r"^[^\n]*batch is 4, [^\n]* max_new_tokens[^\n]*$"):
+        kvsim.live(model, [trace], "tova", 16, batch=4, **options)
+
+
+@dataclass(frozen=True)
 class Writing(Scorer):
     """The length of a key; writes to the model's cache through numpy."""
 
@@ -142,11 +194,11 @@ def test_a_folder_holds_the_run_and_is_continued(model, trace, tmp_path, monkeyp
     ran = []
     run_cell = ClosedLoop.run
 
-    def interrupted(self, policy, budget, schedule, layers=None):
+    def interrupted(self, policy, budget, *given):
         ran.append((policy.name, budget))
         if len(ran) == 3:
             raise KeyboardInterrupt
-        return run_cell(self, policy, budget, schedule, layers)
+        return run_cell(self, policy, budget, *given)
 
     monkeypatch.setattr(ClosedLoop, "run", interrupted)
     given = (model, [trace], policies("tova", "knorm"), [16, 24])
