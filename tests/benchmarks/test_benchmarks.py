@@ -134,3 +134,15 @@ def test_a_device_computes_what_the_cpu_does(device):
 
     assert sum("tokens/s" in line for line in lines) == 4
     assert sum("of the matrix rate" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_batches_write_what_each_sequence_alone_does(device):
+    """Of all tokens in float32; rates of each batch are printed."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+
+    lines = load("batch").run(device, "small layers")
+
+    assert sum("4 of 4 responses equal" in line for line in lines) >= 2
+    assert sum("tokens/s" in line for line in lines) == 9

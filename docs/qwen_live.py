@@ -1,0 +1,201 @@
+# ruff: noqa: INP001, T201 - a script, not a module, and it says what it found
+"""How many answers of Qwen2.5-Coder stay right under eviction? Live runs in batches, on a GPU too.
+
+    python docs/qwen_live.py prepare PROMPTS.jsonl [--n 30] [--task chain_sum ...]
+    python docs/qwen_live.py run FILE.gguf PROMPTS.jsonl OUT.jsonl [--device cuda] [--seconds 300]
+    python docs/qwen_live.py score OUT.jsonl
+
+`run` writes greedy answers with the full cache, then under each policy and budget to the prompts
+that the full cache answers, and appends a line of JSON for each: it may be stopped and run again.
+`prepare` and `score` need reasoning-gym (the extra `tasks`), `run` does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvsim
+from kvsim.recorder.generation import stop_tokens
+from kvsim.recorder.models import load_model
+from kvsim.runner.batch import respond, run_prompt
+from kvsim.runner.decoding import Decoding, RunningModel, prefill
+from qwen_card import NEW_TOKENS, TASKS, encoded, final, reasoning
+from smollm2_card import cell, read
+
+POLICIES = (
+    *("streaming_llm", "snapkv", "h2o", "tova", "expected_attention", "keydiff", "rkv", "gkv"),
+)
+BUDGETS = (64, 128)
+#: Rows between events; one follows the prompt.
+INTERVAL = 32
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Write the prompts, the first of each task first."""
+    turns = zip(*(reasoning(task, args.n) for task in args.task), strict=True)
+    lines = [json.dumps(one["row"]) for each in turns for one in each]
+    args.prompts.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a line is of."""
+    return tuple(row[name] for name in ("model", "policy", "budget", "task", "index"))
+
+
+class Writer:
+    """Writes answers in batches until the time is over, and appends them to a file."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.end = args, time.perf_counter() + args.seconds
+        model, self.tokenizer = load_model(args.file, device=args.device, dtype=args.dtype)
+        self.running, self.stop = RunningModel(model), stop_tokens(model, self.tokenizer)
+        self.prefix = lru_cache(maxsize=2)(lambda ids: prefill(self.running, ids))
+        self.name = Path(args.file).stem
+        self.done = {key(row) for row in read(args.out)}
+
+    def cells(
+        self, rows: Sequence[dict[str, Any]], policies: Sequence[str], budgets: Sequence[int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what the file lacks, all of a prompt together."""
+        for row in rows:
+            for policy in policies:
+                for budget in budgets:
+                    one = {**row, "model": self.name, "policy": policy, "budget": budget}
+                    if key(one) not in self.done:
+                        yield one
+
+    def write(self, cells: Sequence[dict[str, Any]]) -> None:
+        """Write the answers of cells, as long as another batch fits into the time."""
+        took = 0.0
+        for start in range(0, len(cells), self.args.batch):
+            began = time.perf_counter()
+            if began + took > self.end:
+                print(f"time is over, {len(cells) - start} answers are left; run it again")
+                return
+            batch = cells[start : start + self.args.batch]
+            with self.args.out.open("a", encoding="utf-8") as file:
+                for line in self.batch(batch):
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            took = time.perf_counter() - began
+            print(f"{start + len(batch)} of {len(cells)} answers, {took:.1f} s", flush=True)
+
+    def batch(self, cells: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the lines of a batch."""
+        new, lanes, logits = self.args.new_tokens, [], []
+        for each in cells:
+            text, policy = each["prompt"], kvsim.policy(each["policy"]).fitted()
+            chat = [{"role": "user", "content": text}] if self.tokenizer.chat_template else text
+            ids = tuple(encoded(chat, self.tokenizer))
+            lengths = {"prompt_len": len(ids), "n_pos": len(ids) + new}
+            terms = {"interval": INTERVAL, "prefill": True} if each["policy"] != "full" else {}
+            with Decoding(self.running, policy, each["budget"], **lengths, **terms) as lane:
+                lanes.append(lane)
+                logits.append(run_prompt(lane, ids, self.prefix))
+        written = respond(lanes, logits, [new] * len(lanes), stop=self.stop)
+        for each, lane, one in zip(cells, lanes, written, strict=True):
+            response = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+            yield {name: each[name] for name in each if name != "prompt"} | {
+                "prompt_tokens": lane.sketch.prompt_len,
+                "tokens": len(one.tokens),
+                "ended": one.ended is not None,
+                "seconds": round(one.seconds, 3),
+                "batch": len(cells),
+                "response": response,
+            }
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write answers with the full cache, then under policies where that one is right."""
+    torch.set_num_threads(args.threads)
+    args.out.touch()
+    writer, rows = Writer(args), read(args.prompts)
+    writer.write([*writer.cells(rows, ["full"], [1 << 20])])
+    answered = {
+        (row["task"], row["index"])
+        for row in read(args.out)
+        if row["policy"] == "full" and final(row["response"]) == row["answer"]
+    }
+    if args.all:
+        answered = {(row["task"], row["index"]) for row in rows}
+    chosen = [row for row in rows if (row["task"], row["index"]) in answered]
+    print(f"the full cache answers {len(chosen)} of {len(rows)} prompts", flush=True)
+    writer.write([*writer.cells(chosen, args.policy, args.budget)])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return right answers by policy and budget, of the prompts that the full cache answers."""
+    right = {key(row)[-2:] for row in rows if row["policy"] == "full" and row["right"]}
+    rows = [row for row in rows if key(row)[-2:] in right]
+    budgets = sorted({row["budget"] for row in rows if row["policy"] != "full"})
+    lines = [f"| policy | {' | '.join(map(str, budgets))} | tokens | tokens/s |"]
+    lines.append("| --- " * (len(budgets) + 3) + "|")
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        of = [row for row in rows if row["policy"] == policy]
+        cells = [cell([row["right"] for row in of if row["budget"] == each]) for each in budgets]
+        if policy == "full":
+            cells = [cell([row["right"] for row in of])] * len(budgets)
+        mean = sum(row["tokens"] for row in of) / len(of)
+        rate = sum(row["tokens"] / row["seconds"] for row in of) / len(of)
+        lines.append(f"| `{policy}` | {' | '.join(cells)} | {mean:.0f} | {rate:.1f} |")
+    return lines
+
+
+def score(args: argparse.Namespace) -> None:
+    """Print the table of a file, by the scorers of reasoning-gym."""
+    rows = read(args.out)
+    for task in {row["task"] for row in rows}:
+        of = [row for row in rows if row["task"] == task]
+        prompts = [*reasoning(task, 1 + max(row["index"] for row in of))]
+        for row in of:
+            if prompts[row["index"]]["row"]["answer"] != row["answer"]:
+                raise SystemExit(f"{task} {row['index']} is of another release of reasoning-gym")
+            row["right"] = bool(prompts[row["index"]]["right"](row["response"]))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        print(f"\n{model}\n")
+        print(*table([row for row in rows if row["model"] == model]), sep="\n")
+
+
+def main() -> None:
+    """Run one of the commands."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    first = commands.add_parser("prepare")
+    first.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl")
+    first.add_argument("--n", type=int, default=30)
+    first.add_argument("--task", nargs="+", default=TASKS)
+    first.set_defaults(run=prepare)
+    second = commands.add_parser("run")
+    second.add_argument("file", metavar="FILE.gguf")
+    second.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl")
+    second.add_argument("out", type=Path, metavar="OUT.jsonl")
+    second.add_argument("--device", default="cpu")
+    second.add_argument("--dtype", default="bfloat16")
+    second.add_argument(
+        "--seconds", type=float, default=300, help="no batch begins that ends later"
+    )
+    second.add_argument("--batch", type=int, default=64, help="answers at once")
+    second.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    second.add_argument("--policy", nargs="+", default=POLICIES)
+    second.add_argument("--budget", type=int, nargs="+", default=BUDGETS)
+    second.add_argument("--all", action="store_true", help="also what the full cache gets wrong")
+    second.add_argument("--threads", type=int, default=2)
+    second.set_defaults(run=run)
+    third = commands.add_parser("score")
+    third.add_argument("out", type=Path, metavar="OUT.jsonl")
+    third.set_defaults(run=score)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
