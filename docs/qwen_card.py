@@ -42,7 +42,8 @@ RESULTS = Path(__file__).with_name("qwen-results.jsonl")
 PAGE = Path(__file__).with_name("qwen.md")
 TASKS = (
     *("chain_sum", "basic_arithmetic", "simple_equations", "leg_counting", "letter_counting"),
-    *("gcd", "word_sorting", "gsm_symbolic"),
+    *("gcd", "word_sorting", "gsm_symbolic", "lcm", "fraction_simplification", "coin_flip", "aiw"),
+    *("prime_factorization", "decimal_chain_sum", "complex_arithmetic", "simple_geometry"),
 )
 LONG = ("needle", "quote", "chat")
 #: After the question: what the makers of these models, and of R1-Distill-Qwen, recommend.
@@ -50,7 +51,6 @@ FORM = "\n\nPlease reason step by step, and put your final answer within \\boxed
 #: Questions of `check`.
 CHECKED = ("What is 12 + 35 - 7 + 18?", "How often is the letter r in strawberry?")
 SEED = 1
-NEW_TOKENS = 400
 
 
 def final(response: str) -> str:
@@ -108,11 +108,12 @@ def encoded(content: Any, tokenizer: Any) -> list[int]:
 def responses(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
     """Return greedy responses as token ids, without what follows their end, of one batch."""
     longest, end = max(map(len, prompts)), model.generation_config.eos_token_id
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    kept = torch.tensor([[int(longest - at <= len(x)) for at in range(longest)] for x in prompts])
+    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    kept = [[int(longest - at <= len(x)) for at in range(longest)] for x in prompts]
+    ids, mask = (torch.tensor(rows, device=model.device) for rows in (padded, kept))
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=kept, max_new_tokens=new_tokens, do_sample=False, pad_token_id=end
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=end
         )
     rows = out[:, longest:].tolist()
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
@@ -122,7 +123,7 @@ def measure(args: argparse.Namespace) -> None:
     """Append a line for each prompt that the results lack, the first of each task first."""
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.file)
-    model = model.to(torch.bfloat16)
+    model = model.to(args.device, torch.bfloat16)
     done = {_key(row) for row in read(args.out)} if args.out.exists() else set()
     tasks = args.task or (LONG if args.length else TASKS)
     groups = [
@@ -135,7 +136,7 @@ def measure(args: argparse.Namespace) -> None:
     ]
     turns = [one for each in zip(*groups, strict=True) for one in each]
     wanted = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
-    limit = 24 if args.length else NEW_TOKENS
+    limit = 24 if args.length else args.new_tokens
     for start in range(0, len(wanted), args.batch):
         batch = wanted[start : start + args.batch]
         prompts = [encoded(one["content"], tokenizer) for one in batch]
@@ -245,6 +246,8 @@ def main() -> None:
     first.add_argument("--length", type=int, nargs="+", default=[])
     first.add_argument("--task", nargs="+")
     first.add_argument("--batch", type=int, default=40, help="prompts at once")
+    first.add_argument("--new-tokens", type=int, default=400, help="of an answer, at most")
+    first.add_argument("--device", default="cpu")
     first.add_argument("--threads", type=int, default=2)
     first.set_defaults(run=measure)
     second = commands.add_parser("check")

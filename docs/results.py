@@ -29,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import polars as pl
+import torch
 
 from results_page.claims import claims_page
 from results_page.long import long_page
@@ -63,6 +64,7 @@ def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
             measured = list(pool.map(work, numbers))
     tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
     made = {"weights": weights(plan), "tools": f"{tools}, Python {platform.python_version()}"}
+    made |= {} if plan.device == "cpu" else {"device": torch.cuda.get_device_name()}
     write_values(values, plan, pl.concat(measured), cost(plan.cost), made)
 
 
@@ -77,10 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes; 2 by default")
     parser.add_argument("--prompts", type=int, metavar="N", help="the first so many of them")
     parser.add_argument("--file", type=Path, metavar="FILE.gguf", help="the model, if it is Qwen")
+    parser.add_argument("--device", default="cpu", help="what computes: cpu or cuda")
     given = parser.parse_args(arguments)
     start = time.perf_counter()
     plan = SMALLEST[given.model] if given.smallest else PLANS[given.model]
-    plan = replace(plan, prompts=given.prompts or plan.prompts, file=given.file)
+    plan = replace(plan, prompts=given.prompts or plan.prompts)
+    plan = replace(plan, file=given.file, device=given.device)
     out = given.out or PAGES[plan.name]
     if not given.stored:
         measure_all(plan, given.traces, out.with_suffix(".parquet"), given.jobs)
@@ -108,8 +112,9 @@ def write(plan: Plan, out: Path) -> Results:
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
         others = committed()
-        compared = others.values() if plan.called else [others[plan.model]]
-        text = long_page(results, by_budget, link, [*compared])
+        same = plan.once and plan.model in others
+        compared = [others[plan.model]] if same else [*others.values()]
+        text = long_page(results, by_budget, link, compared)
     else:
         text = page(results, policies, by_budget, link)
     out.write_text(text, "utf-8")

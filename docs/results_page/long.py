@@ -17,7 +17,7 @@ from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
 from results_page.text import command, sources
 from results_page.traces import ANSWER as ANSWERED
-from results_page.traces import LEAST, labels
+from results_page.traces import labels
 
 #: Columns of the table after KL: heading, metric, variant (None: the main one), format.
 _COLUMNS = (
@@ -45,9 +45,9 @@ def long_page(
         "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
         "## By " + _by(r)[0],
         _groups(r, policies),
-        "## Do other prompts and models predict the ranking?"
-        if r.plan.called
-        else "## Do shorter prompts predict the ranking?",
+        "## Do shorter prompts predict the ranking?"
+        if r.plan.once
+        else "## Do other prompts and models predict the ranking?",
         _prediction(r, others, [x for x in policies if x not in REFERENCES]),
         *_needles(r, policies),
         "## Time and memory",
@@ -61,7 +61,7 @@ def long_page(
 def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
     """The title of the page, and what it is about."""
     tokens, prompt = np.array(r.sizes).T
-    if r.plan.called:
+    if not r.plan.once:
         model = r.plan.model if r.plan.solved else "the shipped model"
         answers = tokens - prompt
         about = (
@@ -73,7 +73,7 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
             "answer was not measured."
         )
         return f"# Results on {model}: answers that need reasoning", about
-    model = "SmolLM2" if r.plan.lengths else "the shipped model"
+    model = _NAMES.get(r.plan.model, r.plan.model) if r.plan.lengths else "the shipped model"
     about = (
         f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, one event after "
         f"the prompt, policies of the papers. [All policies]({others[0].plan.page}) on shorter "
@@ -277,12 +277,12 @@ def _measured(r: Results) -> str:
     """The command, the prompts, and what limits the results."""
     plan = r.plan
     texts = [_TEXTS.format(response=plan.response, answer=ANSWERED)] if plan.lengths else []
-    limits = _OPEN_LOOP if plan.called else _AT_THE_END
+    limits = _AT_THE_END if plan.once else _OPEN_LOOP
     return "\n".join(
         [
             command(plan),
             "",
-            *([_ANSWERS] if plan.solved else texts),
+            *([_ANSWERS.format(least=plan.least)] if plan.solved else texts),
             sources(r),
             *_LIMITS,
             limits,
@@ -292,7 +292,7 @@ def _measured(r: Results) -> str:
 
 _ANSWERS = (
     "* Prompts are the first questions of the [card](qwen.md) that the model answered right, in at "
-    f"least {LEAST} tokens. The answer, written greedily in bfloat16, is recorded in one pass in "
+    "least {least} tokens. The answer, written greedily in bfloat16, is recorded in one pass in "
     "float32. Answers this short leave little to evict, so the larger budgets of the papers are "
     "not measured; nor is the 1.5B (`--model qwen-1.5b`)."
 )

@@ -42,10 +42,10 @@ class Plan:
 
     interval, prefill: the one schedule of every policy. presets: a row for each preset too. regret:
     how many of the first prompts regret is measured on, all by default. only: of a page on long
-    prompts, the policies, with one event after the prompt; without regret, claims and calibration.
-    called: of a page on answers that need reasoning, what `--model` calls it: the policies of
-    `only`, at the events of the schedule. solved: the model in docs/qwen-results.jsonl whose right
-    answers are recorded. file: its GGUF file.
+    prompts or long answers, the policies; without regret, claims and calibration. called: what
+    `--model` calls such a page. once: the only event is after the prompt. solved: the model in
+    docs/qwen-results.jsonl whose right answers are recorded, of at least `least` tokens. file: the
+    GGUF file of the model. device: what computes.
     """
 
     model: str = "tiny"
@@ -66,25 +66,24 @@ class Plan:
     tasks: tuple[str, ...] = REAL
     response: int | None = None  #: tokens of a text that are the response; a quarter by default
     called: str = ""
+    once: bool = False
     solved: str = ""
+    least: int = 100
     file: Path | None = field(default=None, compare=False)
+    device: str = field(default="cpu", compare=False)
     sizes: Sizes = field(default=SMALL, hash=False)
     cost: tuple[int, ...] = (1024, 2048, 4096, 8192)
 
     @property
     def budget(self) -> int:
         """The budget of tables of one: of answers that of all of them."""
-        return self.budgets[0] if self.called else self.budgets[len(self.budgets) // 2]
+        middle = self.once or not self.only
+        return self.budgets[len(self.budgets) // 2 if middle else 0]
 
     @property
     def name(self) -> str:
         """What `--model` of docs/results.py calls it."""
-        return self.called or ("8k" if self.only else self.model)
-
-    @property
-    def once(self) -> bool:
-        """Whether the only event is after the prompt."""
-        return bool(self.only) and not self.called
+        return self.called or self.model
 
     @property
     def page(self) -> str:
@@ -97,12 +96,12 @@ class Plan:
         given = "" if self.name == "tiny" else f" --model {self.name}"
         if self == SMALLEST[self.name]:
             return given + " --smallest"
-        given += " --file FILE.gguf" * bool(self.solved)
+        given += " --file FILE.gguf" * self.model.startswith("Qwen")
         return given + f" --prompts {self.prompts}" * (self != PLANS[self.name])
 
     def __str__(self) -> str:
         usual = vars(Plan())
-        known = (name for name in usual if name != "file")
+        known = (name for name in usual if name not in ("file", "device"))
         given = (f"{x}={vars(self)[x]!r}" for x in known if vars(self)[x] != usual[x])
         return f"Plan({', '.join(given)})"
 
@@ -136,6 +135,8 @@ LONG = Plan(
     ),
     tasks=("text", "needle"),
     response=64,
+    called="8k",
+    once=True,
     sizes=Sizes(),
     cost=(),
 )
@@ -152,13 +153,29 @@ QWEN = Plan(
     sizes=Sizes(),
     cost=(),
 )
-QWEN_LARGER = replace(QWEN, model="Qwen2.5-Coder-1.5B-Instruct", called="qwen-1.5b", solved="1.5B")
+QWEN_LARGER = replace(
+    QWEN,
+    model="Qwen2.5-Coder-1.5B-Instruct",
+    prompts=40,
+    budgets=(64, 128, 256),
+    called="qwen-1.5b",
+    solved="1.5B",
+    least=200,
+)
+QWEN_LONG = replace(
+    LONG,
+    model=QWEN_LARGER.model,
+    prompts=12,
+    lengths=(8192, 8192, 4096, 4096),
+    called="qwen-1.5b-8k",
+)
 PLANS = {
     "tiny": FULL,
     "smollm2": SMOLLM2,
-    "8k": LONG,
-    **{plan.called: plan for plan in (QWEN, QWEN_LARGER)},
+    **{plan.called: plan for plan in (LONG, QWEN, QWEN_LARGER, QWEN_LONG)},
 }
+_FEW = ("full", "random", "snapkv", "tova")
+_LEAST = Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=_FEW, cost=())
 #: The least that makes a page: a look at it, and the test of the one on tiny.
 SMALLEST = {
     "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
@@ -171,17 +188,9 @@ SMALLEST = {
         tried=(128,),
         cost=(128, 256),
     ),
-    "8k": Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=LONG.only, cost=()),
+    "8k": replace(_LEAST, only=LONG.only, called="8k", once=True),
     **{
-        name: Plan(
-            prompts=2,
-            level=None,
-            budgets=(32, 64),
-            prefill=True,
-            only=("full", "random", "snapkv", "tova"),
-            called=name,
-            cost=(),
-        )
-        for name in (QWEN.called, QWEN_LARGER.called)
+        plan.called: replace(_LEAST, called=plan.called, once=plan.once)
+        for plan in (QWEN, QWEN_LARGER, QWEN_LONG)
     },
 }

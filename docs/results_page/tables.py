@@ -64,7 +64,7 @@ class Replays:
 
     budgets: of the plan. options: of `replay_all`. more: further metrics of a policy. judged:
     whether the model judges them. answers: whether what it answers then is measured too. regret:
-    whether to measure it, of policies that a budget binds.
+    whether to measure it, of policies that a budget binds. device: what computes.
     """
 
     policies: Sequence[Policy]
@@ -75,6 +75,7 @@ class Replays:
     judged: bool = True
     answers: bool = False
     regret: bool = False
+    device: str = "cpu"
 
     def fitting(self, tokens: int) -> list[int]:
         """The budgets for a trace of so many tokens: at most half of them."""
@@ -105,7 +106,7 @@ class Replays:
             regret = {"regret": not set(REGRET).isdisjoint(metrics)}
             judged = (*JUDGED, ANSWER)
             replayed = [name for name in metrics if name not in judged] or ["entries_seen"]
-            options = {**regret, **self.options}
+            options = {**regret, **self.options, "device": self.device}
             with stages.on("replay"):
                 run = replay_all([trace], policies, budgets, metrics=replayed, **options)
             if run.failures:
@@ -197,8 +198,8 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
         joint = [one for one in rows if one.name in _JOINT]
         rows = [one for one in rows if one not in joint]
         return [
-            Replays(rows, plan.budgets, _LONG, terms, answers=plan.once),
-            Replays(joint, plan.budgets, _LONG, {**terms, **_JOINT_MEMORY}, answers=plan.once),
+            Replays(of, plan.budgets, _LONG, options, answers=plan.once, device=plan.device)
+            for of, options in ((rows, terms), (joint, {**terms, **_JOINT_MEMORY}))
         ]
     expected = prompt_policies(plan.sizes)
     at_the_prompt = [replace(one, schedule=_AFTER_PROMPT) for one in expected]

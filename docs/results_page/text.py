@@ -99,7 +99,7 @@ def sources(r: Results) -> str:
     traces = hashlib.sha256("".join(r.digests).encode()).hexdigest()
     return f"""* Weights of `{r.plan.model}`: sha256 `{r.made["weights"]}`. Digests of the traces \
 together: sha256 `{traces}`.
-* {r.made["tools"]}, CPU.
+* {r.made["tools"]}, {r.made.get("device", "CPU")}.
 * The values of every prompt: `docs/{r.plan.page.replace(".md", ".parquet")}`, from which \
 `python docs/results.py{r.plan.option} --stored` writes this page."""
 

@@ -27,19 +27,25 @@ from results_page.stages import Stages
 VERBS = tuple(task for task in tasks.TASKS if task != "needle")
 #: Depths of the needles, in turn.
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-#: Answers of larger models, and the tokens that those that are recorded have at least.
-ANSWERS, LEAST = Path(__file__).parent.parent / "qwen-results.jsonl", 100
+#: Answers of larger models.
+ANSWERS = Path(__file__).parent.parent / "qwen-results.jsonl"
 #: Tokens that the model writes at most, where the response is not given.
 ANSWER = 32
 
-_model, _tokenizer = cache(load_model), cache(load_tokenizer)
+_tokenizer = cache(load_tokenizer)
+
+
+@cache
+def _model(plan: Plan) -> tuple[Any, Any]:
+    model, tokenizer = load_model(plan.file or plan.model)
+    return model.to(plan.device), tokenizer
 
 
 @cache
 def weights(plan: Plan) -> str:
     """SHA-256 of the weights of the model."""
     if plan.lengths or plan.solved:
-        return str(describe_model(_model(plan.file or plan.model)[0])["source"]["sha256"])
+        return str(describe_model(_model(plan)[0])["source"]["sha256"])
     return hashlib.sha256((PATH / "model.safetensors").read_bytes()).hexdigest()
 
 
@@ -85,7 +91,7 @@ def _solved(plan: Plan, number: int) -> Prompt:
         for row in rows
         if row["model"] == plan.solved
         and {"right", "ended", "prompt"} <= {name for name, value in row.items() if value}
-        and row["response_tokens"] >= LEAST
+        and row["response_tokens"] >= plan.least
     ]
     if number > len(right):
         raise SystemExit(f"{ANSWERS} has {len(right)} answers, expected {plan.prompts}")
@@ -101,7 +107,7 @@ def _solved(plan: Plan, number: int) -> Prompt:
 
 def _real(plan: Plan, number: int) -> Prompt:
     """A prompt on real text. Of a text a quarter of the tokens or so is the response."""
-    tokenizer = _tokenizer(plan.model)
+    tokenizer = _model(plan)[1] if plan.file else _tokenizer(plan.model)
     task, length = (labels(plan, number)[name] for name in ("task", "length"))
     at = None if task in DEPTHLESS else DEPTHS[number % len(DEPTHS)]
     prompt_length = length * 3 // 4 if task == "text" else length
@@ -132,7 +138,7 @@ def record(
     paths = [folder / f"{prompt.id}.zarr" for prompt in wanted]
     missing = [prompt for prompt, path in zip(wanted, paths, strict=True) if not path.exists()]
     if missing:
-        model, tokenizer = _model(plan.file or plan.model)
+        model, tokenizer = _model(plan)
         most = {"max_new_tokens": ANSWER} if plan.lengths and not missing[0].response else {}
         most |= {"sensitivity": False} if plan.only else {"probe": "repeat"}
         with (stages or Stages()).on("capture"):
@@ -166,4 +172,4 @@ def in_memory(path: Path) -> Trace:
 
 def judge_of(plan: Plan, trace: Trace) -> Judge:
     """The judge of replays of a trace."""
-    return Judge(RunningModel(_model(plan.file or plan.model)[0]), trace)
+    return Judge(RunningModel(_model(plan)[0]), trace)
