@@ -27,7 +27,7 @@ from kvsim.recorder.generation import stop_tokens
 from kvsim.recorder.models import load_model
 from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
-from qwen_card import NEW_TOKENS, TASKS, encoded, final, reasoning
+from qwen_card import TASKS, encoded, final, reasoning
 from smollm2_card import cell, read
 
 POLICIES = (
@@ -184,7 +184,7 @@ def main() -> None:
         "--seconds", type=float, default=300, help="no batch begins that ends later"
     )
     second.add_argument("--batch", type=int, default=64, help="answers at once")
-    second.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    second.add_argument("--new-tokens", type=int, default=400)
     second.add_argument("--policy", nargs="+", default=POLICIES)
     second.add_argument("--budget", type=int, nargs="+", default=BUDGETS)
     second.add_argument("--all", action="store_true", help="also what the full cache gets wrong")
