@@ -72,8 +72,16 @@ def reasoning(task: str, n: int) -> Iterator[dict[str, Any]]:
             "row": {"task": task, "index": index, "prompt": entry["question"] + FORM}
             | {"answer": str(entry["answer"])},
             "content": [{"role": "user", "content": entry["question"] + FORM}],
-            "right": lambda text, entry=entry: data.score_answer(final(text), entry) == 1,
+            "right": lambda text, entry=entry: _solves(data, final(text), entry),
         }
+
+
+def _solves(data: Any, answer: str, entry: Any) -> bool:
+    """Whether the scorer of a task gives an answer the full score."""
+    try:
+        return bool(data.score_answer(answer, entry) == 1)
+    except ValueError:  # some raise at an answer in another form
+        return False
 
 
 def retrieval(task: str, length: int, n: int, tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -156,8 +156,7 @@ QWEN = Plan(
 QWEN_LARGER = replace(
     QWEN,
     model="Qwen2.5-Coder-1.5B-Instruct",
-    prompts=40,
-    budgets=(64, 128, 256),
+    prompts=12,
     called="qwen-1.5b",
     solved="1.5B",
     least=200,
