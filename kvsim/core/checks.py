@@ -321,6 +321,16 @@ def tolerance(*dtypes: str) -> float:
     return max(TOLERANCE[dtype] for dtype in dtypes)
 
 
+def logit_rounding(lse: Tensor) -> float:
+    """Return how far rounding in the dtype of these log-sum-exps moves weights, at most 0.01.
+
+    Two computations differ by four last bits of logits, of which those that matter are close to the
+    log-sum-exp of their row. Only logits of hundreds round by more than `TOLERANCE`: layer 0 of
+    Qwen2.5-Coder-1.5B has 1,458, and attention on a GPU differed by 3.5e-4.
+    """
+    return min(0.01, 4 * torch.finfo(lse.dtype).eps * float(lse.abs().max()))
+
+
 def _largest(values: Tensor, *axes: int) -> Tensor:
     """Return the largest absolute value, along axes if given, without a copy of all."""
     return torch.maximum(values.amax(axes), -values.amin(axes))

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from kvsim.core.attention import Rope, causal_attention
-from kvsim.core.checks import DTYPES, compute_dtype, on_host, relative_error, tolerance
+from kvsim.core.checks import (
+    DTYPES,
+    compute_dtype,
+    logit_rounding,
+    on_host,
+    relative_error,
+    tolerance,
+)
 from kvsim.core.header import Header
 from kvsim.core.left_out import LeftOut, Sums
 from kvsim.core.sources import Size
@@ -368,7 +375,7 @@ class BlockRecorder:
         if call.up is not None:
             recomputed = recomputed @ call.up
         error = float(relative_error(out.to(recomputed.dtype), recomputed).max())
-        allowed = tolerance(DTYPES[out.dtype])
+        allowed = max(tolerance(DTYPES[out.dtype]), logit_rounding(lse))
         if self.rounds_logits and out.dtype.itemsize == 2:
             # logits that matter are close to their log-sum-exp, and off by up to half a last bit
             allowed += torch.finfo(out.dtype).eps / 2 * float(lse.abs().max())

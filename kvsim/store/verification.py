@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.core.attention import attention_weights, causal_attention
-from kvsim.core.checks import as_array, first_row, tolerance
+from kvsim.core.checks import as_array, first_row, logit_rounding, tolerance
 from kvsim.core.digest import CHECKSUMMED, ContentDigest, text_checksum
 from kvsim.core.header import Header
 from kvsim.core.lazy import torch
@@ -150,6 +150,7 @@ class _Check:
                 f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
                 "record the trace again"
             )
+        self.lse_tolerance = max(self.lse_tolerance, attention.lse_rounding)
         for name, error in attention.errors.items():
             if name not in damaged:
                 allowed = self.output_tolerance if name == "attn_out" else self.lse_tolerance
@@ -264,6 +265,7 @@ class _Attention:
         self.recomputed = deep or bool(self.dense and "lse" not in stored.arrays)
         self.formula, self.dtype = stored.header.formulas[layer], stored.compute_dtype
         self.lse: list[torch.Tensor] = []
+        self.lse_rounding = 0.0
         self._largest: dict[str, torch.Tensor] = {}
 
     def add(self, start: int, parts: Mapping[str, torch.Tensor]) -> None:
@@ -277,6 +279,7 @@ class _Attention:
                 self._note("size", out.abs().amax((-2, -1)))
             if lse is not None:
                 self._note("lse", (lse - computed).abs().max())
+                self.lse_rounding = max(self.lse_rounding, logit_rounding(computed.float()))
             lse = computed
         self.lse += [] if lse is None else [lse]
 

@@ -71,6 +71,27 @@ def test_every_dtype_is_within_its_tolerance(dtype, attention):
     assert share < (1 / 3 if attention == "sdpa" else 1)
 
 
+def test_logits_of_thousands_may_differ_by_their_last_bits(tmp_path):
+    """The capture and `verify` allow for what two last bits in each of two logits move weights."""
+    model = build("qwen2")
+    attention, pair = model.model.layers[0].self_attn, [7, 15]  # the slowest pair of RoPE
+    with torch.no_grad():
+        for linear in (attention.q_proj, attention.k_proj):
+            linear.bias.view(-1, attention.head_dim)[:, pair] = 100
+
+    trace = capture(model, None, ids(40), max_new_tokens=0, out=tmp_path / "a.zarr")
+
+    lse, allowed = trace.read("lse").abs().max(), trace.meta["capture_check"]["tolerance"]
+    logits = lse.double() * torch.tensor([1, 1 - 1e-4])
+    bits = 2 * 2**-23 * logits * torch.tensor([1, -1])
+    weights, moved = logits.softmax(0), (logits + bits).softmax(0)
+    assert lse > 1000
+    assert 1e-4 < (moved / weights - 1).abs().max() < 1.01 * allowed < 0.01
+    found = verify(tmp_path / "a.zarr", deep=True)
+    assert found.ok
+    assert found.lse_tolerance == pytest.approx(allowed)
+
+
 def test_keys_are_exactly_the_cache():
     """Recorded keys and values are what the model's own cache holds after the same forward."""
     model = small("qwen3")
