@@ -20,7 +20,6 @@ from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import (
-    Ended,
     check_logits,
     device_of,
     evaluating,
@@ -166,10 +165,10 @@ class Batch:
 
 
 class Written(NamedTuple):
-    """A response, what ended it by itself, and the seconds until its end."""
+    """A response, what ended it, None its length, and the seconds until its end."""
 
     tokens: list[int]
-    ended: Ended | None
+    ended: str | None
     seconds: float
 
 
@@ -201,7 +200,7 @@ def write(
             for place, (number, token) in enumerate(zip(writing, drawn, strict=True)):
                 response = responses[number]
                 response.append(token)
-                ended: Ended | None = "eos" if token in stop else None
+                ended = "eos" if token in stop else None
                 if ended is None and completed(number, response):
                     ended = "stop"
                 if ended or len(response) == limits[number]:
