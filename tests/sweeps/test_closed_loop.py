@@ -111,7 +111,7 @@ def test_responses_of_a_batch_are_those_of_one_by_one(model, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"max_new_tokens": 8, "paged": 4}])
 def test_a_batch_without_responses_or_in_blocks_is_refused(model, trace, options):
     """In one line that says what to give."""
-    with pytest.raises(PolicyError, match=r"^[^\n]*batch is 4, [^\n]* max_new_tokens[^\n]*$"):
+    with pytest.raises(PolicyError, match=r"^[^\n]*batch is 4, [^\n]*give --max-new-tokens[^\n]*$"):
         kvsim.live(model, [trace], "tova", 16, batch=4, **options)
 
 
