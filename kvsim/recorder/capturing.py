@@ -208,10 +208,10 @@ def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
     if reason is not None or len(chosen) < 2:
         return
     try:
-        prompts = [each.encoded.ids for each in chosen]
-        runs = [prefilled(first.model, ids, first.chunk) for ids in prompts]
+        runs = [prefilled(each.model, each.encoded.ids, each.chunk) for each in chosen]
         logits = torch.stack([last for _, last in runs])
-        batch = Batch(first.model, [held for held, _ in runs], [*map(len, prompts)])
+        lengths = [len(each.encoded.ids) for each in chosen]
+        batch = Batch(first.model, [held for held, _ in runs], lengths)
         del runs  # its tensors are in the batch
         written = write(
             batch,

@@ -227,7 +227,7 @@ class Loops:
         #: cells whose responses are written at once, and how
         self.batches: list[list[Cell]] = []
         self.sampling: dict[str, Any] = {}
-        self._responses: dict[int, Own] = {}
+        self._responses: dict[int, Own | MemoryLimitError] = {}
 
     def check(self) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
@@ -251,12 +251,11 @@ class Loops:
         if batch:
             self.batches.remove(batch)
             self._write(batch)
+        response = self._responses.pop(cell.number, None)
+        if isinstance(response, MemoryLimitError):
+            raise response
         record, self._outcomes[cell.number] = loop.run(
-            cell.policy,
-            cell.budget,
-            cell.schedule,
-            self._layers,
-            self._responses.pop(cell.number, None),
+            cell.policy, cell.budget, cell.schedule, self._layers, response
         )
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
@@ -276,14 +275,16 @@ class Loops:
             sequences, logits = zip(*lanes.values(), strict=True)
             limits = [each.sketch.n_pos - each.sketch.prompt_len for each in sequences]
             written = respond(sequences, logits, limits, **self.sampling)
-        except torch.OutOfMemoryError as error:
-            raise MemoryLimitError(
+        except torch.OutOfMemoryError:
+            error = MemoryLimitError(
                 f"{len(cells)} responses at once take more memory than the device has free; "
                 "expected a smaller batch (--batch)"
-            ) from error
-        except Exception:  # noqa: BLE001  a policy is anybody's code
-            return
-        self._responses |= zip(lanes, zip(sequences, written, strict=True), strict=True)
+            )
+            self._responses |= dict.fromkeys((cell.number for cell in cells), error)
+        except Exception:  # noqa: BLE001, S110  a policy is anybody's code
+            pass
+        else:
+            self._responses |= zip(lanes, zip(sequences, written, strict=True), strict=True)
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure what the model did."""
