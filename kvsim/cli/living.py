@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def live(
         dict[str, Any],
         offered(
             *(*SCHEDULE, "layers", "max_new_tokens", "temperature", "seed"),
-            *("metrics", "paged", "block_tables"),
+            *("batch", "metrics", "paged", "block_tables"),
             max_new_tokens="none of recorded traces, 512 of --prompts",
             metrics="everything of a running model",
         ),
@@ -101,7 +102,8 @@ def live(
                 at = record_to or Path(stack.enter_context(TemporaryDirectory(prefix="kvsim-")))
                 repeats = any("probe_q" in each.scorer.needs for each in policies)
                 probe = "repeat" if repeats else None
-                recorded = _record(decoder, tokenizer, prompts, at, new_tokens, probe)
+                how = {"probe": probe, "batch": options["batch"]}
+                recorded = _record(decoder, tokenizer, prompts, at, new_tokens, how)
             stack.enter_context(folder.replacing())
             run = run_live(
                 decoder,
@@ -135,7 +137,7 @@ def _record(
     prompts: Path,
     folder: Path,
     new_tokens: int | None,
-    probe: str | None,
+    how: Mapping[str, Any],
 ) -> list[Trace]:
     """Record prompts with the full cache; those that are there already are kept.
 
@@ -146,4 +148,4 @@ def _record(
     requested = read_prompts(prompts, note=show.echo_error)
     longest = None if all(each.response is not None for each in requested) else new_tokens or None
     options: dict[str, Any] = {"resume": True, "max_new_tokens": longest, "progress": True}
-    return capture_many(model, tokenizer, requested, folder, **options, probe=probe)
+    return capture_many(model, tokenizer, requested, folder, **options, **how)

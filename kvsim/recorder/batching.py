@@ -20,7 +20,6 @@ from kvsim.core.checks import DTYPES, tolerance
 from kvsim.errors import CaptureError
 from kvsim.recorder.cache import cache_option, full_cache
 from kvsim.recorder.generation import (
-    Ended,
     check_logits,
     device_of,
     evaluating,
@@ -158,18 +157,16 @@ class Batch:
 
     def keep(self, places: Sequence[int]) -> None:
         """Let the other sequences leave."""
-        if len(places) == len(self.positions):
-            return
         self.positions = [self.positions[place] for place in places]
         for layer in self.layers if places else ():
             layer.keep(places)
 
 
 class Written(NamedTuple):
-    """A response, what ended it by itself, and the seconds until its end."""
+    """A response, what ended it, None its length, and the seconds until its end."""
 
     tokens: list[int]
-    ended: Ended | None
+    ended: str | None
     seconds: float
 
 
@@ -182,26 +179,40 @@ def write(
     temperature: float = 0.0,
     seed: int = 0,
     completed: Callable[[int, Sequence[int]], bool] = lambda *_: False,
+    draw: Callable[[Tensor, Sequence[int]], Sequence[int]] | None = None,
 ) -> list[Written]:
     """Write the response of each sequence; those that have ended leave the batch.
 
     logits: of the first token of each [sequence, V]. limits: most tokens of each, above 0; the last
-    token is not run. completed: whether the response of a sequence, by its number, ends here.
-    Other arguments as for `kvsim.recorder.generation.generate`. CaptureError for logits that are
-    not finite.
+    token is not run. completed: whether the response of a sequence, by its number, ends here. draw:
+    returns the tokens of sequences, by their numbers. Other arguments as for
+    `kvsim.recorder.generation.generate`. CaptureError for logits that are not finite.
     """
     generators = [torch.Generator().manual_seed(seed) for _ in limits]
+
+    def drawn(logits: Tensor, writing: Sequence[int]) -> Sequence[int]:
+        if temperature == 0:
+            # waits for the device once
+            tokens: list[int] = logits.argmax(-1).where(logits.isfinite().all(-1), -1).tolist()
+            if -1 not in tokens:
+                return tokens
+        logits = logits.cpu()
+        for each, row in zip(logits, batch.positions, strict=True):
+            check_logits(each[None], row - 1)
+        pairs = zip(logits, writing, strict=True)
+        return [sample(each, temperature, generators[number]) for each, number in pairs]
+
     out: list[Written | None] = [None] * len(limits)
     responses: list[list[int]] = [[] for _ in limits]
     writing, began = list(range(len(limits))), time.perf_counter()
     with batch.running():
         while True:
-            drawn = _drawn(logits, temperature, [generators[at] for at in writing], batch.positions)
             going: list[int] = []
-            for place, (number, token) in enumerate(zip(writing, drawn, strict=True)):
+            tokens = (draw or drawn)(logits, writing)
+            for place, (number, token) in enumerate(zip(writing, tokens, strict=True)):
                 response = responses[number]
                 response.append(token)
-                ended: Ended | None = "eos" if token in stop else None
+                ended = "eos" if token in stop else None
                 if ended is None and completed(number, response):
                     ended = "stop"
                 if ended or len(response) == limits[number]:
@@ -214,23 +225,6 @@ def write(
             if not writing:
                 return [each for each in out if each is not None]
             logits = batch.step([responses[number][-1] for number in writing])
-
-
-def _drawn(
-    logits: Tensor, temperature: float, generators: Sequence[torch.Generator], rows: Sequence[int]
-) -> list[int]:
-    """Draw a token of each sequence as `sample` does; waits for the device once."""
-    if temperature == 0:
-        tokens: list[int] = logits.argmax(-1).where(logits.isfinite().all(-1), -1).tolist()
-        if -1 not in tokens:
-            return tokens
-    logits = logits.cpu()
-    for each, row in zip(logits, rows, strict=True):
-        check_logits(each[None], row - 1)
-    return [
-        sample(each, temperature, generator)
-        for each, generator in zip(logits, generators, strict=True)
-    ]
 
 
 def prefilled(model: PreTrainedModel, ids: Sequence[int], chunk: int) -> tuple[list[Held], Tensor]:

@@ -7,13 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from kvsim.core.options import takes_options
 from kvsim.core.trace import Trace
-from kvsim.errors import CaptureError, KvsimError, TraceError, TraceExistsError, local_path
+from kvsim.errors import (
+    CaptureError,
+    KvsimError,
+    MemoryLimitError,
+    TraceError,
+    TraceExistsError,
+    local_path,
+)
+from kvsim.recorder.batching import Batch, prefilled, separate, write
 from kvsim.recorder.forecast import forecast
-from kvsim.recorder.generation import device_of
+from kvsim.recorder.generation import device_of, stop_tokens
 from kvsim.recorder.models import load_model, unwrapped
 from kvsim.recorder.options import Options, check_in_memory
 from kvsim.recorder.prompts import (
@@ -170,16 +179,56 @@ def capture_many(
     traces = [session.existing() for session in sessions]
     new = [each for each, trace in zip(sessions, traces, strict=True) if trace is None]
     _check_fits(model, new, checked)
+    together = min(checked.batch, len(new))
+    reason = separate(model, max(each.limit for each in new)) if together > 1 else None
     for place, prompt in enumerate(prompts):
         session = sessions.pop(0)  # a session that has run keeps blocks
         try:
-            traces[place] = traces[place] or session.run()
+            if traces[place] is None:
+                if together > 1:
+                    _write(new, together, reason)
+                del new[0]
+                traces[place] = session.run()
         except KvsimError as error:
             before = "the prompts before it are complete and stay" if place else "none is complete"
             done = f" ({place + 1} of {len(prompts)}, {before})" if len(prompts) > 1 else ""
             more = "; in the same place resume=True (--resume) records the others" if place else ""
             raise type(error)(f"prompt {prompt.id!r}{done}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
+
+
+def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
+    """Write the responses of the next sessions at once; reason: why they are written one by one."""
+    first = sessions[0]
+    chosen = [each for each in sessions if each.new_tokens and each.written is None][:count]
+    if first not in chosen:
+        return
+    if reason is not None:
+        first.notes.append(f"the response was written alone, not in a batch: {reason}")
+    if reason is not None or len(chosen) < 2:
+        return
+    try:
+        runs = [prefilled(each.model, each.encoded.ids, each.chunk) for each in chosen]
+        logits = torch.stack([last for _, last in runs])
+        lengths = [len(each.encoded.ids) for each in chosen]
+        batch = Batch(first.model, [held for held, _ in runs], lengths)
+        del runs  # its tensors are in the batch
+        written = write(
+            batch,
+            logits,
+            [each.new_tokens for each in chosen],
+            stop=stop_tokens(first.model, first.tokenizer),
+            temperature=first.options.temperature,
+            seed=first.options.seed,
+            completed=lambda number, response: chosen[number].stop.completed(response, 0),
+        )
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(
+            f"{len(chosen)} responses at once take more memory than the device has free; expected "
+            "a smaller batch (--batch)"
+        ) from error
+    for each, response in zip(chosen, written, strict=True):
+        each.written = response
 
 
 def _check_fits(model: PreTrainedModel, sessions: Sequence[Session], options: Options) -> None:

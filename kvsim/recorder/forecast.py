@@ -60,7 +60,7 @@ class ModelWork:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.widest = max((max(each.shape) for each in matrices), default=1)
 
-    def seconds(self, flops: float, tokens: int, rates: Rates) -> float:
+    def seconds(self, flops: float, tokens: float, rates: Rates) -> float:
         """Return the time of FLOPs of long products and of so many tokens one by one."""
         of_token = self.read / rates.stream + self.layers * _CALLS * rates.call
         return flops / rates.products + tokens * of_token
@@ -73,6 +73,8 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         here = "cuda" if on_device and torch.cuda.is_available() else "cpu"
         rates = Rates.measured(here)
     call, work = next(iter(calls_of_two(model).values())), ModelWork(model)
+    writing = [each for each in sessions if each.new_tokens]
+    together = min(writing[0].options.batch, len(writing)) if writing else 1
     stored, small = list[StoredArray](), 0.0
     flops = seconds = peak = 0.0
     for each in sessions:
@@ -84,9 +86,11 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
         products = _flops(each, call, work)
+        if together > 1 and each.new_tokens:  # the prompt once more, and the response in rows
+            products += each.limit * work.row
         flops += products + each.new_tokens * (work.row + work.logits)
-        seconds += work.seconds(products, each.new_tokens, rates)
-        peak = max(peak, _memory(each, call, work))
+        seconds += work.seconds(products, each.new_tokens / together, rates)
+        peak = max(peak, _memory(each, call, work, together))
     first = sessions[0] if sessions else None
     if projected := first is not None and first.projections is not None:
         shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
@@ -134,13 +138,14 @@ def _copies(session: Session, work: ModelWork) -> int:
     return ROWS * (work.layers + 1) if measured else 0
 
 
-def _memory(session: Session, call: KernelCall, work: ModelWork) -> float:
-    """Return the most bytes at once, besides the weights.
+def _memory(session: Session, call: KernelCall, work: ModelWork, together: int) -> float:
+    """Return the most bytes at once, besides the weights; together: responses of a batch.
 
-    That is the cache, blocks that are not full, and the most of what one layer takes: of its kernel
-    over a mask (keys and values once for each query head, and the mask itself), of the recorder
-    (keys and values as it computes and stores them, and differences of all rows), of its MLP, of
-    logits, and of output projections as they are stored.
+    That is the cache (of a batch that of each sequence, and what their prompts left), blocks that
+    are not full, and the most of what one layer takes: of its kernel over a mask (keys and values
+    once for each query head, and the mask itself), of the recorder (keys and values as it computes
+    and stores them, and differences of all rows), of its MLP, of logits, and of output projections
+    as they are stored.
     """
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
@@ -148,7 +153,7 @@ def _memory(session: Session, call: KernelCall, work: ModelWork) -> float:
     rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, work)
     eager, narrow = kernel_name(session.model) == "eager", item < wide
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
-    cache = n * work.layers * kv_heads * entry * item
+    cache = n * work.layers * kv_heads * entry * item * (1 if together == 1 else 2 * together)
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
     repeated = n * heads * entry * item if heads > kv_heads else 0
     masked = rows * n * (1 + item) + repeated if session.chunk < n or eager else 0

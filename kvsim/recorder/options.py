@@ -142,6 +142,14 @@ class Options:
             "others."
         ),
     ] = False
+    batch: Annotated[
+        int,
+        AtLeast(1),
+        Help(
+            "Write the responses of so many prompts at once, then record each by itself; what a "
+            "batch cannot hold is written alone, with a note."
+        ),
+    ] = 1
     memory: Annotated[
         int | str | None,
         Help("Refuse a capture whose plan takes more memory, such as 16GB.", "SIZE"),

@@ -23,6 +23,7 @@ from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
 from kvsim.progress import progress_bar
 from kvsim.recorder.answers import agreement, answer_check
+from kvsim.recorder.batching import Written
 from kvsim.recorder.blocks import BlockRecorder
 from kvsim.recorder.generation import StopStrings, chunk_rows, generate, score, stop_tokens
 from kvsim.recorder.hooks import KernelCall, intercepting
@@ -80,6 +81,8 @@ class Session:
         check_answer(prompt.answer, prompt.scorer)
         self.response, self.logprobs = encoded.response or [], list[float]()
         self.likeliest: list[bool] = []
+        #: a response that is known before it is recorded: given, or written in a batch
+        self.written = Written(self.response, GIVEN, 0.0) if self.response else None
         check_new_tokens(model, options.max_new_tokens)
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
         requested = 0 if self.response else options.longest
@@ -237,16 +240,13 @@ class Session:
             if self.residual is not None:
                 following = self.residual.following(partial(self._leaving_out, "residual_norm"))
                 stack.enter_context(following)
-            if self.response:
-                tokens, finish = [*self.encoded.ids, *self.response], self._recorder.finish_at
-                start = len(self.encoded.ids)
-                self.logprobs, self.likeliest = score(
-                    *(self.model, tokens, start),
-                    before_last=finish,
-                    progress=progress,
-                    chunk=self.chunk,
-                )
-                return tokens, GIVEN
+            ends: dict[str, Any] = {"progress": progress, "chunk": self.chunk}
+            ends["before_last"] = self._recorder.finish_at
+            if self.written is not None:
+                tokens = [*self.encoded.ids, *self.written.tokens]
+                found = score(self.model, tokens, len(self.encoded.ids), **ends)
+                self.logprobs, self.likeliest = found[0] if self.response else [], found[1]
+                return tokens, self.written.ended
             return generate(
                 self.model,
                 self.encoded.ids,
@@ -256,9 +256,7 @@ class Session:
                 stop=stop_tokens(self.model, self.tokenizer),
                 completed=self.stop.completed,
                 sampled=lambda token: self._store_tokens([token]),
-                before_last=self._recorder.finish_at,
-                progress=progress,
-                chunk=self.chunk,
+                **ends,
             )
 
     def _receive(self, call: KernelCall) -> None:
@@ -282,7 +280,7 @@ class Session:
         """Write the header and the prompt, once every layer has been called."""
         if self._writer is not None:
             self._writer.begin(self._header(), self._recorder.described)
-            self._store_tokens([*self.encoded.ids, *self.response])
+            self._store_tokens([*self.encoded.ids, *(self.written.tokens if self.written else [])])
 
     def _store_tokens(self, ids: list[int]) -> None:
         if self._writer is not None:

@@ -11,7 +11,7 @@ between them its entries and new rows are in the tensors of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,23 +53,15 @@ def unbatched(policy: Policy) -> str | None:
 
 
 def respond(
-    lanes: Sequence[Decoding],
-    logits: Sequence[Tensor],
-    limits: Sequence[int],
-    *,
-    stop: Collection[int],
-    temperature: float = 0.0,
-    seed: int = 0,
+    lanes: Sequence[Decoding], logits: Sequence[Tensor], limits: Sequence[int], **options: Any
 ) -> list[Written]:
     """Write responses to prompts that have run; every lane then holds all rows that have run.
 
-    logits: of the last row of each prompt. Others as for `kvsim.recorder.batching.write`. Not for
-    what `unbatched` or `kvsim.recorder.batching.separate` names. Raises as `Decoding.feed`.
+    logits: of the last row of each prompt. limits, options: as for `kvsim.recorder.batching.write`.
+    Not for what `unbatched` or `kvsim.recorder.batching.separate` names. Raises as `Decoding.feed`.
     """
     with torch.inference_mode():
-        batch = LiveBatch(lanes)
-        first = torch.stack([*logits])
-        return write(batch, first, limits, stop=stop, temperature=temperature, seed=seed)
+        return write(LiveBatch(lanes), torch.stack([*logits]), limits, **options)
 
 
 class LiveBatch(Batch):
@@ -107,8 +99,6 @@ class LiveBatch(Batch):
         for place in {*range(len(self.lanes))} - {*places}:
             self._take(place)
         super().keep(places)
-        if len(places) == len(self.lanes):
-            return
         self.lanes = [self.lanes[place] for place in places]
         self._new = [self._new[place] for place in places]
         at = torch.tensor(places, dtype=torch.int64, device=self._at.device)

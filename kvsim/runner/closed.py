@@ -110,25 +110,15 @@ class ClosedLoop:
         record = replace(record, own_schedule=schedule == policy.schedule)
         return record, Outcome(forced, generated, peak, full)
 
-    def begin(
-        self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None = None
-    ) -> tuple[Decoding, Tensor]:
-        """Run the prompt alone, for a response; returns the logits of its last row, [V], too."""
-        decoding_of = self._decoding_of(policy, budget, schedule, layers)
-        with decoding_of(n_pos=self.trace.prompt_len + self.new_tokens) as decoding:
+    def begin(self, *cell: Any) -> tuple[Decoding, Tensor]:
+        """Run the prompt under the terms of `run`; returns the logits of its last row, [V], too."""
+        with self._decoding_of(*cell)(n_pos=self._longest) as decoding:
             return decoding, self._prompt(decoding)
 
     @property
-    def new_tokens(self) -> int:
-        """Most tokens of a response."""
-        return 0 if self.writing is None else self.writing.new_tokens
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """How tokens are drawn, and which end a response: keywords of `kvsim.runner.batch`."""
-        terms = self.writing or Writing(0)
-        stop = stop_tokens(self.running.model, self._tokenizer)
-        return {"temperature": terms.temperature, "seed": terms.seed, "stop": stop}
+    def _longest(self) -> int:
+        """Tokens of the prompt and the longest response."""
+        return self.trace.prompt_len + (0 if self.writing is None else self.writing.new_tokens)
 
     def _decoding_of(
         self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None
@@ -213,7 +203,7 @@ class ClosedLoop:
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
     def _alone(self, decoding_of: Callable[..., Decoding], writing: Writing) -> Own:
-        with decoding_of(n_pos=self.trace.prompt_len + writing.new_tokens) as decoding:
+        with decoding_of(n_pos=self._longest) as decoding:
             logits = self._prompt(decoding)
             start = time.perf_counter()
             tokens = self._write(writing, logits, lambda token: decoding.feed([token])[-1])

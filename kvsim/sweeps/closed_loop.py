@@ -32,6 +32,7 @@ from kvsim.progress import with_bar
 from kvsim.recorder import load_model
 from kvsim.recorder.batching import separate
 from kvsim.recorder.forecast import ModelWork
+from kvsim.recorder.generation import stop_tokens
 from kvsim.runner.batch import respond, unbatched
 from kvsim.runner.checks import check_live
 from kvsim.runner.closed import ClosedLoop, Own, Writing
@@ -147,7 +148,7 @@ def plan_live(
         "device": str(running.device),
         "regret": False,
     }
-    cells_of_batch, alone = _batched(running, cells, given)
+    together, alone = _batched(running, cells, given)
     paging = None
     if given["paged"] is not None:
         paging = Paging(given["paged"], given["block_tables"])
@@ -163,10 +164,10 @@ def plan_live(
     of_task = ("policies", "budgets", "metrics", "schedules")
     of_tasks = {name: x for name, x in parameters.items() if name not in of_task}
     executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
-    executor.batches = [
-        cells_of_batch[at : at + given["batch"]]
-        for at in range(0, len(cells_of_batch), given["batch"])
-    ]
+    stop = stop_tokens(running.model, tokenizer)
+    executor.sampling = {"stop": stop, "temperature": given["temperature"], "seed": given["seed"]}
+    size = given["batch"]
+    executor.batches = [together[at : at + size] for at in range(0, len(together), size)]
     plan = Plan(
         traces=traces,
         policies=policies,
@@ -193,18 +194,15 @@ def _batched(
     if given["batch"] == 1:
         return [], []
     if not given["max_new_tokens"] or given["paged"] is not None:
-        paged = "no responses" if given["paged"] is None else "paged caches"
         raise PolicyError(
-            f"batch is {given['batch']}, of {paged}; expected responses, of caches that are not "
-            "paged: give max_new_tokens (--max-new-tokens), or leave paged out"
+            f"batch is {given['batch']}, without max_new_tokens or with a paged cache; expected "
+            "responses, of caches that are not paged: give --max-new-tokens, leave --paged out"
         )
     longest = max(cell.trace.prompt_len for cell in cells) + given["max_new_tokens"]
-    reason = separate(running.model, longest)
-    if reason is not None:
-        return [], [f"responses are written one by one: {reason}"]
-    reasons = {cell.policy.name: unbatched(cell.policy) for cell in cells}
-    alone = [f"{name} writes one by one: {reason}" for name, reason in reasons.items() if reason]
-    return [cell for cell in cells if unbatched(cell.policy) is None], alone
+    whole = separate(running.model, longest)
+    reasons = {cell.policy.name: whole or unbatched(cell.policy) for cell in cells}
+    notes = [f"{name} writes one by one: {reason}" for name, reason in reasons.items() if reason]
+    return [cell for cell in cells if not reasons[cell.policy.name]], notes
 
 
 class Loops:
@@ -226,9 +224,10 @@ class Loops:
         self._traces = {trace.name: trace for trace in traces}
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Outcome] = {}
-        #: cells whose responses are written at once
+        #: cells whose responses are written at once, and how
         self.batches: list[list[Cell]] = []
-        self._responses: dict[int, Own] = {}
+        self.sampling: dict[str, Any] = {}
+        self._responses: dict[int, Own | MemoryLimitError] = {}
 
     def check(self) -> None:
         """Raise CaptureError for a trace of another model, before the first cell of any is run."""
@@ -252,12 +251,11 @@ class Loops:
         if batch:
             self.batches.remove(batch)
             self._write(batch)
+        response = self._responses.pop(cell.number, None)
+        if isinstance(response, MemoryLimitError):
+            raise response
         record, self._outcomes[cell.number] = loop.run(
-            cell.policy,
-            cell.budget,
-            cell.schedule,
-            self._layers,
-            self._responses.pop(cell.number, None),
+            cell.policy, cell.budget, cell.schedule, self._layers, response
         )
         digest = cell.trace.digest if cell.trace.path is not None else ""
         return replace(record, digest=digest)
@@ -266,25 +264,27 @@ class Loops:
         """Write the responses of a batch; a cell that cannot says why when it runs alone."""
         loops = {} if self._loop is None else {self._loop.trace.name: self._loop}
         lanes: dict[int, tuple[Decoding, Tensor]] = {}
-        limits: list[int] = []
         try:
             for cell in cells:
                 name = cell.trace.name
                 loop = loops[name] = loops.get(name) or self._loop_of(cell.trace)
-                terms = cell.policy, cell.budget, cell.schedule, self._layers
                 with suppress(Exception):
-                    lanes[cell.number] = loop.begin(*terms)
-                    limits.append(loop.new_tokens)
+                    lanes[cell.number] = loop.begin(
+                        cell.policy, cell.budget, cell.schedule, self._layers
+                    )
             sequences, logits = zip(*lanes.values(), strict=True)
-            written = respond(sequences, logits, limits, **loop.sampling)
-        except torch.OutOfMemoryError as error:
-            raise MemoryLimitError(
+            limits = [each.sketch.n_pos - each.sketch.prompt_len for each in sequences]
+            written = respond(sequences, logits, limits, **self.sampling)
+        except torch.OutOfMemoryError:
+            error = MemoryLimitError(
                 f"{len(cells)} responses at once take more memory than the device has free; "
                 "expected a smaller batch (--batch)"
-            ) from error
-        except Exception:  # noqa: BLE001  a policy is anybody's code
-            return
-        self._responses |= zip(lanes, zip(sequences, written, strict=True), strict=True)
+            )
+            self._responses |= dict.fromkeys((cell.number for cell in cells), error)
+        except Exception:  # noqa: BLE001, S110  a policy is anybody's code
+            pass
+        else:
+            self._responses |= zip(lanes, zip(sequences, written, strict=True), strict=True)
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure what the model did."""

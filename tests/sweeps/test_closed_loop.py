@@ -108,10 +108,24 @@ def test_responses_of_a_batch_are_those_of_one_by_one(model, monkeypatch):
     assert any("quest writes one by one: its rows read" in note for note in both.notes)
 
 
+def test_a_batch_beyond_the_memory_fails_in_a_line(model, trace, monkeypatch):
+    """Each of its cells says what to make smaller."""
+    from kvsim.sweeps import closed_loop
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(closed_loop, "respond", full)
+    run = kvsim.live(model, [trace], "tova", [16, 24, 30], max_new_tokens=4, batch=2)
+
+    assert [each.budget for each in run.failures] == [16, 24, 30]
+    assert all("at once take more memory" in each.error for each in run.failures)
+
+
 @pytest.mark.parametrize("options", [{}, {"max_new_tokens": 8, "paged": 4}])
 def test_a_batch_without_responses_or_in_blocks_is_refused(model, trace, options):
     """In one line that says what to give."""
-    with pytest.raises(PolicyError, match=r"^[^\n]*batch is 4, [^\n]* max_new_tokens[^\n]*$"):
+    with pytest.raises(PolicyError, match=r"^[^\n]*batch is 4, [^\n]*give --max-new-tokens[^\n]*$"):
         kvsim.live(model, [trace], "tova", 16, batch=4, **options)
 
 

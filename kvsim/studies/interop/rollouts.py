@@ -24,7 +24,7 @@ from kvsim.core.policy import Policy
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.recorder.batching import separate
 from kvsim.recorder.generation import check_logits
-from kvsim.runner.batch import LiveBatch, run_prompt
+from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.runner.decoding import prefill as first_rows
 from kvsim.schema import NEVER
@@ -103,48 +103,32 @@ def rollouts(
     options: dict[str, Any] = {**length, "interval": interval, "prefill": prefill}
     lanes = [Decoding(running, policy, budget, **options, name="rollout") for _ in range(count)]
     prefix_of = functools.cache(functools.partial(first_rows, running))
-    tokens: list[list[int]] = [[] for _ in lanes]
-    logprobs: list[list[float]] = [[] for _ in lanes]
-    writing = [*range(count)]
-    with torch.inference_mode():
-        firsts = []
-        for lane in lanes:
-            with lane:
-                firsts.append(run_prompt(lane, (*ids,), prefix_of))
-        batch = LiveBatch(lanes)
-        scores = _scores(torch.stack(firsts), temperature)
-        with batch.running():
-            while writing:
-                # for those that have ended too, which leaves the draws of the others as they are
-                drawn = torch.multinomial(scores.exp(), 1, generator=generator)
-                for at in writing:
-                    tokens[at].append(int(drawn[at]))
-                    logprobs[at].append(float(scores[at, drawn[at]]))
-                going = [
-                    place
-                    for place, at in enumerate(writing)
-                    if tokens[at][-1] not in stop and len(tokens[at]) < new_tokens
-                ]
-                batch.keep(going)
-                writing = [writing[place] for place in going]
-                if writing:
-                    logits = batch.step([tokens[at][-1] for at in writing])
-                    logits = check_logits(logits, max(batch.positions) - 1)
-                    scores[writing] = _scores(logits, temperature)
+    firsts = []
+    for lane in lanes:
+        with lane:
+            firsts.append(run_prompt(lane, (*ids,), prefix_of))
+    scores, logprobs = torch.zeros(count, firsts[0].shape[-1]), [list[float]() for _ in lanes]
+
+    def draw(logits: Tensor, writing: Sequence[int]) -> list[int]:
+        check_logits(logits, len(ids) + len(logprobs[writing[0]]) - 1)
+        scores[[*writing]] = (logits / temperature).float().log_softmax(-1).cpu()
+        # of those that have ended too, which leaves the draws of the others as they are
+        drawn = torch.multinomial(scores.exp(), 1, generator=generator)
+        for at in writing:
+            logprobs[at].append(float(scores[at, drawn[at]]))
+        return drawn[[*writing], 0].tolist()
+
+    written = respond(lanes, firsts, [new_tokens] * count, stop=stop, draw=draw)
     return [
         Rollout(
-            (*ids, *response),
+            (*ids, *each.tokens),
             len(ids),
             torch.tensor(of_response),
             _masks(lane),
-            response[-1] in stop,
+            each.ended is not None,
         )
-        for lane, response, of_response in zip(lanes, tokens, logprobs, strict=True)
+        for lane, each, of_response in zip(lanes, written, logprobs, strict=True)
     ]
-
-
-def _scores(logits: Tensor, temperature: float) -> Tensor:
-    return (logits / temperature).float().log_softmax(-1).cpu()
 
 
 def _masks(lane: Decoding) -> Masks:
