@@ -4,9 +4,11 @@
     python docs/qwen_live.py prepare PROMPTS.jsonl [--n 30] [--task chain_sum ...]
     python docs/qwen_live.py run FILE.gguf PROMPTS.jsonl OUT.jsonl [--device cuda] [--seconds 300]
     python docs/qwen_live.py score OUT.jsonl
+    python docs/qwen_live.py write
 
 `run` writes greedy answers with the full cache, then under each policy and budget to the prompts
 that the full cache answers, and appends a line of JSON for each: it may be stopped and run again.
+`score` adds what is right to docs/qwen-live.jsonl, `write` makes the table of docs/qwen.md of it.
 `prepare` and `score` need reasoning-gym (the extra `tasks`), `run` does not.
 """
 
@@ -27,13 +29,16 @@ from kvsim.recorder.generation import stop_tokens
 from kvsim.recorder.models import load_model
 from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
-from qwen_card import TASKS, encoded, final, reasoning
-from smollm2_card import cell, read
+from qwen_card import PAGE, TASKS, encoded, final, reasoning
+from smollm2_card import cell, filled, read
 
 POLICIES = (
     *("streaming_llm", "snapkv", "h2o", "tova", "expected_attention", "keydiff", "rkv", "gkv"),
 )
 BUDGETS = (64, 128)
+RESULTS = Path(__file__).with_name("qwen-live.jsonl")
+#: What is stored of an answer, beside whether it is right.
+STORED = ("model", "policy", "budget", "task", "index", "prompt_tokens", "tokens", "ended")
 #: Rows between events; one follows the prompt.
 INTERVAL = 32
 
@@ -131,26 +136,35 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return right answers by policy and budget, of the prompts that the full cache answers."""
-    right = {key(row)[-2:] for row in rows if row["policy"] == "full" and row["right"]}
-    rows = [row for row in rows if key(row)[-2:] in right]
-    budgets = sorted({row["budget"] for row in rows if row["policy"] != "full"})
-    lines = [f"| policy | {' | '.join(map(str, budgets))} | tokens | tokens/s |"]
-    lines.append("| --- " * (len(budgets) + 3) + "|")
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        of = [row for row in rows if row["policy"] == policy]
-        cells = [cell([row["right"] for row in of if row["budget"] == each]) for each in budgets]
-        if policy == "full":
-            cells = [cell([row["right"] for row in of])] * len(budgets)
-        mean = sum(row["tokens"] for row in of) / len(of)
-        rate = sum(row["tokens"] / row["seconds"] for row in of) / len(of)
-        lines.append(f"| `{policy}` | {' | '.join(cells)} | {mean:.0f} | {rate:.1f} |")
+    """Return right answers by policy and budget, best at the largest budget first.
+
+    Of the prompts that the full cache answers, and that all policies answered at all budgets.
+    """
+    of = {key(row)[1:]: row for row in rows if row["policy"] != "full"}
+    policies, budgets = (sorted({each[at] for each in of}) for at in (0, 1))
+    right = [key(row)[-2:] for row in rows if row["policy"] == "full" and row["right"]]
+    cells = [(policy, budget) for policy in policies for budget in budgets]
+    asked = [prompt for prompt in right if all((*each, *prompt) in of for each in cells)]
+
+    def answers(policy: str, budget: int) -> list[dict[str, Any]]:
+        return [of[policy, budget, *prompt] for prompt in asked]
+
+    heads = [f"right at {budget}" for budget in budgets] + [f"tokens at {n}" for n in budgets]
+    lines = [f"| policy | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    order = {x: -sum(row["right"] for row in answers(x, budgets[-1])) for x in policies}
+    for policy in sorted(policies, key=order.__getitem__):
+        each = [answers(policy, budget) for budget in budgets]
+        shares = [cell([row["right"] for row in rows]) for rows in each]
+        means = [f"{sum(row['tokens'] for row in rows) / len(rows):.0f}" for rows in each]
+        lines.append(f"| `{policy}` | {' | '.join([*shares, *means])} |")
     return lines
 
 
 def score(args: argparse.Namespace) -> None:
-    """Print the table of a file, by the scorers of reasoning-gym."""
-    rows = read(args.out)
+    """Store which answers of a file are right, by the scorers of reasoning-gym."""
+    stored = read(RESULTS) if RESULTS.exists() else []
+    known = {key(row) for row in stored}
+    rows = [row for row in read(args.out) if key(row) not in known]
     for task in {row["task"] for row in rows}:
         of = [row for row in rows if row["task"] == task]
         prompts = [*reasoning(task, 1 + max(row["index"] for row in of))]
@@ -158,9 +172,18 @@ def score(args: argparse.Namespace) -> None:
             if prompts[row["index"]]["row"]["answer"] != row["answer"]:
                 raise SystemExit(f"{task} {row['index']} is of another release of reasoning-gym")
             row["right"] = bool(prompts[row["index"]]["right"](row["response"]))
-    for model in dict.fromkeys(row["model"] for row in rows):
-        print(f"\n{model}\n")
-        print(*table([row for row in rows if row["model"] == model]), sep="\n")
+    stored += [{name: row[name] for name in (*STORED, "right")} for row in rows]
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in stored), "utf-8")
+
+
+def page(text: str) -> str:
+    """Return the page of the card with its table of policies."""
+    return filled(text, {"live": table(read(RESULTS))})
+
+
+def write(_: argparse.Namespace) -> None:
+    """Write the table of the page."""
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
 
 
 def main() -> None:
@@ -193,6 +216,7 @@ def main() -> None:
     third = commands.add_parser("score")
     third.add_argument("out", type=Path, metavar="OUT.jsonl")
     third.set_defaults(run=score)
+    commands.add_parser("write").set_defaults(run=write)
     args = parser.parse_args()
     args.run(args)
 

@@ -46,16 +46,25 @@ def test_answers_are_written_once_and_go_on(prompts, tmp_path, monkeypatch, caps
     assert "the full cache answers 3 of 3 prompts" in capsys.readouterr().out
 
 
-def test_the_table_is_of_prompts_that_the_full_cache_answers():
-    """Right answers by policy and budget; a prompt that the full cache gets wrong is left out."""
+def test_live_answers_are_compared_on_the_same_prompts():
+    """A prompt that the full cache misses, or some policy lacks, counts for none; best first."""
+    row = {"model": "m", "task": "t", "tokens": 10, "budget": 8}
+    full = [row | {"policy": "full", "index": i, "right": i != 1} for i in range(4)]
+    first = [row | {"policy": "a", "index": i, "right": i < 2} for i in range(4)]
+    second = [row | {"policy": "b", "index": i, "right": True, "tokens": 20} for i in range(3)]
 
-    def row(policy, budget, index, *, right):
-        named = {"model": "m", "task": "t", "policy": policy, "budget": budget}
-        return {**named, "index": index, "right": right, "tokens": 10, "seconds": 2}
+    head, _, *lines = qwen_live.table([*full, *first, *second])
 
-    rows = [row("full", 1 << 20, at, right=at < 2) for at in range(3)]
-    rows += [row("h2o", 64, at, right=at != 1) for at in range(3)]
+    assert head == "| policy | right at 8 | tokens at 8 |"
+    assert lines == [
+        "| `b` | **100% (34% to 100%; 2)** | 20 |",
+        "| `a` | 50% (9% to 91%; 2) | 10 |",
+    ]
 
-    lines = qwen_live.table(rows)
 
-    assert lines[-1] == "| `h2o` | 50% (9% to 91%; 2) | 10 | 5.0 |"
+def test_the_page_is_of_its_results():
+    """docs/qwen.md has what `python docs/qwen_live.py write` writes; each answer is there once."""
+    text, rows = qwen_live.PAGE.read_text("utf-8"), smollm2_card.read(qwen_live.RESULTS)
+
+    assert qwen_live.page(text) == text
+    assert len({qwen_live.key(row) for row in rows}) == len(rows)
