@@ -1,0 +1,149 @@
+"""Optima under constraints against all kept sets by trying, and against policies that obey them."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+import kvsim
+from kvsim.errors import PolicyError
+from kvsim.studies.price.constraints import (
+    CONSTRAINTS,
+    optimum_under,
+    prompt_budget,
+    solved_under,
+)
+from kvsim.studies.price.prices import prices
+from traces import random_trace
+
+#: Layers, heads and tokens of what is tried, and the rows of its events.
+L, H, T = 2, 2, 4
+EVENTS = (1, 2)
+#: Scorers of policies.
+SOME = ("h2o", "snapkv", "keydiff")
+
+
+def draw(seed):
+    """Mass [L, H, T, M], 0 at events before an entry's row; even seeds have many ties."""
+    generator = np.random.default_rng(seed)
+    shape = L, H, T, len(EVENTS)
+    mass = generator.random(shape) ** 3 if seed % 2 else generator.integers(0, 3, shape) * 1.0
+    return np.where(np.arange(T)[:, None] <= EVENTS, mass, 0.0)
+
+
+def choices(constraint):
+    """Every way to evict, as the number of the event that evicts each entry [choice, L, H, T]."""
+    last, groups = len(EVENTS), {}
+    for layer, head, pos in product(range(L), range(H), range(T)):
+        of = {"head": (layer, head), "layer": (layer,), "model": ()}[constraint.sets]
+        groups.setdefault((*of, pos // constraint.page), []).append((layer, head, pos))
+    options = []
+    for *_, number in groups:
+        full = (number + 1) * constraint.page - 1  # the row that fills the page
+        since = next((m for m, row in enumerate(EVENTS) if row >= full), last)
+        options.append({since, last} if constraint.once else range(since, last + 1))
+    stops = np.array(list(product(*options)))
+    out = np.empty((len(stops), L, H, T), int)
+    for at, places in enumerate(groups.values()):
+        for place in places:
+            out[(slice(None), *place)] = stops[:, at]
+    return out
+
+
+def fits(constraint, held, budget):
+    """Which choices have places; held [choice, L, H, M]: entries of each head after each event."""
+    if constraint.plan:  # any numbers of places that make up the budget
+        return held.max(-1).sum((1, 2)) <= L * H * budget
+    axes, size = {"head": ((), 1), "layer": ((2,), H), "model": ((1, 2), L * H)}[constraint.pool]
+    of_pool = held.sum(axes, keepdims=True) if axes else held
+    return (of_pool <= size * budget).all((1, 2, 3))
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_it_is_the_best_of_all_kept_sets(name):
+    """Of random masses: no choice that fits retains more, and its own sets are such a choice."""
+    constraint = CONSTRAINTS[name]
+    constraint = replace(constraint, page=min(constraint.page, 2))
+    stops = choices(constraint)
+    exists = np.arange(T)[:, None] <= EVENTS
+    kept = (stops[..., None] > range(len(EVENTS))) & exists
+    for seed, budget in product(range(4), (1, 2, 3)):
+        if budget < constraint.page:
+            continue
+        mass = draw(seed)
+        allowed = fits(constraint, kept.sum(3), budget)
+        value = np.where(allowed, np.einsum("clhtm,lhtm->c", kept, mass), -1.0)
+        best = solved_under(constraint, mass, EVENTS, budget)
+        own = (stops == best.stop).all((1, 2, 3))
+
+        # what is written to a page that is not full counts for all choices
+        assert value[own] == pytest.approx(value.max(), rel=1e-5), (seed, budget)
+        assert best.retained <= best.bound * (1 + 1e-9)
+        assert best.bound - best.retained <= 1e-5 * best.bound
+
+
+def retained(trace, record):
+    """Full attention of rows after the prompt on what they see, share of a row's."""
+    shown = [trace.attention(layer, range(trace.n_pos)).double() for layer in range(trace.n_layers)]
+    seen = np.arange(trace.n_pos)[:, None] <= record.evicted_at[:, :, None]
+    seen = seen.repeat(trace.group, 1)
+    each = np.stack([of.numpy() for of in shown]) * seen
+    return each[:, :, trace.prompt_len :].sum(-1).mean()
+
+
+def test_no_policy_that_obeys_retains_more():
+    """Every policy that is built for a constraint is within the mass of its optimum, on a trace."""
+    trace = random_trace(n=100, seed=4, dim=8)
+    outcome = prices([trace], 36, 8, SOME)
+    table = outcome.table.filter(metric="missing_mass")
+    for name, constraint in CONSTRAINTS.items():
+        rows = dict(table.filter(constraint=name).select("policy", "value").rows())
+        record, gap = optimum_under(
+            *(trace, constraint),
+            prompt_budget(trace, 36, 8) if constraint.single else 36,
+            8,
+        )
+
+        assert rows["optimum"] == pytest.approx(1 - retained(trace, record), abs=1e-6)
+        assert gap == pytest.approx(0, abs=1e-6)
+        assert min(rows.values()) == rows["optimum"]
+        assert len(rows) == 1 + len(SOME) * bool(constraint.policy), outcome.remarks
+
+
+def test_constraints_cost_in_the_order_in_which_they_contain_each_other():
+    """Whatever is added to a constraint costs mass."""
+    trace = random_trace(n=100, seed=4, dim=8)
+    missing = {
+        name: 1 - retained(trace, optimum_under(trace, constraint, 36, 8)[0])
+        for name, constraint in CONSTRAINTS.items()
+        if not constraint.single
+    }
+
+    for chain in (
+        "free layer_budgets head_budgets layer_sets layer_pages model_pages",
+        "free head_plan head_budgets layer_sets model_sets model_pages",
+        "free admission",
+    ):
+        values = [missing[name] for name in chain.split()]
+        assert values == sorted(values)
+
+
+def test_sizes_of_one_event_are_equal_on_average():
+    """With the prompt cut once, rows see as many entries on average as with events throughout."""
+    trace = random_trace(n=100, seed=4, dim=8, prompt_len=60)
+    size = prompt_budget(trace, 40, 8)
+    each = kvsim.replay(trace, "random", 40, interval=8, prefill=True)
+    once = kvsim.replay(trace, "random", size, interval=1000, prefill=True)
+    seen = [kvsim.measure(trace, x, "entries_seen")["value"].mean() for x in (each, once)]
+
+    assert seen[1] == pytest.approx(seen[0], abs=1)
+
+
+def test_errors_say_what_is_missing():
+    """A trace without a response and a budget of less than a page are refused."""
+    trace = random_trace(n=40, seed=0, dim=8)
+    with pytest.raises(PolicyError, match="page of 16"):
+        optimum_under(trace, CONSTRAINTS["layer_pages"], 8, 8)
+    with pytest.raises(PolicyError, match="no rows after its prompt"):
+        optimum_under(random_trace(n=40, prompt_len=40), CONSTRAINTS["free"], 8, 8)
