@@ -46,9 +46,9 @@ def recorded(model: str) -> Trace:
 
 def constraints(model: str, name: str) -> Lines:
     """Measure the optimum and the policies under one constraint."""
-    priced = prices([recorded(model)], BUDGET, INTERVAL, judge=model, constraints=[name])
-    print(*priced.remarks, sep="\n")
-    return priced.table.with_columns(pl.col("value").round(7), pl.col("open").round(9)).to_dicts()
+    table, remarks = prices([recorded(model)], BUDGET, INTERVAL, judge=model, constraints=[name])
+    print(*remarks, sep="\n")
+    return table.with_columns(pl.col("value").round(7), pl.col("open").round(9)).to_dicts()
 
 
 def steps() -> Iterator[tuple[dict[str, str], Callable[[], Lines]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 
@@ -24,40 +24,17 @@ from kvsim.studies.price.constraints import (
     optimum_under,
     prompt_budget,
 )
-from kvsim.studies.price.sizes import fitted
+from kvsim.studies.price.sizes import threshold_of_size
 
 #: Scorers of policies that are compared by default.
 SCORERS = (
-    "h2o",
-    "tova",
-    "snapkv",
-    "morphkv",
-    "global_max",
-    "expected_attention@kvpress",
-    "keydiff",
+    *("h2o", "tova", "snapkv", "morphkv", "global_max"),
+    *("expected_attention@kvpress", "keydiff"),
 )
-#: What the optimum is called among policies.
-OPTIMUM = "optimum"
 METRICS = ("missing_mass", "output_error", "layer_error", "response_kl")
 
-_VALUE = ("policy", "metric", "value")
-_SCHEMA = {
-    **dict.fromkeys(("trace", "constraint", "policy"), pl.String),
-    "budget": pl.Int64,
-    "metric": pl.String,
-    **dict.fromkeys(("value", "open"), pl.Float64),
-}
-
-
-class Priced(NamedTuple):
-    """Values of optima and policies, and what could not be replayed.
-
-    table: trace, constraint, policy ("optimum" for the optimum), budget (of the prompt alone under
-    `one_event`), metric, value, and `open`, the mass by which the optimum may miss the true one.
-    """
-
-    table: pl.DataFrame
-    remarks: tuple[str, ...]
+_TEXT = ("trace", "constraint", "policy", "metric")
+_SCHEMA = dict.fromkeys(_TEXT, pl.String) | dict.fromkeys(("value", "open"), pl.Float64)
 
 
 def prices(
@@ -69,7 +46,7 @@ def prices(
     judge: bool | str = False,
     constraints: Sequence[str] = tuple(CONSTRAINTS),
     progress: Callable[[int, int, str], None] | None = None,
-) -> Priced:
+) -> tuple[pl.DataFrame, list[str]]:
     """Measure the optimum under each constraint, and policies that obey it.
 
     Lengths of policies are scaled to the budget. Of `dms`, the threshold is the one at which it
@@ -81,56 +58,57 @@ def prices(
         interval: rows between events, one of them after the prompt.
         scorers: names of scorers, around which the policies of constraints are built.
         judge: the model that judges, by name; True for that of each trace.
-        constraints: names in `CONSTRAINTS`; by default all.
+        constraints: names in `CONSTRAINTS`.
         progress: called with (constraints done, constraints, current one).
+
+    Returns:
+        A table of trace, constraint, policy ("optimum" for the optimum), metric, value, and `open`,
+        the mass by which the optimum may miss the true one; and what has no rule for the budget.
     """
     rows: list[dict[str, Any]] = []
-    remarks: dict[str, None] = {}
+    remarks: list[str] = []
     steps = [(trace, name) for trace in traces for name in constraints]
     for done, (trace, name) in enumerate(steps):
         if progress is not None:
             progress(done, len(steps), f"{trace.name}: {name}")
-        constraint = CONSTRAINTS[name]
+        constraint, size, every = CONSTRAINTS[name], budget, interval
         try:
-            size = prompt_budget(trace, budget, interval) if constraint.single else budget
+            if constraint.rule == "single":
+                size, every = prompt_budget(trace, budget, interval), trace.n_pos
             with threads_for([trace]):
-                best, gap = optimum_under(trace, constraint, size, interval)
-                records = [best, *_records(trace, constraint, size, interval, scorers, remarks)]
+                best, gap = optimum_under(trace, constraint, size, every)
+                records = [best, *_obeying(trace, constraint, size, every, scorers, remarks)]
                 values = [*_measured(trace, records, judge)]
         except KvsimError as error:
-            remarks[f"{trace.name}: {name}: {error}"] = None
+            remarks.append(f"{trace.name}: {name}: {error}")
             continue
-        key = {"trace": trace.name, "constraint": name, "budget": size, "open": gap}
-        rows += [key | dict(zip(_VALUE, value, strict=True)) for value in values]
-    return Priced(pl.DataFrame(rows, _SCHEMA), tuple(remarks))
+        key = {"trace": trace.name, "constraint": name, "open": gap}
+        rows += [key | value for value in values]
+    return pl.DataFrame(rows, _SCHEMA), remarks
 
 
-def _records(
+def _obeying(
     trace: Trace,
     constraint: Constraint,
     budget: int,
     interval: int,
     scorers: Sequence[str],
-    remarks: dict[str, None],
+    remarks: list[str],
 ) -> Iterator[Record]:
     """Replay the policies that obey a constraint; adds a remark for each that has no rule."""
-    interval = trace.n_pos if constraint.single else interval
     for scorer in scorers if constraint.policy else ():
-        name, params = constraint.policy.format(scorer), dict(constraint.params)
+        name = constraint.policy.format(scorer)
+        params: dict[str, Any] = dict(constraint.settings)
+        terms: dict[str, Any] = {"budget": budget, "interval": interval}
         try:
-            if constraint.once:
-                params |= {"window": 0}
-                params["threshold"] = fitted(
-                    *(name, [trace], budget),
-                    budget=budget,
-                    interval=interval,
-                    params=params,
-                    size=_held,
+            if constraint.rule == "once":
+                params = {"window": 0}
+                params["threshold"] = threshold_of_size(
+                    *(name, params, [trace], budget), size=_held, **terms
                 )
-            built = policy(name, **params).fitted()
-            yield replay(trace, built, budget, interval=interval, prefill=True)
+            yield replay(trace, policy(name, **params).fitted(), prefill=True, **terms)
         except KvsimError as error:
-            remarks[f"{trace.name}: {name}: {error}"] = None
+            remarks.append(f"{trace.name}: {name}: {error}")
 
 
 def _held(record: Record) -> float:
@@ -141,7 +119,7 @@ def _held(record: Record) -> float:
 
 def _measured(
     trace: Trace, records: Sequence[Record], judge: bool | str
-) -> Iterator[tuple[str, str, float]]:
+) -> Iterator[dict[str, Any]]:
     """Yield policy, metric and value of each record."""
     numbered = [replace(record, policy=str(at)) for at, record in enumerate(records)]
     names = available([name for name in METRICS if name not in JUDGED], [trace])
@@ -149,13 +127,12 @@ def _measured(
     if judge:
         from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
 
-        judging = judge_of(trace, "" if judge is True else str(judge), "cpu", None)
-        outcomes = judging.outcomes(numbered)
-        tables.append(measure_judged(trace, numbered, outcomes, [METRICS[-1]]))
+        outcomes = judge_of(trace, "" if judge is True else judge, "cpu", None).outcomes(numbered)
+        tables.append(measure_judged(trace, numbered, outcomes, METRICS[-1:]))
     for table in tables:
-        values = per_prompt(main_variants(table, METRICS))
-        for at, metric, value in values.select("policy", "metric", "value").rows():
-            yield records[int(at)].policy, metric, value
+        for row in per_prompt(main_variants(table, METRICS)).iter_rows(named=True):
+            label = records[int(row["policy"])].policy
+            yield {"policy": label, "metric": row["metric"], "value": row["value"]}
 
 
 def summary(table: pl.DataFrame, metric: str) -> pl.DataFrame:
@@ -166,21 +143,16 @@ def summary(table: pl.DataFrame, metric: str) -> pl.DataFrame:
         that obeys the constraint, of all for "free"), value, and gap (value less the optimum under
         it); null where no policy obeys it.
     """
-    means = (
-        table.filter(metric=metric)
-        .group_by("constraint", "policy", maintain_order=True)
-        .agg(pl.col("value").mean(), n=pl.len())
-    )
-    optima = means.filter(policy=OPTIMUM).select("constraint", "n", optimum="value")
-    policies = means.filter(pl.col("policy") != OPTIMUM)
+    means = table.filter(metric=metric).group_by("constraint", "policy", maintain_order=True)
+    values = means.agg(pl.col("value").mean(), n=pl.len())
+    of_optimum = pl.col("policy") == "optimum"
+    optima = values.filter(of_optimum).select("constraint", "n", optimum="value")
+    policies = values.filter(~of_optimum)
     every = policies.with_columns(constraint=pl.lit("free"))
     obeying = pl.concat([policies, every]).join(optima, on=["constraint", "n"])
     best = obeying.sort("value").group_by("constraint").first()
     free = optima.filter(constraint="free")["optimum"]
-    joined = optima.drop("n").join(
-        best.select("constraint", "policy", "value"), on="constraint", how="left"
-    )
-    return joined.with_columns(
-        cost=pl.col("optimum") - (free[0] if len(free) else None),
-        gap=pl.col("value") - pl.col("optimum"),
-    ).select("constraint", "optimum", "cost", "policy", "value", "gap")
+    cost = pl.col("optimum") - (free[0] if len(free) else None)
+    joined = optima.join(best, on="constraint", how="left", suffix="_")
+    gap = pl.col("value") - pl.col("optimum")
+    return joined.select("constraint", "optimum", "policy", "value", cost=cost, gap=gap)

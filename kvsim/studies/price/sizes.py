@@ -1,25 +1,70 @@
-"""Policies whose size is not a budget: the parameter at which they hold as much as others do."""
+"""Policies whose size is not a budget: the threshold at which they hold as much as others do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
 import numpy as np
+import polars as pl
 
 from kvsim.analysis.kept.retention import entries_seen
-from kvsim.core.parameters import Between
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
-from kvsim.policies.naming import declared, policy
+from kvsim.policies.naming import policy
+from kvsim.sweeps.driver import replay_all
+from kvsim.sweeps.held_out import split
+from kvsim.sweeps.outcome import Failure
 
-#: The largest float32: what every threshold is below.
-_MOST = float(np.finfo(np.float32).max)
+#: The place of the largest float32 among all, and the share by which a size may miss.
+_LAST, _NEAR = 0x7F7FFFFF, 0.002
 
-#: The share by which the size may miss the wanted one.
-_NEAR = 0.002
+Params = Mapping[str, Any]
+
+
+def at_equal_size(
+    traces: Sequence[Trace],
+    policies: Mapping[str, Params],
+    against: Sequence[str],
+    budgets: Sequence[int],
+    *,
+    interval: int = 32,
+    test: Sequence[Trace] | None = None,
+    judge: bool | str = False,
+) -> tuple[pl.DataFrame, list[Failure]]:
+    """Compare policies that have a threshold with others where rows see as many entries on average.
+
+    Args:
+        traces: of prompts on which thresholds are searched (`threshold_of_size`).
+        policies: names of some that have a threshold and no budget, and other parameters of each.
+        against: policies with a budget; the first one has the size that is wanted.
+        budgets: entries of a head, one point of the curve each.
+        interval: rows between events, one of them after the prompt.
+        test: what is measured; by default half of the traces, drawn with seed 0, which are not
+            searched on then, or all where there are fewer than 4.
+        judge: as `replay_all`.
+
+    Returns:
+        A Table (`kvsim.measure`), and what failed. Raises as `threshold_of_size` and `replay_all`.
+    """
+    searched, rest = (traces, test) if test else split(traces, 0.5, 0)
+    tables: list[pl.DataFrame] = []
+    failures: list[Failure] = []
+    for budget in budgets:
+        others = [policy(name).fitted() for name in against]
+        terms: dict[str, Any] = {"budget": budget, "interval": interval}
+        sizes = [seen(replay(x, others[0], prefill=True, **terms)) for x in searched]
+        wanted, sized = float(np.mean(sizes)), []
+        for name, params in policies.items():
+            value = threshold_of_size(name, params, searched, wanted, **terms)
+            sized.append(policy(name, threshold=value, **params).fitted())
+        options: dict[str, Any] = {"interval": interval, "judge": judge}
+        run = replay_all(rest or traces, [*sized, *others], budget, **options)
+        tables.append(run.table)
+        failures += run.failures
+    return pl.concat(tables), failures
 
 
 def seen(record: Record) -> float:
@@ -27,80 +72,55 @@ def seen(record: Record) -> float:
     return float(np.mean([entries_seen(of, record.prompt_len) for of in record.evicted_at]))
 
 
-def fitted(
+def threshold_of_size(
     name: str,
+    params: Params,
     traces: Sequence[Trace],
     wanted: float,
     *,
     budget: int,
     interval: int,
-    by: str = "threshold",
-    params: Mapping[str, Any] | None = None,
     size: Callable[[Record], float] = seen,
 ) -> float:
-    """Return the value of a parameter at which a policy is as large as wanted on these traces.
+    """Return the threshold at which a policy is as large as wanted, mean over traces.
 
-    Halves the range of the parameter, counted in float32 numbers, so that any scale will do, until
-    the size is within 0.2 % of what is wanted or no number is between.
+    Halves the range of thresholds, counted in float32 numbers so that any scale will do, until the
+    size is within 0.2 % of what is wanted or no number is between.
 
     Args:
         name: of the policy.
-        traces: its size is the mean over them.
+        params: its other parameters.
+        traces: on which it is replayed.
         wanted: size.
-        budget: to which other lengths of the policy are scaled.
+        budget: to which lengths of the policy are scaled.
         interval: rows between events, one of them after the prompt.
-        by: the parameter, a number that makes the policy larger or smaller throughout.
-        params: other parameters.
         size: of a record; by default the mean entries that a row sees.
 
     Raises:
-        PolicyError: no such parameter, or no value with such a size.
+        PolicyError: a policy without a threshold, or none with such a size.
     """
 
-    def size_at(code: int) -> float:
-        built = policy(name, **{**(params or {}), by: _number(code)}).fitted()
-        records = (
-            replay(trace, built, budget, interval=interval, prefill=True) for trace in traces
-        )
-        return float(np.mean([size(record) for record in records]))
+    def size_at(place: int) -> float:
+        built = policy(name, threshold=_number(place), **params).fitted()
+        each = (replay(x, built, budget, interval=interval, prefill=True) for x in traces)
+        return float(np.mean([size(record) for record in each]))
 
-    low, high = (_code(end) for end in _range(name, by))
-    ends = size_at(low), size_at(high)
-    if not min(ends) <= wanted <= max(ends):
+    low, high = -_LAST, _LAST
+    least, most = size_at(high), size_at(low)
+    if not least <= wanted <= most:
         raise PolicyError(
-            f"{name}: {by} from {_number(low):g} to {_number(high):g} has sizes from "
-            f"{min(ends):.1f} to {max(ends):.1f}; expected {wanted:.1f} between them"
+            f"{name}: with thresholds its sizes are from {least:.1f} to {most:.1f}; expected "
+            f"{wanted:.1f} between them; other parameters, such as a window, may leave more room"
         )
-    grows = ends[1] > ends[0]
-    near, best = min(zip((abs(end - wanted) for end in ends), (low, high), strict=True))
+    near, best = min((most - wanted, low), (wanted - least, high))
     while high - low > 1 and near > _NEAR * wanted:
         middle = (low + high) // 2
         here = size_at(middle)
         near, best = min((near, best), (abs(here - wanted), middle))
-        low, high = (middle, high) if (here < wanted) == grows else (low, middle)
-    return _number(best)
+        low, high = (low, middle) if here < wanted else (middle, high)
+    return float(f"{_number(best):.6g}")
 
 
-def _range(name: str, by: str) -> tuple[float, float]:
-    """Both ends of what a parameter may be."""
-    parameter = declared(name).get(by)
-    if parameter is None:
-        raise PolicyError(
-            f"{name} has no parameter {by}; expected one of {', '.join(declared(name))}"
-        )
-    hint = parameter.hint
-    kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    if kind is not float:
-        raise PolicyError(f"{name}: {by} is {parameter.expected}; expected a parameter of numbers")
-    between = next((bound for bound in bounds if isinstance(bound, Between)), None)
-    return (-_MOST, _MOST) if between is None else (between.least, between.most)
-
-
-def _code(number: float) -> int:
-    """The place of a number among all float32 numbers, 0 at 0."""
-    bits = int(np.float32(abs(number)).view(np.int32))
-    return bits if number >= 0 else -bits
-
-
-def _number(code: int) -> float:
-    return float(np.int32(abs(code)).view(np.float32)) * (1 if code >= 0 else -1)
+def _number(place: int) -> float:
+    """The float32 number at a place among all of them, 0 at 0."""
+    return float(np.int32(abs(place)).view(np.float32)) * (1 if place >= 0 else -1)

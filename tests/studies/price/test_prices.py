@@ -29,7 +29,7 @@ def test_a_summary_has_costs_and_gaps():
     rows = summary(table.with_columns(metric=pl.lit("missing_mass")), "missing_mass").to_dicts()
 
     free, sets, plan = rows
-    assert [*free.values()] == ["free", 2.0, 0.0, "union+x", 5.5, 3.5]
+    assert [*free.values()] == ["free", 2.0, "union+x", 5.5, 0.0, 3.5]
     assert (sets["cost"], sets["policy"], sets["gap"]) == (2.0, "union+x", 1.5)
     assert (plan["policy"], plan["gap"]) == (None, None)
 
