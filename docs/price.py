@@ -13,24 +13,39 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import torch
+from error_optimum import Heads, bound, searched, searched_alone
 
 import kvsim
 from apps.tiny.card import table as markdown
+from kvsim.analysis.output.optimum import as_optimum
+from kvsim.analysis.overview import summarise
+from kvsim.analysis.summaries import per_prompt
 from kvsim.core.trace import Trace
 from kvsim.recorder import load_model
+from kvsim.schema import NEVER
 from kvsim.studies.price.constraints import CONSTRAINTS
-from kvsim.studies.price.prices import prices, summary
+from kvsim.studies.price.prices import SCORERS, prices, summary
+from kvsim.studies.price.sizes import at_equal_size
+from kvsim.text.tasks import sample as draw
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/price-results.jsonl"
 NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 BUDGET, INTERVAL = 128, 32
+BUDGETS = (64, 96, 128)
+#: Policies that have a threshold, with their other parameters, and those that have a budget.
+SIZED = {f"dms+{name}": {"window": 16} for name in ("h2o", "expected_attention@kvpress")}
+#: Places after one event, and layers in which errors of query heads alone are bounded.
+SMALL, BOUNDED = 64, {"tiny": (0, 1, 2), "smollm2": (7, 17, 28)}
+AGAINST = ("h2o", "expected_attention@kvpress")
 
 Lines = list[dict[str, Any]]
 
@@ -41,7 +56,8 @@ def recorded(model: str) -> Trace:
     sample = kvsim.open_trace(kvsim.sample_trace(model))
     ids = sample.tokens.tolist()
     prompt, response = ids[: sample.prompt_len], ids[sample.prompt_len :]
-    return kvsim.capture(*load_model(model), prompt, response=response, name=sample.name)
+    loaded = load_model(model)
+    return kvsim.capture(*loaded, prompt, response=response, name=sample.name, o_proj=True)
 
 
 def constraints(model: str, name: str) -> Lines:
@@ -51,12 +67,87 @@ def constraints(model: str, name: str) -> Lines:
     return table.with_columns(pl.col("value").round(7), pl.col("open").round(9)).to_dicts()
 
 
-def steps() -> Iterator[tuple[dict[str, str], Callable[[], Lines]]]:
+@cache
+def others() -> list[Trace]:
+    """Two more texts of SmolLM2, cut as its sample is."""
+    sample, (model, tokenizer) = recorded("smollm2"), load_model("smollm2")
+
+    def count(text: Any) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    texts = []
+    for index in range(2):
+        drawn = draw(1, index, count, task="text", length=sample.n_pos)
+        ids = tokenizer(f"{drawn.prompt}{drawn.response}")["input_ids"][: sample.n_pos]
+        parts = ids[: sample.prompt_len], ids[sample.prompt_len :]
+        texts.append(kvsim.capture(model, None, parts[0], response=parts[1], name=f"text-{index}"))
+    return texts
+
+
+def sizes(budget: int) -> Lines:
+    """Measure policies that have a threshold at the size of others, searched on the other texts."""
+    table, failures = at_equal_size(
+        *(others(), SIZED, AGAINST, [budget]),
+        interval=INTERVAL,
+        test=[recorded("smollm2")],
+        judge="smollm2",
+    )
+    if failures:
+        raise SystemExit(str(failures[0]))
+    averages = summarise(table)
+    kept = averages.select("policy", "entries_seen", "output_error", "response_kl")
+    thresholds = [json.loads(params).get("threshold") for params in averages["params"]]
+    lines = kept.with_columns(pl.selectors.float().round(6)).to_dicts()
+    return [line | {"threshold": x} for line, x in zip(lines, thresholds, strict=True)]
+
+
+def errors(model: str) -> Lines:
+    """Measure layer errors of policies, oracles and the searched sets after one event."""
+    trace = recorded(model)
+    terms = {"interval": trace.n_pos, "prefill": True}
+    names = [*SCORERS, "criticalkv+expected_attention@kvpress"]
+    policies = {name: kvsim.policy(name).fitted() for name in names}
+    policies |= {f"oracle, {by}": kvsim.policy("oracle", by=by) for by in ("mass", "output")}
+    records = {name: kvsim.replay(trace, x, SMALL, **terms) for name, x in policies.items()}
+    kept = {name: x.evicted_at[..., : trace.prompt_len] == NEVER for name, x in records.items()}
+    bounded = BOUNDED[model]
+    alone = dict.fromkeys([*names, *kept, "searched", "searched alone", "bound"], 0.0)
+    evicted_at = records[names[0]].evicted_at.copy()
+    for layer in range(trace.n_layers):
+        heads = Heads.of(trace, layer)
+        best = searched(heads, [x[layer] for x in kept.values()])
+        evicted_at[layer, :, : trace.prompt_len] = np.where(best, NEVER, trace.prompt_len - 1)
+        for head in range(trace.n_heads) if layer in bounded else ():
+            starts = {name: x[layer, head] for name, x in kept.items()} | {"searched": best[head]}
+            own = searched_alone(heads, head, [*starts.values()])
+            for name, x in (starts | {"searched alone": own}).items():
+                alone[name] += heads.alone(head, x)
+            alone["bound"] += bound(heads, head, SMALL)
+    records["searched"] = as_optimum(records[names[0]], evicted_at)
+    numbered = [replace(x, policy=name) for name, x in records.items()]
+    table = kvsim.measure(trace, numbered, ["layer_error"])
+    judged = kvsim.judge(load_model(model)[0], trace, numbered).filter(metric="response_kl")
+    values = {
+        metric: dict(per_prompt(x).select("policy", "value").rows())
+        for metric, x in (("layer_error", table), ("response_kl", judged))
+    }
+    return [
+        {"policy": name, "alone": round(error**0.5, 6)}
+        | {metric: round(x[name], 6) for metric, x in values.items() if name in x}
+        for name, error in alone.items()
+    ]
+
+
+def steps() -> Iterator[tuple[dict[str, Any], Callable[[], Lines]]]:
     """Yield what is measured, and the function that does it."""
     for model in NAMED:
         for name in CONSTRAINTS:
             key = {"part": "constraints", "model": model, "constraint": name}
             yield key, lambda model=model, name=name: constraints(model, name)
+    for budget in BUDGETS:
+        yield {"part": "sizes", "budget": budget}, lambda budget=budget: sizes(budget)
+    for model in NAMED:
+        yield {"part": "error", "model": model}, lambda model=model: errors(model)
 
 
 def measure(rows: Lines) -> None:
@@ -101,16 +192,53 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+def sized(rows: Lines) -> str:
+    """The table of policies at equal mean sizes."""
+    kept = [row for row in rows if row["part"] == "sizes"]
+    lines = [
+        [
+            *(str(row["budget"]), f"`{row['policy']}`"),
+            "-" if row["threshold"] is None else f"{row['threshold']:.3g}",
+            f"{row['entries_seen']:.0f}",
+            *(f"{row[name]:.3f}" for name in ("output_error", "response_kl")),
+        ]
+        for row in kept
+    ]
+    head = ["budget", "policy", "threshold", "entries seen", "output error", "judged KL"]
+    return markdown(head, lines)
+
+
+def lost(rows: Lines) -> str:
+    """The table of errors after one event: a bound, searched sets, oracles and policies."""
+    of = {model: {} for model in NAMED}
+    for row in rows:
+        if row["part"] == "error":
+            of[row["model"]][row["policy"]] = row
+    names = sorted(of["smollm2"], key=lambda name: of["smollm2"][name]["alone"])
+    keys = ("alone", "layer_error", "response_kl")
+    lines = [
+        [f"`{name}`" if name in SCORERS or "+" in name else name]
+        + [_number(of[model][name].get(key)) for model in NAMED for key in keys]
+        for name in names
+    ]
+    titles = ("heads alone", "layer error", "judged KL")
+    return markdown(
+        ["kept sets", *(f"{NAMED[model]}, {x}" for model in NAMED for x in titles)], lines
+    )
+
+
 def write(rows: Lines, page: Path) -> None:
     """Put the tables into the page."""
     text = page.read_text("utf-8")
-    for model in NAMED:
-        begin, end = f"<!-- begin price {model} -->", f"<!-- end price {model} -->"
+    parts = {model: priced(rows, model) for model in NAMED}
+    parts |= {"sizes": sized(rows), "error": lost(rows)}
+    for name, content in parts.items():
+        begin, end = f"<!-- begin price {name} -->", f"<!-- end price {name} -->"
         before, _, rest = text.partition(begin)
         _, marker, after = rest.partition(end)
         if not marker:
             raise SystemExit(f"{page} has no {begin} with {end} behind it")
-        text = f"{before}{begin}\n{priced(rows, model)}\n{end}{after}"
+        text = f"{before}{begin}\n{content}\n{end}{after}"
     page.write_text(text, "utf-8")
 
 
