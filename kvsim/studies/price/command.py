@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.groups import Judging, grouped
 
-if TYPE_CHECKING:
-    import polars as pl
-
-_LEGEND = """\
-optimum: the kept sets that retain most attention under the constraint. cost: the optimum less the
-one that is free. best policy: of those that obey the constraint; gap: its value less the optimum.
-The optimum is proven of missing_mass alone: in other metrics a policy may be better."""
+_METRICS = ("missing_mass", "output_error")
 
 
-@grouped
 def price(
     traces: shared.TracePaths,
     budget: Annotated[int, typer.Option(min=1, help="Entries per KV head on average.")],
-    policy: Annotated[
-        list[str] | None,
-        shared.several("NAME[,...]", "Scorers of the policies that are compared."),
-    ] = None,
     interval: Annotated[int, typer.Option(min=1, help="Rows between events.")] = 32,
-    *,
-    judging: Judging,
     as_json: shared.Json = False,
 ) -> None:
     """Show what constraints of engines cost: one set per layer, pages, admission once, one event.
 
-    For each constraint: the least attention that kept sets under it lose, which is proven, and
-    which policy under it comes nearest.
+    For each constraint, the attention that the best kept sets under it lose, which is proven to be
+    the least, and the output error of these sets; means over the traces.
     """
-    from kvsim.studies.price.constraints import CONSTRAINTS
-    from kvsim.studies.price.prices import METRICS, SCORERS, prices, summary
+    import polars as pl
 
-    with show.bar("constraints") as report:
-        values, remarks = prices(
-            *(shared.open_traces(traces), budget, interval, policy or SCORERS),
-            judge=judging.by,
-            progress=report,
-        )
-    measured = [name for name in METRICS if name in values["metric"]]
-    costs = {name: summary(values, name) for name in measured}
-    if as_json:
-        tables = {name: table.to_dicts() for name, table in costs.items()}
-        document = {"budget": budget, "interval": interval, "costs": tables}
-        show.echo_json(document | {"values": values.to_dicts(), "remarks": remarks})
-        return
+    from kvsim.analysis.table import measure
+    from kvsim.core.threads import threads_for
+    from kvsim.errors import KvsimError
+    from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, terms_of
+
+    rows: list[dict[str, Any]] = []
+    remarks, opened = [], shared.open_traces(traces)
     for name, constraint in CONSTRAINTS.items():
-        show.echo_text(f"{name}: {constraint.summary}")
-    show.echo_text(f"\n{_LEGEND}")
-    for name, table in costs.items():
-        show.echo_text(f"\n{name}, budget {budget}, events every {interval} rows:\n")
-        show.echo_rows(_lines(table), right=1)
+        try:
+            with threads_for(opened):
+                best = [
+                    optimum_under(x, name, **terms_of(x, name, budget, interval)) for x in opened
+                ]
+                tables = [measure(x, y[0], _METRICS) for x, y in zip(opened, best, strict=True)]
+        except KvsimError as error:
+            if not rows:  # not even the free optimum
+                raise
+            remarks.append(str(error))
+            continue
+        means = dict(pl.concat(tables).group_by("metric").agg(pl.mean("value")).rows())
+        rows.append({"constraint": name, **means, "summary": constraint.summary})
+        rows[-1]["cost"] = means["missing_mass"] - rows[0]["missing_mass"]
+    if as_json:
+        show.echo_json({"constraints": rows, "remarks": remarks})
+        return
+    keys = ("missing_mass", "cost", "output_error")
+    lines = [
+        {"constraint": f"{row['constraint']}: {row['summary']}"}
+        | {key.replace("_", "\n"): show.number(row[key], ".4f") for key in keys}
+        for row in rows
+    ]
+    show.echo_rows(lines, right=1)
     show.echo_notes(remarks)
 
 
@@ -96,7 +95,7 @@ def match(
     params = {
         name: {key: values[0] for key, values in given.get(name, {}).items()} for name in policy
     }
-    table, failures = at_equal_size(
+    table = at_equal_size(
         *(shared.open_traces(traces), params, against or ("h2o", "snapkv")),
         shared.parse_ranges(",".join(budget), "--budget", "entries, such as 64,128"),
         interval=interval,
@@ -112,16 +111,3 @@ def match(
             if row["policy"] in params:
                 size, value = row["budget"], row["params"]["threshold"]
                 show.echo_text(f"{row['policy']}, budget {size}: threshold={value}")
-    show.echo_failures(failures)
-
-
-def _lines(table: pl.DataFrame) -> list[dict[str, str]]:
-    return [
-        {
-            "constraint": row["constraint"],
-            **{name: show.number(row[name], ".4f") for name in ("optimum", "cost")},
-            **{name: show.number(row[name], ".4f") for name in ("value", "gap")},
-            "best policy": row["policy"] or "-",
-        }
-        for row in table.to_dicts()
-    ]

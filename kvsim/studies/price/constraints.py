@@ -2,10 +2,10 @@
 
 Most optima are the flow of `kvsim.policies.optimum` on other items, so they are exact. An item is
 an entry of a head; a token, where heads share a set; or a page, which takes one place once it is
-full, and stays while it is being written. Items of a pool share places. What is kept once and for
-all only grows in number, so that the last event alone limits it: there the best earn most in all.
-The value of a fixed number of places is concave in the number, with prices as slopes; these planes
-bound it from above, and the search for the best plan ends where it attains their bound.
+full, and stays while it is written. Items of a pool share places. What is kept for good only grows
+in number, so that the last event alone limits it. What a fixed number of places retains is concave
+in the number, with prices as slopes: the search for the best plan ends where it attains the bound
+of these planes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Constraint:
     summary: in words. pool: whose entries share places. sets: whose heads have one set. page:
     tokens that leave together. rule: "once", what is kept at the first event after its row is kept
     for good; "plan", each pool has its number of places at all events; "single", the only event is
-    after the prompt. policy: the name of a policy around a scorer that obeys it, if any does;
-    settings: its parameters.
+    after the prompt.
     """
 
     summary: str
@@ -52,58 +51,46 @@ class Constraint:
     sets: Level = "head"
     page: int = 1
     rule: Literal["", "once", "plan", "single"] = ""
-    policy: str = ""
-    settings: tuple[tuple[str, object], ...] = ()
 
-
-_MEAN, _ACROSS, _PAGES = ("reduction", "mean"), ("across", "layers"), ("prompt", "pages")
-_INSIDE = tuple((f"scorer__{name}", value) for name, value in (_MEAN, _ACROSS))
-_LAYER: tuple[Level, Level] = ("layer", "layer")
-_MODEL: tuple[Level, Level] = ("model", "model")
 
 #: Constraints by name. What obeys any of them obeys "free".
 CONSTRAINTS = {
     "free": Constraint("all heads of all layers share their places", "model"),
-    "layer_budgets": Constraint(
-        "heads share the budget of their layer", "layer", policy="adakv+{}"
-    ),
+    "layer_budgets": Constraint("heads of a layer share places", "layer"),
     "head_plan": Constraint("each head has its number, the best for this text", rule="plan"),
-    "head_budgets": Constraint("each head has the budget", policy="{}"),
-    "layer_sets": Constraint(
-        "one set for all heads of a layer", *_LAYER, policy="union+{}", settings=(_MEAN,)
-    ),
-    "layer_pages": Constraint(
-        "the same in pages of 16", *_LAYER, page=16, policy="paged+{}", settings=(_PAGES,)
-    ),
-    "model_sets": Constraint(
-        "one set for all layers", *_MODEL, policy="union+{}", settings=(_MEAN, _ACROSS)
-    ),
-    "model_pages": Constraint(
-        "the same in pages of 16",
-        *_MODEL,
-        page=16,
-        policy="paged+union+{}",
-        settings=(_PAGES, *_INSIDE),
-    ),
-    "admission": Constraint(
-        "kept or dropped once, at the first event", "model", rule="once", policy="dms+{}"
-    ),
-    "one_event": Constraint(
-        "the prompt is cut once, the response stays", rule="single", policy="{}"
-    ),
+    "head_budgets": Constraint("each head has the budget"),
+    "layer_sets": Constraint("one set for all heads of a layer", "layer", "layer"),
+    "layer_pages": Constraint("such sets in pages of 16", "layer", "layer", 16),
+    "model_sets": Constraint("one set for all layers", "model", "model"),
+    "model_pages": Constraint("such sets in pages of 16", "model", "model", 16),
+    "admission": Constraint("kept or dropped once, at the first event", "model", rule="once"),
+    "one_event": Constraint("the prompt is cut once, the response stays", rule="single"),
 }
 
 
-def optimum_under(
-    trace: Trace, constraint: Constraint, budget: int, interval: int
-) -> tuple[Record, float]:
+def terms_of(trace: Trace, name: str, budget: int, interval: int) -> dict[str, int]:
+    """Return the budget and the interval at which rows see as many entries under a constraint.
+
+    With one event, rows see all of the response so far, else what came since the last event; so
+    much less stays of the prompt. Raises PolicyError where nothing does.
+    """
+    if CONSTRAINTS[name].rule != "single":
+        return {"budget": budget, "interval": interval}
+    rows = np.arange(trace.n_pos - trace.prompt_len)
+    rest = int(budget - (rows - rows % interval).mean())
+    if rest < 1:
+        raise PolicyError(f"{name}: budget {budget} is less than rows see of the response alone")
+    return {"budget": rest, "interval": trace.n_pos}
+
+
+def optimum_under(trace: Trace, name: str, budget: int, interval: int) -> tuple[Record, float]:
     """Return the kept sets that retain most attention, and the share that others could still gain.
 
     Args:
         trace: with a response.
-        constraint: one of `CONSTRAINTS`.
-        budget: entries of a head on average after each event; see `prompt_budget`.
-        interval: rows between events, one of them after the prompt; `n_pos` for no other one.
+        name: one of `CONSTRAINTS`.
+        budget: entries of a head on average after each event.
+        interval: rows between events, one of them after the prompt; see `terms_of`.
 
     Raises:
         PolicyError: a trace without a response, or a budget of less than a page.
@@ -117,23 +104,10 @@ def optimum_under(
         for run in runs(trace, base.layers, Policy("optimum", Random())):
             source = TraceSource(trace, run.layers, torch.device("cpu"))
             parts.append(future_mass(source, events, trace.prompt_len).numpy())
-    stop, retained, bound = solved(constraint, np.concatenate(parts), events, budget)
+    stop, retained, bound = solved(CONSTRAINTS[name], np.concatenate(parts), events, budget)
     attention = trace.n_qheads * len(base.layers) * (trace.n_pos - trace.prompt_len)
     evicted_at = np.array([*events, NEVER], np.int32)[stop]
     return as_optimum(base, evicted_at), (bound - retained) / attention
-
-
-def prompt_budget(trace: Trace, budget: int, interval: int) -> int:
-    """Entries of the prompt beside which rows see as many on average as with a budget.
-
-    Of the response they see all tokens so far, else those since the last event. PolicyError where
-    the response alone takes more.
-    """
-    rows = np.arange(trace.n_pos - trace.prompt_len)
-    rest = int(budget - (rows - rows % interval).mean())
-    if rest < 1:
-        raise PolicyError(f"budget {budget} is less than rows see of the response alone")
-    return rest
 
 
 def solved(

@@ -16,24 +16,21 @@ from kvsim.errors import PolicyError
 from kvsim.policies.naming import policy
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.held_out import split
-from kvsim.sweeps.outcome import Failure
 
 #: The place of the largest float32 among all, and the share by which a size may miss.
 _LAST, _NEAR = 0x7F7FFFFF, 0.002
 
-Params = Mapping[str, Any]
-
 
 def at_equal_size(
     traces: Sequence[Trace],
-    policies: Mapping[str, Params],
+    policies: Mapping[str, Mapping[str, Any]],
     against: Sequence[str],
     budgets: Sequence[int],
     *,
     interval: int = 32,
     test: Sequence[Trace] | None = None,
     judge: bool | str = False,
-) -> tuple[pl.DataFrame, list[Failure]]:
+) -> pl.DataFrame:
     """Compare policies that have a threshold with others where rows see as many entries on average.
 
     Args:
@@ -47,11 +44,11 @@ def at_equal_size(
         judge: as `replay_all`.
 
     Returns:
-        A Table (`kvsim.measure`), and what failed. Raises as `threshold_of_size` and `replay_all`.
+        A Table (`kvsim.measure`). Raises as `threshold_of_size` and `replay_all`, and PolicyError
+        where a policy fails.
     """
     searched, rest = (traces, test) if test else split(traces, 0.5, 0)
     tables: list[pl.DataFrame] = []
-    failures: list[Failure] = []
     for budget in budgets:
         others = [policy(name).fitted() for name in against]
         terms: dict[str, Any] = {"budget": budget, "interval": interval}
@@ -62,9 +59,10 @@ def at_equal_size(
             sized.append(policy(name, threshold=value, **params).fitted())
         options: dict[str, Any] = {"interval": interval, "judge": judge}
         run = replay_all(rest or traces, [*sized, *others], budget, **options)
+        if run.failures:
+            raise PolicyError(f"{run.failures[0].trace}: {run.failures[0].error}")
         tables.append(run.table)
-        failures += run.failures
-    return pl.concat(tables), failures
+    return pl.concat(tables)
 
 
 def seen(record: Record) -> float:
@@ -74,7 +72,7 @@ def seen(record: Record) -> float:
 
 def threshold_of_size(
     name: str,
-    params: Params,
+    params: Mapping[str, Any],
     traces: Sequence[Trace],
     wanted: float,
     *,
@@ -88,8 +86,7 @@ def threshold_of_size(
     size is within 0.2 % of what is wanted or no number is between.
 
     Args:
-        name: of the policy.
-        params: its other parameters.
+        name: of the policy, and `params`, its other parameters.
         traces: on which it is replayed.
         wanted: size.
         budget: to which lengths of the policy are scaled.

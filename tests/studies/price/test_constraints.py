@@ -1,5 +1,6 @@
 """Optima under constraints against all kept sets by trying, and against policies that obey them."""
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -8,20 +9,12 @@ import pytest
 
 import kvsim
 from kvsim.errors import PolicyError
-from kvsim.studies.price.constraints import (
-    CONSTRAINTS,
-    optimum_under,
-    prompt_budget,
-    solved,
-)
-from kvsim.studies.price.prices import prices
+from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, solved, terms_of
 from traces import random_trace
 
 #: Layers, heads and tokens of what is tried, and the rows of its events.
 L, H, T = 2, 2, 4
 EVENTS = (1, 2)
-#: Scorers of policies.
-SOME = ("h2o", "snapkv", "keydiff")
 
 
 def draw(seed):
@@ -91,27 +84,22 @@ def seen_mass(trace, record):
     return each[:, :, trace.prompt_len :].sum(-1).mean()
 
 
-def test_no_policy_that_obeys_retains_more():
-    """Every policy that is built for a constraint is within the mass of its optimum, on a trace."""
+def test_the_record_retains_what_is_proven():
+    """Attention on what rows see is by the definition what the metric says; no other set gains."""
     trace = random_trace(n=100, seed=4, dim=8)
-    table, remarks = prices([trace], 36, 8, SOME)
-    table = table.filter(metric="missing_mass")
-    for name, constraint in CONSTRAINTS.items():
-        rows = dict(table.filter(constraint=name).select("policy", "value").rows())
-        terms = (prompt_budget(trace, 36, 8), 100) if constraint.rule == "single" else (36, 8)
-        record, gap = optimum_under(trace, constraint, *terms)
+    for name in CONSTRAINTS:
+        record, gap = optimum_under(trace, name, **terms_of(trace, name, 36, 8))
+        missing = kvsim.measure(trace, record, "missing_mass")["value"].mean()
 
-        assert rows["optimum"] == pytest.approx(1 - seen_mass(trace, record), abs=1e-6)
+        assert missing == pytest.approx(1 - seen_mass(trace, record), abs=1e-6)
         assert gap == pytest.approx(0, abs=1e-6)
-        assert min(rows.values()) == rows["optimum"]
-        assert len(rows) == 1 + len(SOME) * bool(constraint.policy), remarks
 
 
 def test_constraints_cost_in_the_order_in_which_they_contain_each_other():
     """Whatever is added to a constraint costs mass."""
     trace = random_trace(n=100, seed=4, dim=8)
     missing = {
-        name: 1 - seen_mass(trace, optimum_under(trace, constraint, 36, 8)[0])
+        name: 1 - seen_mass(trace, optimum_under(trace, name, 36, 8)[0])
         for name, constraint in CONSTRAINTS.items()
         if constraint.rule != "single"
     }
@@ -128,9 +116,9 @@ def test_constraints_cost_in_the_order_in_which_they_contain_each_other():
 def test_sizes_of_one_event_are_equal_on_average():
     """With the prompt cut once, rows see as many entries on average as with events throughout."""
     trace = random_trace(n=100, seed=4, dim=8, prompt_len=60)
-    size = prompt_budget(trace, 40, 8)
+    terms = terms_of(trace, "one_event", 40, 8)
     each = kvsim.replay(trace, "random", 40, interval=8, prefill=True)
-    once = kvsim.replay(trace, "random", size, interval=1000, prefill=True)
+    once = kvsim.replay(trace, "random", prefill=True, **terms)
     seen = [kvsim.measure(trace, x, "entries_seen")["value"].mean() for x in (each, once)]
 
     assert seen[1] == pytest.approx(seen[0], abs=1)
@@ -140,6 +128,27 @@ def test_errors_say_what_is_missing():
     """A trace without a response and a budget of less than a page are refused."""
     trace = random_trace(n=40, seed=0, dim=8)
     with pytest.raises(PolicyError, match="page of 16"):
-        optimum_under(trace, CONSTRAINTS["layer_pages"], 8, 8)
+        optimum_under(trace, "layer_pages", 8, 8)
     with pytest.raises(PolicyError, match="no rows after its prompt"):
-        optimum_under(random_trace(n=40, prompt_len=40), CONSTRAINTS["free"], 8, 8)
+        optimum_under(random_trace(n=40, prompt_len=40), "free", 8, 8)
+
+
+def test_the_command_shows_every_constraint(run, tmp_path):
+    """Means over traces with text and JSON alike; what has no rule for the budget is a note."""
+    each = [random_trace(n=80, dim=8, prompt_len=30, seed=x, name=f"p{x}") for x in range(2)]
+    for trace in each:
+        trace.save(tmp_path / f"{trace.name}.zarr")
+    arguments = ["price", tmp_path, "--budget", "12", "--interval", "8"]
+    status, text = run(*arguments)[:2]
+    document = json.loads(run(*arguments, "--json")[1])
+
+    assert status == 0
+    assert any("one_event: budget 12 is less than rows see" in x for x in document["remarks"])
+    assert "no place for a page of 16" in text
+    rows = {row["constraint"]: row for row in document["constraints"]}
+    assert rows.keys() == CONSTRAINTS.keys() - {"one_event", "layer_pages", "model_pages"}
+    missing = [1 - seen_mass(x, optimum_under(x, "model_sets", 12, 8)[0]) for x in each]
+    assert rows["model_sets"]["missing_mass"] == pytest.approx(np.mean(missing), abs=1e-6)
+    cost = np.mean(missing) - rows["free"]["missing_mass"]
+    assert rows["model_sets"]["cost"] == pytest.approx(cost, abs=1e-6)
+    assert f"{cost:.4f}" in text

@@ -41,12 +41,11 @@ def test_a_threshold_has_the_wanted_size(traces, scorer):
 
 def test_sizes_are_equal_on_prompts_held_out(traces):
     """Thresholds are of the prompts searched on; the others have nearly the size of the budget."""
-    table, failures = at_equal_size(traces, SMALL, ["h2o"], [30, 40], interval=8)
+    table = at_equal_size(traces, SMALL, ["h2o"], [30, 40], interval=8)
     values = table.filter(metric="entries_seen").group_by("policy", "budget")
     seen = values.agg(pl.col("value").mean())
     sizes = {(row["policy"], row["budget"]): row["value"] for row in seen.to_dicts()}
 
-    assert not failures
     assert table["trace"].n_unique() == 2
     for budget in (30, 40):
         assert sizes["dms+h2o", budget] == pytest.approx(sizes["h2o", budget], rel=0.1)
@@ -60,7 +59,7 @@ def test_the_command_measures_what_it_did_not_search_on(run, traces, tmp_path):
     arguments += ["--policy", "dms+h2o", "--set", "dms.window=8", "--budget", "30"]
     document = json.loads(run(*arguments, "--json")[1])
     first, second = traces[:2]
-    table, _ = at_equal_size([first], SMALL, ["h2o", "snapkv"], [30], interval=8, test=[second])
+    table = at_equal_size([first], SMALL, ["h2o", "snapkv"], [30], interval=8, test=[second])
 
     assert [row["policy"] for row in document["averages"]] == ["dms+h2o", "h2o", "snapkv@scaled"]
     assert document["averages"] == json.loads(json.dumps(show.cells(summarise(table))))

@@ -1,3 +1,4 @@
+# ruff: noqa: INP001 - beside the script that it belongs to
 """What each constraint costs, and how far policies that obey it are from its optimum."""
 
 from __future__ import annotations
@@ -18,12 +19,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.replay import replay
 from kvsim.errors import KvsimError
 from kvsim.policies.naming import policy
-from kvsim.studies.price.constraints import (
-    CONSTRAINTS,
-    Constraint,
-    optimum_under,
-    prompt_budget,
-)
+from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, terms_of
 from kvsim.studies.price.sizes import threshold_of_size
 
 #: Scorers of policies that are compared by default.
@@ -31,6 +27,21 @@ SCORERS = (
     *("h2o", "tova", "snapkv", "morphkv", "global_max"),
     *("expected_attention@kvpress", "keydiff"),
 )
+#: A policy around any scorer that obeys a constraint, and its parameters.
+_MEAN, _ACROSS, _PAGES = {"reduction": "mean"}, {"across": "layers"}, {"prompt": "pages"}
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "layer_budgets": ("adakv+{}", {}),
+    "head_budgets": ("{}", {}),
+    "layer_sets": ("union+{}", _MEAN),
+    "layer_pages": ("paged+{}", _PAGES),
+    "model_sets": ("union+{}", _MEAN | _ACROSS),
+    "model_pages": (
+        "paged+union+{}",
+        _PAGES | {f"scorer__{name}": value for name, value in (_MEAN | _ACROSS).items()},
+    ),
+    "admission": ("dms+{}", {"window": 0}),
+    "one_event": ("{}", {}),
+}
 METRICS = ("missing_mass", "output_error", "layer_error", "response_kl")
 
 _TEXT = ("trace", "constraint", "policy", "metric")
@@ -71,13 +82,11 @@ def prices(
     for done, (trace, name) in enumerate(steps):
         if progress is not None:
             progress(done, len(steps), f"{trace.name}: {name}")
-        constraint, size, every = CONSTRAINTS[name], budget, interval
         try:
-            if constraint.rule == "single":
-                size, every = prompt_budget(trace, budget, interval), trace.n_pos
+            terms = terms_of(trace, name, budget, interval)
             with threads_for([trace]):
-                best, gap = optimum_under(trace, constraint, size, every)
-                records = [best, *_obeying(trace, constraint, size, every, scorers, remarks)]
+                best, gap = optimum_under(trace, name, **terms)
+                records = [best, *_obeying(trace, name, terms, scorers, remarks)]
                 values = [*_measured(trace, records, judge)]
         except KvsimError as error:
             remarks.append(f"{trace.name}: {name}: {error}")
@@ -88,24 +97,17 @@ def prices(
 
 
 def _obeying(
-    trace: Trace,
-    constraint: Constraint,
-    budget: int,
-    interval: int,
-    scorers: Sequence[str],
-    remarks: list[str],
+    trace: Trace, constraint: str, terms: dict[str, Any], scorers: Sequence[str], remarks: list[str]
 ) -> Iterator[Record]:
     """Replay the policies that obey a constraint; adds a remark for each that has no rule."""
-    for scorer in scorers if constraint.policy else ():
-        name = constraint.policy.format(scorer)
-        params: dict[str, Any] = dict(constraint.settings)
-        terms: dict[str, Any] = {"budget": budget, "interval": interval}
+    form, settings = POLICIES.get(constraint, ("", {}))
+    for scorer in scorers if form else ():
+        name, params = form.format(scorer), settings
         try:
-            if constraint.rule == "once":
-                params = {"window": 0}
-                params["threshold"] = threshold_of_size(
-                    *(name, params, [trace], budget), size=_held, **terms
-                )
+            if constraint == "admission":
+                wanted = terms["budget"]
+                value = threshold_of_size(name, params, [trace], wanted, size=_held, **terms)
+                params = params | {"threshold": value}
             yield replay(trace, policy(name, **params).fitted(), prefill=True, **terms)
         except KvsimError as error:
             remarks.append(f"{trace.name}: {name}: {error}")
