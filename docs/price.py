@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from error_optimum import Heads, bound, searched, searched_alone
-from prices import SCORERS, prices, summary
 
 import kvsim
 from apps.tiny.card import table as markdown
+from error_optimum import Heads, bound, searched, searched_alone
 from kvsim.analysis.output.optimum import as_optimum
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.summaries import per_prompt
@@ -35,6 +34,7 @@ from kvsim.schema import NEVER
 from kvsim.studies.price.constraints import CONSTRAINTS
 from kvsim.studies.price.sizes import at_equal_size
 from kvsim.text.tasks import sample as draw
+from prices import SCORERS, prices, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/price-results.jsonl"
@@ -45,6 +45,8 @@ BUDGETS = (64, 96, 128)
 SIZED = {f"dms+{name}": {"window": 16} for name in ("h2o", "expected_attention@kvpress")}
 #: Places after one event, and layers in which errors of query heads alone are bounded.
 SMALL, BOUNDED = 64, {"tiny": (0, 1, 2), "smollm2": (7, 17, 28)}
+#: Kept sets that the table of errors lists.
+LISTED = 8
 AGAINST = ("h2o", "expected_attention@kvpress")
 
 Lines = list[dict[str, Any]]
@@ -160,26 +162,26 @@ def measure(rows: Lines) -> None:
         print(*key.values(), flush=True)
 
 
-def priced(rows: Lines, model: str) -> str:
-    """The table of what constraints cost on a model."""
-    kept = [row for row in rows if row["part"] == "constraints" and row["model"] == model]
-    of = pl.DataFrame(kept, infer_schema_length=None)
-    mass, kl = ({row["constraint"]: row for row in summary(of, name).to_dicts()}
-                for name in ("missing_mass", "response_kl"))  # fmt: skip
+def priced(rows: Lines) -> str:
+    """The table of what constraints cost."""
+    costs = {}
+    for model in NAMED:
+        kept = [row for row in rows if row["part"] == "constraints" and row["model"] == model]
+        of = pl.DataFrame(kept, infer_schema_length=None)
+        for metric in ("missing_mass", "response_kl"):
+            for row in summary(of, metric).to_dicts():
+                costs[model, metric, row["constraint"]] = row
     lines = []
     for name, constraint in CONSTRAINTS.items():
-        row, judged = mass[name], kl[name]
-        lines.append(
-            [
-                f"{constraint.summary}",
-                *(_percent(row[key]) for key in ("optimum", "cost", "gap")),
-                f"`{row['policy']}`" if row["policy"] else "-",
-                *(_number(judged[key]) for key in ("optimum", "value")),
-                f"`{judged['policy']}`" if judged["policy"] else "-",
-            ]
-        )
-    head = ["constraint", "optimum, %", "cost", "gap", "best policy"]
-    return markdown([*head, "KL of the optimum", "lowest KL", "of"], lines)
+        line = [constraint.summary]
+        for model in NAMED:
+            mass, kl = (costs[model, x, name] for x in ("missing_mass", "response_kl"))
+            line += [_percent(mass[key]) for key in ("optimum", "cost", "gap")]
+            line.append(f"{_number(kl['optimum'])}/{_number(kl['value'])}")
+        lines.append([*line, f"`{mass['policy']}`" if mass["policy"] else "-"])
+    head = [f"{model}, {x}" for model in NAMED.values() for x in ("optimum", "cost", "gap", "KL")]
+    head = [x.partition(", ")[2] if at % 4 else x for at, x in enumerate(head)]
+    return markdown(["constraint", *head, "best"], lines)
 
 
 def _percent(value: float | None) -> str:
@@ -192,18 +194,13 @@ def _number(value: float | None) -> str:
 
 def sized(rows: Lines) -> str:
     """The table of policies at equal mean sizes."""
-    kept = [row for row in rows if row["part"] == "sizes"]
-    lines = [
-        [
-            *(str(row["budget"]), f"`{row['policy']}`"),
-            "-" if row["threshold"] is None else f"{row['threshold']:.3g}",
-            f"{row['entries_seen']:.0f}",
-            *(f"{row[name]:.3f}" for name in ("output_error", "response_kl")),
-        ]
-        for row in kept
-    ]
-    head = ["budget", "policy", "threshold", "entries seen", "output error", "judged KL"]
-    return markdown(head, lines)
+    of = {(row["policy"], row["budget"]): row for row in rows if row["part"] == "sizes"}
+    lines = []
+    for name in (*SIZED, *AGAINST):
+        each = [of[name, budget] for budget in BUDGETS]
+        seen = "/".join(f"{row['entries_seen']:.0f}" for row in each)
+        lines.append([f"`{name}`", seen, *(f"{row['response_kl']:.3f}" for row in each)])
+    return markdown(["policy", "entries seen", *(f"KL, {x}" for x in BUDGETS)], lines)
 
 
 def lost(rows: Lines) -> str:
@@ -212,7 +209,7 @@ def lost(rows: Lines) -> str:
     for row in rows:
         if row["part"] == "error":
             of[row["model"]][row["policy"]] = row
-    names = sorted(of["smollm2"], key=lambda name: of["smollm2"][name]["alone"])
+    names = sorted(of["smollm2"], key=lambda name: of["smollm2"][name]["alone"])[:LISTED]
     keys = ("alone", "layer_error", "response_kl")
     lines = [
         [f"`{name}`" if name in SCORERS or "+" in name else name]
@@ -228,8 +225,7 @@ def lost(rows: Lines) -> str:
 def write(rows: Lines, page: Path) -> None:
     """Put the tables into the page."""
     text = page.read_text("utf-8")
-    parts = {model: priced(rows, model) for model in NAMED}
-    parts |= {"sizes": sized(rows), "error": lost(rows)}
+    parts = {"costs": priced(rows), "sizes": sized(rows), "error": lost(rows)}
     for name, content in parts.items():
         begin, end = f"<!-- begin price {name} -->", f"<!-- end price {name} -->"
         before, _, rest = text.partition(begin)

@@ -7,9 +7,9 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 import torch
-from error_optimum import Heads, bound, searched, searched_alone
 
 import kvsim
+from error_optimum import Heads, bound, searched, searched_alone
 from kvsim.schema import NEVER
 from traces import random_trace
 

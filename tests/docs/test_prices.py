@@ -1,9 +1,9 @@
 """docs/prices.py: summaries of planted values, and policies that obey constraints."""
 
 import polars as pl
-from prices import POLICIES, prices, summary
 
 from kvsim.studies.price.constraints import CONSTRAINTS
+from prices import POLICIES, prices, summary
 from traces import random_trace
 
 #: Scorers of policies.

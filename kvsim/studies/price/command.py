@@ -8,6 +8,7 @@ import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.groups import Judging, grouped
+from kvsim.cli.shared import OptionError
 
 _METRICS = ("missing_mass", "output_error")
 
@@ -42,7 +43,7 @@ def price(
         except KvsimError as error:
             if not rows:  # not even the free optimum
                 raise
-            remarks.append(str(error))
+            remarks.append(f"{name}: {error}")
             continue
         means = dict(pl.concat(tables).group_by("metric").agg(pl.mean("value")).rows())
         rows.append({"constraint": name, **means, "summary": constraint.summary})
@@ -92,9 +93,9 @@ def match(
     from kvsim.studies.price.sizes import at_equal_size
 
     given = shared.settings_of(policy, settings or ())
-    params = {
-        name: {key: values[0] for key, values in given.get(name, {}).items()} for name in policy
-    }
+    if any(len(values) > 1 for each in given.values() for values in each.values()):
+        raise OptionError("--set of `kvsim match` takes one value of a parameter")
+    params = {name: {key: x[0] for key, x in each.items()} for name, each in given.items()}
     table = at_equal_size(
         *(shared.open_traces(traces), params, against or ("h2o", "snapkv")),
         shared.parse_ranges(",".join(budget), "--budget", "entries, such as 64,128"),

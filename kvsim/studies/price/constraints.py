@@ -21,10 +21,10 @@ from kvsim.core.lazy import torch
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
-from kvsim.engine.layers import runs
+from kvsim.engine.layers import DEFAULT_MEMORY, runs
 from kvsim.engine.replay import replay
 from kvsim.engine.source import TraceSource
-from kvsim.errors import PolicyError
+from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.policies.future import future_mass
 from kvsim.policies.optimum import Floats, Ints, Optimum, solve
 from kvsim.policies.random_sets import Random
@@ -79,7 +79,7 @@ def terms_of(trace: Trace, name: str, budget: int, interval: int) -> dict[str, i
     rows = np.arange(trace.n_pos - trace.prompt_len)
     rest = int(budget - (rows - rows % interval).mean())
     if rest < 1:
-        raise PolicyError(f"{name}: budget {budget} is less than rows see of the response alone")
+        raise PolicyError(f"budget {budget} is less than rows see of the response alone")
     return {"budget": rest, "interval": trace.n_pos}
 
 
@@ -94,11 +94,15 @@ def optimum_under(trace: Trace, name: str, budget: int, interval: int) -> tuple[
 
     Raises:
         PolicyError: a trace without a response, or a budget of less than a page.
+        MemoryLimitError: so many events do not fit in 2 GiB.
     """
     if trace.n_pos == trace.prompt_len:
         raise PolicyError(f"{trace.name} has no rows after its prompt; expected a response")
     events = Schedule(interval).rows(trace.prompt_len, trace.n_pos - 1)  # that a row follows
     base = replay(trace, Policy("optimum", Random()), budget, interval=interval, prefill=True)
+    if (need := 24 * base.evicted_at.size * (len(events) + 1)) > DEFAULT_MEMORY:
+        size = f"{need >> 20} MiB for {len(events)} events"
+        raise MemoryLimitError(f"the optimum needs {size}, at most 2048; give a longer interval")
     parts = []
     with torch.inference_mode():
         for run in runs(trace, base.layers, Policy("optimum", Random())):

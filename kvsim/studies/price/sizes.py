@@ -39,8 +39,8 @@ def at_equal_size(
         against: policies with a budget; the first one has the size that is wanted.
         budgets: entries of a head, one point of the curve each.
         interval: rows between events, one of them after the prompt.
-        test: what is measured; by default half of the traces, drawn with seed 0, which are not
-            searched on then, or all where there are fewer than 4.
+        test: what is measured; by default half of the traces, which are then not searched on
+            (`split`).
         judge: as `replay_all`.
 
     Returns:
@@ -48,17 +48,16 @@ def at_equal_size(
         where a policy fails.
     """
     searched, rest = (traces, test) if test else split(traces, 0.5, 0)
+    others = [policy(name).fitted() for name in against]
     tables: list[pl.DataFrame] = []
     for budget in budgets:
-        others = [policy(name).fitted() for name in against]
         terms: dict[str, Any] = {"budget": budget, "interval": interval}
         sizes = [seen(replay(x, others[0], prefill=True, **terms)) for x in searched]
-        wanted, sized = float(np.mean(sizes)), []
+        built = list(others)
         for name, params in policies.items():
-            value = threshold_of_size(name, params, searched, wanted, **terms)
-            sized.append(policy(name, threshold=value, **params).fitted())
-        options: dict[str, Any] = {"interval": interval, "judge": judge}
-        run = replay_all(rest or traces, [*sized, *others], budget, **options)
+            value = threshold_of_size(name, params, searched, float(np.mean(sizes)), **terms)
+            built.append(policy(name, threshold=value, **params).fitted())
+        run = replay_all(rest or traces, built, budget, interval=interval, judge=judge)
         if run.failures:
             raise PolicyError(f"{run.failures[0].trace}: {run.failures[0].error}")
         tables.append(run.table)
@@ -86,7 +85,8 @@ def threshold_of_size(
     size is within 0.2 % of what is wanted or no number is between.
 
     Args:
-        name: of the policy, and `params`, its other parameters.
+        name: of the policy.
+        params: its other parameters.
         traces: on which it is replayed.
         wanted: size.
         budget: to which lengths of the policy are scaled.

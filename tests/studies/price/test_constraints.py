@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.errors import PolicyError
+from kvsim.errors import MemoryLimitError, PolicyError
+from kvsim.studies.price import constraints
 from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, solved, terms_of
 from traces import random_trace
 
@@ -124,11 +125,14 @@ def test_sizes_of_one_event_are_equal_on_average():
     assert seen[1] == pytest.approx(seen[0], abs=1)
 
 
-def test_errors_say_what_is_missing():
-    """A trace without a response and a budget of less than a page are refused."""
+def test_errors_say_what_is_missing(monkeypatch):
+    """A trace without a response, a budget of less than a page and too many events are refused."""
     trace = random_trace(n=40, seed=0, dim=8)
     with pytest.raises(PolicyError, match="page of 16"):
         optimum_under(trace, "layer_pages", 8, 8)
+    monkeypatch.setattr(constraints, "DEFAULT_MEMORY", 1 << 10)
+    with pytest.raises(MemoryLimitError, match="give a longer interval"):
+        optimum_under(trace, "free", 8, 8)
     with pytest.raises(PolicyError, match="no rows after its prompt"):
         optimum_under(random_trace(n=40, prompt_len=40), "free", 8, 8)
 

@@ -61,9 +61,10 @@ def test_the_command_measures_what_it_did_not_search_on(run, traces, tmp_path):
     first, second = traces[:2]
     table = at_equal_size([first], SMALL, ["h2o", "snapkv"], [30], interval=8, test=[second])
 
-    assert [row["policy"] for row in document["averages"]] == ["dms+h2o", "h2o", "snapkv@scaled"]
+    assert [row["policy"] for row in document["averages"]] == ["h2o", "snapkv@scaled", "dms+h2o"]
     assert document["averages"] == json.loads(json.dumps(show.cells(summarise(table))))
-    threshold = document["averages"][0]["params"]["threshold"]
+    threshold = document["averages"][-1]["params"]["threshold"]
+    assert run(*arguments[:-1], "30,40", "--set", "dms.window=8,9")[0] == 2
     assert f"dms+h2o, budget 30: threshold={threshold}\n" in run(*arguments)[1]
 
 
