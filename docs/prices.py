@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import polars as pl
@@ -56,7 +57,6 @@ def prices(
     *,
     judge: bool | str = False,
     constraints: Sequence[str] = tuple(CONSTRAINTS),
-    progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[pl.DataFrame, list[str]]:
     """Measure the optimum under each constraint, and policies that obey it.
 
@@ -70,7 +70,6 @@ def prices(
         scorers: names of scorers, around which the policies of constraints are built.
         judge: the model that judges, by name; True for that of each trace.
         constraints: names in `CONSTRAINTS`.
-        progress: called with (constraints done, constraints, current one).
 
     Returns:
         A table of trace, constraint, policy ("optimum" for the optimum), metric, value, and `open`,
@@ -78,10 +77,7 @@ def prices(
     """
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
-    steps = [(trace, name) for trace in traces for name in constraints]
-    for done, (trace, name) in enumerate(steps):
-        if progress is not None:
-            progress(done, len(steps), f"{trace.name}: {name}")
+    for trace, name in product(traces, constraints):
         try:
             terms = terms_of(trace, name, budget, interval)
             with threads_for([trace]):
