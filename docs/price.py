@@ -25,7 +25,6 @@ import torch
 import kvsim
 from apps.tiny.card import table as markdown
 from error_optimum import Heads, bound, searched, searched_alone
-from kvsim.analysis.output.optimum import as_optimum
 from kvsim.analysis.overview import summarise
 from kvsim.analysis.summaries import per_prompt
 from kvsim.core.trace import Trace
@@ -123,7 +122,7 @@ def errors(model: str) -> Lines:
             for name, x in (starts | {"searched alone": own}).items():
                 alone[name] += heads.alone(head, x)
             alone["bound"] += bound(heads, head, SMALL)
-    records["searched"] = as_optimum(records[names[0]], evicted_at)
+    records["searched"] = replace(records[names[0]], evicted_at=evicted_at)
     numbered = [replace(x, policy=name) for name, x in records.items()]
     table = kvsim.measure(trace, numbered, ["layer_error"])
     judged = kvsim.judge(load_model(model)[0], trace, numbered).filter(metric="response_kl")

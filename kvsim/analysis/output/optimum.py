@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsim.core.lazy import torch
 from kvsim.core.pieces import Even, Schedule
@@ -123,26 +122,21 @@ class OptimumTerms:
             quotas=none.astype(np.int64),
             notes={**notes, "places": self.places},
         )
-        return as_optimum(record, evicted_at, certificate)
-
-
-def as_optimum(record: Record, evicted_at: NDArray[np.int32], *internals: Plans) -> Record:
-    """Return the record of other kept sets, which look ahead, on the terms of a record."""
-    return replace(
-        record,
-        evicted_at=evicted_at,
-        policy="optimum",
-        params={},
-        positions="absolute",
-        remark="",
-        looks_ahead=True,
-        access=(),
-        changed=None,
-        selection=None,
-        reads=None,
-        codec=None,
-        internals=internals,
-    )
+        return replace(
+            record,
+            evicted_at=evicted_at,
+            policy="optimum",
+            params={},
+            positions="absolute",
+            remark="",
+            looks_ahead=True,
+            access=(),
+            changed=None,
+            selection=None,
+            reads=None,
+            codec=None,
+            internals=(certificate,),
+        )
 
 
 def _places(policy: Policy, record: Record, events: Sequence[int]) -> tuple[Ints, int]:

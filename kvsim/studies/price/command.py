@@ -10,8 +10,6 @@ from kvsim.cli import shared, show
 from kvsim.cli.groups import Judging, grouped
 from kvsim.cli.shared import OptionError
 
-_METRICS = ("missing_mass", "output_error")
-
 
 def price(
     traces: shared.TracePaths,
@@ -32,6 +30,7 @@ def price(
     from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, terms_of
 
     rows: list[dict[str, Any]] = []
+    measured = ("missing_mass", "output_error")
     remarks, opened = [], shared.open_traces(traces)
     for name, constraint in CONSTRAINTS.items():
         try:
@@ -39,7 +38,7 @@ def price(
                 best = [
                     optimum_under(x, name, **terms_of(x, name, budget, interval)) for x in opened
                 ]
-                tables = [measure(x, y[0], _METRICS) for x, y in zip(opened, best, strict=True)]
+                tables = [measure(x, y[0], measured) for x, y in zip(opened, best, strict=True)]
         except KvsimError as error:
             if not rows:  # not even the free optimum
                 raise
@@ -51,10 +50,9 @@ def price(
     if as_json:
         show.echo_json({"constraints": rows, "remarks": remarks})
         return
-    keys = ("missing_mass", "cost", "output_error")
     lines = [
         {"constraint": f"{row['constraint']}: {row['summary']}"}
-        | {key.replace("_", "\n"): show.number(row[key], ".4f") for key in keys}
+        | {key.replace("_", "\n"): show.number(row[key], ".4f") for key in (*measured, "cost")}
         for row in rows
     ]
     show.echo_rows(lines, right=1)

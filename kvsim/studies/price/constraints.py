@@ -4,8 +4,7 @@ Most optima are the flow of `kvsim.policies.optimum` on other items, so they are
 an entry of a head; a token, where heads share a set; or a page, which takes one place once it is
 full, and stays while it is written. Items of a pool share places. What is kept for good only grows
 in number, so that the last event alone limits it. What a fixed number of places retains is concave
-in the number, with prices as slopes: the search for the best plan ends where it attains the bound
-of these planes.
+in it, with prices as slopes: the search for the best plan attains the bound of these planes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Literal
 
 import numpy as np
 
-from kvsim.analysis.output.optimum import as_optimum
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.record import Record
@@ -29,8 +27,6 @@ from kvsim.policies.future import future_mass
 from kvsim.policies.optimum import Floats, Ints, Optimum, solve
 from kvsim.policies.random_sets import Random
 from kvsim.schema import NEVER
-
-Level = Literal["head", "layer", "model"]
 
 #: Rounds of the search for a plan, and the share of the mass by which it may miss its bound.
 _ROUNDS, _GAP = 100, 1e-6
@@ -47,8 +43,8 @@ class Constraint:
     """
 
     summary: str
-    pool: Level = "head"
-    sets: Level = "head"
+    pool: Literal["head", "layer", "model"] = "head"
+    sets: Literal["head", "layer", "model"] = "head"
     page: int = 1
     rule: Literal["", "once", "plan", "single"] = ""
 
@@ -111,7 +107,8 @@ def optimum_under(trace: Trace, name: str, budget: int, interval: int) -> tuple[
     stop, retained, bound = solved(CONSTRAINTS[name], np.concatenate(parts), events, budget)
     attention = trace.n_qheads * len(base.layers) * (trace.n_pos - trace.prompt_len)
     evicted_at = np.array([*events, NEVER], np.int32)[stop]
-    return as_optimum(base, evicted_at), (bound - retained) / attention
+    best = replace(base, evicted_at=evicted_at, params={}, looks_ahead=True)
+    return best, (bound - retained) / attention
 
 
 def solved(

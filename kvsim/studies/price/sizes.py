@@ -43,9 +43,7 @@ def at_equal_size(
             (`split`).
         judge: as `replay_all`.
 
-    Returns:
-        A Table (`kvsim.measure`). Raises as `threshold_of_size` and `replay_all`, and PolicyError
-        where a policy fails.
+    Returns a Table (`kvsim.measure`). Raises PolicyError where a policy fails.
     """
     searched, rest = (traces, test) if test else split(traces, 0.5, 0)
     others = [policy(name).fitted() for name in against]
