@@ -1,0 +1,1 @@
+"""What constraints cost: the optimum under each, and the best policies that obey it."""
