@@ -268,8 +268,7 @@ class Shards(Kept):
         return decode_table(read_file(path, _LARGEST))
 
     def _records(self, key: str) -> Sequence[Record]:
-        records = decode_records(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
-        return [record for record in records if record is not None]
+        return decode_records(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
 
     def send(self, *names: str) -> None:
         """Do nothing: a folder needs no upload."""
