@@ -36,7 +36,7 @@ from kvsim.recorder.prompts import token_count
 from kvsim.store import verify
 from kvsim.text.answers import is_right
 from kvsim.text.tasks import sample
-from smollm2_card import DEPTHS, cell, filled, read
+from smollm2_card import DEPTHS, cell, filled, read, run_command
 
 RESULTS = Path(__file__).with_name("qwen-results.jsonl")
 PAGE = Path(__file__).with_name("qwen.md")
@@ -231,30 +231,20 @@ def write(_: argparse.Namespace) -> None:
     PAGE.write_text(page(PAGE.read_text("utf-8"), read(RESULTS)), "utf-8")
 
 
-def main() -> None:
-    """Run one of the commands."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True)
-    first = commands.add_parser("measure")
-    first.add_argument("file", type=Path, metavar="FILE.gguf")
-    first.add_argument("--name", required=True, help="of the model, in the tables: 0.5B")
-    first.add_argument("--out", type=Path, default=RESULTS)
-    first.add_argument("--n", type=int, default=30)
-    first.add_argument("--length", type=int, nargs="+", default=[])
-    first.add_argument("--task", nargs="+")
-    first.add_argument("--batch", type=int, default=40, help="prompts at once")
-    first.add_argument("--threads", type=int, default=2)
-    first.set_defaults(run=measure)
-    second = commands.add_parser("check")
-    second.add_argument("file", type=Path, metavar="FILE.gguf")
-    second.add_argument("--threads", type=int, default=2)
-    second.set_defaults(run=check)
-    commands.add_parser("write").set_defaults(run=write)
-    args = parser.parse_args()
-    args.run(args)
-
+CHECK = {
+    "file": {"type": Path, "metavar": "FILE.gguf"},
+    "--threads": {"type": int, "default": 2},
+}
+MEASURE = {
+    **CHECK,
+    "--name": {"required": True, "help": "of the model, in the tables: 0.5B"},
+    "--out": {"type": Path, "default": RESULTS},
+    "--n": {"type": int, "default": 30},
+    "--length": {"type": int, "nargs": "+", "default": []},
+    "--task": {"nargs": "+"},
+    "--batch": {"type": int, "default": 40, "help": "prompts at once"},
+}
 
 if __name__ == "__main__":
-    main()
+    commands = {"measure": measure, "check": check, "write": write}
+    run_command(__doc__, commands, {"measure": MEASURE, "check": CHECK})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from kvsim.store.archive import decode_arrays, encode_arrays
 def encode_records(records: Sequence[Record]) -> bytes:
     """Return the content of a file of records, without their internals."""
     documents = json.dumps([record_document(record) for record in records])
-    arrays = {"meta": np.frombuffer(documents.encode(), np.uint8)}
+    arrays: dict[str, Any] = {"meta": np.frombuffer(documents.encode(), np.uint8)}
     for place, record in enumerate(records):
         arrays[f"{place}/evicted_at"] = record.evicted_at
         if record.reads is not None:
