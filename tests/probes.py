@@ -1,7 +1,5 @@
 """Probes for tests: the rows of a context as those that repeat it."""
 
-from __future__ import annotations
-
 
 def repeated(q, k, end):
     """Arguments of `Trace.from_arrays`: a probe of one chunk, whose rows are those of the context.

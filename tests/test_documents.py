@@ -3,8 +3,6 @@
 Files whose document is bound by a checksum get a new one, as a forger would write it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from copy import deepcopy

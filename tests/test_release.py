@@ -1,7 +1,5 @@
 """What a release publishes: sdist and wheel with contents and metadata, citation, workflow."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Comparison of policies over prompts, against plain loops, scipy and simulated tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

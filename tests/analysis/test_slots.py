@@ -1,7 +1,5 @@
 """Regions of slots that an event wipes out: plain loops, chance over every choice, closed forms."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

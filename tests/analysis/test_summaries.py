@@ -1,7 +1,5 @@
 """Means over prompts, their intervals and paired differences, against plain loops."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a trace says before any policy evicts: the arrays behind it, replay, chance."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

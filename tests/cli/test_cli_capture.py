@@ -1,7 +1,5 @@
 """`kvsim capture`, `info` and `verify`, and traces that are damaged."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`kvsim demo`."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

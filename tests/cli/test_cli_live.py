@@ -1,7 +1,5 @@
 """The command line of the running model: traces or prompts, folders, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

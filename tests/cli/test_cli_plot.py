@@ -1,7 +1,5 @@
 """`kvsim plot`: every figure by name, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 
 import matplotlib as mpl

@@ -1,7 +1,5 @@
 """What commands refuse: one line that says what was found and what to do, status 2, no file."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

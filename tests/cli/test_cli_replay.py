@@ -1,7 +1,5 @@
 """`kvsim replay`: its tables, its files, its settings, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """`kvsim prompts`: tasks, domains, levels and sizes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import product

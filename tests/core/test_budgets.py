@@ -1,7 +1,5 @@
 """Budgets as users state them: entries, shares of the final or the present length, bytes."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import numpy as np

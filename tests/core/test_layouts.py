@@ -1,7 +1,5 @@
 """Arrays in any memory layout, dtype and byte order give the numbers of their C-ordered copy."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

@@ -1,7 +1,5 @@
 """Traces in memory: shapes, dtypes, attention, digest, bad input."""
 
-from __future__ import annotations
-
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Folders for the dashboard to look into."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

@@ -3,8 +3,6 @@
 Times are printed and not asserted; what causes them is: the bytes that a page is sent.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """What holds of every page of a trace: controls, hostile tokens, traces without text."""
 
-from __future__ import annotations
-
 import pytest
 
 SPOKEN = ("markdown", "caption", "header", "subheader", "info", "warning", "error")

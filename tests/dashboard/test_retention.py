@@ -1,7 +1,5 @@
 """The page of retention: its numbers are those of kvsim, every control works, tokens are text."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise

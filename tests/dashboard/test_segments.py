@@ -1,7 +1,5 @@
 """The page of segments: its numbers are those of kvsim, every control works, tokens are text."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """The dashboard's server: nothing without its token, and nothing for the pages of others."""
 
-from __future__ import annotations
-
 import gc
 import http.client
 import re

@@ -1,7 +1,5 @@
 """Pooled pictures: equal to plain loops, bounded whatever the length, and true to the metrics."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

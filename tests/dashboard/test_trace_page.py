@@ -1,7 +1,5 @@
 """The frame of the dashboard and its page of a trace, without a browser."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The documentation is true: code blocks run or say why not, generated parts are fresh."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

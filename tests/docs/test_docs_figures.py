@@ -1,7 +1,5 @@
 """The pictures of the documentation: there, small, and made by commands that the pages show."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 

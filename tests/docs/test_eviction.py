@@ -1,7 +1,5 @@
 """docs/eviction.py: what it counts, what it calls separate, and what it writes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

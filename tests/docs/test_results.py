@@ -1,7 +1,5 @@
 """docs/results.py makes the results page, and the page in the repository is of this catalogue."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Traces in which some layers have a sliding window: who shares a budget, and what is said."""
 
-from __future__ import annotations
-
 import html
 import json
 

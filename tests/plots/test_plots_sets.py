@@ -1,7 +1,5 @@
 """Figures of kept sets: their data beside plain loops, their labels and units."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -3,8 +3,6 @@
 tests/reference compares its scores, and those of the policies that it compares itself with.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

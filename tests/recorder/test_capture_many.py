@@ -1,7 +1,5 @@
 """Prompts of the shipped model, files of many prompts, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Families of models: each is recorded so that its attention follows from the trace alone."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

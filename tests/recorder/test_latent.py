@@ -1,7 +1,5 @@
 """Latent attention: traces have the entries that the cache holds, by an independent computation."""
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace

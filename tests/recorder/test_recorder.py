@@ -1,7 +1,5 @@
 """Capture: exactness against the model itself, publication, progress."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The residual stream of a trace: equal to the model's own, stored, verified, refused."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The sensitivity of layers against forwards of the model, one for each layer; who has it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

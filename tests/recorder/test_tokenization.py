@@ -1,7 +1,5 @@
 """Text as token ids: special tokens in it, what ids lose of it, and other tokenizers on resume."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing

@@ -1,7 +1,5 @@
 """Run folders that are damaged say so, each in its way, and in one line of kvsim's."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Replays judged by their model, against live runs, dense masks, and each record alone."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Latent attention live: entries of the model's own cache leave as those of a replay do."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A policy on a running model, against its replay, a Record as a mask, and plain generation."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

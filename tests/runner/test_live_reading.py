@@ -1,7 +1,5 @@
 """Readers and codecs on a running model, against their replays and attention by definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A cache in blocks: no block leaks, and the model writes the text of the ordinary cache."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from dataclasses import replace

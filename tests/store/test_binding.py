@@ -1,7 +1,5 @@
 """The binding of a trace: digest and seal at opening, listed checksums of chunks at reading."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

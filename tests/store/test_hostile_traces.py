@@ -1,7 +1,5 @@
 """Untrusted traces: false claims are refused at once, and nothing of that size is allocated."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Traces as one file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

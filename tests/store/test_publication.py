@@ -1,7 +1,5 @@
 """Where a trace goes: what replaces what, who comes first, and paths that cannot be."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

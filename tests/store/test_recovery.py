@@ -1,7 +1,5 @@
 """Interrupted captures: what is kept, what `recover` makes of it, and what is never lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

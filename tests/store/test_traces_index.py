@@ -1,7 +1,5 @@
 """`kvsim traces`: what lies in a folder, found without reading queries, keys or values."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

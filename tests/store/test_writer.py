@@ -1,7 +1,5 @@
 """Writing of traces: nothing is overwritten, half written or not finite."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """The search for parameters: its space, its split, its gains, and `kvsim tune`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tasks on real text: lengths, depths, needles and answers of every task."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Claims of the papers on made-up Tables: three answers, and what is missing for one."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 

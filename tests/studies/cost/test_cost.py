@@ -1,7 +1,5 @@
 """What policies cost: formulas beside what really runs and is held."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`kvsim cost`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures of Expected Attention: their data beside the definitions, their labels and units."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Figures of how queries are distributed: their data beside plain loops, their labels and units."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

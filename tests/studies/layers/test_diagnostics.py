@@ -1,7 +1,5 @@
 """Diagnostics of layers against loops that share no code with them, and against replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

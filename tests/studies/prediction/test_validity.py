@@ -1,7 +1,5 @@
 """Rank correlations at one budget, errors and kept sets of replay and live run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics

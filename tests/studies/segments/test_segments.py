@@ -1,7 +1,5 @@
 """Segments, boundaries, quotas: loops over positions and what events decided, closed forms."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
