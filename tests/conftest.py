@@ -34,7 +34,6 @@ from warm_python import warm
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
-# ------------------------------------------------------------------------- temporary folders
 
 # Temporary folders lie in memory, where a machine has enough of it: the store flushes every file,
 # tests write tens of thousands, and a disk takes milliseconds for each. Subprocesses inherit it.
@@ -48,7 +47,6 @@ if (
     os.environ["TMPDIR"] = str(_MEMORY)
     tempfile.tempdir = None  # what was found before
 
-# --------------------------------------------------------------------------------- Hypothesis
 
 # A first example pays for imports and kernels, so no example has a deadline; a hang is caught by
 # faulthandler_timeout.
@@ -59,7 +57,6 @@ settings.register_profile("ci", settings(max_examples=100, derandomize=True, **_
 settings.register_profile("nightly", settings(max_examples=2000, **_COMMON))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 
-# ------------------------------------------------------------------------------------ network
 
 _reached_out: list[str] = []
 
@@ -99,8 +96,6 @@ def _no_test_reaches_out() -> Iterator[None]:
         pytest.fail(f"tried to use the network: {', '.join(_reached_out)}")
 
 
-# -------------------------------------------------------------------------------- skips in CI
-
 #: Tests that need what only one environment of CI has; that one installs it, so none is skipped.
 _ELSEWHERE = () if find_spec("kvpress") else ("peers",)
 
@@ -126,9 +121,6 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         report.outcome = "failed"
         report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
     return report
-
-
-# -------------------------------------------------------------------------------- where time goes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -191,8 +183,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if not key.endswith(".py") or seconds >= 5:
             terminalreporter.line(f"{tests:7d} {seconds:8.1f} {cpu:8.1f}  {key}")
 
-
-# ------------------------------------------------------------------------------------ commands
 
 _warm = pytest.StashKey[Path]()
 _stack = ExitStack()

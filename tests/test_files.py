@@ -189,9 +189,6 @@ def test_a_figure_of_another_format_is_refused(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --------------------------------------------------------------------------- what is in the way
-
-
 def test_what_is_in_the_way_is_one_line_before_any_work(run, ran, tmp_path):
     """A folder, a pipe, a parent that is a file, or a name that is too long: refused at once."""
     (tmp_path / "folder").mkdir()
@@ -229,9 +226,6 @@ def test_a_report_of_the_library_checks_its_output_first(tmp_path):
     (tmp_path / "r.html").write_text("mine")
     with pytest.raises(OutputError, match="exists; give another --out, or --overwrite"):
         write_report([tmp_path / "no-such-run"], tmp_path / "r.html")
-
-
-# -------------------------------------------------------------------------------- the function
 
 
 def test_a_file_that_is_replaced_keeps_its_mode_and_its_links(tmp_path):

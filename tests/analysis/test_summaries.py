@@ -41,9 +41,6 @@ def table(*rows):
     return pl.DataFrame(full, schema=COLUMNS)
 
 
-# --- intervals ---
-
-
 def test_an_interval_is_that_of_resampled_means():
     """The percentiles of means that a plain loop over the same resamples gives."""
     values = np.array([0.1, 0.4, 0.35, np.nan, 0.9, 0.2, 0.6])
@@ -104,9 +101,6 @@ def test_what_rounds_to_zero_is_not_below_it():
     assert one.text(".3f") == "0.000 [0.000, 0.000]"
     assert one.text("+.1f") == "+0.0 [+0.0, +0.0]"
     assert one.text("+.2g") == "-1e-05 [-2e-05, -1e-05]"
-
-
-# --- tables ---
 
 
 def test_a_prompt_counts_once_however_many_values_it_has():
@@ -311,8 +305,6 @@ def test_stages_without_a_number_are_those_of_each_trace():
     ]
     assert stages(values, 2)["stage"].to_list()[:3] == ["early", "late", None]
 
-
-# --- levels of fidelity ---
 
 LEVELS = ("exact", "closed", "judged", "semi", "open")
 

@@ -126,9 +126,6 @@ def _facts(trace: Trace) -> tuple[object, ...]:
     return trace.prompt_len, trace.formulas, trace.ropes, trace.layer_ids, trace.digest
 
 
-# --- damage ---
-
-
 def flip_checked(rng: random.Random, case: Original, files: Files) -> None:
     """Change a byte of a chunk, and its checksum with it: what a decoder has to withstand."""
     key = _chunk(rng, files)
@@ -256,9 +253,6 @@ def zipped(rng: random.Random, files: Files) -> bytes:
     for _ in range(rng.choice((0, 0, 1, 4))):  # the table of contents is what is trusted
         data[-rng.randrange(1, min(len(data), 4000))] = rng.randrange(256)
     return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
-
-
-# --- judging ---
 
 
 def outcome(original: Original, path: Path) -> str:

@@ -60,9 +60,6 @@ COMPARED = {
 }
 
 
-# --- what a script renews ---
-
-
 def read_files(path: Path) -> Files:
     """Return the files of a trace in a folder by their keys."""
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -152,9 +149,6 @@ def renew_checksums(path: Path) -> None:
                 digest.update(name, layer, layer_values)
     document["attributes"]["checksums"].update(digest.checksums())
     (path / "zarr.json").write_text(json.dumps(document))
-
-
-# --- the originals ---
 
 
 def make(seed: int, *, mixed: bool) -> Trace:
@@ -247,9 +241,6 @@ def check_reads(path: Path, compared: dict[str, Any]) -> None:
     assert not unnoticed, f"replays read {sorted(unnoticed)}, which is not compared"
     unnoticed = header.names - COMPARED
     assert not unnoticed, f"replays read {sorted(unnoticed)} of the header, not compared"
-
-
-# --- mutations ---
 
 
 def header_field(rng: random.Random, case: Original, files: Files) -> None:
@@ -390,9 +381,6 @@ RENEWED = (
 
 #: What the digest leaves out by definition (docs/trace-format.md, section 5).
 OUTSIDE = {"o_proj", "residual", "sources", "text"}
-
-
-# --- judging ---
 
 
 def run_case(originals: list[Original], seed: int, folder: Path) -> str:

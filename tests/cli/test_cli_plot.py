@@ -127,9 +127,6 @@ def test_remarks_of_runs_go_to_standard_error(run, paths, tmp_path):
     )
 
 
-# -------------------------------------------------------------------------------------------- runs
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, paths):
     """Runs of both traces: three policies at two budgets, and one of them with a parameter."""
@@ -210,9 +207,6 @@ def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeyp
     assert {"h2o", "random"} < {*names}
     assert sum(name.startswith("tova") for name in names) == 2
     assert metrics == ["middle_coverage"]
-
-
-# ------------------------------------------------------------------------- what options come to
 
 
 def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):

@@ -44,8 +44,6 @@ COMMITS = {
     "mit-han-lab/duo-attention": "fe93c314ae87306ef6629dc16713250b4718ffe7",
 }
 
-# ------------------------------------------------------------------------- modules of a checkout
-
 
 @contextmanager
 def standing_in(**modules: ModuleType) -> Iterator[None]:
@@ -77,9 +75,6 @@ def loaded(file: Path, name: str | None = None) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-# ------------------------------------------------------------------------------- feeding a trace
 
 
 def dumped(
@@ -166,9 +161,6 @@ def after_prompt(
     rows = [source.prompt_len - 1]
     dump = dumped(source, rows, each_layer(source, step), budget=budget, interval=None)
     return Case(name, trace, policy, dump, settings)
-
-
-# ---------------------------------------------------------------------------------- the releases
 
 
 def snapkv(checkouts: Path) -> Release:

@@ -137,9 +137,6 @@ def with_queries(trace: kvsim.Trace, q: Tensor) -> kvsim.Trace:
     return changed(trace, q=q, prompt_len=PROMPT, o_proj=trace.o_proj)
 
 
-# ----------------------------------------------------------------- what makes kvpress's sets differ
-
-
 class InCacheOrder:
     """A view whose entries stand in the order of kvpress's cache."""
 
@@ -225,8 +222,6 @@ def turned_to_the_event(trace: kvsim.Trace, window: int) -> kvsim.Trace:
     return with_queries(trace, q)
 
 
-# -------------------------------------------------------------------------------- where both agree
-
 ALL = [True] * len(EVENTS)
 FIRST = [True] + [False] * (len(EVENTS) - 1)
 
@@ -265,9 +260,6 @@ def test_an_event_after_the_prompt_is_a_press_of_its_own(kvpress, decoded, press
     )
     cached = positions_of(run.events[0].keys[:, :TARGET], run.trace.k[0])
     assert (torch.zeros_like(kept[0]).scatter(-1, cached, value=True) == kept[0]).all()
-
-
-# ---------------------------------------------------------------- where they differ, and by what
 
 
 def test_streaming_llm_loses_its_sinks(kvpress, decoded):

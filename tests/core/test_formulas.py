@@ -322,9 +322,6 @@ def test_layers_that_share_a_budget_must_be_alike():
         kvsim.replay(make(["plain", "softcap"]), kvsim.policy("cake", window=4), 20)
 
 
-# --- on disk ---
-
-
 @pytest.mark.parametrize(
     "names", [["plain"], ["all", "plain"], ["sinks"], ["softcap", "window", "chunk"]]
 )
@@ -406,9 +403,6 @@ def test_a_header_without_formulas_is_refused(attributes, tmp_path):
 
     with pytest.raises(TraceError):
         kvsim.open_trace(path)
-
-
-# --- what reads all layers ---
 
 
 def test_analyses_of_windows_say_so_or_leave_them_out():

@@ -282,9 +282,6 @@ def test_to_xarray_has_named_dimensions():
     assert data.sizes["pos"] == 40
 
 
-# --- bad input ---
-
-
 def with_bad_number(name, value):
     """All arrays, one of them with a bad number at one place."""
     data = {**arrays(), "attn_out": torch.zeros(2, 4, 40, 8), "lse": torch.zeros(2, 4, 40)}

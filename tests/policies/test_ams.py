@@ -33,9 +33,6 @@ SMALL = {
 }
 
 
-# ------------------------------------------------------------------------------ steps, row by row
-
-
 @dataclass
 class Rows:
     """Mass of heads that hold different numbers of entries: [1, H, n], pads on the left."""
@@ -279,9 +276,6 @@ def test_worked_example_whole(mode, scores, kept, protects):
     policy = Policy("worked", Listed(scores, protects), rule, Schedule(None))
     record = kvsim.replay(trace, policy, 6)
     assert set((record.evicted_at[0, 0] == NEVER).nonzero()[0].tolist()) == kept
-
-
-# -------------------------------------------------------------------------------- whole replays
 
 
 def make(seed: int = 0, kind: str = "sink", **shape: int) -> Case:

@@ -32,8 +32,6 @@ def similarity(keys, threshold, epsilon, *, else_first=False):
     return list(mean.values())
 
 
-# ---------------------------------------------------------------------------- the golden example
-
 FIRST, SECOND = [0.4, 0.1, 0.2, 0.3], [0.03, 0.20, 0.05, 0.10, 0.02, 0.04]
 GLOBAL = {
     "max": [0.8, 1.0, 0.6, 0.5, 0.1, 0.2],
@@ -69,9 +67,6 @@ def test_golden_example(fusion):
     pos = [0, 2, 3, 4, 5, 6, 7, 8]
     assert chosen(score, pos, budget=5, window=2) == [0, 2, 3, 7, 8]
     assert chosen(new, pos, budget=5, window=2) == [2, 3, 4, 7, 8]  # the local score alone
-
-
-# ------------------------------------------------------------------------------------- redundancy
 
 
 def keys_of(kind, n=37, heads=3, dim=8, seed=0):
@@ -177,9 +172,6 @@ def test_redundancy_holds_no_matrix():
         mean_similarity(keys, among, threshold=0.999, epsilon=1e-6)
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest <= 16 << 20
-
-
-# -------------------------------------------------------------------------- the global score of any
 
 
 def test_global_takes_what_it_is_from_the_scorer_inside():

@@ -117,8 +117,6 @@ def test_it_is_the_best_assignment_of_evictions(events, budget):
     assert optimum.bound == pytest.approx(optimum.retained, rel=1e-12)
 
 
-# --- the oracle that replays it ---
-
 N, PROMPT, CONTEXT = 9, 5, 4
 
 

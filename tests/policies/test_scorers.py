@@ -104,9 +104,6 @@ def heads(view):
             yield layer, head, view.pos[layer, head, n - count :].tolist(), slice(n - count, n)
 
 
-# ---------------------------------------------------------------------------------- calibration
-
-
 def test_calibrations_compare_and_show_by_what_they_are(tmp_path):
     """A prefix by its text, a trace by its name and content, wherever it lies."""
     trace = make_trace(1)
@@ -246,9 +243,6 @@ def test_a_replay_may_calibrate_on_its_own_future_only_as_an_oracle():
     assert not np.array_equal(oracle.evicted_at, prefix.evicted_at)
 
 
-# ----------------------------------------------------------------------------------- criticalkv
-
-
 @pytest.mark.parametrize("held", [1, 1000])
 def test_projected_sizes_do_not_depend_on_what_is_held_at_once(held, monkeypatch):
     """A few entries at a time, down to one."""
@@ -336,9 +330,6 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
         unequal += int((plain[..., 1:] != plain[..., :-1])[same].sum())
     if group == 7:  # what a plain sum does
         assert unequal
-
-
-# ---------------------------------------------------------------------------------------- DropKV
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -504,9 +504,6 @@ def test_the_families_named_by_the_documentation_are_all_tested():
     assert types >= {*wanted.split(), "smollm3", "glm4", "gpt_oss", "gpt_neox", "gpt2"}
 
 
-# --- residual stream and output projection ---
-
-
 def random_biases(model):
     """The model with other biases of its output projections than 0, which would test nothing."""
     with torch.no_grad():

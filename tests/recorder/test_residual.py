@@ -75,9 +75,6 @@ def make(n=300, layers=2, hidden=12, **options):
     return Trace.from_arrays(q, k, v, **{**settings, **options})
 
 
-# --- exactness ---
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_every_dtype_is_kept_exactly(dtype, attention, tmp_path):
@@ -127,9 +124,6 @@ def test_more_than_float16_holds_is_refused(tmp_path):
 
     assert list(tmp_path.iterdir()) == []
     assert float(capture(model, None, ids(20), **options).residual.abs().max()) > 65504
-
-
-# --- what is refused ---
 
 
 class Wrapper(torch.nn.Module):
@@ -317,9 +311,6 @@ def test_no_hidden_state_is_held_after_an_error():
     assert (stream._returned, stream._running) == (None, None)
 
 
-# --- traces ---
-
-
 def test_a_trace_without_it_says_how_to_record_it():
     """Asking for a residual stream that is not there names the option."""
     with pytest.raises(NeedsError, match=r"no array 'residual', it has .* with --residual"):
@@ -370,9 +361,6 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
     with pytest.raises(TraceError, match="residual is nan at layer 1, pos 270, hidden 3"):
         trace.read("residual", slice(1, 2), slice(260, 280))
     assert "residual is nan" in verify(path, deep=True).problems[0]
-
-
-# --- verify ---
 
 
 def rewrite(path, change):
@@ -430,9 +418,6 @@ def test_verify_knows_streams_that_hold_positions(tmp_path):
     assert verify(none, deep=True).ok
     (problem,) = verify(one, deep=True).problems
     assert "residual of layer 0 differs between positions" in problem
-
-
-# --- command line ---
 
 
 def test_capture_info_and_verify(tmp_path, capsys):

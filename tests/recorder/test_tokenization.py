@@ -154,9 +154,6 @@ def test_a_text_that_is_not_kept_is_noted():
     assert "the tokens of the response do not decode to its text" in second
 
 
-# ------------------------------------------------------------------------- another tokenizer
-
-
 def others():
     """Tokenizers that differ from `words_tokenizer()` in one thing each."""
     words = words_tokenizer().backend_tokenizer.to_str()

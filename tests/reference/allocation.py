@@ -31,9 +31,6 @@ _ROUNDING = 1e-9
 _EPSILON = 1e-12
 
 
-# ----------------------------------------------------------------------------------- whole numbers
-
-
 def apportion(
     total: int, weights: Sequence[float | Fraction], floor: Sequence[int], cap: Sequence[int]
 ) -> tuple[list[int], float]:
@@ -123,9 +120,6 @@ def _check(protected: Sequence[set[int]], budget: int) -> None:
     most = max(len(p) for p in protected)
     if most > budget:
         raise BudgetError(f"{most} protected entries, budget is {budget}; give at least {most}")
-
-
-# --------------------------------------------------------------------------------- AdaKV, ChunkKV
 
 
 def adakv(
@@ -240,9 +234,6 @@ def _fill_chunks(
             decisions = [*decisions, _gap(mean[ranking[rank - 1]], mean[a])]
         decisions = [*decisions, *(_gap(mean[a], mean[b]) for b in ranking[rank + 1 : rank + 2])]
     return kept, decisions
-
-
-# -------------------------------------------------------------------------------------------- AMS
 
 
 def ams(
@@ -542,9 +533,6 @@ def pick_reference(
     candidates = [p for p in through if p not in required]
     best, cut = _best(candidates, sum(quotas) - len(required), score)
     return required | set(best), decisions + cut
-
-
-# ------------------------------------------------------------------------------- budgets of layers
 
 
 def pyramid(budget: int, n_layers: int, *, window: int, beta: float, longest: int) -> list[int]:

@@ -10,8 +10,6 @@ import numpy as np
 from kvsim.testing.loops.event import Floats, Scored, first, last, softmax, unprotected
 from reference.event import Event, pool
 
-# ------------------------------------------------------------------------- positions and chance
-
 
 def random(event: Event) -> Scored:
     """A hash of seed, layer, row, head and position."""
@@ -46,9 +44,6 @@ def streaming_llm(event: Event) -> Scored:
     """The newest, and the first `sink`."""
     scores = [{p: float(p) for p in live} for live in event.live]
     return Scored(scores, first(event, int(event.params["sink"])))
-
-
-# --------------------------------------------------------------------------- attention received
 
 
 def h2o(event: Event) -> Scored:
@@ -148,9 +143,6 @@ def snapkv(event: Event) -> Scored:
                 score[p] += s / event.group
         scores.append(score)
     return Scored(scores, last(event, len(rows)))
-
-
-# ------------------------------------------------------------------------------------ keys alone
 
 
 def knorm(event: Event) -> Scored:

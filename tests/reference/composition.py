@@ -200,8 +200,6 @@ class _Pieces:
         name, params = self.chain.propagation or "", self.chain.across
         return propagate(name, params, q, k, prompt_len=prompt_len, budget=budget, scale=scale)
 
-    # ---------------------------------------------------------------------- budgets of layers
-
     def growing(self, event: loops.Event, budget: int) -> int:
         """RPC: the prompt, the window, and a share of what was generated."""
         params = self.chain.params[-1]

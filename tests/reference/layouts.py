@@ -28,9 +28,6 @@ def norm_ratio(event: Event) -> Scored:
     return Scored(values, unprotected(event))
 
 
-# -------------------------------------------------------------------------------------- ladders
-
-
 def lacache(event: Event) -> Scored:
     """The turn at which an entry is dropped, if compaction goes on until the rest fits.
 
@@ -64,9 +61,6 @@ def lacache(event: Event) -> Scored:
         order += [p for p in live if p not in order]
         values.append({p: float(order.index(p)) for p in live})
     return Scored(values, first(event, int(params["sink"])), exact=True)
-
-
-# -------------------------------------------------------------------------------------- one set
 
 
 def union(params: Mapping[str, Any], scored: Sequence[Scored]) -> list[Scored]:
@@ -109,9 +103,6 @@ def _shared(layers: list[Scored], reduction: str) -> list[Scored]:
         )
         for each in layers
     ]
-
-
-# ---------------------------------------------------------------------------------------- pages
 
 
 def paged(
@@ -211,9 +202,6 @@ def _gap(last: float, first: float) -> Decision:
     """Margin and size between the last one taken and the first one left out."""
     size = max(abs(last), abs(first))
     return (last - first) / size if size > 0 else 0.0, size
-
-
-# ----------------------------------------------------------------------------------- thresholds
 
 
 def dms(

@@ -103,9 +103,6 @@ def propagate(
     return rule(params, q, k, prompt_len, budget, scale)
 
 
-# -------------------------------------------------------------------------------------------- ASL
-
-
 def asl(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
 ) -> Propagated:
@@ -206,9 +203,6 @@ def curve(
     return variance, {layer: v / start if start > 0 else 0.0 for layer, v in variance.items()}
 
 
-# ----------------------------------------------------------------------------- one layer, given
-
-
 def fastkv(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
 ) -> Propagated:
@@ -263,9 +257,6 @@ def fixed(given: int | None, n_layers: int, known: Mapping[int, int], share: flo
     return known.get(n_layers, max(0, round(share * n_layers) - 1))
 
 
-# ----------------------------------------------------------------------------- a little each time
-
-
 def pyramidinfer(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
 ) -> Propagated:
@@ -313,9 +304,6 @@ def _received(
         logits = scale * (q[i, start:n] @ k[i // group, rows].T)
         received += weights @ attention(logits, range(start, n), rows) / len(q) / len(weights)
     return dict(zip(rows, received.tolist(), strict=True))
-
-
-# ------------------------------------------------------------------------ what tests may exchange
 
 
 def total(scores: Sequence[Sequence[float]]) -> list[float]:
@@ -367,9 +355,6 @@ def with_window(chosen: set[int], n: int, window: int) -> list[int]:
 def first_without(selected: int) -> int:
     """The first layer that dropped rows do not reach: the selected one still works on all."""
     return selected + 1
-
-
-# ------------------------------------------------------------------------------------------ parts
 
 
 def _through(n_layers: int, n: int, **found: Any) -> Propagated:

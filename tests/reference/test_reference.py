@@ -129,9 +129,6 @@ def disagreement(
     return f"naive {outcome.evicted_at.tolist()}, engine {record.evicted_at.tolist()}"
 
 
-# -------------------------------------------------------------------------- replay, case by case
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_in_float64_equals_the_naive_replay(name):
     """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict.
@@ -302,9 +299,6 @@ def test_lacache_puts_in_order_what_compaction_drops():
     assert disagreement(case, setup) is None
 
 
-# ------------------------------------------------------------------- the reference, worked by hand
-
-
 def test_reference_random_is_splitmix64():
     """The first outputs of SplitMix64 from state 0 are the published ones; scores are in [0, 1)."""
     gamma = 0x9E3779B97F4A7C15
@@ -316,15 +310,9 @@ def test_reference_random_is_splitmix64():
     assert abs(np.mean(scores) - 0.5) < 0.02
 
 
-# ------------------------------------------------------------ scores of the reference, by hand
-
-
 def scores(scored: Scored) -> list[float]:
     """The scores of the first head, in order of position."""
     return list(scored.values[0].values())
-
-
-# --------------------------------------------------------------------------------- the metrics
 
 
 @st.composite

@@ -28,8 +28,6 @@ CROSSES = (
 )
 
 
-# ------------------------------------------------------------------------------- generated traces
-
 #: Cases of a policy that the engine must agree on, where they are not the usual number.
 CASES = {"asl": 80, "pyramidinfer": 50}
 USUAL = 40

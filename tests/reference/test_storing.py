@@ -241,9 +241,6 @@ def test_storing_under_a_softcap_and_sinks(name):
     )
 
 
-# ------------------------------------------------------------------------- numbers, by hand
-
-
 def test_kivi_stores_as_its_release_does():
     """Of a prompt of 300, 256 keys and 172 values are rounded; then 128 keys at once, one value."""
     gone = torch.full((1, 1, 400), NEVER, dtype=torch.int32)

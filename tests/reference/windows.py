@@ -56,9 +56,6 @@ def morphkv_original(event: Event) -> Scored:
     return Scored(values, last(event, len(rows)))
 
 
-# ------------------------------------------------------------------------------------------ DropKV
-
-
 def dropkv(event: Event) -> Scored:
     """How far the outputs of the window move if one entry is dropped, squared, then smoothed."""
     rows, kernel = event.window(int(event.params["window"])), int(event.params["pool_kernel"])
@@ -81,9 +78,6 @@ def dropkv(event: Event) -> Scored:
             by_position = dict(zip(live, smooth, strict=True))
             to.append({p: by_position[p] for p in old})
     return Scored(values, last(event, len(rows)), noise, rounded=True)
-
-
-# -------------------------------------------------------------------------------------------- CAKE
 
 
 def variance(x: list[float]) -> float:
@@ -152,9 +146,6 @@ def cake_preference(event: Event) -> float:
                 shift += variance([w[p] for w in weights])
     tau1, tau2 = float(event.params["tau1"]), float(event.params["tau2"])
     return float(entropy ** (1 / tau1) * shift ** (1 / tau2))
-
-
-# ------------------------------------------------------------------------- redundancy, R-KV, G-KV
 
 
 def redundancy(
@@ -373,9 +364,6 @@ def global_score(event: Event, inner: Scored, *, signed: bool) -> Scored:
     return Scored(values, inner.protected, noise, decisions, rounded=inner.rounded)
 
 
-# ------------------------------------------------------------------------------------------- RaaS
-
-
 def raas(event: Event) -> Scored:
     """The latest row that attended to an entry enough, at first its own; then the position."""
     params, since = event.params, event.column("rows of raas")
@@ -410,9 +398,6 @@ def raas(event: Event) -> Scored:
         decisions.append([(margin or 1e-300, size) for margin, size in taken])
     protected = first(event, event.prompt_len if params["protect_prompt"] else 0)
     return Scored(values, protected, decisions=decisions)
-
-
-# -------------------------------------------------------------------------------------------- RPC
 
 
 def rpc(event: Event) -> Scored:

@@ -126,9 +126,6 @@ def test_a_run_comes_back_as_it_was(run, tmp_path, name):
     assert found.table.schema == run.table.schema
 
 
-# --- damage ---
-
-
 def contents(folder):
     """What the readers return for a run folder, comparable."""
     saved = read_run(folder)

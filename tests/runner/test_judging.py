@@ -117,9 +117,6 @@ def test_rows_of_the_response_hold_no_others():
     assert rows.output(0).shape == (2, 10, 4)
 
 
-# ------------------------------------------------ decisions of a live run: its own predictions
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss"])
 def test_decisions_of_a_live_run_have_its_predictions(family):
     """Whatever the family's attention does, and however ragged heads and layers are."""
@@ -147,9 +144,6 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
 
     assert gap(mine, expected) < 2 * CLOSE
     assert gap(unread, expected) > 1e-3  # reads and codecs matter
-
-
-# ------------------------------------------------------------------------- replays
 
 
 def test_where_one_layer_evicts_the_live_run_is_judged():
@@ -289,9 +283,6 @@ def test_records_of_other_sequences_are_refused():
     for said, one in unfit.items():
         with pytest.raises(PolicyError, match=said):
             judge.outcomes([record, one])
-
-
-# ------------------------------------------------------------------------- sweeps
 
 
 def test_a_trace_in_half_precision_that_is_loaded_is_judged(tmp_path):

@@ -90,9 +90,6 @@ def tie(trace, policy, budget, live, layer, **options):
     return max(spreads)
 
 
-# ------------------------------------------------------------------- one layer evicts: the replay
-
-
 @pytest.mark.parametrize("family", ["llama", *(deep(x) for x in ("qwen2", "qwen3", "gemma3"))])
 def test_a_layer_that_alone_evicts_is_its_replay(family):
     """Each policy keeps the sets of the replay of the same q, k, v; outputs are by definition."""
@@ -139,9 +136,6 @@ def test_layer_0_and_decisions_at_the_prompt_do_not_drift(family):
         assert np.array_equal(live.evicted_at == first, record.evicted_at == first), name
         drifted += not np.array_equal(live.evicted_at, record.evicted_at)
     assert drifted > 20  # deeper layers get other inputs
-
-
-# ------------------------------------------------------- all layers evict: the Record as a mask
 
 
 @pytest.mark.parametrize("family", ["llama", deep("qwen2"), deep("qwen3")])
@@ -196,9 +190,6 @@ def test_a_head_that_loses_nothing_beside_one_that_does():
         masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
         assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, budget
     assert ragged
-
-
-# --------------------------------------------------------------------- keys rotated to their slots
 
 
 class AtSlots:
@@ -261,9 +252,6 @@ def test_slots_need_all_layers_alike():
         policy = replace(kvsim.policy(name), positions="slot")
         with pytest.raises(PolicyError, match=reason):
             run_live(run, policy, BUDGET, TOKENS, PROMPT)
-
-
-# ----------------------------------------------------------- rows of the prompt that are dropped
 
 
 #: Parameters with which they drop rows of a short prompt in a small model.
@@ -351,9 +339,6 @@ def test_a_prompt_that_is_dropped_from_comes_whole():
         Decoding(run, kvsim.policy("fastkv"), BUDGET, **options, layers=[1])
 
 
-# ------------------------------------------------------------------- nothing evicted: generation
-
-
 @pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "adakv+snapkv", "cake"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "tiny"])
 def test_with_room_for_all_it_is_plain_generation(family, name):
@@ -380,9 +365,6 @@ def test_with_room_for_all_it_is_plain_generation(family, name):
         == sum(array.nbytes for part in cache.layers for array in (part.keys, part.values))
     )
     assert (live.record().evicted_at > LENGTH).all()
-
-
-# --------------------------------------------------------------------------------------- bytes
 
 
 def stored(live):
@@ -457,9 +439,6 @@ def test_a_scorer_that_reads_undeclared_rows_is_refused(monkeypatch):
     monkeypatch.setattr(type(POLICIES["expected_attention"].scorer), "query_rows", (0, 8))
     with pytest.raises(PolicyError, match=r"reads the queries of rows .* \(query_rows\)"):
         run_live(running("llama"), POLICIES["expected_attention"], BUDGET, TOKENS, 40, interval=8)
-
-
-# -------------------------------------------------------------------------------- other inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -156,8 +156,6 @@ def test_readers_that_a_running_model_cannot_follow_are_refused(running):
             decoding.begin(prefix)
 
 
-# ---------------------------------------------------------------------------------- codecs
-
 #: Alone and behind evictions; `h2o` scores with rows that saw other keys than there are now.
 CODECS = {
     "int4": {},

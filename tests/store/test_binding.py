@@ -219,9 +219,6 @@ def test_the_seal_does_not_depend_on_keys_that_are_numbers(tmp_path):
     assert open_trace(path).meta["labels"] == {"10": "a", "2": "b", "1": "c"}
 
 
-# --- the mutator ---
-
-
 @pytest.mark.deep
 def test_no_mutation_goes_unnoticed(tmp_path):
     """Mutations are refused in one line, have another digest, or change nothing at all."""

@@ -62,8 +62,6 @@ def seal(body):
     return body + google_crc32c.value(body).to_bytes(4, "little")
 
 
-# --- what the metadata of an array may say ---
-
 GRID = ("chunk_grid", "configuration", "chunk_shape")
 CODECS = array_document("q", (2, 4, N, 8), "float32", None)["codecs"]
 BLOSC = ("codecs", 1, "configuration")
@@ -240,9 +238,6 @@ def test_a_file_of_a_terabyte_is_not_read(stored, key):
         open_trace(stored)
 
 
-# --- what is not a regular file ---
-
-
 @pytest.mark.parametrize("key", ["zarr.json", "q/zarr.json", "q/c/0/0/0/0", "q", "q/c", "q/stray"])
 @pytest.mark.parametrize("kind", ["link", "dangling", "loop", "fifo", "folder"])
 def test_what_is_no_plain_file_is_refused(stored, saved, key, kind):
@@ -285,9 +280,6 @@ def test_paths_that_are_none(name, tmp_path):
         open_trace(tmp_path / name if name else tmp_path)
 
     assert "\n" not in str(caught.value)
-
-
-# --- chunks ---
 
 
 def blosc(size):
@@ -381,9 +373,6 @@ def test_tokens_and_layers_that_are_no_numbers_of_such_are_refused(stored, tmp_p
         open_trace(other)
 
 
-# --- time and memory ---
-
-
 @pytest.mark.deep
 def test_refusing_takes_neither_time_nor_memory(stored, tmp_path, warm_python):
     """The most expensive claims are refused in two seconds each, within 100 MB of memory.
@@ -453,9 +442,6 @@ if grown > 100_000:
     )
 
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-
-
-# --- faults on disk ---
 
 
 @pytest.mark.parametrize(
@@ -544,9 +530,6 @@ def test_verify_finds_every_fault_of_every_array(stored, fault):
         assert chunk.relative_to(stored).parts[0] in problems[0]
         chunk.write_bytes(data)
     assert verify(stored).ok
-
-
-# --- the fuzzer ---
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,6 @@ PATHS = ("a.zarr", "b.zarr", "c.zarr")
 PROMPT, RESPONSE = 500, 20
 
 
-# --- contents ---
-
-
 def capture_session(out: Path | None = None, **options) -> Trace:
     """Record a prompt of more than one block, and a response that ends a second one."""
     prompt = torch.randint(0, 64, (PROMPT,), generator=torch.Generator().manual_seed(1))
@@ -161,9 +158,6 @@ def _write_blocks(trace: Trace, path: Path, *, overwrite: bool) -> None:
         writer.publish(trace.header, tokens=trace.tokens.numpy(), token_text=trace.token_text)
 
 
-# --- the model ---
-
-
 @dataclass(frozen=True)
 class Stored:
     """What is at a path: a content, perhaps with an edited byte."""
@@ -238,8 +232,6 @@ class Life(RuleBasedStateMachine):
         self.patch.undo()
         shutil.rmtree(self.temporary)
 
-    # --- one command ---
-
     def do(self, act, disturbance, *, target=None, new=None, may=True, leaves=None, gone=()):
         """Run a command, and bring the model to what it has left, which must be possible.
 
@@ -303,8 +295,6 @@ class Life(RuleBasedStateMachine):
     def folders(self) -> list[str]:
         """Return the traces that are folders."""
         return [name for name in self.traces if not name.endswith(".zip")]
-
-    # --- rules ---
 
     @rule(
         name=st.sampled_from(["short", "long", "session"]),
@@ -484,8 +474,6 @@ class Life(RuleBasedStateMachine):
             assert stored.edited or f"{name} " in out.getvalue()
         for name in self.left:
             assert f"{self.root}/{name}" in out.getvalue(), f"no command for {name}"
-
-    # --- after every rule ---
 
     @invariant()
     def everything_is_there(self) -> None:

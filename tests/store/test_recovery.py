@@ -24,8 +24,6 @@ from kvsim.store import (
 from kvsim.store.draft import Group
 from small_model import small
 
-# --- the committed prefix, exactly ---
-
 
 def test_a_recovered_trace_is_the_committed_prefix(tmp_path, whole):
     """An interrupt keeps the committed tokens, and recovery makes a trace of exactly these."""
@@ -168,9 +166,6 @@ def test_what_was_written_at_the_end_is_kept_if_it_is_whole(tmp_path, whole, mon
     assert verify(found.path).attention_error
     assert verify(found.path).ok
     assert torch.equal(found.o_proj, less.o_proj)
-
-
-# --- what cannot be recovered ---
 
 
 def test_nothing_committed_is_a_clear_refusal(tmp_path):
@@ -477,9 +472,6 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
     assert sorted(found.path.iterdir()) == [found.path / name for name in names(whole.path)]
     with pytest.raises(NeedsError, match=f"expected the folder {projections.name}; copy it"):
         found.read("o_proj")
-
-
-# --- the command ---
 
 
 def test_the_command_recovers(tmp_path, run):

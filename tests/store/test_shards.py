@@ -86,9 +86,6 @@ def same(trace, expected):
     )
 
 
-# --- the files ---
-
-
 def test_a_long_trace_has_few_files():
     """32 layers of 32,768 positions are 224 files; a trace of 1,000 chunks is not sharded."""
     sizes = {"layer": 32, "qhead": 32, "head": 8, "pos": 32768, "dim": 128}
@@ -182,9 +179,6 @@ def test_a_shorter_response_shortens_the_shards(sharding, tmp_path):
         writer.publish(trace.header, tokens=trace.tokens.numpy())
 
     assert files(tmp_path / "a.zarr") == files(trace.save(tmp_path / "b.zarr"))
-
-
-# --- elsewhere ---
 
 
 def test_a_sharded_trace_is_packed_and_unpacked(stored, tmp_path, monkeypatch):
@@ -291,9 +285,6 @@ def test_a_server_without_parts_is_refused(saved):
             trace.read("k")
 
     assert "\n" not in str(caught.value)
-
-
-# --- parts and damage ---
 
 
 def test_a_part_of_a_layer_reads_a_part_of_its_file(saved, monkeypatch):
@@ -439,9 +430,6 @@ def test_sharding_belongs_to_version_5(stored):
         open_trace(stored)
     with pytest.raises(TraceError, match=r"q has chunk_grid\.\S+\.2 512, expected 768"):
         open_trace(other)
-
-
-# --- drafts ---
 
 
 class Torn:

@@ -214,9 +214,6 @@ def test_foreign_metadata_is_harmless(value, tmp_path):
     assert second.reason.startswith("b.zarr is not a kvsim trace")
 
 
-# ------------------------------------------------------------------------------- the command
-
-
 def test_the_table(run, made):
     """A line for each trace, then what cannot be used with what to do, then the totals."""
     status, text, err = run("traces", made)

@@ -258,9 +258,6 @@ def test_a_memory_budget_that_holds_no_layer_is_found_before_any_work():
         replay_all([make_trace()], [kvsim.policy("tova")], [8], memory=1000)
 
 
-# --- regret ---
-
-
 def best_by_trying(trace, budget, row, fixed):
     """Most mass that any set of `budget` entries retains, by layer and KV head, and how many sets.
 

@@ -295,9 +295,6 @@ def test_without_optuna_the_extra_is_named(traces, monkeypatch):
         tune(traces, "tova", 16, trials=1)
 
 
-# --- the command ---
-
-
 def test_the_command_prints_gains_and_options(run, paths, tmp_path):
     """A line for each part of the prompts, options that a replay takes, and a file with all."""
     options = ["--policy", "snapkv", "--budget", "36", "--interval", "8", "--trials", "6"]

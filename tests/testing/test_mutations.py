@@ -35,9 +35,6 @@ Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.deep
 
 
-# ------------------------------------------------------------------------- bugs in the engine
-
-
 def future_queries(patch: Patch) -> None:
     """The queries of a window are read one row too late."""
     right = TraceSource.queries
@@ -313,9 +310,6 @@ def test_seeded_bug_that_few_cases_show_is_caught(bug, trial, invariant, monkeyp
     bug(monkeypatch)
     with pytest.raises(Broken):
         INVARIANTS[invariant](replace(trial))
-
-
-# -------------------------------------------------------------------- bugs in a user's own policy
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,6 @@ def answer(found, number, words=""):
     return one
 
 
-# --- verdicts ---
-
-
 RIGHT, WRONG = np.linspace(0.5, 1.5, PROMPTS), -np.linspace(0.5, 1.5, PROMPTS)
 EITHER = np.resize([1.0, -0.9], PROMPTS)
 
@@ -147,9 +144,6 @@ def test_a_claim_says_its_numbers_or_what_it_needs():
     assert "one prompt decides nothing; at least 6 can" in alone.why
     assert Claim("", "", needs="needs more").lines(2) == ["needs more"]
     assert Claim("", "", outside={"a": "why", "b": "why"}).lines(2) == ["2 cases out of range: why"]
-
-
-# --- every claim ---
 
 
 def test_every_claim_is_there_and_says_what_it_needs():
@@ -452,9 +446,6 @@ def test_cost_is_decided_by_seconds_that_are_handed_in():
         found = claims(table(rows("tova", [1.0])), taken)["AMS, arXiv 2605.23200"]
 
         assert [one.verdict for one in found if one.number == "Q13"] == [verdict] * 2
-
-
-# --- what is compared with what ---
 
 
 def test_a_claim_about_two_policies_is_about_their_paired_difference():

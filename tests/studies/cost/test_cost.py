@@ -194,9 +194,6 @@ def test_a_trace_that_cannot_measure_is_said(trace):
         estimate(LLAMA_8B, kvsim.policy("asl"), 512, 4096, trace=trace)
 
 
-# -------------------------------------------------------------- FLOPs, beside those that are done
-
-
 #: kvsim's search for redundancy stops at the first match
 REDUNDANT = {n for n in names() if n.startswith(("gkv", "rkv"))}
 #: heads that hold different numbers of entries are padded to the longest

@@ -63,9 +63,6 @@ def ranks(values):
     return [sorted(values).index(one) for one in values]
 
 
-# ------------------------------------------------------------------------------------- the scatter
-
-
 def test_a_panel_has_the_attention_of_each_key(found):
     """Rows are layers and columns steps; both correlations, observed from a loop over rows."""
     trace = made(0, "a")
@@ -123,9 +120,6 @@ def test_a_head_that_is_not_there_is_an_error(found):
         expected_observed(found[0], layers=[0, 2])
 
 
-# ------------------------------------------------------------------------------------- the steps
-
-
 def test_agreement_is_that_of_each_head(found):
     """A line per trace and query head through the steps, and their mean."""
     table = measured("expectation_steps", "expectation_recall")
@@ -146,9 +140,6 @@ def test_agreement_is_that_of_each_head(found):
     assert one.get_ylabel() == "rank correlation with observed"
     assert figure.get_suptitle().startswith("2 traces: ")
     assert figure.get_suptitle().endswith("(fidelity: exact)")
-
-
-# -------------------------------------------------------------------------------------- the loss
 
 
 def test_loss_is_what_the_removed_keys_had(found):
@@ -187,9 +178,6 @@ def test_loss_is_what_the_removed_keys_had(found):
     assert len(figure.legends[0].get_texts()) == 7
     assert len(whole.collections) == 7
     assert not any(band.get_paths() for band in whole.collections)  # two prompts, no interval
-
-
-# -------------------------------------------------------------------------------------- the error
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +228,6 @@ def test_no_error_is_nothing_to_show(errors):
     """It says so."""
     with pytest.raises(PolicyError, match="no policy moved any output"):
         reconstruction_error(errors.filter(pl.col("ratio") == 0))
-
-
-# --------------------------------------------------------------------------------------- the page
 
 
 def test_what_the_page_says_of_the_sample():

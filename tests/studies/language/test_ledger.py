@@ -67,9 +67,6 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-# --- an interpreter of its own ---
-
-
 def expected(prompt: str) -> str:
     """The right response, from the definitions of the language: each line says what it is.
 
@@ -191,9 +188,6 @@ def test_a_damaged_prompt_is_refused_or_solved_right(prompt: str) -> None:
     assert found.response == expected(" ".join(prompt.split()))
 
 
-# --- retrievals ---
-
-
 @given(samples())
 def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
     """In the order of the response, each at most once per word, from what was read by then."""
@@ -304,9 +298,6 @@ def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:
     ]
 
 
-# --- judging a response ---
-
-
 @given(samples())
 def test_check_accepts_the_right_response(sample: Sample) -> None:
     """The right response is exact in every part, with or without special tokens."""
@@ -358,8 +349,6 @@ def test_check_counts_what_follows_the_report_as_wrong() -> None:
     assert not check(PROMPT, f"{RESPONSE} kuga").report_exact
 
 
-# --- prompts that are not in the language ---
-
 WALK = "walk #3 kuga ."
 
 
@@ -408,9 +397,6 @@ def test_solve_says_what_is_wrong_with_a_prompt(old: str, new: str, message: str
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, KvsimError)
     assert "\n" not in str(caught.value)
-
-
-# --- words ---
 
 
 def test_token_ids_never_change() -> None:

@@ -45,9 +45,6 @@ def segmented(trace, name="ams", budget=24, interval=12, **params):
     return kvsim.replay(trace, policy, budget, interval=interval, internals=True)
 
 
-# ------------------------------------------------------------------------------ the same, by loops
-
-
 def agreement(earlier, later, row):
     """(mean shift, F1) of two events' boundaries [position], the first one after `row`; or NaN."""
     later = [p for p in later if p <= row]
@@ -176,9 +173,6 @@ def test_the_nearest_above_equals_a_walk(values, data):
             assert got == here
 
 
-# ------------------------------------------------------------------------------------ closed forms
-
-
 @pytest.mark.parametrize(("total", "kept"), [(8, 1), (8, 3), (8, 7), (1, 0)])
 def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     """Number of runs and their mean length, over every choice of what is kept."""
@@ -210,9 +204,6 @@ def test_one_segment_has_no_boundary():
     assert sorted(values["segment_length", "ams,mean"]) == sorted({float(n) for n in held})
     assert values["segment_length", "ams,pooled"] == [pytest.approx(np.mean(held))]
     assert values["boundary_shift", "ams"] == values["boundary_f1", "ams"] == [None]
-
-
-# ------------------------------------------------------------------------------ quotas and masses
 
 
 @settings(deadline=None, max_examples=20)
@@ -260,9 +251,6 @@ def test_minima_that_do_not_fit_are_said():
     ]
 
     assert [one.to_list() for one in shares] == [[1.0] * 4, [0.0] * 4]
-
-
-# ---------------------------------------------------------------------- the table, and where from
 
 
 def variants(table):
