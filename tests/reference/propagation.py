@@ -30,16 +30,7 @@ from kvsim.testing.loops.event import Floats, Ints
 from reference.event import pool
 
 #: The parameters of every propagation and preset.
-PROPAGATIONS: dict[str, Mapping[str, Any]] = {
-    "asl": {
-        "tau": 0.3,
-        "window": 32,
-        "pool": "avg",
-        "pool_kernel": 7,
-        "first_layer": None,
-        "look_back": 8,
-        "kv_before": "budget",
-    },
+PROPAGATIONS: dict[str, dict[str, Any]] = {
     "asl_2pass": {
         "tau": 0.3,
         "window": 32,
@@ -56,17 +47,11 @@ PROPAGATIONS: dict[str, Mapping[str, Any]] = {
         "pool_kernel": 7,
         "kv_before": "budget",
     },
-    "fastkv@proportional": {
-        "layer": None,
-        "rows": 0.2,
-        "window": 8,
-        "pool": "max",
-        "pool_kernel": 7,
-        "kv_before": "budget",
-    },
     "gemfilter": {"layer": None, "pool_kernel": 5},
     "pyramidinfer": {"recent": 0.2, "ratio": 0.9, "sink": 4, "least": 64},
 }
+PROPAGATIONS["asl"] = PROPAGATIONS["asl_2pass"] | {"kv_before": "budget"}
+PROPAGATIONS["fastkv@proportional"] = PROPAGATIONS["fastkv"] | {"rows": 0.2}
 
 #: Those that nothing is put behind: no entry leaves but with its row.
 ALONE = ("asl_2pass", "gemfilter", "pyramidinfer")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -214,26 +215,37 @@ def leave(
 
 def rkv(event: Event) -> Scored:
     """The pooled local score against redundancy among all live keys (G-KV's R-KV)."""
-    rows = event.window(int(event.params["window"]))
-    values, noise, decisions = [], [], []
+    rows, heads = event.window(int(event.params["window"])), []
     for h, live in enumerate(event.live):
-        mean, taken = redundancy(event, h, in_slots(event, h, live), epsilon=1e-6, quirk=False)
+        redundant = redundancy(event, h, in_slots(event, h, live), epsilon=1e-6, quirk=False)
         own = local(event, h, rows)
         attention = {p: own[p] for p in in_slots(event, h, own)}
-        score, terms = _mixed(
-            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
-        )
-        taken += leave(event, h, score, terms, ())
-        values.append(score)
-        noise.append(terms)
-        decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions, rounded=True)
+        heads.append(_weighed(event, h, attention, redundant))
+    return _of_heads(last(event, len(rows)), heads)
+
+
+def _weighed(
+    event: Event,
+    h: int,
+    attention: dict[int, float],
+    redundant: tuple[dict[int, float], list[Decision]],
+    protected: Iterable[int] = (),
+) -> tuple[dict[int, float], dict[int, float], list[Decision]]:
+    """Scores of a head by attention and redundancy, their terms, and the decisions on the way."""
+    mean, taken = redundant
+    weight = float(event.params["mix_lambda"])
+    score, terms = _mixed(pooled(attention, event), _share(mean), weight)
+    return score, terms, taken + leave(event, h, score, terms, protected)
+
+
+def _of_heads(protected: Any, heads: list[Any]) -> Scored:
+    values, noise, decisions = map(list, zip(*heads, strict=True))
+    return Scored(values, protected, noise, decisions, rounded=True)
 
 
 def rkv_original(event: Event) -> Scored:
     """Softmax of the group's largest logits among the candidates (R-KV's own code)."""
-    rows = event.window(int(event.params["window"]))
-    values, noise, decisions = [], [], []
+    rows, heads = event.window(int(event.params["window"])), []
     for h, live in enumerate(event.live):
         old = in_slots(event, h, candidates(event, h, rows))
         attention = dict.fromkeys(old, 0.0)
@@ -244,21 +256,14 @@ def rkv_original(event: Event) -> Scored:
             )
             for p, a in zip(old, softmax(largest).tolist(), strict=True):
                 attention[p] += a / len(rows)
-        mean, taken = redundancy(event, h, in_slots(event, h, live), epsilon=1e-8, quirk=True)
-        score, terms = _mixed(
-            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
-        )
-        taken += leave(event, h, score, terms, ())
-        values.append(score)
-        noise.append(terms)
-        decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions, rounded=True)
+        redundant = redundancy(event, h, in_slots(event, h, live), epsilon=1e-8, quirk=True)
+        heads.append(_weighed(event, h, attention, redundant))
+    return _of_heads(last(event, len(rows)), heads)
 
 
 def rkv_ams(event: Event) -> Scored:
     """Attention and redundancy among the candidates, averaged over the group (AMS's R-KV)."""
-    rows = event.window(int(event.params["window"]))
-    values, noise, decisions = [], [], []
+    rows, heads = event.window(int(event.params["window"])), []
     protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
     for h in range(len(event.live)):
         old = in_slots(event, h, candidates(event, h, rows))
@@ -267,15 +272,9 @@ def rkv_ams(event: Event) -> Scored:
             for row in rows:
                 for p, a in event.attention_over(i, row, old).items():
                     attention[p] += a / event.group / len(rows)
-        mean, taken = redundancy(event, h, old, epsilon=1e-8, quirk=True)
-        score, terms = _mixed(
-            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
-        )
-        taken += leave(event, h, score, terms, protected[h])
-        values.append(score)
-        noise.append(terms)
-        decisions.append(taken)
-    return Scored(values, protected, noise, decisions, rounded=True)
+        redundant = redundancy(event, h, old, epsilon=1e-8, quirk=True)
+        heads.append(_weighed(event, h, attention, redundant, protected[h]))
+    return _of_heads(protected, heads)
 
 
 def normalised(
