@@ -264,19 +264,6 @@ def test_interrupted_sweep_keeps_what_is_done(run, trace, own, how, monkeypatch)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_an_empty_folder_takes_a_run(run, trace, own, overwrite):
-    """As in a sweep, a folder in which nothing is may be the one of the run."""
-    (own / "x").mkdir()
-
-    options = ["--policy", "tova", "--budget", "16", "--out", "x", *overwrite]
-    status = run("replay", trace, *options)[0]
-    again = run("replay", trace, *options)[0]
-
-    assert (status, again) == (0, 0 if overwrite else 2)
-    assert (own / "x" / "run.json").is_file()
-
-
 def test_interrupt_before_the_first_cell(run, trace, own):
     """Ctrl-C with nothing done writes nothing and says so."""
     arguments = ["--policy", "mine:odd", "--set", "stops_at=16", "--budget", "16", "--out", "x"]

@@ -75,12 +75,6 @@ def serve():
     return browsing.serve
 
 
-@pytest.fixture
-def hostile_tokens():
-    """Tokens that would do something if anything took them for markup."""
-    return HOSTILE
-
-
 @pytest.fixture(scope="session")
 def scanned_once():
     """Streamlit reads what every installed package says of itself for each AppTest: only once."""

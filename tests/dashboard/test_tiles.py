@@ -142,17 +142,6 @@ def test_profiles_of_heads_are_means_over_rows():
         assert table.row(head)[2:] == pytest.approx(want, rel=1e-5)
 
 
-def test_the_table_of_heads_has_a_row_for_each_query_head():
-    """With its KV head; by default 4 first positions, 32 recent ones, and 1 % of the maximum."""
-    trace = made()
-    table = head_table(trace, 1)
-
-    assert table["qhead"].to_list() == [0, 1, 2, 3]
-    assert table["head"].to_list() == [0, 0, 1, 1]
-    assert table.columns[2:] == ["sink", "local", "entropy", "sparsity"]
-    assert table.equals(head_table(trace, 1, sink=4, local=32, least=0.01))
-
-
 @pytest.mark.parametrize("least", [0.02, 0.2])
 def test_the_last_row_that_needs_a_position_is_that_of_a_loop(least):
     """The largest row with so much attention on it, of either query head of the group."""

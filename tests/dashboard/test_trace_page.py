@@ -12,17 +12,6 @@ from kvsim.samples import sample_trace
 from kvsim.store.index import find_runs, find_traces
 
 
-def test_traces_of_a_folder_are_listed_by_name(folder):
-    """Whole and broken ones; nothing hidden, and nothing inside of a trace."""
-    assert list(find_traces(folder)) == [
-        "broken.zarr",
-        "more/hostile.zarr",
-        "more/plain.zarr",
-        "more/unfinished.zarr",
-        "sample.zarr",
-    ]
-
-
 def test_runs_are_found_and_not_looked_into(tmp_path):
     """What a run holds is no trace, and links lead nowhere."""
     (tmp_path / "runs" / "a" / "records.zarr").mkdir(parents=True)

@@ -392,16 +392,6 @@ def test_a_recovery_names_the_trace_that_was_replaced(tmp_path, whole, capsys):
     assert names(tmp_path) == [HIDDEN["old"], "a.zarr"]
 
 
-def test_a_window_of_attention_that_is_left_out_is_noted(tmp_path):
-    """The last rows of a capture that was cut are not those of the trace."""
-    interrupted(tmp_path / "a.zarr", attention="window:16")
-
-    found = open_trace(recover(tmp_path / "a.zarr"))
-
-    assert not found.has("attention_window")
-    assert found.meta["notes"][-1] == "recovered without attention_window, which was not complete"
-
-
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_a_damaged_draft_is_an_error(damage, tmp_path):
     """A chunk that changed or went missing is named, and nothing is published."""

@@ -26,14 +26,6 @@ def test_an_existing_path_is_refused(stored):
     assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
 
 
-def test_overwriting_replaces_a_trace(stored):
-    """`overwrite` replaces a trace and leaves nothing beside it."""
-    make(prompt_len=20).save(stored, overwrite=True)
-
-    assert open_trace(stored).prompt_len == 20
-    assert [path.name for path in stored.parent.iterdir()] == ["made.zarr"]
-
-
 @pytest.mark.parametrize("kind", ["file", "folder", "empty folder", "link", "other group"])
 def test_only_a_trace_is_overwritten(kind, tmp_path, saved):
     """`overwrite` refuses whatever is not a trace, and leaves it as it was."""
@@ -194,14 +186,6 @@ def test_a_writer_refuses_weights_that_are_not_finite_or_too_large(tmp_path):
         writer.write_layer("o_proj", 0, torch.ones(2, 8, 20))
         with pytest.raises(TraceError, match="o_proj has 1 of 2 chunks"):
             require_chunks(writer._group, "o_proj", "a.zarr", "write it")
-
-
-def test_an_output_folder_that_cannot_be(tmp_path):
-    """A path below a file is one clear error."""
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(TraceError, match="cannot be written"):
-        make().save(tmp_path / "file" / "a.zarr")
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
