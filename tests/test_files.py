@@ -318,10 +318,7 @@ def test_an_output_is_checked_and_left_alone(tmp_path):
 
 
 def test_what_a_killed_command_leaves_is_listed_and_discarded(run, tmp_path):
-    """The hidden folder of an output is named by `kvsim traces`, until `trace discard` removes it.
-
-    While the output is being written, its folder is not discarded.
-    """
+    """`kvsim traces` names the hidden folder of an output until `trace discard` removes it."""
     out, kept = tmp_path / "a.svg", tmp_path / "kept"
     with published(out) as draft:
         draft.write_text("half of")

@@ -233,10 +233,7 @@ def test_nothing_dropped_is_an_empty_state(page):
     ("n", "prompt", "window"), [(120, 120, None), (120, 118, None), (120, 1, 50), (2, 2, None)]
 )
 def test_a_trace_opens_on_a_picture(opened, random_trace, tmp_path, n, prompt, window):
-    """Without a response, with a short one, below a windowed layer, and of two tokens.
-
-    One sentence says which stretches of the text the segments are.
-    """
+    """Without a response, with a short one, below a windowed layer, and of two tokens."""
     formulas = [Formula(8**-0.5), Formula(8**-0.5, window=window)]
     texts = [f"token{at}" for at in range(n)]
     trace = random_trace(n, texts, prompt_len=prompt, formulas=formulas)

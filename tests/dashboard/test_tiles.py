@@ -90,10 +90,7 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
 def test_the_map_of_reads_says_what_the_account_says(heads):
-    """Codes by a plain loop over rows, pages and query heads; a cell that is read in part says so.
-
-    Between events, at events, and with rows of another block.
-    """
+    """Codes are those of a plain loop over rows, pages and query heads, between events too."""
     trace = made(140)
     policy = kvsim.policy(
         "tova+quest", page=3, share=0.5, dense_layers=0, scorer__heads=heads, heads="group"

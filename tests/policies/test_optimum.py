@@ -96,10 +96,7 @@ def test_its_certificate_holds():
 
 @pytest.mark.parametrize(("events", "budget"), [(1, 20), (8, 24), (40, 40)])
 def test_it_is_the_best_assignment_of_evictions(events, budget):
-    """scipy's assignment of every eviction to an entry loses as much as the optimum does.
-
-    Larger pools, whose first prices are those of a sample of the entries.
-    """
+    """scipy's assignment of every eviction to an entry loses as much as the optimum does."""
     generator = np.random.default_rng(events)
     first = np.sort(np.r_[np.zeros(60, int), generator.integers(0, events, 60)])
     mass = generator.pareto(1.0, (1, 120, events))

@@ -335,10 +335,7 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("sharp", [1, 30, 1000])
 def test_dropkv_measures_the_output_without_the_entry(sharp, sinks):
-    """The score is the squared move of a row's output when it attends to all entries but one.
-
-    Also where one entry has all of the weight that a double holds, and next to sinks.
-    """
+    """The score is the squared move of a row's output when it attends to all entries but one."""
     queries = make_trace().q * sharp
     learned = torch.linspace(-3, 2, HEADS * GROUP, dtype=torch.float64) * sharp
     formula = Formula(DIM**-0.5, sinks=learned.tolist() if sinks else ())

@@ -131,12 +131,7 @@ def disagreement(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_in_float64_equals_the_naive_replay(name):
-    """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict.
-
-    Among them cases of three and more events that evict, budgets at the edge of what is protected,
-    scores that tie, and, where heads are given different numbers, ragged ones. The invariant
-    `naive_replay` compares the same policies on other cases (tests/testing).
-    """
+    """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict."""
     seen: Counter[str] = Counter()
     preset = name in CROSSES or ("@" in name and name not in SIMPLE)  # the rule of its policy
     often = (*SIMPLE, *AROUND, "paged+snapkv")  # which seldom acts three times

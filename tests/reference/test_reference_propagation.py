@@ -188,11 +188,7 @@ def disagreement(
 
 @pytest.mark.parametrize("name", [*NAMES, *CROSSES])
 def test_replay_equals_the_naive_replay(name):
-    """Which rows reach a layer, what its cache keeps of them, and ASL's curve, case by case.
-
-    Among the cases are selections at many different layers and at none, prompts that are short
-    enough to go through, and events behind the prompt.
-    """
+    """Which rows reach a layer, what its cache keeps of them, and ASL's curve, case by case."""
     seen: Counter[str] = Counter()
     selected: Counter[int | None] = Counter()
     for seed in range(CASES.get(name, USUAL)):

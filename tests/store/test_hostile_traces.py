@@ -375,10 +375,7 @@ def test_tokens_and_layers_that_are_no_numbers_of_such_are_refused(stored, tmp_p
 
 @pytest.mark.deep
 def test_refusing_takes_neither_time_nor_memory(stored, tmp_path, warm_python):
-    """The most expensive claims are refused in two seconds each, within 100 MB of memory.
-
-    In a process of its own, which may not take a gigabyte more than it has when it begins.
-    """
+    """The most expensive claims are refused in two seconds each, within 100 MB of memory."""
     cases = []
 
     def case(change):

@@ -63,10 +63,7 @@ def test_an_interrupt_while_arrays_are_made_leaves_nothing(tmp_path, monkeypatch
 
 
 def test_an_interrupt_waits_for_what_is_being_written(tmp_path, warm_python):
-    """A file is written to its end, and what was begun is removed then; nothing comes later.
-
-    In a process of its own, whose main thread gets the signal.
-    """
+    """A file is written to its end, and what was begun is removed then; nothing comes later."""
     program = """
 import os, signal, sys, threading, time
 from kvsim import Rope, Trace

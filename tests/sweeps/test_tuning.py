@@ -341,10 +341,7 @@ def test_bad_options_are_one_line(run, paths):
 
 
 def test_reading_more_is_no_gain(traces, monkeypatch):
-    """Settings of a reader or a codec that hold or read more bytes than the default are left out.
-
-    Each of the settings that are taken costs no more; without the rule, one that does would be.
-    """
+    """Settings of a reader or codec that hold or read more bytes than the default are left out."""
     name, fixed = "quest", {"page": 4}
     options = {"search": ["share", "dense_layers"], "fixed": fixed, "trials": 8, **TERMS}
     tuned = tune(traces[:3], name, 16, **options)

@@ -97,11 +97,7 @@ EITHER = np.resize([1.0, -0.9], PROMPTS)
     ],
 )
 def test_verdicts(cases, margin, verdict):
-    """Right in nine tenths of the cases, wrong in more than a tenth, or neither.
-
-    A case counts after correction for their number, and if it matters; one of fewer than 6 prompts
-    never does.
-    """
+    """Right in nine tenths of the cases, wrong in more than a tenth, or neither."""
     given = {str(i): np.array(values, float) for i, values in enumerate(cases)}
 
     assert Claim("", "", cases=given, margin=margin).verdict == verdict

@@ -125,10 +125,7 @@ def test_what_a_propagation_says_is_noted():
 
 
 def test_a_size_that_follows_the_text_counts_as_everything(trace):
-    """Where a threshold decides, events score all entries that there can be, and a remark says so.
-
-    With a threshold that every score reaches, the replay holds what is counted.
-    """
+    """Where a threshold decides, events score all possible entries, and a remark says so."""
     policy = made("dms", threshold=0.0)
     cost = estimate(SMALL, policy, BUDGET, TOKENS, prompt=PROMPT, trace=trace)
     record = kvsim.replay(trace, policy, BUDGET)

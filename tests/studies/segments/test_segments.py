@@ -261,10 +261,7 @@ def variants(table):
 
 
 def test_without_internals_there_is_the_proxy_alone():
-    """No value, and not 0, for what the events decided; the proxies are the same with and without.
-
-    A policy without segments has its proxies, whether its internals are there or not.
-    """
+    """Decisions of events have no value, instead of 0; the proxies are the same."""
     trace = small_trace()
     record = segmented(trace)
     bare = replace(record, internals=())
