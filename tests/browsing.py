@@ -3,8 +3,6 @@
 Playwright is imported on use: most tests need no browser.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

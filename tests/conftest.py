@@ -1,7 +1,5 @@
 """What every test runs under: no network, Hypothesis profiles, and no silent skips in CI."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import ipaddress

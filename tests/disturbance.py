@@ -3,8 +3,6 @@
 An audit hook sees each call that changes files, before it happens, whatever library makes it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

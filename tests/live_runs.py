@@ -1,7 +1,5 @@
 """Live runs for tests: what each layer of a running model computed, and the same by definition."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -3,8 +3,6 @@
 Kept sets must be equal, entry by entry, and means of all metrics within the rounding of float32.
 """
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Print the sizes of the repository next to their aims: python tests/sizes.py."""
 
-from __future__ import annotations
-
 import ast
 import re
 import signal

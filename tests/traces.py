@@ -1,7 +1,5 @@
 """Small traces for tests: random ones, ones whose layers settle, and changed copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

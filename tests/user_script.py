@@ -1,7 +1,5 @@
 """A small script as a user writes it: mypy checks it, and tests/test_arguments.py runs it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_type

@@ -15,8 +15,6 @@ the environment says to the interpreter and to libraries that are imported alrea
 and of imports, start a process of their own.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util

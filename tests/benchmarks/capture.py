@@ -20,8 +20,6 @@ With `--model` the prompt is documentation that comes with Python; with SmolLM2 
 of a prompt of 4,095 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ the prompt, at the fp32 rate of a matrix product of the same thread; seconds are
 time. Beside it milliseconds a cell on the sample trace, where every operation is small.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ of their largest number (fp32 products, another order of additions), kept sets o
 within 1e-4 of each other), judged values within 1e-2 of those of the CPU, or 1e-5.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ exception, more than five seconds, more than a gigabyte, or a change that `verif
 Case i of a run has the seed `--seed` + i, so a run goes on where another one ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

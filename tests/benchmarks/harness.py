@@ -1,7 +1,5 @@
 """What benchmarks share: clocks, options of a script, and the report and its place in a page."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

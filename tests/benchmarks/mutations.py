@@ -13,8 +13,6 @@ leaves out by definition may differ. Anything else is a finding, printed with th
 case i of a run has the seed `--seed` + i.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

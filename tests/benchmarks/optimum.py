@@ -11,8 +11,6 @@ kept sets retain and what their prices prove possible. A slope is that of the lo
 seconds of `solve` over the logarithm of the size, by least squares: 1 is linear, 2 quadratic.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -13,8 +13,6 @@ Prints
 * the time that each part takes.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

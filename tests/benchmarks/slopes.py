@@ -10,8 +10,6 @@ logarithm of CPU seconds over the logarithm of the size, by least squares: 1 is 
 The last one is that of the last doubling alone, where what every sweep costs once weighs least.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ of the fastest turn; processes count from their start, with all that they import
 compared.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

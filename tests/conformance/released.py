@@ -5,8 +5,6 @@ and values of a trace. What such a file imports and does not need here (CUDA ker
 other versions of transformers) is replaced by a stand-in. No code of theirs is in this repository.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence

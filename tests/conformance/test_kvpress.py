@@ -9,8 +9,6 @@ head in two stages afterwards; `adakv+criticalkv+X` shares out by the two-stage 
 AdaKVPress around CriticalKVPress. `criticalkv+adakv+X` is no name: an allocator comes first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ there one full-cache trace says what both see, however many events there were. W
 differ, the test puts the one cause on our side, and they agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise

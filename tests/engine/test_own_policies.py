@@ -1,7 +1,5 @@
 """A policy of the user's own spoils nothing that other policies read, whichever way it writes."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """AMS: its vectorised steps against naive loops, and what must hold of whole replays."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace

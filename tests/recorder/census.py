@@ -11,8 +11,6 @@ cache. The result is `recorded`, `refused` (one line), `foreign` (any other exce
 variants of a family.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

@@ -5,8 +5,6 @@ the definitions alone, so that agreement with the policies means something. A he
 known by position; its slots are the ranks of its live positions.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Policies that look at positions, at what entries received, at keys alone, or at one window."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

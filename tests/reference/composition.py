@@ -1,7 +1,5 @@
 """A policy by name as one `Rule` of the naive replay: its pieces, put together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

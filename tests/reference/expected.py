@@ -1,7 +1,5 @@
 """Policies that look at values, at what queries may come, or at the queries that did come."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Layouts of caches once more and naively: one set for heads or layers, and whole pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

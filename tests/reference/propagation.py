@@ -14,8 +14,6 @@ Shapes: q [layer, qhead, pos, dim], k [layer, head, pos, dim]. The functions at 
 small on purpose: tests replace one of them by a wrong one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

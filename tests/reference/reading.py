@@ -5,8 +5,6 @@ head, row r sees p iff p <= r <= evicted_at[p], and a row's page holds its own e
 [qhead, row, dim], k and v [head, pos, dim] of one layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """KVzip naively: weights of rows that repeat the context, and one ranking of all heads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies: kvsim's own policies, with parameters that bind."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The engine and the metrics against a naive float64 replay that shares no code with them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise

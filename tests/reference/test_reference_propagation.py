@@ -1,7 +1,5 @@
 """ASL and its relatives against a naive float64 propagation that shares no code with them."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Codecs against naive float64 loops: when entries are rounded, to what, and what it costs."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

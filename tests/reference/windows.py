@@ -3,8 +3,6 @@
 `candidates` are the live entries before the window, in order of position.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from itertools import pairwise

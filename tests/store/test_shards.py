@@ -1,7 +1,5 @@
 """Sharded traces: a file for each layer of an array, of which parts are read."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

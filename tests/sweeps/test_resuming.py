@@ -1,7 +1,5 @@
 """Replays into a folder that are stopped: resumed, they end as undisturbed ones."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Seeded bugs of readers and codecs are caught; their records are the same wherever they went."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

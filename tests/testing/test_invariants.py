@@ -1,7 +1,5 @@
 """Every policy and preset satisfies every invariant, and so can a policy of the user's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Every bug was made by somebody: most of them are in the histories of published implementations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar

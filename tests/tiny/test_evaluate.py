@@ -1,7 +1,5 @@
 """The measurements behind the model card, and the card itself."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What papers print of costs, beside the formulas."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The ledger language: what is solved, looked up, and judged."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Prompts of the ledger language: tasks, domains, levels."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from statistics import mean
