@@ -46,6 +46,7 @@ from kvsim.store.draft import belongs_to
 from kvsim.store.index import index
 from kvsim.store.packing import pack, unpack
 from small_model import small
+from traces import random_trace
 
 pytestmark = pytest.mark.deep
 
@@ -109,21 +110,15 @@ def _kept(trace: Trace, name: str) -> bytes:
 def contents() -> dict[str, Content]:
     """A short one, one of several blocks, and what a session records of a model."""
 
-    def random_trace(n: int, seed: int) -> Trace:
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(2, heads, n, 4, generator=generator) for heads in (2, 1, 1))
-        facts = {
-            "prompt_len": n - 10,
-            "rope": kvsim.Rope.default(4),
-            "tokens": torch.arange(n) % 7,
-            "token_text": [f"t{i % 7}" for i in range(n)],
-        }
-        trace = Trace.from_arrays(q, k, v, **facts)
-        return Trace.from_arrays(q, k, v, attn_out=trace.attn_out, lse=trace.lse, **facts)
+    def drawn(n: int, seed: int) -> Trace:
+        sizes = {"heads": 1, "dim": 4, "size": 1.0, "prompt_len": n - 10}
+        tokens = [i % 7 for i in range(n)]
+        texts = [f"t{i}" for i in tokens]
+        return random_trace(n=n, seed=seed, computed=True, tokens=tokens, token_text=texts, **sizes)
 
     return {
-        "short": Content(random_trace(40, 1)),
-        "long": Content(random_trace(600, 2)),
+        "short": Content(drawn(40, 1)),
+        "long": Content(drawn(600, 2)),
         "session": Content(capture_session()),
     }
 
