@@ -54,10 +54,7 @@ _ON_REQUEST = {
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """Return the dtype in which numbers of dtype `source` are hashed, and projections stored.
-
-    float32 holds every bfloat16 exactly.
-    """
+    """The dtype in which numbers are hashed and projections stored; float32 for bfloat16."""
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 
@@ -235,10 +232,7 @@ def check_steps(*parts: slice) -> None:
 def as_stored(
     name: str, values: Tensor, dtype: torch.dtype, where: str, *, layer: int, pos: int = 0
 ) -> Tensor:
-    """Return part of one layer of an array as it is stored; pos: its first position.
-
-    Raises TraceError for NaN or infinity, and for what float16 cannot hold.
-    """
+    """Return part of a layer from `pos` on as stored; TraceError for NaN, infinity and overflow."""
     stored = values.to("cpu", dtype)
     if dtype == torch.float16 and values.dtype != torch.float16:
         largest = float(_largest(values))
@@ -277,10 +271,7 @@ def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], whe
 
 
 def first_row(shape: tuple[int, ...]) -> int:
-    """Return the position of the first row of dense attention: its rows are the last ones.
-
-    shape: [layer, qhead, row, pos].
-    """
+    """The position of the first row of dense attention [layer, qhead, row, pos], the last ones."""
     return shape[3] - shape[2]
 
 

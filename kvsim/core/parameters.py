@@ -154,10 +154,7 @@ class Parameter:
         return _fit_of(self.hint)
 
     def value(self, given: object, label: str, error: type[KvsimError] = PolicyError) -> Any:
-        """The value that is given, as a plain number where it is one of numpy's.
-
-        Raises `error`, which begins with `label`, where it does not fit.
-        """
+        """The value as a plain number; raises `error`, beginning with `label`, for a bad one."""
         fitted = self.fit(given)
         if fitted is _UNFIT:
             shown = repr(given).replace("\n", " ")

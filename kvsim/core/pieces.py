@@ -423,10 +423,7 @@ class LayerBudgets(Sizing, ABC):
         return (budget,)
 
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int | None:
-        """Entries of a head after n_pos tokens, where the policy's budget plays no part in it.
-
-        None where it does, or where that is unknown.
-        """
+        """Entries of a head after n_pos tokens where no budget plays a part; None if unknown."""
         return None
 
     @property

@@ -73,10 +73,7 @@ class Source(Protocol):
 
     @property
     def o_proj(self) -> Tensor:
-        """Output projection of each query head, [L, H, G, d, D]; NeedsError without one.
-
-        Where a gate acts before it, of values times the mean gate of the prompt.
-        """
+        """Projections [L, H, G, d, D], times the prompt's mean gate if any; NeedsError if none."""
 
     @property
     def probe(self) -> ProbeRows:

@@ -27,10 +27,7 @@ class Memo:
         self._bytes = 0
 
     def __call__(self, key: tuple[Hashable, ...], compute: Callable[[], T], most: int) -> T:
-        """Return what `compute` returned for the key, a tensor or a tuple of them.
-
-        most: bytes that may be kept.
-        """
+        """Return the tensor, or tuple, that `compute` gave for the key; most: bytes to be kept."""
         kept = self._results.get(key)
         if kept is not None:
             before: T = kept[0]

@@ -42,10 +42,7 @@ def encode_arrays(arrays: Mapping[str, Any]) -> bytes:
 
 
 def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a `.npz` file by name.
-
-    Raises ValueError for damaged data, and for more bytes than files of this size have.
-    """
+    """Return the arrays of a `.npz` file by name; ValueError for damage, or far too many bytes."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             _check_size(archive, data)

@@ -210,10 +210,7 @@ def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
 
 
 def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **options: Any) -> Run:
-    """Compute what is not finished yet, and publish the whole unless it is a shard.
-
-    options: those of `work`.
-    """
+    """Compute what is not finished yet; publish it unless it is a shard. options: as `work`."""
     meter, planned = Meter(), forecast(plan, kept, options.get("jobs", 1), plan.share(shard))
     interrupted = not work(plan, kept, shard=shard, **options)
     run = plan.run(kept, interrupted=interrupted)

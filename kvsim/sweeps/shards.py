@@ -44,10 +44,7 @@ _LARGEST = 8 << 30
 
 
 class Kept:
-    """The outcomes of tasks, in memory; `Shards` keeps them in a folder.
-
-    parts: the finished tasks by their keys, as far as `scan` has seen.
-    """
+    """The outcomes of tasks in memory, not in a folder (`Shards`); parts: finished ones by key."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Outcome] = {}

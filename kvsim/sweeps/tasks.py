@@ -127,10 +127,7 @@ def tasks_of(
     *,
     together: int | None = None,
 ) -> list[Task]:
-    """Cut cells, those of a trace next to each other, into tasks in their order.
-
-    options: of the executor, and `records`, whether they are kept. together: cells of a task.
-    """
+    """Cut cells into tasks of `together` cells of a trace; options: executor's, and `records`."""
     groups = itertools.groupby(cells, lambda cell: cell.trace.name)
     return [
         task
@@ -261,10 +258,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
-    """Replay and measure the cells of a task; failures of cells are among what it returns.
-
-    Raises KvsimError where nothing can be computed.
-    """
+    """Replay and measure a task, failures of cells included; KvsimError if nothing can be done."""
     began = time.process_time()
     trace = _loaded(task)
     with threads_for([trace]):

@@ -91,10 +91,7 @@ class Case:
         return Chunk(0, middle, rows // 2), Chunk(middle, end, rows - rows // 2)
 
     def trace(self, context_len: int | None = None) -> Trace:
-        """The arrays as a Trace, with a context of the prompt's first rows if it is given.
-
-        The same one each time: what it computes of its arrays is computed once.
-        """
+        """The arrays as a Trace, the same one each time; context_len: of the prompt, if given."""
         if context_len not in self._traces:
             end = self.prompt_len if context_len is None else context_len
             probe = Probe("repeat", self.chunks(end), (0,) * self.probe_q.shape[2])
@@ -234,10 +231,7 @@ def cases(
     max_heads: int = 3,
     groups: tuple[int, ...] = GROUPS,
 ) -> Case:
-    """Traces of 1 to 3 layers and heads, groups of 1, 2, 4, 7, dim 4 to 16, any prompt length.
-
-    One-entry traces and prompts of one or all tokens come up too.
-    """
+    """Traces of 1 to 3 layers and heads, groups of 1, 2, 4, 7, dim 4 to 16, any prompt length."""
     usual = st.integers(max(min_n, min(12, max_n)), max_n)
     n = mostly(draw, usual, st.integers(min_n, max_n))
     layers, heads, group, dim = draw(_shapes(max_layers, min_heads, max_heads, groups))

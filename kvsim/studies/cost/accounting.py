@@ -214,10 +214,7 @@ def estimate(
 
 
 def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> float:
-    """Time per output token as bytes that are read: (weights + cache) / (weights + full cache).
-
-    passes: how often a token's step moves the cache; 1 where attention reads it once.
-    """
+    """Time per output token: (weights + passes of cache) / (weights + full cache), in bytes."""
     return (model.weight_bytes + passes * kv) / (model.weight_bytes + passes * full)
 
 

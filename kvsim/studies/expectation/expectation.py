@@ -116,10 +116,7 @@ def key_projections(
 def logit_blocks(
     read: Read, start: int, stop: int, keys: Tensor, formula: Formula
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, logits [1, H, G, w, n]) of rows start..stop-1 over all keys [1, H, n, d].
-
-    In float64 once they are multiplied, so that long sums lose nothing.
-    """
+    """(rows, float64 logits [1, H, G, w, n]) of rows start..stop-1 over all keys [1, H, n, d]."""
     group = read(start, start + 1).shape[2]
     step = max(1, LOGIT_BYTES // (8 * group * keys[..., 0].numel()))
     for begin in range(start, stop, step):

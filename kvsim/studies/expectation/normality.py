@@ -30,10 +30,7 @@ _BY_CHANCE = 64
 
 @dataclass(frozen=True)
 class Normality:
-    """Distance of every dimension from normal over `samples` rows from `skip` on.
-
-    distance: [layer, qhead, dim]; NaN where the samples do not vary.
-    """
+    """Distance [layer, qhead, dim] from normal over rows from `skip` on; NaN where all is equal."""
 
     trace: str
     skip: int
@@ -42,10 +39,7 @@ class Normality:
 
 
 def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> Normality:
-    """Distance of queries before RoPE over rows skip..stop-1, one layer in memory at a time.
-
-    Raises PolicyError for fewer than 4 rows.
-    """
+    """Distance of queries before RoPE over rows skip..stop-1; PolicyError for fewer than 4 rows."""
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, LEAST_SAMPLES)
     rows, distances = slice(skip, stop), []

@@ -207,10 +207,7 @@ class Ranking:
         return np.flatnonzero((self._recent(layer, look_back) <= k).any(0).numpy())
 
     def entropy(self) -> Floats:
-        """Entropy of each layer's scores as a distribution over the tokens, in nats; [L].
-
-        log(m) where the scores are equal; NaN where they are all 0.
-        """
+        """Entropy [L] of layers' scores over tokens, in nats: log(m) if equal, NaN if all 0."""
         scores = self.scores.double()
         share = scores / scores.sum(-1, keepdim=True)
         entropy: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
@@ -269,10 +266,7 @@ def ranking(
 def window_attention(
     trace: Trace, window: int = 32, *, columns: int = 1024, device: str = "cpu"
 ) -> Floats:
-    """Attention of the last `window` rows of the prompt, mean over the query heads; [L, w, c].
-
-    Neighbouring positions are pooled by their maximum until there are at most `columns`.
-    """
+    """Attention [L, w, c] of the prompt's last rows, mean over query heads, pooled to `columns`."""
     look = _look(trace, device)
     factor = -(-trace.prompt_len // columns)
     windows = []

@@ -100,10 +100,7 @@ class Diagnosis:
 
     @cached_property
     def jaccard(self) -> Floats:
-        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
-
-        NaN in the first layer, and where k is 0.
-        """
+        """|A and B| / |A or B| [L] of first k tokens and the layer before's; NaN without any."""
         top = (self.ranking.ranks <= self.curve.k).numpy()
         both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
         return np.concatenate([[np.nan], share(both, either)])
@@ -117,10 +114,7 @@ class Diagnosis:
 
     @cached_property
     def recall(self) -> Floats | None:
-        """Share of the gold tokens among each layer's first k or in the window; [L].
-
-        None where they are not known, NaN where there are none.
-        """
+        """Share [L] of gold tokens that go on; None if they are unknown, NaN if there are none."""
         if self.gold is None:
             return None
         kept = np.ones((self.curve.n_layers, self.curve.prompt_len), dtype=bool)

@@ -69,10 +69,7 @@ class Segments:
 
     @property
     def shift(self) -> Floats:
-        """Mean distance of a boundary from the nearest of the event before; [H, E - 1].
-
-        NaN where one of the two events has none.
-        """
+        """Mean distance [H, E - 1] of boundaries from the nearest before; NaN without any."""
         return share(np.where(self.earlier > 0, self.distance, np.nan), self.later)
 
     @property
@@ -107,10 +104,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class Noted:
-    """Notes of one name of the events that acted on a layer.
-
-    rows [E]; values: for each event [H] or [H, S].
-    """
+    """Notes of a name at events on a layer: rows [E]; values, for each event [H] or [H, S]."""
 
     rows: Ints
     values: list[NDArray[np.generic]]
