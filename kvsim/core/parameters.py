@@ -35,8 +35,6 @@ from typing import (
 
 from kvsim.errors import KvsimError, PolicyError
 
-# ------------------------------------------------------------------------------------- the bounds
-
 
 class Bound(ABC):
     """A condition on a number; as text, its words in "an integer ..."."""
@@ -128,9 +126,6 @@ class Odd(Bound):
 
     def __str__(self) -> str:
         return "odd"
-
-
-# --------------------------------------------------------------------------------- the parameters
 
 
 @dataclass(frozen=True)
@@ -265,8 +260,6 @@ def _number(kind: type, value: Any) -> Any:
     real = kind is float and not isinstance(value, bool) and isinstance(value, numbers.Real)
     return float(value) if real else _UNFIT
 
-
-# -------------------------------------------------------------------------------------- the words
 
 _NOUNS = {int: "integer", float: "number"}
 _ALTERNATIVES: dict[Any, list[str]] = {

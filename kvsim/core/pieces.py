@@ -295,9 +295,6 @@ class Wrapper(Scorer):
         return Scores.of(view.scored(self.scorer))
 
 
-# --------------------------------------------------------------------------------- the allocator
-
-
 @dataclass(frozen=True)
 class Plan:
     """How many entries stay at an event, and from where.
@@ -403,9 +400,6 @@ class Everything(Allocator):
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The number of entries that each head holds."""
         return Plan(view.count)
-
-
-# ---------------------------------------------------------------------------- the layers' budgets
 
 
 class LayerBudgets(Sizing, ABC):

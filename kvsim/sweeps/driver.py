@@ -199,9 +199,6 @@ def plan_replays(
     return plan
 
 
-# --------------------------------------------------------------------------------- the work itself
-
-
 def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
     """Check that the plan can be computed, then make its folder or go on with one."""
     plan.check()

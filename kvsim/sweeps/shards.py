@@ -165,8 +165,6 @@ class Shards(Kept):
             )
         return read_grid(self.folder / CONFIG)
 
-    # --- what is done ---
-
     def scan(self) -> None:
         """Read what has been finished since the last time."""
         for path in sorted((self.folder / PARTS).glob("*.json")):
@@ -222,8 +220,6 @@ class Shards(Kept):
         self.look(stem)
         self.release(task.key)
 
-    # --- who computes what ---
-
     def claim(self, task: Task) -> bool:
         """Claim a task; False if another process computes it. A dead process has no claims."""
         path = self.folder / PARTS / f"{task.key}.claim"
@@ -257,8 +253,6 @@ class Shards(Kept):
         self.scan()
         done = any(cell for part in self.parts.values() for cell in part.done.values())
         return done or any((self.folder / PARTS).glob("*.claim"))
-
-    # --- reading it again ---
 
     def _table(self, key: str) -> pl.DataFrame:
         path = self.folder / PARTS / f"{key}.parquet"

@@ -254,9 +254,6 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
-# ------------------------------------------------------------------------------ computing a task
-
-
 def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
     """Replay and measure a task, failures of cells included; KvsimError if nothing can be done."""
     began = time.process_time()

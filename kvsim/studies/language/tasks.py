@@ -88,8 +88,6 @@ class Sample:
         return {**row, "reach": round(self.reach, 1), "reference": self.response}
 
 
-# --- writing a page ---
-
 # Each filler word has four possible successors, so that filler is easy to predict and takes little
 # of the model's capacity.
 _filler_rng = random.Random(11)
@@ -232,9 +230,6 @@ def make(
     words += ["report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
     prompt = " ".join(words)
     return Sample(task, domain, level, prompt, *solve(prompt), facts, lines)
-
-
-# --- levels ---
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,6 @@ class Segments:
         return chance.mean_run(self.positions, self.positions - self.entries)
 
 
-# ------------------------------------------------------------------- decisions at events of AMS
-
-
 @dataclass(frozen=True)
 class Noted:
     """Notes of a name at events on a layer: rows [E]; values, for each event [H] or [H, S]."""
@@ -197,9 +194,6 @@ def _distance(these: Ints, those: Ints) -> Ints:
     before, behind = those[np.maximum(place - 1, 0)], those[np.minimum(place, len(those) - 1)]
     nearest: Ints = np.minimum(np.abs(these - before), np.abs(behind - these))
     return nearest
-
-
-# -------------------------------------------------------------- runs of positions that are retained
 
 
 def proxy_segments(evicted_at: EvictedAt) -> Segments:
