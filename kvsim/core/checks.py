@@ -318,11 +318,7 @@ def _largest(values: Tensor, *axes: int) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the error of each head [head]: largest |actual - expected| over largest |expected|.
-
-    actual, expected [head, row, dim]. The denominator is the head's and not the row's, so that
-    rounding in a row whose values cancel is not blown up.
-    """
+    """Largest |actual - expected| over largest |expected| of each head [head]; [head, row, dim]."""
     size, difference = (_largest(x, -2, -1) for x in (expected, actual - expected))
     # where a head's output is 0 everywhere, any difference is infinite
     return torch.where(difference == 0, difference, difference / size)

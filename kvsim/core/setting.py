@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Keys, values and queries of a block of layers: a View reads them, a Block changes them.
-
-    The layers of a block share one formula and one rotary embedding. A trace
-    (`kvsim.engine.source`), a running model's cache (`kvsim.runner.cache`) and its cache in blocks
-    (`kvsim.runner.paged`) are sources.
-    """
+    """Keys, values and queries of a block of layers, of one formula and one rotary embedding."""
 
     @property
     def compacted(self) -> bool:

@@ -14,12 +14,10 @@ MEMO_BYTES = 128 << 20
 
 
 class Memo:
-    """Results by key, of which the first part is their kind.
+    """Results by key, of which the first part is their kind; threads may share a memo.
 
-    When the memo is full, results of other kinds are dropped. Results of the same kind stay:
-    replays ask for them in the same order again, and if the oldest were dropped, each would be
-    missing when it is needed. Threads may share a memo, as those of the dashboard do: no step
-    expects a result that another may have dropped.
+    When it is full, results of other kinds are dropped. Those of the same kind stay: replays ask
+    for them in the same order again, and each would be missing when it is needed.
     """
 
     def __init__(self) -> None:

@@ -221,8 +221,7 @@ FAR = 3
 def far_off(values: Sequence[float | None], names: Sequence[str] = ()) -> float | None:
     """The largest value that a chart is drawn for, where some are far above all others; else None.
 
-    They would press the others onto one line. names: of the series of each value; where most series
-    have such values, as at a smaller budget, None.
+    names: of the series; where most have such values, as at a smaller budget, None.
     """
     rising = sorted(value for value in values if value is not None and not math.isnan(value))
     half = max(1, len(rising) // 2)

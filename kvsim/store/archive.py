@@ -1,8 +1,4 @@
-"""Arrays as a `.npz` file: the size of an untrusted file bounds the bytes that are decoded.
-
-NumPy's own reader allocates what the header of an array says, and a file of zeros may decompress to
-a thousand times its size.
-"""
+"""Arrays as a `.npz` file: its size bounds the bytes that are decoded, as NumPy's own does not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The binding of a trace: one seal over its header, its arrays and the checksum of every chunk.
+"""The binding of a trace: one seal over header, arrays and all chunks (docs/trace-format.md, 5).
 
-docs/trace-format.md, section 5, is the definition. With it, an open trace is one snapshot: what is
-read later is what the header that was read first describes, or an error.
+With it, an open trace is one snapshot: what is read later is what its header describes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Forecast of replays and live runs: from the shapes of their traces, and the FLOPs of policies.
-
-Small cells take the time of their small operations, a few hundred for each event and layer, large
-ones that of their products.
-"""
+"""Forecast of replays and live runs: from the shapes of their traces, and the FLOPs of policies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tasks of a sweep: what one process computes at a time, cells of some layers of one trace.
 
-What a task reads of its trace is read once and held in memory for all its cells, and what they
-share is computed once. Tasks depend on the grid alone, so that every process cuts a sweep alike.
+What cells share is read and computed once. Tasks depend on the grid alone: all cut alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Hypothesis strategies: small traces, schedules, and budgets near the edge.
-
-Everything is drawn as a few integers and a seed; the numbers of a trace come from a numpy generator
-with that seed, so cases stay cheap and shrink by shape.
-"""
+"""Hypothesis strategies: small traces from a few integers and a seed, schedules, and budgets."""
 
 from __future__ import annotations
 
@@ -195,11 +191,7 @@ _OF_TWELVE = st.integers(0, 11)
 
 
 def mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
-    """`usual` in eleven draws of twelve, else `edge`; shrinks towards `usual`.
-
-    A function and no strategy, as those below: building one for every draw takes longer than
-    drawing.
-    """
+    """`usual` in eleven draws of twelve, else `edge`; no strategy, which takes longer to build."""
     return draw(usual if draw(_OF_TWELVE) < 11 else edge)
 
 

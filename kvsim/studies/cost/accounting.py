@@ -1,8 +1,7 @@
 """Cost of a policy on a model at a context: memory, time and FLOPs, with all assumptions.
 
 Prefill time is proportional to FLOPs, or to the paper's n^2 d + n d^2; time per output token to the
-bytes that are read, or to entries. Both are ratios to the full cache. What the machine and its
-kernels do beside that is not in them: docs/cost.md compares with measured ones.
+bytes that are read, or to entries: ratios to the full cache (docs/cost.md).
 """
 
 from __future__ import annotations

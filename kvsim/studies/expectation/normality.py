@@ -1,12 +1,8 @@
 """Are queries normal? How far each dimension of each head is from the normal that fits it.
 
-Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9: Expected Attention takes queries
-before RoPE to be normal, as linear images of hidden states that are. Measured is the
-Kolmogorov-Smirnov distance, the largest difference of the distribution functions: an effect size
-and no test, since a test rejects any model at thousands of samples, and neighbouring tokens are not
-independent. The first tokens are outliers in most models, and left out by default.
-
-Every number is `exact`.
+Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9. Measured on queries before RoPE is
+the Kolmogorov-Smirnov distance: an effect size and no test, since a test rejects any model at
+thousands of samples. The first tokens are outliers in most models, and left out by default.
 """
 
 from __future__ import annotations

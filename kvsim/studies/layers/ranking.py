@@ -1,8 +1,7 @@
 """Ranks of the tokens of a prompt in each layer, from one pass over a trace.
 
-The pooled scores p and the ranks are those of ASL (`kvsim.policies.asl`, where the formulas are),
-of every layer of the prefill with full attention: as if no layer had selected. Up to the selection
-layer they are what a live run sees; behind it they say what it would have seen.
+Scores and ranks are those of ASL (`kvsim.policies.asl`), of every layer of the prefill with full
+attention: behind the selection layer, as if no layer had selected.
 """
 
 from __future__ import annotations

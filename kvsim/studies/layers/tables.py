@@ -1,8 +1,4 @@
-"""ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer.
-
-The numbers are metrics, which read them from a `Diagnosis` too. These tables have what a Table has
-no column for: tokens, verdicts, and layers where the whole prompt propagates.
-"""
+"""ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer."""
 
 from __future__ import annotations
 

@@ -1,13 +1,8 @@
 """Segments of the cache: how many, how long, and how far their boundaries move from event to event.
 
-After AMS, arXiv 2605.23200, Table 14, Fig. 5 and section 3. Two kinds, which are never compared.
-"ams": the segments into which a policy cut the entries live before an event, from what the event
-noted. "proxy_run": maximal runs of consecutive positions that are still there after it, which every
-Record has; the paper lets them stand for segments where a policy makes none.
-
-A boundary is the first position of a segment, that of the first segment left out: where the text
-begins is no decision. Boundaries of two consecutive events are compared among the positions there
-at the earlier one; each is matched with the nearest of the other event, and several may share one.
+After AMS, arXiv 2605.23200, Table 14, Fig. 5 and section 3; docs/metrics.md defines the metrics.
+Two kinds, which are never compared: "ams", the segments that the policy noted at an event, and
+"proxy_run", maximal runs of consecutive positions that are still there after it.
 
 An allocator is measured if `Allocator.notes` names what its plans note: `segment_length` [L, H, S],
 entries of the segments that follow each other in the live ones, 0 for none; `quota_by_mass`,
