@@ -264,11 +264,7 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def no_layout():
-    """Draw figures without ticks and without the search for a layout, which take most of the time.
-
-    For tests whose subject is not the figure: tests/plots and the gallery of tests/docs draw each
-    of them whole.
-    """
+    """Draw figures that are no test's subject without layout and ticks, which take most time."""
     with pytest.MonkeyPatch.context() as patch:
         leave_out_layouts(patch.setattr)
         yield

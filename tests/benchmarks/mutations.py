@@ -223,10 +223,7 @@ class RecordedReads:
 
 
 def check_reads(path: Path, compared: dict[str, Any]) -> None:
-    """Replay all policies with all metrics, and check that `content` has all that they read.
-
-    What is identical in it has then identical kept sets and metrics: they are functions of it.
-    """
+    """Replay all policies with all metrics, and check that `content` has all that they read."""
     trace = kvsim.open_trace(path)
     source, header = RecordedReads(trace.source), RecordedReads(trace.header)
     trace = Trace(source, header, dtype=trace.dtype, token_text=trace.token_text)  # type: ignore[arg-type]

@@ -101,10 +101,7 @@ def difference(table: pl.DataFrame, other: pl.DataFrame) -> float:
 
 
 def run(shapes: dict[str, Shape], processes: bool = True) -> tuple[dict[str, float], list[str]]:
-    """Time every way, compare the Tables, and return ratios and lines of the report.
-
-    Ratios are to one process with one thread.
-    """
+    """Time every way, compare the Tables; return ratios to one process and thread, and a report."""
     ratios: dict[str, float] = {}
     lines = [f"torch {torch.__version__}, {os.cpu_count()} processors"]
     for name, shape in shapes.items():

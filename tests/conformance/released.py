@@ -135,10 +135,7 @@ def each_layer(trace: Trace, step: Callable[..., tuple[Any, Any]]) -> Callable[[
 
 
 def attention(q: Tensor, keys: Tensor, at: Tensor, scale: float) -> Tensor:
-    """Softmax over cached keys [1, h, n, d] at positions [1, h, n], of rows q [1, H, w, d].
-
-    The last row of q is the last position.
-    """
+    """Softmax of the last rows q [1, H, w, d] over keys [1, h, n, d] at positions [1, h, n]."""
     group = q.shape[1] // keys.shape[1]
     keys, at = (x.repeat_interleave(group, 1) for x in (keys, at))
     rows = at.max() - torch.arange(q.shape[2]).flip(0)

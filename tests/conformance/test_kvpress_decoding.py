@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from conformance.dumps import decode
+from conformance.test_kvpress import positions_of
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -123,13 +124,6 @@ def decoded(kvpress: ModuleType, recorded: Callable, family: str) -> Callable[..
     return run
 
 
-def positions_of(keys: Tensor, known: Tensor) -> Tensor:
-    """Positions of cached keys [head, n, dim] among the recorded ones [head, pos, dim]."""
-    nearest = torch.cdist(keys.double(), known.double()).min(-1)
-    assert float(nearest.values.max()) < 1e-4
-    return nearest.indices
-
-
 def with_queries(trace: kvsim.Trace, q: Tensor) -> kvsim.Trace:
     """The trace with other queries, and the prompt that is decoded from."""
     return changed(trace, q=q, prompt_len=PROMPT, o_proj=trace.o_proj)
@@ -171,10 +165,7 @@ class InCacheOrder:
 
 @dataclass(frozen=True)
 class Scrambled(Scorer):
-    """A scorer whose entries stand in the order in which the last event's top-k returned them.
-
-    recent: how many it pads with the largest score + 1, where it does not protect.
-    """
+    """Entries in the order of the last top-k; recent: how many have the largest score + 1."""
 
     scorer: Any
     recent: int = 0

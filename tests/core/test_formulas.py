@@ -44,10 +44,7 @@ WHOLE = ("plain", "softcap", "sinks")
 
 
 def naive(q, k, v, formula, seen):
-    """Output and log-sum-exp of a row, q [d], over the positions `seen`, k, v [n, d]; by a loop.
-
-    Gives the weights too, by position. sink: the logit of the query head, None for none.
-    """
+    """Output, log-sum-exp, weights of a row q [d] over `seen` k, v [n, d], a sink if any; loops."""
     scale, softcap, sink = formula
     z = {}
     for p in seen:

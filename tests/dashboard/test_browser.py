@@ -1,7 +1,4 @@
-"""The dashboard in a real browser: every page, every kind of control, links, speed and silence.
-
-Times are printed and not asserted; what causes them is: the bytes that a page is sent.
-"""
+"""The dashboard in a real browser: pages, controls, links, silence, bytes; times are printed."""
 
 import re
 import shutil

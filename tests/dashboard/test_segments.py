@@ -14,6 +14,7 @@ from kvsim.core.attention import Formula
 from kvsim.samples import sample_trace
 from kvsim.studies.segments.segmentation import segmented
 from kvsim.studies.segments.segments import ams_segments
+from tests.dashboard.test_retention import spoken
 
 
 @pytest.fixture
@@ -40,12 +41,6 @@ def replayed(trace, layer, budget=128, interval=32, scorer="tova", **params):
         kvsim.replay(trace, policy, budget, internals=True, **terms),
         kvsim.replay(trace, kvsim.policy(scorer), budget, **terms),
     )
-
-
-def spoken(app):
-    """All that may hold markup."""
-    kinds = ("markdown", "caption", "header", "subheader", "info", "warning", "error")
-    return [one.value for kind in kinds for one in app.get(kind)]
 
 
 def drawn(app):

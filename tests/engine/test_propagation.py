@@ -1,7 +1,4 @@
-"""Policies that drop rows of the prompt on the way down: what the engine makes of them.
-
-The rules themselves are compared with the naive reference in test_reference_propagation.
-"""
+"""Policies that drop rows of the prompt on the way down: what the engine makes of them."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,4 @@
-"""G-KV: its worked example, and redundancy in blocks and from event to event.
-
-tests/reference compares its scores, and those of the policies that it compares itself with.
-"""
+"""G-KV: its worked example, and redundancy in blocks and from event to event."""
 
 import math
 from types import SimpleNamespace

@@ -138,11 +138,7 @@ def retained_by(attention, evicted_at):
 
 
 def best_by_trying(attention, events, places, spared, *, pooled):
-    """The most that kept sets retain in a layer, of all stops of all entries of its two heads.
-
-    attention [head, row, pos]. places: entries of a head that may outlive an event. spared: whether
-    (position, row of an event) is protected.
-    """
+    """The most mass of two heads by any stops; spared: whether (position, event) is protected."""
     entries = range(events[-1] + 1)
     since = np.searchsorted(events, entries)
     choices = [

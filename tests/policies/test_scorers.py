@@ -1,7 +1,4 @@
-"""Calibration, CriticalKV around other scorers, and DropKV where weights vanish.
-
-tests/reference compares the scores of every policy.
-"""
+"""Calibration, CriticalKV around other scorers, and DropKV where weights vanish."""
 
 import math
 from dataclasses import dataclass, replace

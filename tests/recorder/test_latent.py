@@ -44,10 +44,7 @@ def turned(x, theta, *, pairs):
 
 
 def expected(name, layer, hidden):
-    """q, k, v, output over latents and what a layer adds, in float64, from inputs and weights.
-
-    hidden [n, D]: the input of the attention module.
-    """
+    """q, k, v, output and what a layer adds, in float64, of inputs hidden [n, D] and weights."""
     model = latent(name)
     config, module = model.config, model.model.layers[layer].self_attn
     heads, size, rank = 4, 12, 24

@@ -51,12 +51,6 @@ def own_stream(model, tokens):
     return torch.cat(states.hidden_states[:-1])
 
 
-def error(found, expected):
-    """Largest relative error of a layer's rows."""
-    difference = (found.double() - expected.double()).abs().amax((1, 2))
-    return float((difference / expected.double().abs().amax((1, 2))).max())
-
-
 def hooks(model):
     """Number of hooks of each module."""
     return [

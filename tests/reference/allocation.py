@@ -90,14 +90,14 @@ def _in_rounds(
     while total > 0:
         room = [i for i in order if dealt[i] < cap[i]]
         if total < len(room):
-            margin = _gap(priority[room[total - 1]], priority[room[total]])[0]
+            margin = gap(priority[room[total - 1]], priority[room[total]])[0]
         for i in room[:total]:
             dealt[i] += 1
         total -= min(total, len(room))
     return dealt, margin
 
 
-def _gap(last: float, first: float) -> Decision:
+def gap(last: float, first: float) -> Decision:
     """Margin and size between the last one taken and the first one left."""
     size = max(abs(last), abs(first))
     return (last - first) / size if size > 0 else 0.0, size
@@ -111,7 +111,7 @@ def _best(
     count = min(count, len(ranking))
     if not 0 < count < len(ranking):
         return ranking[:count], []
-    return ranking[:count], [_gap(score[ranking[count - 1]], score[ranking[count]])]
+    return ranking[:count], [gap(score[ranking[count - 1]], score[ranking[count]])]
 
 
 def _check(protected: Sequence[set[int]], budget: int) -> None:
@@ -149,7 +149,7 @@ def adakv(
     room = max(0, len(kept) * budget - sum(len(k) for k in kept))
     for _, p, head in rest[:room]:
         kept[head].add(p)
-    decisions = [_gap(-rest[room - 1][0], -rest[room][0])] if 0 < room < len(rest) else []
+    decisions = [gap(-rest[room - 1][0], -rest[room][0])] if 0 < room < len(rest) else []
     for head, live in enumerate(event.live):
         others = [p for p in live if p not in protected[head]]
         count = len(kept[head]) - len(protected[head])
@@ -229,8 +229,8 @@ def _fill_chunks(
         best, decisions = _best(others[a], room, summed)
         kept |= set(best)
         if rank > 0 and decisions:  # only the order of the last two matters
-            decisions = [*decisions, _gap(mean[ranking[rank - 1]], mean[a])]
-        decisions = [*decisions, *(_gap(mean[a], mean[b]) for b in ranking[rank + 1 : rank + 2])]
+            decisions = [*decisions, gap(mean[ranking[rank - 1]], mean[a])]
+        decisions = [*decisions, *(gap(mean[a], mean[b]) for b in ranking[rank + 1 : rank + 2])]
     return kept, decisions
 
 

@@ -111,10 +111,7 @@ def averaged(event: Event, rows: list[int]) -> list[dict[int, float]]:
 
 
 def over_heads(event: Event, share: list[dict[int, float]]) -> list[dict[int, float]]:
-    """The mean over the KV heads of what entries in the same slot have.
-
-    Such a policy alone holds the same entries in every head; only "slot" allows different ones.
-    """
+    """The mean over KV heads of entries in one slot; with "slot" heads hold different entries."""
     held = [len(s) if event.average == "slot" else list(s) for s in share]
     if any(its != held[0] for its in held):
         raise ValueError("an average over all heads needs the same entries in every head")

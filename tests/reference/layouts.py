@@ -10,6 +10,7 @@ import numpy as np
 from kvsim.errors import BudgetError
 from kvsim.testing import loops
 from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, first, unprotected
+from reference.allocation import gap
 from reference.event import Event
 
 
@@ -170,7 +171,7 @@ def _whole(
         tier[number] = 2 if number == open_page else int(len(rated) < len(entries))
     order = sorted(pages, key=lambda number: (-tier[number], -score[number], number))
     decisions = [
-        _gap(score[a], score[b])
+        gap(score[a], score[b])
         for a, b in pairwise(order)
         if tier[a] == tier[b] and math.isfinite(score[b])
     ]
@@ -192,14 +193,8 @@ def _best(
 ) -> tuple[set[int], list[Decision]]:
     """The entries with the highest scores, the lower position first among equals."""
     order = sorted(entries, key=lambda p: (-score[p], p))
-    cut = [_gap(score[order[count - 1]], score[order[count]])] if 0 < count < len(order) else []
+    cut = [gap(score[order[count - 1]], score[order[count]])] if 0 < count < len(order) else []
     return set(order[:count]), cut
-
-
-def _gap(last: float, first: float) -> Decision:
-    """Margin and size between the last one taken and the first one left out."""
-    size = max(abs(last), abs(first))
-    return (last - first) / size if size > 0 else 0.0, size
 
 
 def dms(

@@ -122,10 +122,7 @@ def representatives(local: int, count: int) -> Score:
 
 
 def ends(page: int, sink: int, local: int) -> Callable[[Pages], set[int]]:
-    """Pages that hold the first entries, and the last ones of a cache whose last page may be short.
-
-    The local window is read in whole pages before the row's own.
-    """
+    """Whole pages with the first entries, and with the last of a cache, before the row's own."""
 
     def always(pages: Pages) -> set[int]:
         first = {i for i in range(len(pages)) if i * page < sink}

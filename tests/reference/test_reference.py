@@ -94,11 +94,7 @@ QUIET = settings(
 
 
 def possible(case: Case, setup: Setup) -> loops.Outcome:
-    """The reference replay, where the policy has a rule for what was drawn; else draw again.
-
-    It has none for too few rows to learn from, or a layer's share below what is protected; nor is
-    there anything to compare without an event.
-    """
+    """The reference replay, where the policy has a rule for what was drawn and acts; else again."""
     try:
         policy, schedule = setup.built, setup.schedule
         fires = {"interval": schedule.interval, "prefill": schedule.prefill}

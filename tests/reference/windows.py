@@ -1,7 +1,4 @@
-"""Policies that look at the attention of a window of rows: SnapKV's heirs, R-KV, G-KV, CAKE, RPC.
-
-`candidates` are the live entries before the window, in order of position.
-"""
+"""Policies by a window's attention: SnapKV's heirs, R-KV, G-KV, CAKE, RPC; `candidates` precede."""
 
 import math
 from collections.abc import Iterable
@@ -150,10 +147,7 @@ def cake_preference(event: Event) -> float:
 def redundancy(
     event: Event, head: int, among: list[int], *, epsilon: float, quirk: bool
 ) -> tuple[dict[int, float], list[Decision]]:
-    """Mean cosine of each key with the others, the last similar one of each row left out.
-
-    quirk: a row without a similar entry leaves out the first instead of none.
-    """
+    """Mean cosine of keys, each row's last similar left out; quirk: the first if there is none."""
     threshold = float(event.params["threshold"])
     keys = event.keys[head][among]
     unit = keys / (np.linalg.norm(keys, axis=-1, keepdims=True) + epsilon)

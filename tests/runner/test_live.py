@@ -17,7 +17,7 @@ from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.runner import recompute
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
-from live_runs import live_policies, logits_behind_masks, output_gap, run_live
+from live_runs import live_policies, logits_behind_masks, output_gap, relative, run_live
 from tests.reference.masked import masked_logits
 from traces import changed
 
@@ -62,17 +62,8 @@ def evicting_layers(run):
     return Decoding(run, POLICIES["full"], BUDGET, prompt_len=PROMPT, n_pos=LENGTH).layers
 
 
-def relative(mine, expected):
-    """The largest difference of rows [..., V], relative to the row."""
-    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
-    return float(gap.max())
-
-
 def tie(trace, policy, budget, live, layer, **options):
-    """How far scores are apart of entries that leave in the live run or the replay alone, relative.
-
-    At the first event after which a layer differs; 0 if none does.
-    """
+    """How close scores are of entries that leave in one run alone, where layers first differ."""
     record = kvsim.replay(trace, policy, budget, internals=True, **options)
     mine = live.evicted_at[live.layers.index(layer)]
     expected = record.evicted_at[record.layers.index(layer)]

@@ -178,10 +178,7 @@ def state_of(path: Path) -> str:
 
 
 def judge(path: Path, stored: Stored) -> str:
-    """Return how the trace at a path differs from the model; empty for not at all.
-
-    An edited one may be refused, when it is opened or read.
-    """
+    """How the trace at a path differs from the model; an edited one may be refused as well."""
     try:
         return stored.content.differs(open_trace(path))
     except KvsimError as error:

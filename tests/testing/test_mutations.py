@@ -1,7 +1,4 @@
-"""Seeded bugs: the suite proves that it can fail. Each bug is caught by the invariant named here.
-
-Every bug was made by somebody: most of them are in the histories of published implementations.
-"""
+"""Seeded bugs, most of them once published: each is caught by the invariant named here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

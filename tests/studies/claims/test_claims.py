@@ -27,10 +27,7 @@ PROMPTS = 12
 
 
 def rows(policy, values, metric="output_error", variant=None, *, params=None, few=False, **more):
-    """A row per prompt of one result, at one event in 16 rows of the response by default.
-
-    The values come again until there are `PROMPTS` of them, unless they are to be few.
-    """
+    """A row per prompt, `PROMPTS` of them, of one result, at one event in 16 rows by default."""
     values = [*values] if few else [*values] * (PROMPTS // len(values))
     main = METRICS[metric].main if metric in METRICS else ""
     if policy is not None:

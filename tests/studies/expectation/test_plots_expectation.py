@@ -28,6 +28,7 @@ from kvsim.studies.expectation.expectation import (
 from kvsim.studies.expectation.figures import FLOOR
 from kvsim.studies.expectation.normality import state_normality
 from kvsim.studies.expectation.queries import Queries, queries
+from tests.plots.test_plots_sets import lines
 from traces import random_trace
 
 
@@ -47,15 +48,6 @@ def measured(*names):
     traces = [made(seed, name) for seed, name in enumerate("ab")]
     analyses = [Analysis(trace, given={queries: Queries(trace, cut=24)}) for trace in traces]
     return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
-
-
-def lines(axis):
-    """Data of the lines with a name."""
-    return {
-        line.get_label(): (line.get_xdata(), line.get_ydata())
-        for line in axis.lines
-        if not line.get_label().startswith("_")
-    }
 
 
 def ranks(values):

@@ -66,10 +66,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 
 def expected(prompt: str) -> str:
-    """The right response, from the definitions of the language: each line says what it is.
-
-    For prompts that are in the language; wrong ones raise whatever they raise.
-    """
+    """The right response of a prompt of the language, from the definitions, line by line."""
     page, _, rest = prompt.partition(" key :")
     key_text, _, question = rest.partition("question :")
     statements = [sentence.split() for sentence in f"{page} ".split(":", 1)[1].split(" . ")]
