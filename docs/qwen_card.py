@@ -80,7 +80,7 @@ def retrieval(task: str, length: int, n: int, tokenizer: Any) -> Iterator[dict[s
     """Yield `n` prompts of a task on real text of about so many tokens, over depths in turn."""
     for index in range(n):
         depth = DEPTHS[index % len(DEPTHS)]
-        one = sample(
+        prompt = sample(
             SEED,
             index,
             lambda prompt: token_count(prompt, tokenizer),
@@ -90,9 +90,9 @@ def retrieval(task: str, length: int, n: int, tokenizer: Any) -> Iterator[dict[s
         )
         yield {
             "row": {"task": task, "index": index, "length": length, "depth": depth}
-            | {"answer": one.answer},
-            "content": one.prompt,
-            "right": lambda text, one=one: is_right(text, one.answer or ""),
+            | {"answer": prompt.answer},
+            "content": prompt.prompt,
+            "right": lambda text, prompt=prompt: is_right(text, prompt.answer or ""),
         }
 
 
@@ -133,21 +133,23 @@ def measure(args: argparse.Namespace) -> None:
             or [reasoning(task, args.n)]
         )
     ]
-    turns = [one for each in zip(*groups, strict=True) for one in each]
-    wanted = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
+    turns = [turn for each in zip(*groups, strict=True) for turn in each]
+    wanted = [turn for turn in turns if _key({"model": args.name, **turn["row"]}) not in done]
     limit = 24 if args.length else NEW_TOKENS
     for start in range(0, len(wanted), args.batch):
         batch = wanted[start : start + args.batch]
-        prompts = [encoded(one["content"], tokenizer) for one in batch]
+        prompts = [encoded(turn["content"], tokenizer) for turn in batch]
         with args.out.open("a", encoding="utf-8") as file:
-            for one, ids, new in zip(batch, prompts, responses(model, prompts, limit), strict=True):
+            for turn, ids, new in zip(
+                batch, prompts, responses(model, prompts, limit), strict=True
+            ):
                 text = tokenizer.decode(new, skip_special_tokens=True)
-                row = {"model": args.name, "seed": SEED, **one["row"]} | {
+                row = {"model": args.name, "seed": SEED, **turn["row"]} | {
                     "prompt_tokens": len(ids),
                     "response": text,
                     "response_tokens": len(new),
                     "ended": new[-1] == model.generation_config.eos_token_id,
-                    "right": bool(one["right"](text.partition("\n")[0] if args.length else text)),
+                    "right": bool(turn["right"](text.partition("\n")[0] if args.length else text)),
                 }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
