@@ -133,18 +133,16 @@ def measure(args: argparse.Namespace) -> None:
             or [reasoning(task, args.n)]
         )
     ]
-    turns = [turn for each in zip(*groups, strict=True) for turn in each]
-    wanted = [turn for turn in turns if _key({"model": args.name, **turn["row"]}) not in done]
+    turns = [one for each in zip(*groups, strict=True) for one in each]
+    wanted = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
     limit = 24 if args.length else NEW_TOKENS
     for start in range(0, len(wanted), args.batch):
         batch = wanted[start : start + args.batch]
-        prompts = [encoded(turn["content"], tokenizer) for turn in batch]
+        prompts = [encoded(one["content"], tokenizer) for one in batch]
         with args.out.open("a", encoding="utf-8") as file:
-            for turn, ids, new in zip(
-                batch, prompts, responses(model, prompts, limit), strict=True
-            ):
+            for one, ids, new in zip(batch, prompts, responses(model, prompts, limit), strict=True):
                 text = tokenizer.decode(new, skip_special_tokens=True)
-                row = {"model": args.name, "seed": SEED, **turn["row"]} | {
+                row = {"model": args.name, "seed": SEED, **one["row"]} | {
                     "prompt_tokens": len(ids),
                     "response": text,
                     "response_tokens": len(new),

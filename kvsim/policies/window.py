@@ -39,7 +39,10 @@ def before_window(view: View, window: int) -> Tensor:
 
 
 def shares(logits: Tensor, among: Tensor) -> Tensor:
-    """Softmax of logits [..., n], overwritten, over the slots marked in `among`, 0 elsewhere."""
+    """Softmax of logits [..., n] over the slots marked in `among`, 0 elsewhere.
+
+    `among` broadcasts over the logits, which are overwritten.
+    """
     z = logits.masked_fill_(~among, -torch.inf)
     return z.softmax(-1).masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0.0)
 

@@ -87,7 +87,10 @@ class Case:
         return Chunk(0, middle, rows // 2), Chunk(middle, end, rows - rows // 2)
 
     def trace(self, context_len: int | None = None) -> Trace:
-        """The arrays as a Trace, the same one each time; context_len: of the prompt, if given."""
+        """The arrays as a Trace, with a context of the prompt's first rows if it is given.
+
+        The same one each time: what it computes of its arrays is computed once.
+        """
         if context_len not in self._traces:
             end = self.prompt_len if context_len is None else context_len
             probe = Probe("repeat", self.chunks(end), (0,) * self.probe_q.shape[2])

@@ -22,7 +22,8 @@ from kvsim.runner.judging import Judge, unjudged
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import holds_cache
 from kvsim.sweeps import replay_all
-from live_runs import live_policies, relative, run_live
+from live_runs import live_policies, run_live
+from live_runs import relative as gap
 from tests.reference.masked import masked_logits
 
 CLOSE = 1e-5
@@ -88,7 +89,7 @@ def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     assert rows == [trace.n_pos - trace.prompt_len + 1]
     assert not holds_cache(trace, {**run.described, "weights": "sha256:other"}, torch.float32)
     assert not holds_cache(trace, run.described, torch.float64)  # stored with rounding
-    assert relative(behind.logits, whole.logits) < 2 * CLOSE
+    assert gap(behind.logits, whole.logits) < 2 * CLOSE
     of_rows = ((x.rows.output, x.rows.input) for x in (behind, whole))
     arrays = [
         [*x.keys, *x.values, *(read(at) for read in each for at in range(trace.n_layers))]
@@ -96,7 +97,7 @@ def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     ]
     for mine, expected in zip(*arrays, strict=True):
         assert mine.shape == expected.shape
-        assert relative(mine, expected) < 2 * CLOSE
+        assert gap(mine, expected) < 2 * CLOSE
 
 
 def test_rows_of_the_response_hold_no_others():
@@ -121,7 +122,7 @@ def test_decisions_of_a_live_run_have_its_predictions(family):
 
     moved = 0
     for (name, _), logits, (record, expected) in zip(policies, found, runs, strict=True):
-        assert relative(logits, expected) < 2 * CLOSE, name
+        assert gap(logits, expected) < 2 * CLOSE, name
         moved += bool(record.events)
     assert moved > len(policies) // 2
 
@@ -136,8 +137,8 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
 
     mine, unread = judge.logits([record, plain])
 
-    assert relative(mine, expected) < 2 * CLOSE
-    assert relative(unread, expected) > 1e-3  # reads and codecs matter
+    assert gap(mine, expected) < 2 * CLOSE
+    assert gap(unread, expected) > 1e-3  # reads and codecs matter
 
 
 def test_where_one_layer_evicts_the_live_run_is_judged():
@@ -169,7 +170,7 @@ def test_predictions_are_those_of_masks_over_the_whole_sequence():
     found = judge.logits(records)
 
     expected = masked_logits(run.model, trace.tokens, records)[:, :-1]
-    assert relative(found, expected) < 5 * CLOSE
+    assert gap(found, expected) < 5 * CLOSE
 
 
 def test_records_together_are_each_alone():
@@ -366,4 +367,4 @@ def test_a_long_sequence_is_judged_in_chunks(monkeypatch):
 
     handle.remove()
     assert max(rows) == 256
-    assert relative(found, whole) < 2 * CLOSE
+    assert gap(found, whole) < 2 * CLOSE
