@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> None:
                     "response": text,
                     "response_tokens": len(new),
                     "ended": new[-1] == model.generation_config.eos_token_id,
-                    "right": bool(turn["right"](text.partition("\n")[0] if args.length else text)),
+                    "right": bool(one["right"](text.partition("\n")[0] if args.length else text)),
                 }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -141,6 +141,9 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
     assert gap(unread, expected) > 1e-3  # reads and codecs matter
 
 
+# ------------------------------------------------------------------------- replays
+
+
 def test_where_one_layer_evicts_the_live_run_is_judged():
     """Its decisions read what no eviction has touched: divergence and stream errors are equal."""
     run, trace, judge = tiny()
