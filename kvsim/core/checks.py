@@ -271,7 +271,10 @@ def missing_array(name: str, shapes: Iterable[str], meta: Mapping[str, Any], whe
 
 
 def first_row(shape: tuple[int, ...]) -> int:
-    """The position of the first row of dense attention [layer, qhead, row, pos], the last ones."""
+    """Return the position of the first row of dense attention: its rows are the last ones.
+
+    shape: [layer, qhead, row, pos].
+    """
     return shape[3] - shape[2]
 
 
