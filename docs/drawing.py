@@ -70,14 +70,14 @@ def shown() -> set[str]:
 def running(page: str) -> list[Block]:
     """The blocks of a page that run: for its readers, or here alone."""
     found = blocks(page, texts()[page])
-    return [one for one in found if one.how == "run" or (one.how or "").startswith(REASON)]
+    return [block for block in found if block.how == "run" or (block.how or "").startswith(REASON)]
 
 
 def makers() -> dict[str, str]:
     """For each picture that is shown the page whose commands write it."""
     wanted, found = shown(), {}
     for page in texts():
-        code = "\n".join(one.body for one in running(page))
+        code = "\n".join(block.body for block in running(page))
         folders = tuple(f"{folder}/" for folder in _FOLDER.findall(code))
         written = {name for name in wanted if name.startswith(folders)} if folders else set()
         for name in written | (wanted & set(_FILE.findall(code))):

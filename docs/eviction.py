@@ -131,10 +131,10 @@ class Count:
             policy,
             budget,
             n,
-            chain=sum(one.chain for one in outcomes),
-            answer=sum(one.answer for one in outcomes),
-            reached=round(sum(one.reached for one in outcomes) / n, 5),
-            right=round(sum(one.right for one in outcomes) / n, 5),
+            chain=sum(outcome.chain for outcome in outcomes),
+            answer=sum(outcome.answer for outcome in outcomes),
+            reached=round(sum(outcome.reached for outcome in outcomes) / n, 5),
+            right=round(sum(outcome.right for outcome in outcomes) / n, 5),
         )
 
     @cached_property
@@ -193,10 +193,12 @@ def measure_sample(
     prompt_len = 1 + sample.prompt_words
     trace = gold_trace(model, tokens, prompt_len)
     records: dict[tuple[str, float], Record] = {}
-    for name, one in tried.items():
+    for name, rule in tried.items():
         for share in budgets[:1] if name == FULL else budgets:
             budget = round(share * len(tokens))
-            records[name, share] = kvsim.replay(trace, one, budget, interval=INTERVAL, prefill=True)
+            records[name, share] = kvsim.replay(
+                trace, rule, budget, interval=INTERVAL, prefill=True
+            )
     likely = Judge(RunningModel(model), trace).logits(list(records.values())).argmax(-1)
     right = likely == tokens[prompt_len:]
     return {key: judge(sample, row) for key, row in zip(records, right, strict=True)}
@@ -223,10 +225,10 @@ def parted(counts: Sequence[Count], parts: int = 3) -> list[list[Count]]:
     there is no such division.
     """
     best: list[list[Count]] = []
-    for cuts in combinations(sorted({one.interval[1] for one in counts}), parts - 1):
+    for cuts in combinations(sorted({count.interval[1] for count in counts}), parts - 1):
         edges = (-1.0, *cuts, 1.0)
         found = [
-            [one for one in counts if low < one.interval[0] and one.interval[1] <= high]
+            [count for count in counts if low < count.interval[0] and count.interval[1] <= high]
             for low, high in pairwise(edges)
         ]
         if all(found) and sum(map(len, found)) > sum(map(len, best)):
@@ -242,7 +244,7 @@ Found = dict[tuple[str, int], list[Count]]
 
 def page(found: Found) -> str:
     """Tables and statements, for the card."""
-    (n,) = {one.n for counts in found.values() for one in counts}
+    (n,) = {count.n for counts in found.values() for count in counts}
     known = ", ".join(proportion(n * share // 4, n) for share in range(5))
     parts = [METHOD, f"Counts are of {n} samples; Wilson's 95 % intervals: {known}."]
     for cell, counts in found.items():
@@ -276,17 +278,17 @@ def _title(cell: tuple[str, int]) -> str:
 
 def budgets_of(counts: Sequence[Count]) -> list[float]:
     """Ascending."""
-    return sorted({one.budget for one in counts})
+    return sorted({count.budget for count in counts})
 
 
 def _by_policy(counts: Sequence[Count]) -> dict[str, dict[float, Count]]:
     """`full` and the oracle first, then the policies with the most exact chains."""
     found: dict[str, dict[float, Count]] = {}
-    for one in counts:
-        found.setdefault(one.policy, {})[one.budget] = one
+    for count in counts:
+        found.setdefault(count.policy, {})[count.budget] = count
 
     def place(name: str) -> tuple[bool, bool, int]:
-        total = sum(one.chain for one in found[name].values())
+        total = sum(count.chain for count in found[name].values())
         return name not in (FULL, ORACLE), name == ORACLE, -total
 
     return {name: found[name] for name in sorted(found, key=place)}
@@ -327,9 +329,9 @@ def _others(found: Found) -> str:
         shares = budgets_of(counts)
         middle = shares[len(shares) // 2]
         columns[f"{_title(cell)}, {middle:.0%}"] = {
-            one.policy: f"{one.reached:.2f}, {one.right:.3f}"
-            for one in counts
-            if one.budget == middle or one.policy == FULL
+            count.policy: f"{count.reached:.2f}, {count.right:.3f}"
+            for count in counts
+            if count.budget == middle or count.policy == FULL
         }
     names = _by_policy(next(iter(found.values())))
     rows = [[f"`{name}`", *(cells.get(name, "") for cells in columns.values())] for name in names]
@@ -377,7 +379,10 @@ def _panel(axis: Axes, counts: Sequence[Count]) -> None:
     for name, style in _styles().items():
         shown = sorted(known.get(name, {}).values(), key=lambda x: x.budget)
         if shown:
-            x, y = [100 * one.budget for one in shown], [100 * one.chain / one.n for one in shown]
+            x, y = (
+                [100 * count.budget for count in shown],
+                [100 * count.chain / count.n for count in shown],
+            )
             axis.plot(x, y, linewidth=1.2, label=name, **style)
     axis.set_xticks([100 * budget for budget in budgets_of(counts)])
     axis.set_ylim(-4, 104)
@@ -410,7 +415,7 @@ def _fill_in(results: Results, plan: Plan, folder: Path) -> None:
         samples = prompts(plan.n, wanted["seed"], task=task, level=level)
         counts = measure(model, samples, tried, plan)
         spent = round(time.perf_counter() - began, 1)
-        results.add(**wanted, seconds=spent, counts=[asdict(one) for one in counts])
+        results.add(**wanted, seconds=spent, counts=[asdict(count) for count in counts])
         print(f"{task}, level {level}: {plan.n} samples, {spent:.0f} s", flush=True)
 
 
@@ -421,7 +426,7 @@ def read(results: Results, plan: Plan) -> Found:
         wanted = plan.wanted(task, level)
         for row in results.rows():
             if wanted.items() <= row.items():
-                found[task, level] = [Count(**one) for one in row["counts"]]
+                found[task, level] = [Count(**count) for count in row["counts"]]
     return found
 
 

@@ -36,10 +36,10 @@ def policies() -> str:
     from kvsim.policies import CATALOGUE, describe, names  # noqa: PLC0415
 
     lines = ["| policy | keeps | evicts after | needs | paper |", "| --- " * 5 + "|"]
-    for one in map(describe, names()):
-        paper = "" if "@" in one.name else _link(one.paper)
-        name = _source(one.name, shown(one), CATALOGUE)
-        lines.append(f"| {name} | {one.keeps} | {fires(one)} | {needs(one)} | {paper}|")
+    for entry in map(describe, names()):
+        paper = "" if "@" in entry.name else _link(entry.paper)
+        name = _source(entry.name, shown(entry), CATALOGUE)
+        lines.append(f"| {name} | {entry.keeps} | {fires(entry)} | {needs(entry)} | {paper}|")
     return "\n".join(lines)
 
 
@@ -103,10 +103,10 @@ def access() -> str:
     from kvsim.policies import ACCESS, access_names, describe  # noqa: PLC0415
 
     lines = ["| part | kind | what it does | needs | paper |", "| --- " * 5 + "|"]
-    for one in map(describe, access_names()):
-        paper = "" if "@" in one.name else _link(one.paper)
-        name = _source(one.name, one.name, ACCESS)
-        lines.append(f"| {name} | {one.kind} | {one.keeps} | {needs(one)} | {paper}|")
+    for entry in map(describe, access_names()):
+        paper = "" if "@" in entry.name else _link(entry.paper)
+        name = _source(entry.name, entry.name, ACCESS)
+        lines.append(f"| {name} | {entry.kind} | {entry.keeps} | {needs(entry)} | {paper}|")
     return "\n".join(lines)
 
 
@@ -156,9 +156,9 @@ def figures() -> str:
     from kvsim.plots.registry import FIGURES, plotted  # noqa: PLC0415 - as policies()
 
     lines = ["| name | shows | options | needs | source |", "| --- " * 5 + "|"]
-    for name, one in ((name, FIGURES[name]) for name in plotted()):
-        options = ", ".join(f"`--{flag}`" for flag in one.flags)
-        cells = (f"`{name}`", one.summary.rstrip("."), options, one.needs, one.source)
+    for name, figure in ((name, FIGURES[name]) for name in plotted()):
+        options = ", ".join(f"`--{flag}`" for flag in figure.flags)
+        cells = (f"`{name}`", figure.summary.rstrip("."), options, figure.needs, figure.source)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -298,7 +298,7 @@ def main() -> int:
     if "--figures" in sys.argv[1:]:
         drawing.draw(drawing.texts())
     wrong = drawing.problems() if check else []
-    print("".join(f"{one}\n" for one in wrong), end="")
+    print("".join(f"{line}\n" for line in wrong), end="")
     return 1 if check and (stale or wrong) else 0
 
 

@@ -110,7 +110,11 @@ class Model:
             options = {"calibration": self.sets["learned"][0], "protect_prompt": False}
             given = {key: x for key, x in options.items() if key in parameters(whole)}
             built.append(kvsim.policy(whole, **given).fitted())
-        return {one.name: one for one in built if one.bounded and one.scorer.needs <= recorded}
+        return {
+            policy.name: policy
+            for policy in built
+            if policy.bounded and policy.scorer.needs <= recorded
+        }
 
 
 # ------------------------------------------------------------------------------------- measurement
@@ -193,7 +197,7 @@ def put(
 
 def measure(results: Results, model: Model, other: Model) -> None:
     """Everything that the page shows of a model; other: whose scorer is tried on it."""
-    policies = {name: lambda one=one: one for name, one in model.catalogue.items()}
+    policies = {name: lambda policy=policy: policy for name, policy in model.catalogue.items()}
     kinds = KNOWLEDGE | SIMPLER
     learned = {kind: lambda kind=kind: scorer(model, kind, **kinds[kind]) for kind in kinds}
     put(results, model, "policies", "unseen", policies)

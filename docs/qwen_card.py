@@ -36,7 +36,7 @@ from kvsim.recorder.prompts import token_count
 from kvsim.store import verify
 from kvsim.text.answers import is_right
 from kvsim.text.tasks import sample
-from smollm2_card import DEPTHS, cell, filled, read
+from smollm2_card import DEPTHS, cell, filled, read, run_command
 
 RESULTS = Path(__file__).with_name("qwen-results.jsonl")
 PAGE = Path(__file__).with_name("qwen.md")
@@ -88,7 +88,7 @@ def retrieval(task: str, length: int, n: int, tokenizer: Any) -> Iterator[dict[s
     """Yield `n` prompts of a task on real text of about so many tokens, over depths in turn."""
     for index in range(n):
         depth = DEPTHS[index % len(DEPTHS)]
-        one = sample(
+        prompt = sample(
             SEED,
             index,
             lambda prompt: token_count(prompt, tokenizer),
@@ -98,9 +98,9 @@ def retrieval(task: str, length: int, n: int, tokenizer: Any) -> Iterator[dict[s
         )
         yield {
             "row": {"task": task, "index": index, "length": length, "depth": depth}
-            | {"answer": one.answer},
-            "content": one.prompt,
-            "right": lambda text, one=one: is_right(text, one.answer or ""),
+            | {"answer": prompt.answer},
+            "content": prompt.prompt,
+            "right": lambda text, prompt=prompt: is_right(text, prompt.answer or ""),
         }
 
 
@@ -240,32 +240,22 @@ def write(_: argparse.Namespace) -> None:
     PAGE.write_text(page(PAGE.read_text("utf-8"), read(RESULTS)), "utf-8")
 
 
-def main() -> None:
-    """Run one of the commands."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True)
-    first = commands.add_parser("measure")
-    first.add_argument("file", type=Path, metavar="FILE.gguf")
-    first.add_argument("--name", required=True, help="of the model, in the tables: 0.5B")
-    first.add_argument("--out", type=Path, default=RESULTS)
-    first.add_argument("--n", type=int, default=30)
-    first.add_argument("--length", type=int, nargs="+", default=[])
-    first.add_argument("--task", nargs="+")
-    first.add_argument("--batch", type=int, default=40, help="prompts at once")
-    first.add_argument("--new-tokens", type=int, default=400, help="of an answer, at most")
-    first.add_argument("--device", default="cpu")
-    first.add_argument("--threads", type=int, default=2)
-    first.set_defaults(run=measure)
-    second = commands.add_parser("check")
-    second.add_argument("file", type=Path, metavar="FILE.gguf")
-    second.add_argument("--threads", type=int, default=2)
-    second.set_defaults(run=check)
-    commands.add_parser("write").set_defaults(run=write)
-    args = parser.parse_args()
-    args.run(args)
-
+CHECK = {
+    "file": {"type": Path, "metavar": "FILE.gguf"},
+    "--threads": {"type": int, "default": 2},
+}
+MEASURE = {
+    **CHECK,
+    "--name": {"required": True, "help": "of the model, in the tables: 0.5B"},
+    "--out": {"type": Path, "default": RESULTS},
+    "--n": {"type": int, "default": 30},
+    "--length": {"type": int, "nargs": "+", "default": []},
+    "--task": {"nargs": "+"},
+    "--batch": {"type": int, "default": 40, "help": "prompts at once"},
+    "--new-tokens": {"type": int, "default": 400, "help": "of an answer, at most"},
+    "--device": {"default": "cpu"},
+}
 
 if __name__ == "__main__":
-    main()
+    commands = {"measure": measure, "check": check, "write": write}
+    run_command(__doc__, commands, {"measure": MEASURE, "check": CHECK})

@@ -18,7 +18,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,24 +147,31 @@ def write(_: argparse.Namespace) -> None:
     PAGE.write_text(page(PAGE.read_text(), read(RESULTS)))
 
 
-def main() -> None:
-    """Run one of the two commands."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True)
-    first = commands.add_parser("measure")
-    first.add_argument("--out", type=Path, default=RESULTS)
-    first.add_argument("--model", default="smollm2")
-    first.add_argument("--device", default="cpu")
-    first.add_argument("--n", type=int, default=30)
-    first.add_argument("--length", type=int, nargs="+", default=[512, 1024, 2048])
-    first.add_argument("--task", nargs="+", default=[task for task in TASKS if task != "text"])
-    first.set_defaults(run=measure)
-    commands.add_parser("write").set_defaults(run=write)
+def run_command(
+    doc: str | None,
+    commands: Mapping[str, Callable[[argparse.Namespace], None]],
+    arguments: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Run the command that the command line names; arguments: of each, with argparse's keywords."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    subparsers = parser.add_subparsers(required=True)
+    for name, run in commands.items():
+        command = subparsers.add_parser(name)
+        command.set_defaults(run=run)
+        for flag, keywords in arguments.get(name, {}).items():
+            command.add_argument(flag, **keywords)
     args = parser.parse_args()
     args.run(args)
 
 
+MEASURE = {
+    "--out": {"type": Path, "default": RESULTS},
+    "--model": {"default": "smollm2"},
+    "--device": {"default": "cpu"},
+    "--n": {"type": int, "default": 30},
+    "--length": {"type": int, "nargs": "+", "default": [512, 1024, 2048]},
+    "--task": {"nargs": "+", "default": [task for task in TASKS if task != "text"]},
+}
+
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, {"measure": measure, "write": write}, {"measure": MEASURE})

@@ -88,10 +88,7 @@ def write_file(path: Path, content: bytes | str, *, overwrite: bool = False) -> 
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file, or replace it, in one rename; for what is flushed later with its folder.
-
-    Raises OSError where the system refuses.
-    """
+    """Write or replace a file in one rename, not flushed; OSError where the system refuses."""
     draft = hidden(path, "tmp")
     try:
         draft.write_bytes(content)

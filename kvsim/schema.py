@@ -72,10 +72,7 @@ FIDELITY_MEANING = {
 
 
 def format_of(shapes: Mapping[str, tuple[int, ...]], *, newest: bool = False) -> int:
-    """Return the version of the format of a trace with arrays of these shapes.
-
-    newest: the trace has something else that only the newest version can say.
-    """
+    """Return the version of a trace with arrays of these shapes; newest: it needs the newest."""
     if newest or "received" in shapes:  # rows are left out
         return NEWEST_VERSION
     keys, values = (shapes.get(name, (0,))[-1] for name in "kv")
@@ -83,10 +80,7 @@ def format_of(shapes: Mapping[str, tuple[int, ...]], *, newest: bool = False) ->
 
 
 def axes_of(name: str, version: int, *, rows: bool = False) -> tuple[str, ...]:
-    """Return the names of the axes of an array of a trace in a version of the format.
-
-    rows: whether the trace leaves out rows.
-    """
+    """Return the axes of an array of a trace in a version; rows: whether it leaves out rows."""
     wide = version in (WIDE_VERSION, NEWEST_VERSION) and name in OF_VALUES
     names = {"dim": "value_dim"} if wide else {}
     names |= {"pos": "row"} if rows and name in OF_ROWS else {}

@@ -3,8 +3,6 @@
 Playwright is imported on use: most tests need no browser.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -56,10 +54,7 @@ _OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
 
 @contextmanager
 def serve(folder: str | Path, browser: str | None = None) -> Iterator[str]:
-    """Run `kvsim dashboard` and yield the address that it prints.
-
-    browser: a command that it opens the page with; none is opened without it.
-    """
+    """Run `kvsim dashboard` and yield its address; browser: a command that it opens pages with."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

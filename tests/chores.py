@@ -1,7 +1,5 @@
 """A task for processes of their own. It imports nothing large, so that they start at once."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every test runs under: no network, Hypothesis profiles, and no silent skips in CI."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import ipaddress
@@ -34,7 +32,6 @@ from warm_python import warm
 
 IN_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
-# ------------------------------------------------------------------------- temporary folders
 
 # Temporary folders lie in memory, where a machine has enough of it: the store flushes every file,
 # tests write tens of thousands, and a disk takes milliseconds for each. Subprocesses inherit it.
@@ -48,7 +45,6 @@ if (
     os.environ["TMPDIR"] = str(_MEMORY)
     tempfile.tempdir = None  # what was found before
 
-# --------------------------------------------------------------------------------- Hypothesis
 
 # A first example pays for imports and kernels, so no example has a deadline; a hang is caught by
 # faulthandler_timeout.
@@ -59,7 +55,6 @@ settings.register_profile("ci", settings(max_examples=100, derandomize=True, **_
 settings.register_profile("nightly", settings(max_examples=2000, **_COMMON))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 
-# ------------------------------------------------------------------------------------ network
 
 _reached_out: list[str] = []
 
@@ -99,8 +94,6 @@ def _no_test_reaches_out() -> Iterator[None]:
         pytest.fail(f"tried to use the network: {', '.join(_reached_out)}")
 
 
-# -------------------------------------------------------------------------------- skips in CI
-
 #: Tests that need what only one environment of CI has; that one installs it, so none is skipped.
 _ELSEWHERE = () if find_spec("kvpress") else ("peers",)
 
@@ -126,9 +119,6 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         report.outcome = "failed"
         report.longrepr = f"skipped, and in CI a skip is a failure: {report.longrepr}"
     return report
-
-
-# -------------------------------------------------------------------------------- where time goes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -191,8 +181,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if not key.endswith(".py") or seconds >= 5:
             terminalreporter.line(f"{tests:7d} {seconds:8.1f} {cpu:8.1f}  {key}")
 
-
-# ------------------------------------------------------------------------------------ commands
 
 _warm = pytest.StashKey[Path]()
 _stack = ExitStack()
@@ -276,11 +264,7 @@ def run(capsys):
 
 @pytest.fixture(scope="module")
 def no_layout():
-    """Draw figures without ticks and without the search for a layout, which take most of the time.
-
-    For tests whose subject is not the figure: tests/plots and the gallery of tests/docs draw each
-    of them whole.
-    """
+    """Draw figures that are no test's subject without layout and ticks, which take most time."""
     with pytest.MonkeyPatch.context() as patch:
         leave_out_layouts(patch.setattr)
         yield

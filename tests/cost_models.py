@@ -1,7 +1,5 @@
 """Models whose costs are known or measured."""
 
-from __future__ import annotations
-
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvsim.studies.cost.model import Model

@@ -1,7 +1,5 @@
 """Stored traces, damaged or changed in place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Disturbances of a command at one of its writes, in this process: kill, interrupt, full disk.
-
-An audit hook sees each call that changes files, before it happens, whatever library makes it.
-"""
-
-from __future__ import annotations
+"""Kill, interrupt or full disk at one of a command's writes, seen by an audit hook beforehand."""
 
 import errno
 import os

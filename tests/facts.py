@@ -1,7 +1,5 @@
 """Facts about policies for Tables that tests write by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 #: Columns of a policy that is ranked, and what others have instead.

@@ -1,7 +1,5 @@
 """Small random models whose layers do not all have attention, and others of unusual shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

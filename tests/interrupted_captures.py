@@ -1,7 +1,5 @@
 """Captures that are interrupted, and what they leave."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 

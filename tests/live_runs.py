@@ -1,7 +1,5 @@
 """Live runs for tests: what each layer of a running model computed, and the same by definition."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,10 +106,7 @@ def run_live(running, policy, budget, tokens, prompt_len, *, step=None, **option
 
 
 def by_definition(live, layer, evicted_at):
-    """Attention output [qhead, T, d] of a layer in float64; evicted_at int [head, T].
-
-    Row r sees position p iff p <= r <= evicted_at[p].
-    """
+    """Output [qhead, T, d] of a layer in float64: row r sees p iff p <= r <= evicted_at[p]."""
     formula = live.decoding.sketch.formulas[layer]
     q, k, v = (x[layer].double() for x in (live.q, live.k, live.v))
     group = len(q) // len(k)
@@ -131,7 +126,12 @@ def by_definition(live, layer, evicted_at):
 def output_gap(live, layer, evicted_at):
     """The largest difference to `by_definition`, relative to the row of a head; in float64."""
     expected = by_definition(live, layer, torch.from_numpy(evicted_at).long())
-    gap = (live.out[layer].double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return relative(live.out[layer], expected)
+
+
+def relative(mine, expected):
+    """The largest difference of rows [..., V], relative to the row."""
+    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
     return float(gap.max())
 
 

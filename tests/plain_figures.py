@@ -1,7 +1,5 @@
 """Figures without ticks and without the search for a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 

@@ -1,12 +1,7 @@
 """Probes for tests: the rows of a context as those that repeat it."""
 
-from __future__ import annotations
-
 
 def repeated(q, k, end):
-    """Arguments of `Trace.from_arrays`: a probe of one chunk, whose rows are those of the context.
-
-    q [layer, qhead, pos, dim], k [layer, head, pos, dim]; end: tokens of the context.
-    """
+    """Arguments of `Trace.from_arrays`: a probe of one chunk whose rows are the first `end`."""
     probe = {"kind": "repeat", "chunks": [[0, end, end]], "tokens": [0] * end}
     return {"probe_q": q[:, :, :end], "probe_k": k[:, :, :end], "meta": {"probe": probe}}

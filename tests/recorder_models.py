@@ -1,7 +1,5 @@
 """Models that tests record."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

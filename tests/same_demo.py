@@ -1,9 +1,4 @@
-"""`python tests/same_demo.py DEMO OTHER`: whether two environments gave the same demo.
-
-Kept sets must be equal, entry by entry, and means of all metrics within the rounding of float32.
-"""
-
-from __future__ import annotations
+"""`python tests/same_demo.py DEMO OTHER`: whether two environments gave the same demo, rounded."""
 
 import sys
 

@@ -1,7 +1,5 @@
 """Traces that tests of the store save, and how they are compared."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

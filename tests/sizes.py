@@ -1,9 +1,8 @@
 """Print the sizes of the repository next to their aims: python tests/sizes.py."""
 
-from __future__ import annotations
-
 import ast
 import re
+import signal
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,4 +62,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     main()

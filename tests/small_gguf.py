@@ -24,10 +24,7 @@ def write(
     texts=(),
     kinds=("Q4_1",),
 ):
-    """Write a random model of two layers, its projections quantised; return its tensors by name.
-
-    numbers, texts: more metadata by name, behind the architecture; kinds: of quantisation, in turn.
-    """
+    """Write a random quantised model of two layers with more metadata; return tensors by name."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)

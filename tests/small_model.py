@@ -1,7 +1,5 @@
 """A random model of two layers, and tokenizers of words and of bytes, for tests of recording."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

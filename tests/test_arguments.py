@@ -1,7 +1,5 @@
 """What the command line accepts, Python accepts: names, paths, folders, shares, single values."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,9 +1,4 @@
-"""Files with a JSON document that kvsim reads: whatever one value is changed to, a line refuses it.
-
-Files whose document is bound by a checksum get a new one, as a forger would write it.
-"""
-
-from __future__ import annotations
+"""Files with a JSON document: whatever one value becomes, checksums renewed, a line refuses it."""
 
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Outputs: whole or not at all, and what was there before stays until then."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -12,14 +10,11 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-import full_disk
 import pytest
-import typer
 from matplotlib.figure import Figure
 
 import kvsim
 from kvsim import files, plots
-from kvsim.cli import app
 from kvsim.errors import OutputError
 from kvsim.files import check_output, published, replace_file, write_file
 from kvsim.report import write_report
@@ -77,6 +72,7 @@ COMMANDS = {
     "prompts": (["prompts", "--n", "40"], "p.jsonl", "--overwrite"),
     "report": (["report", "RUN"], "r.html", "--overwrite"),
     "plot": (["plot", "pareto", "RUN"], "f.png", None),
+    "masks": (["masks", "RUN"], "m.safetensors", "--overwrite"),
     "pack": (["trace", "pack", "TRACE"], "t.zip", None),
 }
 
@@ -126,21 +122,6 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
         assert f"{out} cannot be written (No space left on device)" in outcome[2]
     assert run(*arguments)[0] == 0
     assert out.read_bytes() == whole.read_bytes()
-
-
-def test_every_command_that_writes_is_tried_on_a_full_disk():
-    """`full_disk.py` has each command with an output; others have tests of their own."""
-
-    def writing(group):
-        for name, command in group.commands.items():
-            if hasattr(command, "commands"):
-                yield from writing(command)
-            elif {"--out", "--figures"} & {flag for each in command.params for flag in each.opts}:
-                yield name
-
-    # tests/sweeps, for the folder of a run in parts is one mechanism, and tests/store
-    elsewhere = {"replay", "sweep", "live", "fidelity", "recover"}
-    assert {*writing(typer.main.get_command(app()))} == {*full_disk.COMMANDS} | elsewhere
 
 
 def test_figures_of_layers_appear_together_or_not_at_all(trace, run, tmp_path):
@@ -208,9 +189,6 @@ def test_a_figure_of_another_format_is_refused(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --------------------------------------------------------------------------- what is in the way
-
-
 def test_what_is_in_the_way_is_one_line_before_any_work(run, ran, tmp_path):
     """A folder, a pipe, a parent that is a file, or a name that is too long: refused at once."""
     (tmp_path / "folder").mkdir()
@@ -248,9 +226,6 @@ def test_a_report_of_the_library_checks_its_output_first(tmp_path):
     (tmp_path / "r.html").write_text("mine")
     with pytest.raises(OutputError, match="exists; give another --out, or --overwrite"):
         write_report([tmp_path / "no-such-run"], tmp_path / "r.html")
-
-
-# -------------------------------------------------------------------------------- the function
 
 
 def test_a_file_that_is_replaced_keeps_its_mode_and_its_links(tmp_path):
@@ -343,10 +318,7 @@ def test_an_output_is_checked_and_left_alone(tmp_path):
 
 
 def test_what_a_killed_command_leaves_is_listed_and_discarded(run, tmp_path):
-    """The hidden folder of an output is named by `kvsim traces`, until `trace discard` removes it.
-
-    While the output is being written, its folder is not discarded.
-    """
+    """`kvsim traces` names the hidden folder of an output until `trace discard` removes it."""
     out, kept = tmp_path / "a.svg", tmp_path / "kept"
     with published(out) as draft:
         draft.write_text("half of")

@@ -1,7 +1,5 @@
 """What notebooks show of objects: short, escaped, with a picture that tells the truth."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

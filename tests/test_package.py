@@ -1,7 +1,5 @@
 """The package as its users meet it: public names, import cost, versions, declared dependencies."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib

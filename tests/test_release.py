@@ -1,7 +1,5 @@
 """What a release publishes: sdist and wheel with contents and metadata, citation, workflow."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gzip
@@ -41,10 +39,7 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
-    """Names of the sdist's files; names of the wheel's files; the wheel's METADATA.
-
-    The wheel is built from the unpacked sdist, as `python -m build` does.
-    """
+    """Files of the sdist, of the wheel that is built from it, and the wheel's METADATA."""
     from hatchling.build import build_sdist, build_wheel
 
     folder = tmp_path_factory.mktemp("dist")

@@ -1,7 +1,5 @@
 """Small traces for tests: random ones, ones whose layers settle, and changed copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -57,10 +55,7 @@ def random_trace(*, computed: bool = False, **options: Any) -> Trace:
 def settling_trace(
     layers: int, n: int = 120, *, seed: int = 0, speed: float = 1.4, **options: Any
 ) -> Trace:
-    """A trace whose layers rank tokens more and more alike; all but four tokens are prompt.
-
-    Two KV heads of two query heads; `speed`: 1 settles in the last layer, 2 in the middle.
-    """
+    """A trace whose layers settle, at `speed` 1 in the last one; all but 4 tokens are prompt."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,7 +1,5 @@
 """A small script as a user writes it: mypy checks it, and tests/test_arguments.py runs it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_type
@@ -27,10 +25,7 @@ class Values(Scorer):
 
 
 def answers(folder: Path) -> tuple[kvsim.Record, Run, Comparison, pl.DataFrame, Figure]:
-    """Return what the public functions give for names, paths, shares and single values.
-
-    folder: holds traces, one of them `a.zarr`, and gets a run.
-    """
+    """What public functions give for names, paths, shares, values; folder: with `a.zarr`."""
     path = str(folder / "a.zarr")
     record = assert_type(kvsim.replay(path, "tova", "25%", interval=8), kvsim.Record)
     assert_type(kvsim.measure(path, record, "output_error"), pl.DataFrame)

@@ -15,8 +15,6 @@ the environment says to the interpreter and to libraries that are imported alrea
 and of imports, start a process of their own.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
@@ -154,10 +152,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def start(client: socket.socket, others: Iterable[socket.socket]) -> int:
-    """Fork a process for the program of a client; 0 if the client was killed before it said all.
-
-    others: sockets of the server, which the fork closes.
-    """
+    """Fork a process for a client, 0 if it was killed; others: sockets that the fork closes."""
     message, streams, *_ = socket.recv_fds(client, 1 << 16, 3)
     while not message.endswith(b"\n") and (part := client.recv(1 << 16)):
         message += part

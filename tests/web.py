@@ -1,7 +1,5 @@
 """A server of files on loopback, and a reader of pages."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import threading

@@ -198,10 +198,7 @@ class Folder:
     overwrite: shared.Overwrite = False
 
     def check(self) -> None:
-        """Raise OptionError where an option is about a run folder and there is none.
-
-        Raises OutputError where no run can be written to the folder, or continued in it.
-        """
+        """Raise OptionError for options without a run folder, OutputError where no run can be."""
         if self.overwrite and self.resume:
             raise OptionError(
                 "--overwrite replaces the run that --resume continues; give one of them"

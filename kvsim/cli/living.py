@@ -139,10 +139,7 @@ def _record(
     new_tokens: int | None,
     how: Mapping[str, Any],
 ) -> list[Trace]:
-    """Record prompts with the full cache; those that are there already are kept.
-
-    new_tokens: the longest response; None for those that the prompts state, or 512.
-    """
+    """Record prompts that are not there yet; new_tokens: at most, by default the prompts' own."""
     from kvsim.recorder import capture_many, read_prompts
 
     requested = read_prompts(prompts, note=show.echo_error)

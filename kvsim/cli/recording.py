@@ -259,10 +259,7 @@ def _leave(folder: Path) -> None:
 
 
 def _check_outputs(paths: list[Path], staged: Path, out: str, overwrite: bool) -> None:
-    """Raise TraceExistsError unless traces may be written to all of these paths.
-
-    staged: the local path that stands for `out`.
-    """
+    """Raise TraceExistsError unless traces may be written here; staged: the place of `out`."""
     from kvsim.store import check_target
 
     for path in paths:

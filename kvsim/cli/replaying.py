@@ -233,10 +233,7 @@ def _print(
 
 
 def _selection_line(record: Record, *, many: bool) -> str:
-    """Return in words after which layer a record's policy dropped rows of the prompt.
-
-    many: there are other traces.
-    """
+    """After which layer a record's policy dropped rows, in words; many: there are other traces."""
     selection = record.selection
     if selection is None:
         return ""

@@ -75,10 +75,7 @@ def table(
 def _means(
     table: pl.DataFrame, metrics: list[str] | None, by: list[str], *, most: int | None
 ) -> pl.DataFrame:
-    """Return means over prompts: parts, policy, budget and metric, then numbers of each.
-
-    most: metrics by default, those that rank policies first.
-    """
+    """Return means over prompts: parts, policy, budget, metric, numbers; most: default metrics."""
     import polars as pl
 
     from kvsim.analysis.evidence import ranking

@@ -54,10 +54,7 @@ _ON_REQUEST = {
 
 
 def stored_dtype(source: str) -> torch.dtype:
-    """Return the dtype in which numbers of dtype `source` are hashed, and projections stored.
-
-    float32 holds every bfloat16 exactly.
-    """
+    """The dtype in which numbers are hashed and projections stored; float32 for bfloat16."""
     return {"float16": torch.float16, "float64": torch.float64}.get(source, torch.float32)
 
 
@@ -235,10 +232,7 @@ def check_steps(*parts: slice) -> None:
 def as_stored(
     name: str, values: Tensor, dtype: torch.dtype, where: str, *, layer: int, pos: int = 0
 ) -> Tensor:
-    """Return part of one layer of an array as it is stored; pos: its first position.
-
-    Raises TraceError for NaN or infinity, and for what float16 cannot hold.
-    """
+    """Return part of a layer from `pos` on as stored; TraceError for NaN, infinity and overflow."""
     stored = values.to("cpu", dtype)
     if dtype == torch.float16 and values.dtype != torch.float16:
         largest = float(_largest(values))
@@ -337,11 +331,7 @@ def _largest(values: Tensor, *axes: int) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the error of each head [head]: largest |actual - expected| over largest |expected|.
-
-    actual, expected [head, row, dim]. The denominator is the head's and not the row's, so that
-    rounding in a row whose values cancel is not blown up.
-    """
+    """Largest |actual - expected| over largest |expected| of each head [head]; [head, row, dim]."""
     size, difference = (_largest(x, -2, -1) for x in (expected, actual - expected))
     # where a head's output is 0 everywhere, any difference is infinite
     return torch.where(difference == 0, difference, difference / size)

@@ -1,7 +1,4 @@
-"""The digest of a trace: SHA-256 over what its attention depends on, in memory and on disk.
-
-docs/trace-format.md, section 5, is the definition.
-"""
+"""The digest of a trace: SHA-256 over what its attention depends on (docs/trace-format.md, 5)."""
 
 from __future__ import annotations
 

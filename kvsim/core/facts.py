@@ -52,10 +52,7 @@ class Facts:
         self.source_dtypes: Final = header.source_dtypes
 
     def size_of(self, layers: Iterable[int]) -> Size:
-        """Return the query heads, KV heads, dim and value_dim of layers, by their place.
-
-        Raises NeedsError where they differ.
-        """
+        """Return query heads, KV heads, dim, value_dim of layers; NeedsError where they differ."""
         places: dict[Size, list[int]] = {}
         for layer in layers if self.header.sizes else (0,):
             places.setdefault(self.sizes[layer], []).append(layer)

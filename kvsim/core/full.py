@@ -98,10 +98,7 @@ class FullAttention:
         return out[part], lse[part]
 
     def weights(self, layer: int, rows: Tensor, pos: Tensor) -> Tensor:
-        """Return exact attention weights [qhead, row, pos] of one layer, 0 where masked.
-
-        rows, pos: query and key positions, int64, at least one of each.
-        """
+        """Exact attention [qhead, row, pos] of a layer's rows and positions, 0 where masked."""
         q, k = self._pick("q", layer, rows), self._pick("k", layer, pos)
         if "lse" in self._source.shapes:
             lse = self._pick("lse", layer, rows)

@@ -91,10 +91,7 @@ def given_options(
 
 
 def takes_options(options: type) -> Callable[[Function], Function]:
-    """Return a decorator: show these options as the keywords of a function with `**options`.
-
-    They replace `**options` in the signature, and its lines in the docstring.
-    """
+    """Return a decorator that shows these options for `**options` in signature and docstring."""
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)

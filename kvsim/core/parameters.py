@@ -35,8 +35,6 @@ from typing import (
 
 from kvsim.errors import KvsimError, PolicyError
 
-# ------------------------------------------------------------------------------------- the bounds
-
 
 class Bound(ABC):
     """A condition on a number; as text, its words in "an integer ..."."""
@@ -130,9 +128,6 @@ class Odd(Bound):
         return "odd"
 
 
-# --------------------------------------------------------------------------------- the parameters
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A field of a piece: its resolved annotation, and its default (MISSING for none)."""
@@ -154,10 +149,7 @@ class Parameter:
         return _fit_of(self.hint)
 
     def value(self, given: object, label: str, error: type[KvsimError] = PolicyError) -> Any:
-        """The value that is given, as a plain number where it is one of numpy's.
-
-        Raises `error`, which begins with `label`, where it does not fit.
-        """
+        """The value as a plain number; raises `error`, beginning with `label`, for a bad one."""
         fitted = self.fit(given)
         if fitted is _UNFIT:
             shown = repr(given).replace("\n", " ")
@@ -268,8 +260,6 @@ def _number(kind: type, value: Any) -> Any:
     real = kind is float and not isinstance(value, bool) and isinstance(value, numbers.Real)
     return float(value) if real else _UNFIT
 
-
-# -------------------------------------------------------------------------------------- the words
 
 _NOUNS = {int: "integer", float: "number"}
 _ALTERNATIVES: dict[Any, list[str]] = {

@@ -295,9 +295,6 @@ class Wrapper(Scorer):
         return Scores.of(view.scored(self.scorer))
 
 
-# --------------------------------------------------------------------------------- the allocator
-
-
 @dataclass(frozen=True)
 class Plan:
     """How many entries stay at an event, and from where.
@@ -405,9 +402,6 @@ class Everything(Allocator):
         return Plan(view.count)
 
 
-# ---------------------------------------------------------------------------- the layers' budgets
-
-
 class LayerBudgets(Sizing, ABC):
     """How much each layer gets, in entries per head."""
 
@@ -423,10 +417,7 @@ class LayerBudgets(Sizing, ABC):
         return (budget,)
 
     def unbounded_size(self, prompt_len: int, n_pos: int) -> int | None:
-        """Entries of a head after n_pos tokens, where the policy's budget plays no part in it.
-
-        None where it does, or where that is unknown.
-        """
+        """Entries of a head after n_pos tokens where no budget plays a part; None if unknown."""
         return None
 
     @property

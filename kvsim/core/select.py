@@ -24,14 +24,10 @@ def select(
     """The kept set of every head: protected first, then score descending, then the lower position.
 
     values [L, H, n] scores, higher = keep; quotas [L, H] entries to keep, at least the protected
-    ones; protected, live bool [L, H, n]; entries are in position order. Returns bool [L, H, n].
-    A head with fewer live entries than its quota keeps them all. With groups int [L, H, n], quotas
-    are [L, H, S] and each group is chosen from by itself. Where eligible bool [L, H, n] is False
-    an entry stays only if it is protected.
-
-    Without groups linear in n apart from one sort of numbers: the score at the cut is found first,
-    what lies above it stays, and the entries tied at the cut stay from the lowest position up to
-    the quota.
+    ones; protected, live bool [L, H, n]; entries are in position order. Returns bool [L, H, n]. A
+    head with fewer live entries than its quota keeps them all. With groups int [L, H, n], quotas
+    are [L, H, S] and each group is chosen from by itself. Where eligible bool [L, H, n] is False an
+    entry stays only if it is protected. Linear in n apart from one sort, without groups.
     """
     if eligible is not None:
         live = live & (eligible | protected)

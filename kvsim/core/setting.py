@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Keys, values and queries of a block of layers: a View reads them, a Block changes them.
-
-    The layers of a block share one formula and one rotary embedding. A trace
-    (`kvsim.engine.source`), a running model's cache (`kvsim.runner.cache`) and its cache in blocks
-    (`kvsim.runner.paged`) are sources.
-    """
+    """Keys, values and queries of a block of layers, of one formula and one rotary embedding."""
 
     @property
     def compacted(self) -> bool:
@@ -73,10 +68,7 @@ class Source(Protocol):
 
     @property
     def o_proj(self) -> Tensor:
-        """Output projection of each query head, [L, H, G, d, D]; NeedsError without one.
-
-        Where a gate acts before it, of values times the mean gate of the prompt.
-        """
+        """Projections [L, H, G, d, D], times the prompt's mean gate if any; NeedsError if none."""
 
     @property
     def probe(self) -> ProbeRows:

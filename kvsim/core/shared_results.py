@@ -14,12 +14,10 @@ MEMO_BYTES = 128 << 20
 
 
 class Memo:
-    """Results by key, of which the first part is their kind.
+    """Results by key, of which the first part is their kind; threads may share a memo.
 
-    When the memo is full, results of other kinds are dropped. Results of the same kind stay:
-    replays ask for them in the same order again, and if the oldest were dropped, each would be
-    missing when it is needed. Threads may share a memo, as those of the dashboard do: no step
-    expects a result that another may have dropped.
+    When it is full, results of other kinds are dropped. Those of the same kind stay: replays ask
+    for them in the same order again, and each would be missing when it is needed.
     """
 
     def __init__(self) -> None:
@@ -27,10 +25,7 @@ class Memo:
         self._bytes = 0
 
     def __call__(self, key: tuple[Hashable, ...], compute: Callable[[], T], most: int) -> T:
-        """Return what `compute` returned for the key, a tensor or a tuple of them.
-
-        most: bytes that may be kept.
-        """
+        """Return the tensor, or tuple, that `compute` gave for the key; most: bytes to be kept."""
         kept = self._results.get(key)
         if kept is not None:
             before: T = kept[0]

@@ -32,10 +32,7 @@ class ArraySource(Protocol):
 
 
 class InMemory:
-    """Arrays in memory; `read` returns views.
-
-    Raises TraceError for an array that was written to: torch has no read-only tensors.
-    """
+    """Arrays in memory, which `read` gives views of; TraceError for one that was written to."""
 
     def __init__(
         self, arrays: Mapping[str, Tensor], left_out: LeftOut = None, where: str = "the trace"

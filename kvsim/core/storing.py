@@ -22,20 +22,14 @@ from kvsim.schema import NEVER
 
 
 class Clock(NamedTuple):
-    """When entries leave the exact window of a head.
-
-    The `step` oldest exact entries leave together, once that leaves at least `exact` behind.
-    """
+    """The `step` oldest exact entries of a head leave its window once at least `exact` stay."""
 
     exact: int = 0
     step: int = 1
 
 
 class Codec(Piece, ABC):
-    """A deterministic round trip of keys and values, once they have left the exact window.
-
-    Subclasses are frozen dataclasses.
-    """
+    """A deterministic round trip of entries that leave the exact window; a frozen dataclass."""
 
     _rule: ClassVar[str] = "keys"
 
@@ -55,10 +49,7 @@ class Codec(Piece, ABC):
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Entries of a group of keys and of values, which are rounded together.
-
-        Divisors of the steps of their clocks.
-        """
+        """Entries of keys and of values that are rounded together; divisors of their steps."""
         return 1, 1
 
     def check(self, dim: int) -> None:
@@ -114,10 +105,7 @@ def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int
 
 
 def round_marked(codec: Codec, which: int, stored: Tensor, marked: Tensor) -> None:
-    """Overwrite the entries marked [..., T] of keys (0) or values (1) stored [..., T, d].
-
-    Groups are of neighbours in the order of their positions.
-    """
+    """Overwrite keys (0) or values (1) [..., T, d] where marked, in groups of neighbours."""
     entries = stored[marked]
     if len(entries):
         groups = entries.to(compute_dtype(entries.dtype)).unflatten(0, (-1, codec.groups[which]))

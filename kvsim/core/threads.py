@@ -1,9 +1,4 @@
-"""Threads of torch by the size of the work: on small work a second one only waits, and spins.
-
-Measured on a busy machine: 480 small cells took 400 seconds of processor time with two threads and
-81 with one, a capture of `tiny` 40 and 9.5, one of SmolLM2 27 and 8.9. Kept sets are the same,
-values up to rounding.
-"""
+"""Threads of torch by the size of the work: on small work a second one only waits, and spins."""
 
 from __future__ import annotations
 

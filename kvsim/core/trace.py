@@ -267,10 +267,7 @@ class Trace(Facts, Displayed):
         return shapes["o_proj"][-1] if "o_proj" in shapes else self.n_qheads * self.dim
 
     def per_query_head(self) -> Trace:
-        """Return the trace with keys and values repeated, so that each query head has its own.
-
-        Nothing is copied before it is read.
-        """
+        """The trace with a KV head for each query head; nothing is copied before it is read."""
         if self.group == 1:
             return self
         return Trace(

@@ -1,8 +1,4 @@
-"""Figures of attention: overlap of top keys, sparsity, expected against observed attention.
-
-All numbers come from `kvsim.analysis`. Those of expected and observed attention are `exact`, the
-error of a layer's output is open loop after the first layer.
-"""
+"""Figures of attention: overlap of top keys, sparsity, expected against observed attention."""
 
 from __future__ import annotations
 

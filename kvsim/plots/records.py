@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import polars as pl
 import scipy
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from kvsim.analysis.arrays import Floats, Ints
+from kvsim.analysis.arrays import Ints
 from kvsim.analysis.axes import record_layer, trace_head, trace_layer
 from kvsim.analysis.kept.retention import RECENT, SINK
 from kvsim.analysis.kept.states import TOKEN_STATES, has_reads, read_entries, token_states
@@ -161,7 +162,8 @@ def error_over_rows(
         step = max(1, len(rows) // 12)  # markers of different lines at different rows
         marked = (names.index(record.policy) * step // len(names), step)
         look: dict[str, Any] = {"lw": 1.2, "ms": 4, "markevery": marked, **styles[record.policy]}
-        axis.plot(rows, _running_mean(error, smooth), label=record.policy, **look)
+        means = pl.Series(error).rolling_mean(smooth, min_samples=1).to_numpy()
+        axis.plot(rows, means, label=record.policy, **look)
         sizes.append(error.mean())
     labels = {
         fidelity(trace, record, "rows", layer) for record in records for layer in record.layers
@@ -205,15 +207,6 @@ def _cells(
     blocks = cells[:short, :short].reshape(short // factor, factor, short // factor, factor)
     pooled: NDArray[np.int64] = blocks.max((1, 3))
     return pooled
-
-
-def _running_mean(values: Floats, width: int) -> Floats:
-    """Mean of up to `width` values ending at each index; the same length."""
-    total = np.concatenate([[0.0], values.cumsum()])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - width, 0)
-    means: Floats = (total[end] - total[start]) / (end - start)
-    return means
 
 
 def token_text(

@@ -1,7 +1,4 @@
-"""The figures by name, with their content, sources and options.
-
-`kvsim plot`, its help and the table of docs/figures.md read this. Nothing here loads matplotlib.
-"""
+"""The figures by name, with their content, sources and options; loads no matplotlib."""
 
 from __future__ import annotations
 

@@ -91,9 +91,6 @@ def picture(figure: Figure, form: str) -> bytes:
     return content.getvalue()
 
 
-# ---------------------------------------------------------------------------- lines and numbers
-
-
 def series(names: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     """Colour, line and marker for each name in turn; colours for 11 names, all for 33 differ."""
     colours = (*COLOURS, *_MORE)
@@ -148,9 +145,6 @@ def requested_order(budgets: Sequence[str]) -> list[str]:
     return sorted(set(budgets), key=order)
 
 
-# ----------------------------------------------------------------------------------------- text
-
-
 def plain_text(text: str) -> str:
     """Escape characters that the font does not have or that do not print; keep line ends."""
     return "".join(
@@ -179,9 +173,6 @@ def trace_label(traces: Iterable[str]) -> str:
     """Return the name of the only trace, or the number of traces."""
     names = list(dict.fromkeys(traces))
     return names[0] if len(names) == 1 else f"{len(names)} traces"
-
-
-# --------------------------------------------------------------------------------------- panels
 
 
 class Panels:
@@ -230,8 +221,7 @@ FAR = 3
 def far_off(values: Sequence[float | None], names: Sequence[str] = ()) -> float | None:
     """The largest value that a chart is drawn for, where some are far above all others; else None.
 
-    They would press the others onto one line. names: of the series of each value; where most series
-    have such values, as at a smaller budget, None.
+    names: of the series; where most have such values, as at a smaller budget, None.
     """
     rising = sorted(value for value in values if value is not None and not math.isnan(value))
     half = max(1, len(rising) // 2)
@@ -344,9 +334,6 @@ def colour_bar(
     bar.set_label(label, fontsize=7.5)
     bar.ax.tick_params(labelsize=7)
     return bar.ax
-
-
-# ------------------------------------------------------------------------- captions and legends
 
 
 def caption(figure: Figure, text: str, fidelities: Iterable[str]) -> None:

@@ -141,8 +141,6 @@ class AMS(Allocator):
             )
         return "; ".join(remarks)
 
-    # ------------------------------------------------------------------------------- one event
-
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Usage, mass and credit, segments, quotas (sections 3.2 to 3.5 of the paper)."""
         usage, suffix = self._usage(view)
@@ -265,9 +263,6 @@ class AMS(Allocator):
         return reference_quotas(parts, weight, least, budget)
 
 
-# ------------------------------------------------------------------------------- mass and segments
-
-
 def normalise(values: Tensor, live: Tensor) -> Tensor:
     """(values + epsilon) / their sum over the live entries of each head; 0 on pads."""
     raised = (values + _EPSILON).masked_fill(~live, 0.0)
@@ -355,9 +350,6 @@ class SegmentSums(NamedTuple):
         kept = torch.zeros_like(starts).scatter_add_(-1, group, (protected & live).long())
         total = mass.new_zeros(starts.shape).scatter_add_(-1, group, mass.masked_fill(~live, 0.0))
         return SegmentSums(group, _lengths(starts, n), kept, total)
-
-
-# -------------------------------------------------------------------------------------- the quotas
 
 
 class Quotas(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import Reader, highest
@@ -14,9 +14,11 @@ class Ends(Reader):
     """The first `sink` entries, the last `local` ones and the row's own are read, in whole pages.
 
     `share` of the budget, these entries included, is what a row reads; it chooses at least one
-    page. Subclasses declare these three as fields, and say what `local` is by default.
+    page. Subclasses declare these three as fields. usual: where `local` is None, which part of what
+    a row reads is local (numerator, denominator), and whether that is without the first entries.
     """
 
+    usual: ClassVar[tuple[int, int, bool]]
     sink: int
     local: int | None
     share: float
@@ -41,11 +43,9 @@ class Ends(Reader):
         )
 
     def _window(self, budget: int) -> int:
-        return self.local or max(1, self._default(int(self.share * budget)))
-
-    def _default(self, entries: int) -> int:
-        """The local window of a row that reads so many entries."""
-        raise NotImplementedError
+        numerator, denominator, behind_sink = self.usual
+        entries = int(self.share * budget) - self.sink * behind_sink
+        return self.local or max(1, entries * numerator // denominator)
 
     def count(self, budget: int) -> int:
         """Pages that a row chooses."""

@@ -243,10 +243,7 @@ def mixture_logits(
 
 
 def quadratic(x: Tensor, matrix: Tensor) -> Tensor:
-    """x_j . matrix x_j for x [L, H, n, d], matrix [L, H, G, d, d]; [L, H, G, n].
-
-    A block of entries at a time; the heads of a group share one product.
-    """
+    """x_j . matrix x_j [L, H, G, n] for x [L, H, n, d], matrix [L, H, G, d, d], in blocks."""
     layers, heads, groups, dim = matrix.shape[:4]
     wide = matrix.transpose(2, 3).flatten(3)  # [L, H, d, G * d]
     step = _per_block(layers * heads * groups * dim * x.element_size())

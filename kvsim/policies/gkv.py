@@ -46,9 +46,6 @@ from kvsim.schema import GUIDE
 Fusion = Literal["max", "mean", "sum"]
 
 
-# ------------------------------------------------------------------------------------ the formulas
-
-
 def local_score(view: View, window: int) -> Tensor:
     """S_j = mean over the window of the group's largest a_r(j); 0 but on candidates; [L, H, n]."""
     vote = view.attn(window, group="max").mean(2)
@@ -91,9 +88,6 @@ def check_sign(name: str, scorer: Scorer, scores: Tensor, among: Tensor) -> None
             f"{name}: {type(scorer).__name__} gives a negative score and does not say that it can; "
             f"expected a property `signed` that is True, see {GUIDE}"
         )
-
-
-# ------------------------------------------------------------------------------------- the scorers
 
 
 @dataclass(frozen=True)

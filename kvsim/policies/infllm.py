@@ -43,9 +43,7 @@ class InfLLM(Ends):
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
     reads_trace = True  # votes are of rows that need not be resident any more
-
-    def _default(self, entries: int) -> int:
-        return entries * 2 // 3
+    usual = (2, 3, False)
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Products with the mean representative of each block [H, G, w, P]."""

@@ -46,6 +46,8 @@ class PQCache(Ends):
     heads: Heads = "kv"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
+    usual = (1, 2, True)
+
     def check(self, trace: Trace) -> None:
         """Raise PolicyError where the parts of a key would differ in size."""
         if trace.dim % self.subspaces:
@@ -53,9 +55,6 @@ class PQCache(Ends):
                 f"{self.label}: a key has {trace.dim} channels, which are no {self.subspaces} "
                 "subspaces of one size; expected a number that divides them"
             )
-
-    def _default(self, entries: int) -> int:
-        return (entries - self.sink) // 2
 
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Coded logits [H, G, w, n]."""

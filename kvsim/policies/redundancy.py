@@ -162,9 +162,6 @@ def _last_similar(
 
 
 def similarity_flops(event: Event, keys: float) -> Flops:
-    """Cosine of every two keys, 2 G n^2 d; threshold, sum and softmax.
-
-    The search above may stop earlier, and needs this at most.
-    """
+    """Cosine of every two keys, 2 G n^2 d, threshold, sum, softmax; the search takes no more."""
     _, g, d, _ = event.sizes
     return Flops(2 * g * keys**2 * d, g * (2 * keys**2 + 3 * keys * d + 3 * keys))

@@ -1,7 +1,4 @@
-"""Pieces of the page: sections, tables, numbers.
-
-HTML is `Markup`. Whatever else comes in, as a cell, a heading or a note, is text and is escaped.
-"""
+"""Pieces of the page: whatever is no `Markup`, in a cell, a heading or a note, is escaped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The material of a report: traces, analysed once.
-
-Of several traces the analyses of the first are kept for figures.
-"""
+"""The material of a report: traces, analysed once; figures show the first of several."""
 
 from __future__ import annotations
 

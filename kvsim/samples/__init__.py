@@ -53,8 +53,5 @@ def locate(path: str | Path) -> Path | str:
 
 
 def sample_judged() -> Path:
-    """Return the path of a Table in parquet: the policies of the demo, judged by SmolLM2.
-
-    All its layers evicted, over the text of the sample trace (`docs/smollm2_sample.py` made it).
-    """
+    """Path of a Table of the sample text, judged by SmolLM2 whole (docs/smollm2_sample.py)."""
     return Path(__file__).with_name("judged.parquet")

@@ -1,8 +1,4 @@
-"""Arrays as a `.npz` file: the size of an untrusted file bounds the bytes that are decoded.
-
-NumPy's own reader allocates what the header of an array says, and a file of zeros may decompress to
-a thousand times its size.
-"""
+"""Arrays as a `.npz` file: its size bounds the bytes that are decoded, as NumPy's own does not."""
 
 from __future__ import annotations
 
@@ -42,10 +38,7 @@ def encode_arrays(arrays: Mapping[str, Any]) -> bytes:
 
 
 def decode_arrays(data: bytes) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a `.npz` file by name.
-
-    Raises ValueError for damaged data, and for more bytes than files of this size have.
-    """
+    """Return the arrays of a `.npz` file by name; ValueError for damage, or far too many bytes."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             _check_size(archive, data)

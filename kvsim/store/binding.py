@@ -1,7 +1,6 @@
-"""The binding of a trace: one seal over its header, its arrays and the checksum of every chunk.
+"""The binding of a trace: one seal over header, arrays and all chunks (docs/trace-format.md, 5).
 
-docs/trace-format.md, section 5, is the definition. With it, an open trace is one snapshot: what is
-read later is what the header that was read first describes, or an error.
+With it, an open trace is one snapshot: what is read later is what its header describes.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ def check_attributes(attributes: Mapping[str, Any], where: str) -> None:
 
 
 def bound(arrays: Arrays, attributes: Mapping[str, Any], where: str) -> dict[str, StoredArray]:
-    """Return the arrays with the checksums of their chunks.
-
-    Raises TraceError if the attributes list others than an array has.
-    """
+    """Return the arrays with checksums of their chunks; TraceError where attributes name others."""
     listed, chunks = object_at(attributes, "chunks"), {}
     for name, array in arrays.items():
         text = listed.get(name)
@@ -85,10 +81,7 @@ def bound(arrays: Arrays, attributes: Mapping[str, Any], where: str) -> dict[str
 def check_binding(
     attributes: Mapping[str, Any], header: Header, arrays: Arrays, where: str
 ) -> None:
-    """Raise TraceError unless digest and seal fit the header, the arrays and their checksums.
-
-    No chunk is read for it.
-    """
+    """Raise TraceError unless digest and seal fit header and checksums; reads no chunk."""
     checksums = object_at(attributes, "checksums")
     for name in (*CHECKSUMMED, "token_text"):
         if name in checksums and name not in arrays:

@@ -32,10 +32,7 @@ Values = NDArray[Any]
 
 
 def check_chunks(array: StoredArray, sizes: Mapping[str, int], where: str) -> None:
-    """Raise TraceError if a file of `array` is missing among the files, or far too large.
-
-    Time and memory grow with the number of files, not with what the metadata claims.
-    """
+    """Raise TraceError if a file of `array` is missing or far too large, whatever it claims."""
     for key in array.files():
         if key not in sizes:  # reached after as many keys as there are files
             count = sum(file.startswith(f"{array.name}/c/") for file in sizes)
@@ -100,10 +97,7 @@ def read_chunk(array: StoredArray, index: Index, place: Place) -> Values:
 
 
 def check_chunk(array: StoredArray, index: Sequence[int], place: Place) -> bytes:
-    """Return a chunk whose checksum is right, still compressed and without the checksum.
-
-    Raises TraceError if it is missing, damaged, or not the one that belongs to its place.
-    """
+    """Return a compressed chunk without its checksum; TraceError if missing, damaged or another."""
     data = _stored(array, index, place)
     body = data[:-4]
     if len(data) < 4 or crc32c(body) != data[-4:]:

@@ -1,8 +1,7 @@
 """Drafts: hidden folders with a trace that is being written, its zarr group and its tokens.
 
-Metadata and chunks are written here, one file at a time, and not by zarr, whose threads go on
-writing after an error, when the folder may have been removed (docs/decisions.md, section Store).
-Shards grow chunk by chunk and get their index at the end.
+Written one file at a time, and not by zarr, whose threads go on writing after an error
+(docs/decisions.md, section Store). Shards grow chunk by chunk and get their index at the end.
 """
 
 from __future__ import annotations

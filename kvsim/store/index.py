@@ -68,10 +68,7 @@ class Entry:
 
 
 def index(folder: str | Path) -> list[Entry]:
-    """Return an entry for every trace and every draft below `folder`, by path.
-
-    Opening a trace reads its metadata and the sizes of its files.
-    """
+    """Every trace and draft below `folder`, by path, from metadata and sizes of files alone."""
     root = Path(folder)
     traces = {name: _trace(name, path) for name, path in find_traces(root).items()}
     drafts = [

@@ -1,7 +1,4 @@
-"""The arrays of a trace as zarr arrays: dimensions, chunks, codecs (docs/trace-format.md, 2).
-
-`array_document` is what a writer writes, and the only thing that a reader accepts.
-"""
+"""The one form of a trace's arrays as zarr arrays: chunks and codecs (docs/trace-format.md, 2)."""
 
 from __future__ import annotations
 
@@ -199,10 +196,7 @@ def stored_arrays(
 
 
 def chunk_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the chunks: one layer, all heads, 256 positions or rows of a probe.
-
-    Of an array without a layer axis, all of it.
-    """
+    """Chunks: a layer, all heads, 256 positions or probe rows; all, of an array without layers."""
     axes = DIMENSIONS[name]
     if len(axes) == 1:
         return (max(1, shape[0]),)
@@ -261,10 +255,7 @@ def array_document(
     sharded: bool = False,
     rows: bool = False,
 ) -> dict[str, Any]:
-    """Return the metadata of an array; dtype is a numpy name or ``string``.
-
-    rows: whether the trace leaves out rows.
-    """
+    """Metadata of an array; dtype: numpy's name or ``string``; rows: whether some are left out."""
     axes = axes_of(name, version, rows=rows) if name in AXES else (name,)
     text = dtype == "string"
     first = {"name": "bytes", "configuration": {"endian": "little"}}

@@ -1,7 +1,4 @@
-"""Metadata of a trace: untrusted JSON within limits, and the header as attributes of the group.
-
-docs/trace-format.md, sections 3 and 4, defines the attributes.
-"""
+"""Metadata of a trace: untrusted JSON and the header as attributes (docs/trace-format.md, 3, 4)."""
 
 from __future__ import annotations
 

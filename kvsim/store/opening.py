@@ -1,7 +1,4 @@
-"""Traces as users name them: by path, URL, folder, wildcards, or the name of a sample.
-
-The command line, configurations of sweeps and the functions of Python all go through here.
-"""
+"""Traces as users name them anywhere: by path, URL, folder, wildcards, or the name of a sample."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ Traces = TraceLike | Iterable[TraceLike]
 
 
 def as_trace(given: TraceLike) -> Trace:
-    """Return a trace, opened if it is given by path, URL or name.
-
-    Raises TraceError for anything else, and what `open_trace` raises.
-    """
+    """Return a trace, opened by path, URL or name (`open_trace`); TraceError for anything else."""
     if isinstance(given, Trace):
         return given
     if isinstance(given, str | Path):
@@ -48,10 +42,7 @@ def as_traces(given: Traces) -> list[Trace]:
 
 
 def paths_of(given: str | Path) -> list[Path | str]:
-    """Return the paths and URLs that a path stands for: its own, or those of traces in a folder.
-
-    Raises TraceNotFoundError where nothing fits wildcards.
-    """
+    """The paths and URLs of a path: itself or a folder's traces; TraceNotFoundError without any."""
     path = locate(given)
     if isinstance(path, str):
         return [path]

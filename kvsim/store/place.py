@@ -53,10 +53,7 @@ class Place(Protocol):
         """Fewer bytes than this are read one file after another."""
 
     def read(self, key: str, limit: int) -> bytes:
-        """Return the content of a file.
-
-        Raises FileNotFoundError, and TraceError for more than `limit` bytes or what cannot be read.
-        """
+        """Return a file's content; FileNotFoundError; TraceError if unreadable or over `limit`."""
 
     def part(self, key: str, start: int, size: int) -> tuple[bytes, int]:
         """Return bytes of a file from `start` on, `size` or as many as there are, and its size.
@@ -275,10 +272,7 @@ def _checked(archive: zipfile.ZipFile, where: str, size: int) -> dict[str, zipfi
 
 @contextmanager
 def _zip_errors(where: str) -> Iterator[None]:
-    """Raise TraceError, with one line, for what zipfile raises for unusable files.
-
-    NotImplementedError: a later version of zip. ValueError: a name or an offset that cannot be.
-    """
+    """Raise TraceError for what zipfile raises for unusable files, later versions and bad names."""
     try:
         yield
     except TraceError:

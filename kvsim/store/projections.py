@@ -1,7 +1,4 @@
-"""Output projections, stored once per model next to its traces (docs/trace-format.md, section 9).
-
-A trace names them by the digest of their content, which is also the name of their folder.
-"""
+"""Output projections, once per model beside its traces, by digest (docs/trace-format.md, 9)."""
 
 from __future__ import annotations
 
@@ -135,10 +132,7 @@ class StoredProjections:
 def find_projections(
     path: Path | str, meta: Mapping[str, Any], where: str
 ) -> StoredProjections | None:
-    """Return the projections that a trace at `path` names; None if they are not next to it.
-
-    Raises TraceError where the trace or the folder is damaged.
-    """
+    """Return the projections beside a trace at `path`, or None; TraceError where one is damaged."""
     facts = Facts.named(meta, where)
     if facts is None:
         return None

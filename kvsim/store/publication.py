@@ -60,10 +60,7 @@ def complete(
     token_text: Sequence[str] | None,
     where: str,
 ) -> None:
-    """Write tokens and the final attributes, once everything else is there.
-
-    Raises TraceError for a missing chunk, a header that does not fit, or half of a character.
-    """
+    """Write tokens and attributes, at last; TraceError for what is missing or does not fit."""
     if tokens is not None:
         ids = tokens.astype(np.int32)
         write_whole(group, "tokens", ids, "int32")

@@ -68,10 +68,7 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Return the records that `write_records` stored.
-
-    Raises OutputError without any, or where a file is damaged.
-    """
+    """Return the records that `write_records` stored; OutputError without any, or damaged."""
     folder = local_path(path, OutputError)
     run, entry = folder.parent / "run.json", None
     try:

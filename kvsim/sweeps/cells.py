@@ -102,10 +102,7 @@ def _opened(path: str, _: tuple[int, int]) -> Trace:
 
 
 class Executor(Protocol):
-    """What computes the cells of one trace.
-
-    together: cells that are measured at once, all if None.
-    """
+    """What computes cells of one trace; together: cells measured at once, all if None."""
 
     together: int | None
 
@@ -132,10 +129,7 @@ class Computed(NamedTuple):
 
 
 def compute(executor: Executor, cells: Sequence[Cell], report: Progress) -> Computed:
-    """Compute cells of one trace; what fails leaves the others, and Ctrl-C what is done.
-
-    report: called with (cells done, cells, what is being done).
-    """
+    """Compute cells; failures leave the rest, Ctrl-C what is done; report: (done, cells, label)."""
     records: dict[int, Record] = {}
     tables: list[pl.DataFrame] = []
     failures: list[Failure] = []

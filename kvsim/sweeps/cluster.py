@@ -54,10 +54,7 @@ def on_a_cluster(
 
 
 def _check_versions(client: Any, scheduler: str) -> None:
-    """Raise ClusterError unless the scheduler and every worker have this version of kvsim.
-
-    The scheduler reads the tasks too, so it needs kvsim as the workers do.
-    """
+    """Raise ClusterError unless scheduler, which reads tasks too, and workers have this version."""
     try:
         versions = {"the scheduler": client.run_on_scheduler(_version)}
         workers = client.run(_version, on_error="return")

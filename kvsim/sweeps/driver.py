@@ -199,9 +199,6 @@ def plan_replays(
     return plan
 
 
-# --------------------------------------------------------------------------------- the work itself
-
-
 def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
     """Check that the plan can be computed, then make its folder or go on with one."""
     plan.check()
@@ -210,10 +207,7 @@ def begin(plan: Plan, kept: Kept, *, resume: bool | None = None) -> None:
 
 
 def finish(plan: Plan, kept: Kept, *, shard: tuple[int, int] | None = None, **options: Any) -> Run:
-    """Compute what is not finished yet, and publish the whole unless it is a shard.
-
-    options: those of `work`.
-    """
+    """Compute what is not finished yet; publish it unless it is a shard. options: as `work`."""
     meter, planned = Meter(), forecast(plan, kept, options.get("jobs", 1), plan.share(shard))
     interrupted = not work(plan, kept, shard=shard, **options)
     run = plan.run(kept, interrupted=interrupted)

@@ -1,8 +1,4 @@
-"""Forecast of replays and live runs: from the shapes of their traces, and the FLOPs of policies.
-
-Small cells take the time of their small operations, a few hundred for each event and layer, large
-ones that of their products.
-"""
+"""Forecast of replays and live runs: from the shapes of their traces, and the FLOPs of policies."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ _TABLE, _ROW_BYTES, _CELL, _RECORD = 9_500, 10, 400, 2_300
 def forecast(
     plan: Plan, kept: Kept, jobs: int | None = 1, tasks: Sequence[Task] | None = None
 ) -> Forecast:
-    """Return what the tasks of a plan take that are not finished; time is that of all processes.
-
-    jobs, tasks: as given to `kvsim.sweeps.driver.work`; those of the plan by default.
-    """
+    """What the unfinished tasks of a plan take; time of all processes. jobs, tasks: as `work`."""
     tasks = plan.tasks if tasks is None else tasks
     rest = plan.left(kept, tasks)
     with threads_for(plan.traces):

@@ -26,10 +26,7 @@ _SUFFIXES = (".parquet", ".records", ".json")
 
 
 def kept_in(out: str | Path | None) -> Kept:
-    """Return what keeps a sweep: memory, a folder, or a store behind a URL.
-
-    Raises OutputError for what is neither path nor URL, and for a URL that cannot be written.
-    """
+    """What keeps a sweep: memory, a folder, or the store of a URL; OutputError if none can be."""
     if out is None:
         return Kept()
     return Store(str(out)) if is_url(out) else Shards(local_path(out, OutputError))

@@ -44,10 +44,7 @@ _LARGEST = 8 << 30
 
 
 class Kept:
-    """The outcomes of tasks, in memory; `Shards` keeps them in a folder.
-
-    parts: the finished tasks by their keys, as far as `scan` has seen.
-    """
+    """The outcomes of tasks in memory, not in a folder (`Shards`); parts: finished ones by key."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Outcome] = {}
@@ -168,8 +165,6 @@ class Shards(Kept):
             )
         return read_grid(self.folder / CONFIG)
 
-    # --- what is done ---
-
     def scan(self) -> None:
         """Read what has been finished since the last time."""
         for path in sorted((self.folder / PARTS).glob("*.json")):
@@ -225,8 +220,6 @@ class Shards(Kept):
         self.look(stem)
         self.release(task.key)
 
-    # --- who computes what ---
-
     def claim(self, task: Task) -> bool:
         """Claim a task; False if another process computes it. A dead process has no claims."""
         path = self.folder / PARTS / f"{task.key}.claim"
@@ -261,15 +254,12 @@ class Shards(Kept):
         done = any(cell for part in self.parts.values() for cell in part.done.values())
         return done or any((self.folder / PARTS).glob("*.claim"))
 
-    # --- reading it again ---
-
     def _table(self, key: str) -> pl.DataFrame:
         path = self.folder / PARTS / f"{key}.parquet"
         return decode_table(read_file(path, _LARGEST))
 
     def _records(self, key: str) -> Sequence[Record]:
-        records = decode_records(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
-        return [record for record in records if record is not None]
+        return decode_records(read_file(self.folder / PARTS / f"{key}.records", _LARGEST))
 
     def send(self, *names: str) -> None:
         """Do nothing: a folder needs no upload."""

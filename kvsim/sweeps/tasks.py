@@ -1,7 +1,6 @@
 """Tasks of a sweep: what one process computes at a time, cells of some layers of one trace.
 
-What a task reads of its trace is read once and held in memory for all its cells, and what they
-share is computed once. Tasks depend on the grid alone, so that every process cuts a sweep alike.
+What cells share is read and computed once. Tasks depend on the grid alone: all cut alike.
 """
 
 from __future__ import annotations
@@ -127,10 +126,7 @@ def tasks_of(
     *,
     together: int | None = None,
 ) -> list[Task]:
-    """Cut cells, those of a trace next to each other, into tasks in their order.
-
-    options: of the executor, and `records`, whether they are kept. together: cells of a task.
-    """
+    """Cut cells into tasks of `together` cells of a trace; options: executor's, and `records`."""
     groups = itertools.groupby(cells, lambda cell: cell.trace.name)
     return [
         task
@@ -257,14 +253,8 @@ def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
-# ------------------------------------------------------------------------------ computing a task
-
-
 def replayed(task: Task, report: Progress = lambda *_: None) -> Outcome:
-    """Replay and measure the cells of a task; failures of cells are among what it returns.
-
-    Raises KvsimError where nothing can be computed.
-    """
+    """Replay and measure a task, failures of cells included; KvsimError if nothing can be done."""
     began = time.process_time()
     trace = _loaded(task)
     with threads_for([trace]):

@@ -1,8 +1,4 @@
-"""Hypothesis strategies: small traces, schedules, and budgets near the edge.
-
-Everything is drawn as a few integers and a seed; the numbers of a trace come from a numpy generator
-with that seed, so cases stay cheap and shrink by shape.
-"""
+"""Hypothesis strategies: small traces from a few integers and a seed, schedules, and budgets."""
 
 from __future__ import annotations
 
@@ -198,11 +194,7 @@ _OF_TWELVE = st.integers(0, 11)
 
 
 def mostly(draw: st.DrawFn, usual: st.SearchStrategy[T], edge: st.SearchStrategy[T]) -> T:
-    """`usual` in eleven draws of twelve, else `edge`; shrinks towards `usual`.
-
-    A function and no strategy, as those below: building one for every draw takes longer than
-    drawing.
-    """
+    """`usual` in eleven draws of twelve, else `edge`; no strategy, which takes longer to build."""
     return draw(usual if draw(_OF_TWELVE) < 11 else edge)
 
 
@@ -234,10 +226,7 @@ def cases(
     max_heads: int = 3,
     groups: tuple[int, ...] = GROUPS,
 ) -> Case:
-    """Traces of 1 to 3 layers and heads, groups of 1, 2, 4, 7, dim 4 to 16, any prompt length.
-
-    One-entry traces and prompts of one or all tokens come up too.
-    """
+    """Traces of 1 to 3 layers and heads, groups of 1, 2, 4, 7, dim 4 to 16, any prompt length."""
     usual = st.integers(max(min_n, min(12, max_n)), max_n)
     n = mostly(draw, usual, st.integers(min_n, max_n))
     layers, heads, group, dim = draw(_shapes(max_layers, min_heads, max_heads, groups))

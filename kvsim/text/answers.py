@@ -86,10 +86,7 @@ def score(response: str, answers: Sequence[str], scorer: str = "contained") -> f
 
 
 def text_check(response: str, answer: str | Sequence[str], scorer: str | None) -> dict[str, Any]:
-    """Return the check of a response in free text that a trace stores, ready for JSON.
-
-    scorer: None for whether the answer is contained.
-    """
+    """The check of free text that a trace stores, as JSON; scorer: None for a contained answer."""
     several = isinstance(answer, list | tuple)
     check: dict[str, Any] = {"expected": [*answer] if several else answer}
     check |= {} if scorer is None else {"scorer": scorer}
@@ -100,10 +97,7 @@ def text_check(response: str, answer: str | Sequence[str], scorer: str | None) -
 
 
 def text_score(response: str, check: Mapping[str, Any]) -> float:
-    """Return the score of a response by an `answer_check` of free text, which is untrusted input.
-
-    Raises TextError for an answer that is no text, or an unknown scorer.
-    """
+    """Score a response by an untrusted `answer_check`; TextError for no text, or unknown scorer."""
     expected, scorer = check.get("expected"), check.get("scorer", "contained")
     answers = expected if isinstance(expected, list) else [expected]
     if not answers or not all(isinstance(x, str | int | float) for x in answers):

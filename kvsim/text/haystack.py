@@ -35,10 +35,7 @@ def prose() -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Consecutive sentences.
-
-    sentences: in order. first: of each sentence, whether it begins a paragraph.
-    """
+    """Consecutive sentences, in order; first: whether each begins a paragraph."""
 
     sentences: tuple[str, ...]
     first: tuple[bool, ...]
@@ -83,10 +80,7 @@ class Haystack:
 
 
 def draw(rng: random.Random, words: int) -> Haystack:
-    """Draw at least `words` words from a random paragraph on; all prose where there is less.
-
-    The first paragraph follows the last one.
-    """
+    """Draw at least `words` words from a random paragraph on, around the end; all if too few."""
     paragraphs = prose()
     start = rng.randrange(len(paragraphs))
     sentences: list[str] = []

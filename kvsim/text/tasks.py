@@ -158,9 +158,6 @@ def sample(
     return replace(drawn, tokens=tokens)
 
 
-# ------------------------------------------------------------------------------------------- tasks
-
-
 def _code(rng: random.Random) -> str:
     return str(rng.randrange(10_000, 100_000))
 

@@ -1,7 +1,4 @@
-"""The words of the ledger language, in the order of their token ids.
-
-The order is part of the shipped weights: a change here breaks them.
-"""
+"""Words of the ledger language by token id; their order is part of the shipped weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Layers and heads that are counted from the end, are not there, or were not replayed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

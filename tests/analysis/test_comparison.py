@@ -1,7 +1,5 @@
 """Comparison of policies over prompts, against plain loops, scipy and simulated tables."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -81,9 +79,6 @@ def real(tmp_path_factory):
     return replay_all(traces, policies, [24, "40%"], interval=16, metrics=metrics).table
 
 
-# --- tests of significance ---
-
-
 @given(
     st.lists(
         st.lists(st.sampled_from([-2.0, -0.7, 0.0, 0.1, 0.3, 1.5]), min_size=6, max_size=6),
@@ -156,9 +151,6 @@ def test_needed_prompts_decide_about_as_often_as_they_say():
     assert np.mean(sign_flip(drawn) <= level) == pytest.approx(0.8, abs=0.05)
     assert prompts_needed(np.ones(4), level) == fewest(level)
     assert prompts_needed(np.array([1, -1, 1, -1.0001]), level) == MOST
-
-
-# --- the comparison ---
 
 
 NAMES, BUDGETS = ("tova", "streaming_llm", "h2o"), ("24", "40%")

@@ -1,7 +1,5 @@
 """Facts about policies: columns that are written where a value is measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

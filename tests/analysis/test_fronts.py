@@ -1,7 +1,5 @@
 """Pareto fronts of tables of means."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 import pytest

@@ -190,9 +190,6 @@ def test_a_trace_without_what_it_needs_is_refused_by_name_and_left_out_otherwise
         output_error(make_trace(without=["o_proj"]), [record], projected=True)
 
 
-# --- over layers ---
-
-
 @pytest.fixture(scope="module")
 def run():
     """Two policies on two traces of different lengths, with every default metric."""

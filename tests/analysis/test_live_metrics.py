@@ -1,7 +1,5 @@
 """Metrics of a running model: outcomes by hand, repetition, and what is refused where."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

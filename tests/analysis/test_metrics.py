@@ -32,9 +32,6 @@ def make_trace(n=60, prompt_len=20, dtype=torch.float64, **options):
     return random_trace(n=n, prompt_len=prompt_len, dtype=dtype, **options)
 
 
-# --- output error ---
-
-
 def test_the_error_is_measured_against_what_the_model_computed():
     """A recorded output that is off by a known amount shows in the error of the full cache."""
     trace = make_trace(dtype=torch.float32)
@@ -60,9 +57,6 @@ def test_a_record_of_another_stored_trace_is_refused_by_every_metric(tmp_path):
         kvsim.measure(other, record, ["wipeout"])
     with pytest.raises(TraceError, match="measure a record on the trace it was replayed from"):
         kvsim.measure(make_trace(n=61), record, ["entries_seen"])
-
-
-# --- kept sets ---
 
 
 @pytest.mark.parametrize(("length", "threshold"), [(16, 0.0), (32, 0.1), (128, 0.1)])
@@ -201,16 +195,10 @@ def test_entries_seen_count_what_rows_see():
             np.testing.assert_allclose(entries_seen(record.evicted_at[layer], 20), counts[layer])
 
 
-# --- window overlap ---
-
-
 def test_windows_that_leave_no_keys_are_refused():
     """The message says how long the trace is."""
     with pytest.raises(TraceError, match="60 rows: four windows of 15 leave no keys"):
         window_overlap(make_trace(), 0, window=15)
-
-
-# --- tables ---
 
 
 def test_a_table_is_tidy_and_carries_its_origin():

@@ -51,10 +51,7 @@ def trace(spans=None):
 
 
 def test_a_window_sees_the_needles_that_lie_in_it():
-    """streaming_llm at 12 keeps 4 sinks and 8 recent entries: one needle whole, one half, one not.
-
-    No event follows the prompt's, so each layer and head has the same numbers.
-    """
+    """With 4 sinks and 8 recent entries one needle is kept whole, one half, one not."""
     spans = [[1, 3], [20, 24], [30, 34]]
     source = trace(spans)
     policy = kvsim.policy("streaming_llm")

@@ -60,10 +60,7 @@ def built(name):
 
 
 def cells(trace):
-    """(policy, record) of every policy that a budget binds, at terms that it has a rule for.
-
-    All terms where heads, layers or rows of the prompt have terms of their own, else one in turn.
-    """
+    """(policy, record) of every policy that a budget binds: at all terms, or at one in turn."""
     for number, name in enumerate(names()):
         policy = built(name)
         plain = policy.layer_budgets == Even() and policy.propagation is None

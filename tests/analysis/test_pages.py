@@ -1,7 +1,5 @@
 """Pages of a paged cache: freed ones and empty slots, against loops over rows, pages and slots."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Parquet of untrusted runs: what it decodes to is bounded, whatever its footer and pages say."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -215,9 +215,6 @@ def test_a_trace_without_a_response_has_no_rows():
     assert table["value"].null_count() == len(table)
 
 
-# --- how often metrics read a trace ---
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """Counts of arrays read from any trace, by name."""

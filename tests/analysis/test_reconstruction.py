@@ -18,10 +18,7 @@ POLICIES = ("expected_attention", "knorm", "streaming_llm", "adakv+tova", "h2o")
 
 
 def naive(case, kept, cut):
-    """Mean over rows from the cut on of |o_full - o_seen| / |o_full|; [L].
-
-    kept bool [layer, head, cut].
-    """
+    """Mean error [L] of rows from the cut on, over |o_full|; kept bool [layer, head, cut]."""
     gone = np.full(case.k.shape[:3], NEVER)
     gone[..., :cut][~kept] = cut - 1
     found = metrics.outputs(case.q, case.k, case.v, gone, scale=case.scale)

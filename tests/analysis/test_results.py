@@ -1,7 +1,5 @@
 """What results of a Table are called, and which of several is the main one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Regions of slots that an event wipes out: plain loops, chance over every choice, closed forms."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -71,10 +69,7 @@ def test_chance_is_the_mean_over_all_sets_of_the_size(length, threshold):
 
 @pytest.mark.parametrize("fill", ["head_max", "observed"])
 def test_ams_wipes_out_no_region_that_holds_a_segment(fill):
-    """Regions of 2 max_segment - 1 slots: one segment of each lies inside, and keeps an entry.
-
-    Shorter regions can lie inside one segment; and the text loses regions of the same length.
-    """
+    """Regions of 2 max_segment - 1 slots: one segment of each lies inside, and keeps an entry."""
     trace = make_case("sink", layers=2, heads=2, n=400, prompt_len=60).trace()
     policy = kvsim.policy(
         "ams", min_segment=4, max_segment=8, window=8, sink=2, recent=4, suffix_fill=fill

@@ -1,7 +1,5 @@
 """The course of one head: equal to the Table of the metrics, and gaps equal to plain loops."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 import pytest

@@ -1,7 +1,5 @@
 """Means over prompts, their intervals and paired differences, against plain loops."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -41,9 +39,6 @@ def table(*rows):
     """A Table of some values."""
     full = [{name: one.get(name) for name in COLUMNS} for one in rows]
     return pl.DataFrame(full, schema=COLUMNS)
-
-
-# --- intervals ---
 
 
 def test_an_interval_is_that_of_resampled_means():
@@ -106,9 +101,6 @@ def test_what_rounds_to_zero_is_not_below_it():
     assert one.text(".3f") == "0.000 [0.000, 0.000]"
     assert one.text("+.1f") == "+0.0 [+0.0, +0.0]"
     assert one.text("+.2g") == "-1e-05 [-2e-05, -1e-05]"
-
-
-# --- tables ---
 
 
 def test_a_prompt_counts_once_however_many_values_it_has():
@@ -313,8 +305,6 @@ def test_stages_without_a_number_are_those_of_each_trace():
     ]
     assert stages(values, 2)["stage"].to_list()[:3] == ["early", "late", None]
 
-
-# --- levels of fidelity ---
 
 LEVELS = ("exact", "closed", "judged", "semi", "open")
 

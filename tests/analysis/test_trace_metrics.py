@@ -1,7 +1,5 @@
 """What a trace says before any policy evicts: the arrays behind it, replay, chance."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -45,9 +43,6 @@ def values(table):
     rows = table.select(*KEY, "value").rows()
     assert len(rows) == len({row[:-1] for row in rows})
     return {row[:-1]: row[-1] for row in rows}
-
-
-# ---------------------------------------------------------- values of the arrays that they reduce
 
 
 def rank_correlation(a, b):
@@ -123,9 +118,6 @@ def test_every_metric_is_that_of_its_arrays(case, data):
     assert set(got) == set(expected)
     for key, value in expected.items():
         assert got[key] == (None if value is None else pytest.approx(value, abs=1e-6)), key
-
-
-# ----------------------------------------------------------------------------------- the same again
 
 
 def test_steps_are_those_of_expected_attention():
@@ -208,9 +200,6 @@ def test_normal_samples_are_no_farther_from_normal_than_chance():
     assert found.height == 16
     assert found["value"].mean() == pytest.approx(ks_by_chance(400), rel=0.05)
     assert set(found["chance"]) == {ks_by_chance(400)}
-
-
-# ---------------------------------------------------------------------------------------- the Table
 
 
 def test_rows_are_those_of_a_table():

@@ -1,7 +1,5 @@
 """Verdicts: the sentences that open every comparison, against plain numpy and `compare`."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

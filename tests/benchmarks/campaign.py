@@ -1,7 +1,5 @@
 """What campaigns of damage share: seeds, limits of time and memory, and the count of outcomes."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import resource

@@ -20,8 +20,6 @@ With `--model` the prompt is documentation that comes with Python; with SmolLM2 
 of a prompt of 4,095 tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -46,10 +44,7 @@ from kvsim.schema import CHUNK
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a text: prompt and new tokens of a turn.
-
-    model: its name, for a real one. longest: the prompt whose memory is measured, if not `prompt`.
-    """
+    """A model and a text, and a turn; model: a real one. longest: prompt for memory, if another."""
 
     layers: int
     hidden: int

@@ -9,8 +9,6 @@ the prompt, at the fp32 rate of a matrix product of the same thread; seconds are
 time. Beside it milliseconds a cell on the sample trace, where every operation is small.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 
 import kvsim
-from harness import matrix_rate, report
+from harness import matrix_rate, random_trace, report
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.table import available, measure
@@ -37,8 +35,8 @@ class Shape:
     """A random trace and the terms of its cells."""
 
     layers: int
-    qheads: int
     heads: int
+    group: int
     tokens: int
     prompt: int
     dim: int
@@ -47,24 +45,9 @@ class Shape:
     matrix: int = 2048
 
 
-AIM = Shape(1, 28, 4, 8192, 2048, 128, 128, (256, 512, 1024, 1536, 2048))
-SMALLEST = Shape(1, 4, 2, 192, 96, 16, 32, (32, 48), matrix=128)
+AIM = Shape(1, 4, 7, 8192, 2048, 128, 128, (256, 512, 1024, 1536, 2048))
+SMALLEST = Shape(1, 2, 2, 192, 96, 16, 32, (32, 48), matrix=128)
 SAMPLE_BUDGETS = (32, 48, 64, 96, 128)
-
-
-def random_trace(shape: Shape) -> Trace:
-    """Random q, k, v with their full attention."""
-    torch.manual_seed(0)
-    size = shape.tokens, shape.dim
-    trace = kvsim.Trace.from_arrays(
-        torch.randn(shape.layers, shape.qheads, *size),
-        torch.randn(shape.layers, shape.heads, *size),
-        torch.randn(shape.layers, shape.heads, *size),
-        prompt_len=shape.prompt,
-        rope=kvsim.Rope.default(shape.dim),
-    )
-    trace.full()
-    return trace
 
 
 def replayed(
@@ -96,7 +79,9 @@ def run(shape: Shape, sample_budgets: tuple[int, ...]) -> tuple[dict[str, float]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        trace = random_trace(shape)
+        sizes = {x: getattr(shape, x) for x in ("layers", "heads", "group", "dim")}
+        trace = random_trace(**sizes, n=shape.tokens, prompt_len=shape.prompt)
+        trace.full()
         rates = [matrix_rate(shape.matrix, time.process_time)]
         records, seconds = replayed(trace, shape.budgets, shape.interval)
         rates.append(matrix_rate(shape.matrix, time.process_time))

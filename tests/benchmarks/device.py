@@ -8,8 +8,6 @@ of their largest number (fp32 products, another order of additions), kept sets o
 within 1e-4 of each other), judged values within 1e-2 of those of the CPU, or 1e-5.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,10 +66,7 @@ def array_error(trace: Trace, other: Trace) -> float:
 
 
 def differing(first: Record, second: Record) -> tuple[int, float]:
-    """Heads whose kept sets differ, and the widest gap of the scores of what was exchanged.
-
-    At the first event that differs: later ones choose among other entries.
-    """
+    """Heads whose kept sets differ first, and the widest gap of the scores of what differs."""
     heads, widest = 0, 0.0
     plans = {(each.row, layer): each for each in first.internals for layer in each.layers}
     for layer, head in zip(*(first.evicted_at != second.evicted_at).any(-1).nonzero(), strict=True):

@@ -9,8 +9,6 @@ seed of its case: another exception, more than five seconds, or more than a giga
 run has the seed `--seed` + i.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

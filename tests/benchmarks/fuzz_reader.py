@@ -8,8 +8,6 @@ exception, more than five seconds, more than a gigabyte, or a change that `verif
 Case i of a run has the seed `--seed` + i, so a run goes on where another one ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -124,9 +122,6 @@ class Original:
 
 def _facts(trace: Trace) -> tuple[object, ...]:
     return trace.prompt_len, trace.formulas, trace.ropes, trace.layer_ids, trace.digest
-
-
-# --- damage ---
 
 
 def flip_checked(rng: random.Random, case: Original, files: Files) -> None:
@@ -256,9 +251,6 @@ def zipped(rng: random.Random, files: Files) -> bytes:
     for _ in range(rng.choice((0, 0, 1, 4))):  # the table of contents is what is trusted
         data[-rng.randrange(1, min(len(data), 4000))] = rng.randrange(256)
     return bytes(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
-
-
-# --- judging ---
 
 
 def outcome(original: Original, path: Path) -> str:

@@ -9,8 +9,6 @@ event after the prompt and every 32 rows. Then the judged cell against the lengt
 the response and the number of cells, and the peak memory.
 """
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ The outcomes are not the same quantity. kvpress gives the response of the compre
 gives what each cell would have kept and how far attention outputs move on the full-cache states.
 """
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time

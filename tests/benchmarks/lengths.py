@@ -10,8 +10,6 @@ logarithm over the logarithm of the length, by least squares; the last is that o
 tokens; the judge begins behind the recorded prompt.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import tempfile

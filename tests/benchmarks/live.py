@@ -9,8 +9,6 @@ the event at the end of the prompt counts, the prefill does not. Bytes are those
 after the last token, and at most.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pydoc_data import topics
 

@@ -13,8 +13,6 @@ leaves out by definition may differ. Anything else is a finding, printed with th
 case i of a run has the seed `--seed` + i.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -58,9 +56,6 @@ COMPARED = {
     *("sizes", "left_out"),
     "readers",  # of the owners
 }
-
-
-# --- what a script renews ---
 
 
 def read_files(path: Path) -> Files:
@@ -154,9 +149,6 @@ def renew_checksums(path: Path) -> None:
     (path / "zarr.json").write_text(json.dumps(document))
 
 
-# --- the originals ---
-
-
 def make(seed: int, *, mixed: bool) -> Trace:
     """Return a trace of two layers and two blocks with every array that `save` stores."""
     generator = torch.Generator().manual_seed(seed)
@@ -231,10 +223,7 @@ class RecordedReads:
 
 
 def check_reads(path: Path, compared: dict[str, Any]) -> None:
-    """Replay all policies with all metrics, and check that `content` has all that they read.
-
-    What is identical in it has then identical kept sets and metrics: they are functions of it.
-    """
+    """Replay all policies with all metrics, and check that `content` has all that they read."""
     trace = kvsim.open_trace(path)
     source, header = RecordedReads(trace.source), RecordedReads(trace.header)
     trace = Trace(source, header, dtype=trace.dtype, token_text=trace.token_text)  # type: ignore[arg-type]
@@ -247,9 +236,6 @@ def check_reads(path: Path, compared: dict[str, Any]) -> None:
     assert not unnoticed, f"replays read {sorted(unnoticed)}, which is not compared"
     unnoticed = header.names - COMPARED
     assert not unnoticed, f"replays read {sorted(unnoticed)} of the header, not compared"
-
-
-# --- mutations ---
 
 
 def header_field(rng: random.Random, case: Original, files: Files) -> None:
@@ -390,9 +376,6 @@ RENEWED = (
 
 #: What the digest leaves out by definition (docs/trace-format.md, section 5).
 OUTSIDE = {"o_proj", "residual", "sources", "text"}
-
-
-# --- judging ---
 
 
 def run_case(originals: list[Original], seed: int, folder: Path) -> str:

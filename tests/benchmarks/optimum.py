@@ -11,15 +11,13 @@ kept sets retain and what their prices prove possible. A slope is that of the lo
 seconds of `solve` over the logarithm of the size, by least squares: 1 is linear, 2 quadratic.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import kvsim
-from harness import cpu_seconds, options, publish
+from harness import cpu_seconds, options, publish, random_trace
 from kvsim.analysis.output.error import output_error
 from kvsim.core.policy import Schedule
 from kvsim.engine.source import TraceSource
@@ -32,14 +30,6 @@ AIM = (
     ((512, 16), (1024, 16), (2048, 16), (4096, 16)),
 )
 SMALLEST = (((128, 32), (128, 16)), ((64, 16), (128, 16)))
-
-
-def random_trace(tokens: int) -> kvsim.Trace:
-    """A trace in memory whose attention is far from uniform, as that of trained models."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, tokens, 32) * 1.5 for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(32)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=tokens // 4, rope=rope)
 
 
 def measured(trace: kvsim.Trace, interval: int, budget: int, error: float) -> dict[str, float]:
@@ -96,7 +86,9 @@ def run(
     for label, shapes in zip(("events", "tokens"), sizes, strict=True):
         points = []
         for tokens, interval in shapes:
-            trace, budget = random_trace(tokens), tokens // 8
+            # attention is far from uniform, as that of trained models
+            trace = random_trace(n=tokens, dim=32, size=2.25, prompt_len=tokens // 4)
+            budget = tokens // 8
             figures = measured(trace, interval, budget, error_seconds(trace, budget))
             lines.append(line(trace, interval, budget, figures))
             worst = max(worst, figures["gap"])

@@ -8,8 +8,6 @@ each head. Reading is `paged_attention` of one row in all layers, before and aft
 times of the process; rows to pay: time of the compaction / time that a row saves.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from functools import partial

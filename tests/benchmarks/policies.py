@@ -8,8 +8,6 @@ the ideal time of its output error: 4 x dim x the entries that query heads see i
 prompt, at the fp32 matrix rate.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

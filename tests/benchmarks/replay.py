@@ -13,8 +13,6 @@ Prints
 * the time that each part takes.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 
@@ -49,11 +47,7 @@ SMALLEST_ROWS = Size(2, 2, 2, 32, tokens=256, prompt=64, budget=64, interval=1, 
 
 
 def bare_rate(size: Size) -> float:
-    """Operations per second of logits, their exponentials and the product with values alone.
-
-    Of a block of rows of one head over as many entries as rows see on average: what an output error
-    cannot do without, and nothing else.
-    """
+    """Operations per second of logits, exponentials and products of a block, with nothing else."""
     rows, entries = size.group * ROWS, size.budget + (size.interval or 0) // 2
     q, k, v = (torch.randn(n, size.dim) for n in (rows, entries, entries))
     z, out = torch.empty(entries, rows), torch.empty(size.dim, rows)

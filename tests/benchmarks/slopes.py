@@ -10,8 +10,6 @@ logarithm of CPU seconds over the logarithm of the size, by least squares: 1 is 
 The last one is that of the last doubling alone, where what every sweep costs once weighs least.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -21,9 +19,7 @@ import numpy as np
 import torch
 
 import kvsim
-from harness import report
-
-GROUP = 2
+from harness import random_trace, report
 
 #: What is measured beside the replay; recorded: whether the trace has the outputs of attention.
 ERRORS = ("output_error", "retained_mass", "missing_mass", "error_distance")
@@ -77,19 +73,9 @@ SMALLEST = (Range("errors, outputs recorded", "tokens", 128, 256, _TINY),)
 
 def record(shape: Shape, path: Path) -> None:
     """Store a random trace, half of it prompt."""
-    torch.manual_seed(0)
-    size = shape.tokens, shape.dim
-    arrays = {
-        "q": torch.randn(shape.layers, GROUP * shape.heads, *size),
-        "k": torch.randn(shape.layers, shape.heads, *size),
-        "v": torch.randn(shape.layers, shape.heads, *size),
-    }
-    rest = {"prompt_len": shape.tokens // 2, "rope": kvsim.Rope.default(shape.dim)}
-    trace = kvsim.Trace.from_arrays(**arrays, **rest, name="random")
-    if shape.recorded:
-        arrays |= {"attn_out": trace.attn_out, "lse": trace.lse}
-        trace = kvsim.Trace.from_arrays(**arrays, **rest, name="random")
-    trace.save(path)
+    sizes = {x: getattr(shape, x) for x in ("layers", "heads", "dim")}
+    facts = {"prompt_len": shape.tokens // 2, "computed": shape.recorded, "name": "random"}
+    random_trace(**sizes, n=shape.tokens, **facts).save(path)
 
 
 def policies(count: int) -> list[dict[str, dict[str, int]]]:
@@ -133,7 +119,7 @@ def run(ranges: tuple[Range, ...]) -> tuple[dict[str, float], list[str]]:
     slopes, base = {}, ranges[0].shape
     lines = [
         f"torch {torch.__version__}, one thread",
-        f"{base.tokens} tokens, {base.layers} layers, {base.heads} heads of {GROUP} query heads,",
+        f"{base.tokens} tokens, {base.layers} layers, {base.heads} heads of 2 query heads,",
         f"dim {base.dim}, {base.policies} policies, {base.budgets} budgets about {base.budget}",
         f"{'what is measured':26}{'size':10}{'range':16}{'CPU seconds':>18}{'slope':>8}{'last':>8}",
     ]

@@ -8,8 +8,6 @@ narrow MLPs, with a given response. Traces store 16 bits. Memory is the peak of 
 of the process with the model. Each stage is printed and kept when it ends, the report at the end.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import tempfile

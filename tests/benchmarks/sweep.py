@@ -9,8 +9,6 @@ of the fastest turn; processes count from their start, with all that they import
 compared.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
@@ -23,7 +21,7 @@ import polars as pl
 import torch
 
 import kvsim
-from harness import report
+from harness import random_trace, report
 from kvsim.sweeps.driver import replay_all
 
 POLICIES = ("tova", "snapkv", "streaming_llm", "knorm", "keydiff", "expected_attention")
@@ -35,8 +33,8 @@ class Shape:
 
     traces: int
     layers: int
-    qheads: int
     heads: int
+    group: int
     tokens: int
     dim: int
     budgets: tuple[int, ...]
@@ -44,29 +42,20 @@ class Shape:
 
 
 AIM = {
-    "large layers": Shape(2, 2, 28, 4, 4096, 128, (128, 256, 384, 512, 768, 1024), 1),
-    "small layers": Shape(8, 6, 9, 3, 512, 64, (64, 128, 256), 2),
+    "large layers": Shape(2, 2, 4, 7, 4096, 128, (128, 256, 384, 512, 768, 1024), 1),
+    "small layers": Shape(8, 6, 3, 3, 512, 64, (64, 128, 256), 2),
 }
-SMALLEST = {"smallest": Shape(1, 2, 4, 2, 128, 8, (64,), 1)}
+SMALLEST = {"smallest": Shape(1, 2, 2, 2, 128, 8, (64,), 1)}
 
 
 def record(shape: Shape, folder: Path) -> list[str]:
     """Store random traces; three quarters of each are prompt."""
-    paths = []
-    for number in range(shape.traces):
-        torch.manual_seed(number)
-        size = shape.tokens, shape.dim
-        path = folder / f"{number}.zarr"
-        kvsim.Trace.from_arrays(
-            torch.randn(shape.layers, shape.qheads, *size),
-            torch.randn(shape.layers, shape.heads, *size),
-            torch.randn(shape.layers, shape.heads, *size),
-            prompt_len=shape.tokens * 3 // 4,
-            rope=kvsim.Rope.default(shape.dim),
-            name=str(number),
-        ).save(path)
-        paths.append(str(path))
-    return paths
+    sizes = {x: getattr(shape, x) for x in ("layers", "heads", "group", "dim")}
+    sizes |= {"n": shape.tokens, "prompt_len": shape.tokens * 3 // 4}
+    return [
+        str(random_trace(**sizes, seed=i, name=str(i)).save(folder / f"{i}.zarr"))
+        for i in range(shape.traces)
+    ]
 
 
 def ways(shape: Shape, paths: list[str], *, processes: bool) -> dict[str, Callable[[], Any]]:
@@ -112,10 +101,7 @@ def difference(table: pl.DataFrame, other: pl.DataFrame) -> float:
 
 
 def run(shapes: dict[str, Shape], processes: bool = True) -> tuple[dict[str, float], list[str]]:
-    """Time every way, compare the Tables, and return ratios and lines of the report.
-
-    Ratios are to one process with one thread.
-    """
+    """Time every way, compare the Tables; return ratios to one process and thread, and a report."""
     ratios: dict[str, float] = {}
     lines = [f"torch {torch.__version__}, {os.cpu_count()} processors"]
     for name, shape in shapes.items():

@@ -1,7 +1,5 @@
 """A small trace, runs, a tokenizer without a model, and a policy of the user's own."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """What all commands share: values of options, bugs, pipes and signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

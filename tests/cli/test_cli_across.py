@@ -1,7 +1,5 @@
 """The command line of policies that drop rows: what replay says of them, and recompute."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """`kvsim compare`: what it prints in every format, and what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """`kvsim demo`."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -29,10 +27,7 @@ def demo(tmp_path_factory, no_layout):
 
 
 def test_demo_answers_the_question(demo):
-    """The demo prints one table of all policies at both budgets, how to read it, and its times.
-
-    Then the same of the real trace, whose times of recording are not known.
-    """
+    """The demo prints one table of all policies at both budgets, how to read it, and its times."""
     folder, out = demo
     lines = out.splitlines()
 

@@ -1,7 +1,5 @@
 """`kvsim fidelity`: the replay next to the running model."""
 
-from __future__ import annotations
-
 import json
 import re
 

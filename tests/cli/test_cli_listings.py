@@ -1,7 +1,5 @@
 """`kvsim`, `help`, `policies` and `metrics`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

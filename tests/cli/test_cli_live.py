@@ -1,7 +1,5 @@
 """The command line of the running model: traces or prompts, folders, and what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -73,10 +71,7 @@ def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
 
 
 def test_prompts_with_and_without_a_response_run_together(run, prompt, tmp_path):
-    """What the model writes is as long as requested, in the recording too.
-
-    With a writer the answer is checked: its response is right, the model's own is too short for it.
-    """
+    """What the model writes is as long as requested, in the recording too."""
     lines = [{"id": "written"}, {"id": "given", "response": prompt.response}]
     lines.append({"id": "foreign", "response": prompt.response, "writer": "a person"})
     lines = [json.dumps({**line, "prompt": prompt.prompt}) for line in lines]

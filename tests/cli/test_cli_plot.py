@@ -1,7 +1,5 @@
 """`kvsim plot`: every figure by name, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 
 import matplotlib as mpl
@@ -16,19 +14,6 @@ from kvsim.studies.language.tasks import prompts
 from traces import random_trace
 
 pytestmark = pytest.mark.usefixtures("no_layout")
-
-#: What each figure takes beside a trace, a policy and a budget.
-OPTIONS = {
-    "retention_map": ["--layer", "1", "--head", "1"],
-    "middle_coverage": ["--layer", "1"],
-    "mass_curve": [
-        *("--policy", "ams+tova", "--set", "window=16", "--set", "recent=8", "--head", "1"),
-    ],
-    "iou_by": ["--by", "task"],
-    "bursts": ["--layer", "1", "--zoom", "40-70", "--no-prefill"],
-    "pareto": ["--metric", "burst_length,regret", "--policy", "tova,h2o"],
-    "reconstruction_error": ["--policy", "knorm,random", "--ratio", "25%,75%"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,29 +30,6 @@ def paths(tmp_path_factory):
     return [folder / "a.zarr", folder / "b.zarr"]
 
 
-def arguments(name, paths):
-    """A command that draws the figure."""
-    drawing = FIGURES[name]
-    traces = paths[:1] if drawing.single else paths
-    given = OPTIONS.get(name, [])
-    if drawing.replay and "--policy" not in given:
-        given = [*given, "--policy", "tova"]
-    budget = ["--budget", "32", "--interval", "8"] if drawing.replay in ("sweep", "plans") else []
-    return ["plot", name, *traces, *given, *budget]
-
-
-@pytest.mark.parametrize("name", plotted())
-def test_every_figure_is_written(run, paths, tmp_path, name):
-    """One file of the format that its name asks for, and one line that says where."""
-    out = tmp_path / "new" / "figure.svg"
-
-    status, said, err = run(*arguments(name, paths), "--out", out)
-
-    assert (status, said, err) == (0, f"Written to {out}.\n", "")
-    assert out.read_text("utf-8").startswith("<?xml")
-    assert [one.name for one in out.parent.iterdir()] == ["figure.svg"]
-
-
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("PDF", b"%PDF")])
 def test_equal_figures_are_equal_files_in_every_format(run, paths, tmp_path, suffix, start):
     """No date and no random name is in them."""
@@ -76,20 +38,12 @@ def test_equal_figures_are_equal_files_in_every_format(run, paths, tmp_path, suf
     before = dict(mpl.rcParams)
 
     for out in (*files, *svgs):
-        assert run(*arguments("overlap_curves", paths), "--out", out)[0] == 0
+        assert run("plot", "overlap_curves", *paths, "--out", out)[0] == 0
 
     assert files[0].read_bytes() == files[1].read_bytes()
     assert files[0].read_bytes().startswith(start)
     assert svgs[0].read_bytes() == svgs[1].read_bytes()
     assert dict(mpl.rcParams) == before
-
-
-def test_help_lists_the_figures(run):
-    """By name, with what they show."""
-    status, said, _ = run("plot", "--help")
-
-    assert status == 0
-    assert all(re.search(rf"\n  {name} +[A-Z]", said) for name in plotted())
 
 
 @pytest.mark.parametrize(
@@ -127,9 +81,6 @@ def test_remarks_of_runs_go_to_standard_error(run, paths, tmp_path):
     assert (
         sum("the window of 128 rows is cut to the budget" in note for note in err.splitlines()) == 1
     )
-
-
-# -------------------------------------------------------------------------------------------- runs
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +163,6 @@ def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeyp
     assert {"h2o", "random"} < {*names}
     assert sum(name.startswith("tova") for name in names) == 2
     assert metrics == ["middle_coverage"]
-
-
-# ------------------------------------------------------------------------- what options come to
 
 
 def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):

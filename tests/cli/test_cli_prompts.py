@@ -1,7 +1,5 @@
 """`kvsim prompts` on real text: rows, their lengths in tokens, and options that are refused."""
 
-from __future__ import annotations
-
 import json
 
 from kvsim.recorder import read_prompts

@@ -1,7 +1,5 @@
 """What commands refuse: one line that says what was found and what to do, status 2, no file."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest
@@ -98,6 +96,7 @@ REFUSED = {
     "compare RUN --figure x.txt": "--figure is 'x.txt'; expected a file that ends in",
     "compare RUN --json --format csv": "--json and --format csv were both given",
     "compare TRACE": "is no run folder",
+    "info nowhere.zarr": "nowhere.zarr does not exist, expected a trace",
     "compare file.parquet": "file.parquet is missing; expected",
     "compare BROKEN": "broken.parquet",
     "table RUN --by stages": "--by is 'stages'; expected stage, layer, task",

@@ -1,7 +1,5 @@
 """`kvsim replay`: its tables, its files, its settings, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -264,19 +262,6 @@ def test_interrupted_sweep_keeps_what_is_done(run, trace, own, how, monkeypatch)
     assert len(json.loads(out)["cells"]) == 3
     assert pl.read_parquet(own / "x" / "results.parquet").height > 0
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_an_empty_folder_takes_a_run(run, trace, own, overwrite):
-    """As in a sweep, a folder in which nothing is may be the one of the run."""
-    (own / "x").mkdir()
-
-    options = ["--policy", "tova", "--budget", "16", "--out", "x", *overwrite]
-    status = run("replay", trace, *options)[0]
-    again = run("replay", trace, *options)[0]
-
-    assert (status, again) == (0, 0 if overwrite else 2)
-    assert (own / "x" / "run.json").is_file()
 
 
 def test_interrupt_before_the_first_cell(run, trace, own):

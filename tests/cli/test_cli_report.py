@@ -1,7 +1,5 @@
 """`kvsim report` of runs and traces behind URLs."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 

@@ -173,25 +173,6 @@ def test_a_plan_counts_and_writes_nothing(command, tmp_path):
     assert not out.exists()
 
 
-def test_a_plan_gathers_finished_cells_once(command, tmp_path, monkeypatch):
-    """A plan reads the finished cells as often for many tasks as for one."""
-    gathered = []
-
-    def done(self):
-        gathered.append(self)
-        return set()
-
-    monkeypatch.setattr(Shards, "done", property(done))
-    counts = []
-    for traces in (["sample"], ["sample", "sample-smollm2"]):
-        gathered.clear()
-        shown = command("sweep", *traces, *LIST[2:], *ONLY, "--plan", "--out", tmp_path / "x")
-        assert shown.status == 0, shown.err
-        counts.append(len(gathered))
-
-    assert counts[0] == counts[1]
-
-
 def test_cells_that_fail_are_named_and_the_others_shown(command):
     """A budget that a policy has no rule for is a line on standard error and status 1."""
     done = command(*LIST[:4], "--budget", "4,48", "--interval", "64", *ONLY)

@@ -1,7 +1,5 @@
 """`kvsim table`: means of finished runs, against plain loops over their values."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

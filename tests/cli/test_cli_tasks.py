@@ -1,7 +1,5 @@
 """`kvsim prompts`: tasks, domains, levels and sizes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import product
@@ -35,21 +33,6 @@ def test_prompts_of_every_task_and_domain(run):
     for row in rows:
         assert row["reference"] == ledger.solve(row["prompt"]).response
         assert row["answer"] == ledger.check(row["prompt"], row["reference"]).answer
-
-
-def test_prompts_of_one_level(run):
-    """The id says task, level, domain and seed; the same command gives the same prompts."""
-    command = ["prompts", "--task", "walk", "--level", "2", "--domain", "paint", "--n", "4"]
-    _, out, _ = run(*command)
-    _, again, _ = run(*command)
-    _, other, _ = run(*command, "--seed", "1")
-    rows = rows_of(out)
-
-    assert [row["id"] for row in rows] == [f"walk-2-paint-s0-{i:03d}" for i in range(4)]
-    assert {(row["task"], row["domain"], row["level"]) for row in rows} == {("walk", "paint", 2)}
-    assert again == out
-    assert rows_of(other)[0]["id"] == "walk-2-paint-s1-000"
-    assert rows_of(other)[0]["prompt"] != rows[0]["prompt"]
 
 
 def test_prompts_of_given_sizes(run):

@@ -1,7 +1,5 @@
 """Texts of a trace are text, whatever they hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from damage import edit_header

@@ -1,7 +1,5 @@
 """Small random models of three families, and the library that kept sets are compared with."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache

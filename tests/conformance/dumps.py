@@ -5,8 +5,6 @@ so that dumps with its two defects are built from replays. `python tests/conform
 writes all of them again; tests/studies/referee/test_dumps.py judges them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -5,8 +5,6 @@ and values of a trace. What such a file imports and does not need here (CUDA ker
 other versions of transformers) is replaced by a stand-in. No code of theirs is in this repository.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +42,6 @@ COMMITS = {
     "mit-han-lab/duo-attention": "fe93c314ae87306ef6629dc16713250b4718ffe7",
 }
 
-# ------------------------------------------------------------------------- modules of a checkout
-
 
 @contextmanager
 def standing_in(**modules: ModuleType) -> Iterator[None]:
@@ -77,9 +73,6 @@ def loaded(file: Path, name: str | None = None) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-# ------------------------------------------------------------------------------- feeding a trace
 
 
 def dumped(
@@ -142,10 +135,7 @@ def each_layer(trace: Trace, step: Callable[..., tuple[Any, Any]]) -> Callable[[
 
 
 def attention(q: Tensor, keys: Tensor, at: Tensor, scale: float) -> Tensor:
-    """Softmax over cached keys [1, h, n, d] at positions [1, h, n], of rows q [1, H, w, d].
-
-    The last row of q is the last position.
-    """
+    """Softmax of the last rows q [1, H, w, d] over keys [1, h, n, d] at positions [1, h, n]."""
     group = q.shape[1] // keys.shape[1]
     keys, at = (x.repeat_interleave(group, 1) for x in (keys, at))
     rows = at.max() - torch.arange(q.shape[2]).flip(0)
@@ -166,9 +156,6 @@ def after_prompt(
     rows = [source.prompt_len - 1]
     dump = dumped(source, rows, each_layer(source, step), budget=budget, interval=None)
     return Case(name, trace, policy, dump, settings)
-
-
-# ---------------------------------------------------------------------------------- the releases
 
 
 def snapkv(checkouts: Path) -> Release:

@@ -1,7 +1,5 @@
 """More of released.py: implementations that take an attention module, several layers, or more."""
 
-from __future__ import annotations
-
 import sys
 import types
 import typing

@@ -1,7 +1,5 @@
 """Rules of releases that no preset has: what explains a dump where kvsim's definition does not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar

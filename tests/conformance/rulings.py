@@ -8,8 +8,6 @@ docs/rulings/rulings.json has what was run and what the referee says; docs/rulin
 of it, and tests/studies/referee/test_rulings.py rules every dump again.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass, field

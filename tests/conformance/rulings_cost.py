@@ -6,8 +6,6 @@ The traces are of SmolLM2-135M, of which `kvsim capture --model smollm2` records
 Results are written to docs/rulings/costs.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Policies of kvsim as presses of kvpress, and scores of presses as scorers of kvsim."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

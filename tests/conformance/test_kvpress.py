@@ -9,8 +9,6 @@ head in two stages afterwards; `adakv+criticalkv+X` shares out by the two-stage 
 AdaKVPress around CriticalKVPress. `criticalkv+adakv+X` is no name: an allocator comes first.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -493,10 +491,7 @@ def test_prefill_sets_equal_kvpress(kvpress, recorded, family, name):
 
 @pytest.mark.parametrize("name", ["knorm", "streaming", "tova", "snapkv-window-16", "expected"])
 def test_context_alone_equals_kvpress(kvpress, random_model, prompt, name):
-    """kvpress compresses the context and appends the question; so does `compress="context"`.
-
-    The last rows of the prompt would be another window: compressing the prompt keeps other sets.
-    """
+    """kvpress compresses the context and appends the question; so does `compress="context"`."""
     case, asked = CASES[name], 30
     n = case.length + asked
     model, tokens = random_model(n), prompt(n, n)

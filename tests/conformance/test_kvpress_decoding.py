@@ -5,8 +5,6 @@ there one full-cache trace says what both see, however many events there were. W
 differ, the test puts the one cause on our side, and they agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from conformance.dumps import decode
+from conformance.test_kvpress import positions_of
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -125,19 +124,9 @@ def decoded(kvpress: ModuleType, recorded: Callable, family: str) -> Callable[..
     return run
 
 
-def positions_of(keys: Tensor, known: Tensor) -> Tensor:
-    """Positions of cached keys [head, n, dim] among the recorded ones [head, pos, dim]."""
-    nearest = torch.cdist(keys.double(), known.double()).min(-1)
-    assert float(nearest.values.max()) < 1e-4
-    return nearest.indices
-
-
 def with_queries(trace: kvsim.Trace, q: Tensor) -> kvsim.Trace:
     """The trace with other queries, and the prompt that is decoded from."""
     return changed(trace, q=q, prompt_len=PROMPT, o_proj=trace.o_proj)
-
-
-# ----------------------------------------------------------------- what makes kvpress's sets differ
 
 
 class InCacheOrder:
@@ -176,10 +165,7 @@ class InCacheOrder:
 
 @dataclass(frozen=True)
 class Scrambled(Scorer):
-    """A scorer whose entries stand in the order in which the last event's top-k returned them.
-
-    recent: how many it pads with the largest score + 1, where it does not protect.
-    """
+    """Entries in the order of the last top-k; recent: how many have the largest score + 1."""
 
     scorer: Any
     recent: int = 0
@@ -225,8 +211,6 @@ def turned_to_the_event(trace: kvsim.Trace, window: int) -> kvsim.Trace:
     return with_queries(trace, q)
 
 
-# -------------------------------------------------------------------------------- where both agree
-
 ALL = [True] * len(EVENTS)
 FIRST = [True] + [False] * (len(EVENTS) - 1)
 
@@ -265,9 +249,6 @@ def test_an_event_after_the_prompt_is_a_press_of_its_own(kvpress, decoded, press
     )
     cached = positions_of(run.events[0].keys[:, :TARGET], run.trace.k[0])
     assert (torch.zeros_like(kept[0]).scatter(-1, cached, value=True) == kept[0]).all()
-
-
-# ---------------------------------------------------------------- where they differ, and by what
 
 
 def test_streaming_llm_loses_its_sinks(kvpress, decoded):

@@ -1,7 +1,5 @@
 """KVzip on tiny keeps what kvpress's KVzipPress keeps, which repeats the prompt by itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ The dump holds what the model itself computed, so all layers and events are judg
 difference of kvpress in decoding (docs/kvpress.md) is recognised by its name.
 """
 
-from __future__ import annotations
-
 import pytest
 from conformance.dumps import decode
 from transformers import DynamicCache

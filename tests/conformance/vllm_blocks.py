@@ -7,8 +7,6 @@ Operations on four sequences: `begin AT OTHER N` (OTHER: whose blocks it shares,
 AT N`, `compact AT FIRST N` (the first FIRST entries stay, and the last, N in all), `end AT`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Budgets as users state them: entries, shares of the final or the present length, bytes."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import numpy as np
@@ -47,10 +45,7 @@ def held_after(record):
     name=st.sampled_from(["streaming_llm", "h2o", "tova", "knorm", "adakv+tova", "pyramidkv"]),
 )
 def test_a_share_so_far_bounds_every_event(share, interval, name):
-    """After each event a layer holds at most the share of the tokens so far, and exactly that.
-
-    A layer of a pyramid may hold less, where its part grows by more than the row's own entry.
-    """
+    """After each event a layer holds at most the share of the tokens so far, and exactly that."""
     record = kvsim.replay(TRACE, kvsim.policy(name), f"{share}%so-far", interval=interval)
 
     events = [PROMPT - 1, *range(PROMPT - 1 + interval, T, interval)]

@@ -44,10 +44,7 @@ WHOLE = ("plain", "softcap", "sinks")
 
 
 def naive(q, k, v, formula, seen):
-    """Output and log-sum-exp of a row, q [d], over the positions `seen`, k, v [n, d]; by a loop.
-
-    Gives the weights too, by position. sink: the logit of the query head, None for none.
-    """
+    """Output, log-sum-exp, weights of a row q [d] over `seen` k, v [n, d], a sink if any; loops."""
     scale, softcap, sink = formula
     z = {}
     for p in seen:
@@ -322,9 +319,6 @@ def test_layers_that_share_a_budget_must_be_alike():
         kvsim.replay(make(["plain", "softcap"]), kvsim.policy("cake", window=4), 20)
 
 
-# --- on disk ---
-
-
 @pytest.mark.parametrize(
     "names", [["plain"], ["all", "plain"], ["sinks"], ["softcap", "window", "chunk"]]
 )
@@ -406,9 +400,6 @@ def test_a_header_without_formulas_is_refused(attributes, tmp_path):
 
     with pytest.raises(TraceError):
         kvsim.open_trace(path)
-
-
-# --- what reads all layers ---
 
 
 def test_analyses_of_windows_say_so_or_leave_them_out():

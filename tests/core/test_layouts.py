@@ -1,7 +1,5 @@
 """Arrays in any memory layout, dtype and byte order give the numbers of their C-ordered copy."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 
@@ -40,10 +38,7 @@ def plain(array):
 
 
 def laid_out(array, *, order, steps, margin, repeat, native, tensor):
-    """The numbers of `array` in another layout, as a numpy array or a tensor.
-
-    A tensor cannot have negative steps or another byte order: they become positive and native.
-    """
+    """The numbers of `array` in another layout, as far as numpy or a tensor can have it."""
     if tensor:
         steps, native = [abs(step) for step in steps], True
     dtype = array.dtype if native else array.dtype.newbyteorder()

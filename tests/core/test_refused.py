@@ -1,7 +1,5 @@
 """Inputs that mean nothing are refused in one line, and those with one meaning are read so."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a trace keeps for later replays of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

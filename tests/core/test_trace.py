@@ -1,7 +1,5 @@
 """Traces in memory: shapes, dtypes, attention, digest, bad input."""
 
-from __future__ import annotations
-
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -282,9 +280,6 @@ def test_to_xarray_has_named_dimensions():
     assert data["k"].dims == ("layer", "head", "pos", "dim")
     assert data["layer"].values.tolist() == [4, 9]
     assert data.sizes["pos"] == 40
-
-
-# --- bad input ---
 
 
 def with_bad_number(name, value):

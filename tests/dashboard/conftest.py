@@ -1,7 +1,5 @@
 """Folders for the dashboard to look into."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys
@@ -47,11 +45,7 @@ def hostile(n=120):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """The sample, a hostile trace, one without text, a broken one, and one that is not there yet.
-
-    They are `sample.zarr`, `more/hostile.zarr`, `more/plain.zarr`, `broken.zarr`,
-    `more/unfinished.zarr`; the last is hidden.
-    """
+    """`sample.zarr`, a hostile and a plain one in `more`, one broken, one hidden as unfinished."""
     root = tmp_path_factory.mktemp("dashboard")
     shutil.copytree(sample_trace(), root / "sample.zarr")
     (root / "more").mkdir()
@@ -75,12 +69,6 @@ def random_trace():
 def serve():
     """Return a context manager that runs `kvsim dashboard` and gives the address it prints."""
     return browsing.serve
-
-
-@pytest.fixture
-def hostile_tokens():
-    """Tokens that would do something if anything took them for markup."""
-    return HOSTILE
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """The first page: the newest run's verdict and chart, or what two policies leave of a text."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,9 +1,4 @@
-"""The dashboard in a real browser: every page, every kind of control, links, speed and silence.
-
-Times are printed and not asserted; what causes them is: the bytes that a page is sent.
-"""
-
-from __future__ import annotations
+"""The dashboard in a real browser: pages, controls, links, silence, bytes; times are printed."""
 
 import re
 import shutil
@@ -127,10 +122,7 @@ def neighbour():
 
 
 def test_another_server_gets_no_token(tab, link, address, neighbour):
-    """Browsers send cookies to all ports; a page there, its images and its cookies change nothing.
-
-    A link of an earlier start opens with the token.
-    """
+    """Browsers send cookies to all ports; a page there, its images and cookies change nothing."""
     page, received = neighbour
     other = tab.page.context.new_page()
     other.goto(page, wait_until="load")
@@ -229,10 +221,7 @@ def hostile(tab, address):
 @pytest.mark.deep
 @pytest.mark.parametrize("page", PAGES)
 def test_hostile_tokens_and_names_stay_text(hostile, page):
-    """No image is fetched, no script runs, no mark turns the text around, and nothing breaks.
-
-    A megabyte in a token is cut: the page stays short, no text is wider than its column.
-    """
+    """No image is fetched, no script runs, no mark turns the text around, and nothing breaks."""
     hostile.received.clear()
     hostile.follow(page)
 

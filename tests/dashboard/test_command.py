@@ -1,7 +1,5 @@
 """`kvsim dashboard`: what it starts, and what it says where it cannot."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Page *Compare* without a browser: its numbers are the Table's, whatever runs are called."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Page *Fidelity* without a browser: shares and differences are those of the summaries."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

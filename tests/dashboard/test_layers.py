@@ -1,7 +1,5 @@
 """Page *Layers* without a browser: its numbers are those of `kvsim.analysis`."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

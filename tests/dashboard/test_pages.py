@@ -1,7 +1,5 @@
 """What holds of every page of a trace: controls, hostile tokens, traces without text."""
 
-from __future__ import annotations
-
 import pytest
 
 SPOKEN = ("markdown", "caption", "header", "subheader", "info", "warning", "error")
@@ -17,22 +15,14 @@ def find(app, kind, key):
     ("page", "kind", "key", "value"),
     [
         ("trace", "selectbox", "layer", 0),
-        ("trace", "selectbox", "head", 3),
         ("trace", "selectbox", "qhead", 1),
         ("trace", "slider", "rows", (10, 20)),
-        ("retention", "selectbox", "layer", 0),
         ("retention", "selectbox", "head", 3),
         ("retention", "selectbox", "policy", "snapkv@gkv"),
-        ("retention", "selectbox", "beside", "none"),
         ("retention", "selectbox", "beside_scorer", "snapkv"),
         ("retention", "selectbox", "policy_reader", "topk"),
         ("retention", "selectbox", "beside_codec", "kivi"),
-        ("retention", "number_input", "budget", 64),
-        ("retention", "number_input", "interval", 16),
         ("retention", "number_input", "interval", 0),
-        ("retention", "select_slider", "event", 289),
-        ("retention", "toggle", "all", True),
-        ("retention", "text_input", "set", "min_quota=4 sink=1"),
     ],
 )
 def test_every_control_runs_the_page_anew(opened, folder, page, kind, key, value):

@@ -1,7 +1,5 @@
 """Sentences below charts: what they say is in the numbers, and changes with them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

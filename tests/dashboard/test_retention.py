@@ -1,7 +1,5 @@
 """The page of retention: its numbers are those of kvsim, every control works, tokens are text."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import pairwise
@@ -99,10 +97,7 @@ def test_text_has_the_states_of_the_event(page):
 
 
 def test_a_reader_shows_what_rows_read_of_what_is_held(page):
-    """A map and a sentence of the row behind the one that is chosen, and its text, by the account.
-
-    A reader alone has no events, so every row can be chosen; a codec stands behind it.
-    """
+    """Map, sentence and text of the row behind the chosen one follow from the account."""
     link = {"policy": "full", "policy_reader": "quest", "policy_codec": "int8", "beside": "none"}
     app = page(**FIRST, **link, set="dense_layers=0", event="400")
     trace = kvsim.open_trace(sample_trace())

@@ -1,7 +1,5 @@
 """The page of segments: its numbers are those of kvsim, every control works, tokens are text."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -16,6 +14,7 @@ from kvsim.core.attention import Formula
 from kvsim.samples import sample_trace
 from kvsim.studies.segments.segmentation import segmented
 from kvsim.studies.segments.segments import ams_segments
+from tests.dashboard.test_retention import spoken
 
 
 @pytest.fixture
@@ -42,12 +41,6 @@ def replayed(trace, layer, budget=128, interval=32, scorer="tova", **params):
         kvsim.replay(trace, policy, budget, internals=True, **terms),
         kvsim.replay(trace, kvsim.policy(scorer), budget, **terms),
     )
-
-
-def spoken(app):
-    """All that may hold markup."""
-    kinds = ("markdown", "caption", "header", "subheader", "info", "warning", "error")
-    return [one.value for kind in kinds for one in app.get(kind)]
 
 
 def drawn(app):
@@ -235,10 +228,7 @@ def test_nothing_dropped_is_an_empty_state(page):
     ("n", "prompt", "window"), [(120, 120, None), (120, 118, None), (120, 1, 50), (2, 2, None)]
 )
 def test_a_trace_opens_on_a_picture(opened, random_trace, tmp_path, n, prompt, window):
-    """Without a response, with a short one, below a windowed layer, and of two tokens.
-
-    One sentence says which stretches of the text the segments are.
-    """
+    """Without a response, with a short one, below a windowed layer, and of two tokens."""
     formulas = [Formula(8**-0.5), Formula(8**-0.5, window=window)]
     texts = [f"token{at}" for at in range(n)]
     trace = random_trace(n, texts, prompt_len=prompt, formulas=formulas)

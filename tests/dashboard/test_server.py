@@ -1,7 +1,5 @@
 """The dashboard's server: nothing without its token, and nothing for the pages of others."""
 
-from __future__ import annotations
-
 import gc
 import http.client
 import re
@@ -116,10 +114,7 @@ def socket_status(ask, link, home):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_is_sent_without_the_token(ask, token, home, cookie, path):
-    """Pages, static files and the state of the server are refused, whatever the token is not.
-
-    So they are where browsers would send the token to other servers, too.
-    """
+    """Pages, static files and the state of the server are refused, whatever the token is not."""
     wrong = [token[:-1], token + "x", token.swapcase(), "x" * len(token), "", "\xff", "%00"]
     join = "&" if "?" in path else "?"
     answers = [ask(path, **cookie), ask(home, **cookie), ask(f"{home}x{path}", **cookie)]
@@ -143,10 +138,7 @@ def test_no_other_method_gets_through(ask, home, token, cookie, method):
 
 
 def test_the_address_becomes_a_cookie(ask, home, token):
-    """The printed address leads to the pages without the token, and keeps the rest of its query.
-
-    The path of the pages says nothing of the token; that of another server is replaced.
-    """
+    """The printed address leads to the pages without the token, and keeps the rest of its query."""
     assert re.fullmatch("/[0-9a-f]{32}", home)
     assert home[1:] not in token
     for path, target in {

@@ -1,7 +1,5 @@
 """Pooled pictures: equal to plain loops, bounded whatever the length, and true to the metrics."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -92,10 +90,7 @@ def test_retention_says_what_the_record_says(budget, interval, side, policy):
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
 def test_the_map_of_reads_says_what_the_account_says(heads):
-    """Codes by a plain loop over rows, pages and query heads; a cell that is read in part says so.
-
-    Between events, at events, and with rows of another block.
-    """
+    """Codes are those of a plain loop over rows, pages and query heads, between events too."""
     trace = made(140)
     policy = kvsim.policy(
         "tova+quest", page=3, share=0.5, dense_layers=0, scorer__heads=heads, heads="group"
@@ -142,17 +137,6 @@ def test_profiles_of_heads_are_means_over_rows():
             ]
         want = sums / 50
         assert table.row(head)[2:] == pytest.approx(want, rel=1e-5)
-
-
-def test_the_table_of_heads_has_a_row_for_each_query_head():
-    """With its KV head; by default 4 first positions, 32 recent ones, and 1 % of the maximum."""
-    trace = made()
-    table = head_table(trace, 1)
-
-    assert table["qhead"].to_list() == [0, 1, 2, 3]
-    assert table["head"].to_list() == [0, 0, 1, 1]
-    assert table.columns[2:] == ["sink", "local", "entropy", "sparsity"]
-    assert table.equals(head_table(trace, 1, sink=4, local=32, least=0.01))
 
 
 @pytest.mark.parametrize("least", [0.02, 0.2])

@@ -1,7 +1,5 @@
 """The frame of the dashboard and its page of a trace, without a browser."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil
@@ -12,17 +10,6 @@ import pytest
 import kvsim
 from kvsim.samples import sample_trace
 from kvsim.store.index import find_runs, find_traces
-
-
-def test_traces_of_a_folder_are_listed_by_name(folder):
-    """Whole and broken ones; nothing hidden, and nothing inside of a trace."""
-    assert list(find_traces(folder)) == [
-        "broken.zarr",
-        "more/hostile.zarr",
-        "more/plain.zarr",
-        "more/unfinished.zarr",
-        "sample.zarr",
-    ]
 
 
 def test_runs_are_found_and_not_looked_into(tmp_path):

@@ -1,7 +1,5 @@
 """docs/access.py and access_loop.py: tables of planted numbers, and the page of the results."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 import pytest

@@ -1,7 +1,5 @@
 """docs/architecture.md names functions that exist, each once, below the function that calls it."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

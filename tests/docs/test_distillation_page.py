@@ -1,7 +1,5 @@
 """docs/distillation.py: what it counts, and the page that it writes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The documentation is true: code blocks run or say why not, generated parts are fresh."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -26,10 +24,7 @@ ALL = [block for name, page in PAGES.items() for block in blocks(name, page.read
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_says_whether_it_runs(name):
-    """A block of code is marked `exec` or `file=NAME`, or preceded by `<!-- not run: reason -->`.
-
-    What is no code says so: json, text, and docstrings that the site inserts (eval-rst).
-    """
+    """A block of code is marked `exec` or `file=NAME`, or follows `<!-- not run: reason -->`."""
     other = ("json", "text", "{eval-rst}")
     code = [b for b in ALL if b.page == name and b.language not in other]
     silent = [f"{b.page}:{b.line}" for b in code if b.how is None]
@@ -46,10 +41,7 @@ def test_every_block_says_whether_it_runs(name):
 @pytest.mark.usefixtures("no_layout")
 @pytest.mark.parametrize("name", sorted({block.page for block in ALL if block.how == "run"}))
 def test_blocks_run(name, tmp_path, monkeypatch, warm_kvsim):
-    """The blocks of a page run in order in one empty folder, as a reader would type them.
-
-    Python starts anew after each command.
-    """
+    """The blocks of a page run in order in one empty folder, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     path = [str(warm_kvsim), str(Path(sys.executable).parent), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(path))

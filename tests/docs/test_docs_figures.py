@@ -1,7 +1,5 @@
 """The pictures of the documentation: there, small, and made by commands that the pages show."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 
@@ -22,10 +20,7 @@ def test_the_pictures_are_what_pages_show():
 
 
 def test_every_figure_has_its_command_and_its_picture():
-    """All that `kvsim plot` knows, once each, named as the figure is.
-
-    But for the needle, whose grid takes prompts of several lengths and depths: quickstart.md.
-    """
+    """All that `kvsim plot` knows, once each, named as the figure is."""
     drawn = [shlex.split(line) for line in LINES if line.startswith("kvsim plot ")]
     expected = set(plotted()) - {"needle"}
 

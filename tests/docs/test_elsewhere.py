@@ -1,7 +1,5 @@
 """The page on text made elsewhere: its lines of Python read every format that it names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

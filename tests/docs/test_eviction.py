@@ -1,7 +1,5 @@
 """docs/eviction.py: what it counts, what it calls separate, and what it writes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,10 +94,7 @@ def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys
 
 
 def test_policies_spread_on_the_shipped_model():
-    """Three groups, intervals apart, on at least three tasks; the oracle is near 100 % throughout.
-
-    Of the measurements in the card, and so of the shipped weights.
-    """
+    """On three tasks policies form three groups, intervals apart; the oracle is near 100 %."""
     rows = Results(DOCS / "tiny-results.jsonl", digest(PATH)).rows()
     spread, oracle = set(), []
     for row in (row for row in rows if row["part"] == "eviction"):

@@ -1,7 +1,5 @@
 """docs/needle.py makes the page on needles, and the page in the repository is of these grids."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

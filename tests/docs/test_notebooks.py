@@ -1,7 +1,5 @@
 """The notebooks run, and show what they compute: texts, and numbers up to rounding."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

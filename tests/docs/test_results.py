@@ -1,7 +1,5 @@
 """docs/results.py makes the results page, and the page in the repository is of this catalogue."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -99,10 +97,7 @@ def test_a_page_opens_with_the_ranking_of_its_tables(name):
 
 
 def test_every_policy_has_a_row_that_makes_sense(page):
-    """All scorers, AMS and crosses have one; `full` loses nothing, no regret is below 0.
-
-    Policies without a rule of their own about sizes hold the same number of entries.
-    """
+    """All scorers, AMS and crosses have one; `full` loses nothing, no regret is below 0."""
     found, unbound = tables(page.read_text("utf-8")), " (no budget binds)"
     crossed = ("global", "criticalkv", "adakv", "chunkkv", "union", "paged", "dms")
     across = [name for name, entry in CATALOGUE.items() if entry.kind == "propagation"]
@@ -137,10 +132,7 @@ def test_every_policy_has_a_row_that_makes_sense(page):
 
 
 def test_claims_of_two_prompts_are_not_decided(page):
-    """No case has an interval, and a claim says how many prompts decide or what else it needs.
-
-    The page has what every claim asks for, save what kvsim or a model of three layers cannot have.
-    """
+    """No case has an interval, and a claim says how many prompts decide or what else it needs."""
     found = tables(page.with_name("claims.md").read_text("utf-8"))
     for paper in CLAIMS:
         for number, says, _, result in found[paper][1:]:
@@ -159,10 +151,7 @@ def test_claims_of_two_prompts_are_not_decided(page):
 
 
 def test_only_what_is_missing_is_measured(page, tmp_path, monkeypatch):
-    """A policy that is new or has other parameters; the rows of all others are those of before.
-
-    What the file of values has needs neither stored rows nor a trace.
-    """
+    """A policy that is new or has other parameters; the rows of all others are those of before."""
     plan, folder, replayed = SMALLEST["tiny"], page.parent / "traces", []
     (calibration,) = record(plan, folder, [0])
     policies, replay_all = measuring.table_policies, measuring.replay_all

@@ -1,7 +1,5 @@
 """The table of RULER's scores in benchmarks.md."""
 
-from __future__ import annotations
-
 import ruler
 from kvsim.text.ruler import RULER
 

@@ -1,7 +1,5 @@
 """The stored errors and sensitivity of layers, and the table that the page shows of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

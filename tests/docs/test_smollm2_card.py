@@ -1,7 +1,5 @@
 """docs/smollm2_card.py: intervals, and the page in the repository is of its results."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/validity.py: the correlations of the page on fidelity, from the values in the repository."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 import pytest

@@ -8,14 +8,13 @@ from kvsim.engine.block import Block
 from kvsim.engine.replay import settings_of
 from kvsim.engine.source import TraceSource
 from kvsim.schema import NEVER
+from traces import random_trace
 
 
 @pytest.fixture
 def block():
     """The block of `tova` over two layers, whose prompt is longer than the budget."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, 24, 8) for n in (4, 2, 2))
-    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=12, rope=kvsim.Rope.default(8))
+    trace = random_trace(n=24, size=1.0, prompt_len=12)
     policy = kvsim.policy("tova")
     setting, _ = settings_of(trace, policy, 8, policy.schedule)
     return Block(TraceSource(trace, [0, 1], torch.device("cpu")), policy, setting, torch.arange(2))

@@ -1,7 +1,5 @@
 """Remarks on stages of a policy that never act."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A context that is compressed before its question: which rows, which entries, what is refused."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

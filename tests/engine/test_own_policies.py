@@ -1,7 +1,5 @@
 """A policy of the user's own spoils nothing that other policies read, whichever way it writes."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 from copy import deepcopy
@@ -111,10 +109,7 @@ def state(trace) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("write", "stored"), [*((w, False) for w in WRITE), ("copy_", True)])
 def test_a_write_fails_its_own_policy_alone(write, stored, tmp_path):
-    """Each tensor of a View, written to in each way, is noticed, and nothing else changes.
-
-    In memory, and in a stored trace, whose arrays are read once for many events.
-    """
+    """Each tensor of a View, written to in each way, is noticed, and nothing else changes."""
     trace = make()
     if stored:
         trace = kvsim.open_trace(trace.save(tmp_path / "run.zarr"))

@@ -1,7 +1,4 @@
-"""Policies that drop rows of the prompt on the way down: what the engine makes of them.
-
-The rules themselves are compared with the naive reference in test_reference_propagation.
-"""
+"""Policies that drop rows of the prompt on the way down: what the engine makes of them."""
 
 import numpy as np
 import pytest
@@ -67,9 +64,6 @@ class Fixed(Propagation):
         return [prompt_len] * n_layers
 
 
-# ------------------------------------------------------------------------------------ the record
-
-
 def test_rows_that_do_not_go_on_are_visible_to_no_row(trace):
     """evicted_at is p - 1 for them in every head of deeper layers, and only there."""
     record = kvsim.replay(trace, kvsim.policy("fastkv", rows=30, layer=2), 20)
@@ -127,9 +121,6 @@ def test_notes_say_per_layer_what_was_found(trace):
 
     assert (notes["first_layer"], notes["look_back"]) == (2, 3)
     assert notes["relative_variance"] == [None, None, 1.0, None, None, None, None]
-
-
-# ---------------------------------------------------------------------------------- the engine
 
 
 def test_a_propagation_is_asked_in_depth_order_over_the_rows_that_are_left(trace):
@@ -227,9 +218,6 @@ def test_output_of_a_second_pass_is_that_of_new_positions(trace):
     assert found.error[0][:, at.numpy()] == pytest.approx(error, abs=1e-5)
 
 
-# ------------------------------------------------------------------------------------- the rules
-
-
 @pytest.mark.parametrize(("layers", "expected"), [(32, 0.766), (28, 0.789)])
 def test_pyramidinfer_keeps_the_known_share_of_the_cache(layers, expected):
     """Mean share of the cache at 8,192 tokens, as ASL's configuration of it has."""
@@ -314,9 +302,6 @@ def test_full_caches_are_those_up_to_the_layer_that_was_given(trace):
     assert held[3:].tolist() == [[20] * HEADS] * 4
 
 
-# ----------------------------------------------------------------------------------- the names
-
-
 def test_the_scorer_of_the_caches_shares_the_window():
     """Bare names have one window for both; an explicit one inside is its own."""
     both = kvsim.policy("asl", window=16, pool="max")
@@ -385,8 +370,6 @@ def test_what_a_trace_does_not_allow_is_refused(trace):
     with pytest.raises(PolicyError, match="propagation is 3; expected a Propagation"):
         Policy("odd", Full(), propagation=3)
 
-
-# ------------------------------------------------------------------------------ the invariants
 
 CHECKED = {
     "asl, forced": ("asl", {"window": 2, "tau": 1.1}),

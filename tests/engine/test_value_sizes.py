@@ -1,7 +1,5 @@
 """Values of another size than keys: replay, metrics, storage, against naive loops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Traces in which some layers have a sliding window: who shares a budget, and what is said."""
 
-from __future__ import annotations
-
 import html
 import json
 
@@ -150,9 +148,6 @@ def test_without_a_layer_to_replay_the_stored_ones_are_spoken_of():
     assert "other layers" not in str(said.value)
 
 
-# ------------------------------------------------------------------------- runs of several traces
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
     """Paths of a text longer than the window and of two shorter ones."""
@@ -232,9 +227,6 @@ def test_traces_of_one_name_are_refused_wherever_they_meet(tmp_path, run):
     )
     assert status == 2
     assert "replayed different traces, both called 'p1'" in err
-
-
-# --------------------------------------------------------------------------- what is said and drawn
 
 
 def test_a_page_says_what_it_leaves_out_and_why(monkeypatch):

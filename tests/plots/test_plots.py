@@ -122,9 +122,6 @@ def test_long_traces_are_pooled_and_misses_survive(monkeypatch):
     assert cells[9, 0] == 4
 
 
-# ------------------------------------------------------------------------------------------ layers
-
-
 def deep(seed=0, layers=12, n=90, name="deep"):
     """A trace whose layers look at the same tokens from the middle on."""
     torch.manual_seed(seed)

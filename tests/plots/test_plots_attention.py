@@ -1,7 +1,5 @@
 """Figures of attention: overlap and sparsity beside loops over keys, labels and units."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

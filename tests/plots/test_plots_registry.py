@@ -1,7 +1,5 @@
 """The registry of figures: what it declares is what the functions take and the docs show."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Figures of kept sets: their data beside plain loops, their labels and units."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -106,9 +104,6 @@ def test_what_cannot_be_shown_is_an_error(traces, records):
         middle_coverage(traces, [kvsim.replay(traces[0], kvsim.policy("tova"), budget=90)])
 
 
-# ---------------------------------------------------------------------------------------- IoU
-
-
 @pytest.fixture(scope="module")
 def table(traces, records):
     """IoU of the records; the traces are of two domains."""
@@ -184,9 +179,6 @@ def test_a_table_without_the_column_is_an_error(table):
         iou_by(table, "task")
     with pytest.raises(PolicyError, match="no retained_iou by domain"):
         iou_by(pl.DataFrame(schema=COLUMNS), "domain")
-
-
-# ----------------------------------------------------------------------------------- positions
 
 
 def test_density_is_a_histogram_of_area_one(traces, records):

@@ -1,7 +1,5 @@
 """Strips of what is held after an event: states, runs and brackets beside loops and the metric."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What all figures share: captions, legends and names that come from files."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given

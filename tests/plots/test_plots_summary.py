@@ -1,7 +1,5 @@
 """Figures of a whole Table: what they show, not their pixels."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 import pytest

@@ -1,7 +1,5 @@
 """The text of a trace as a figure and as HTML, hostile tokens included, and bars of lift."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from html.parser import HTMLParser

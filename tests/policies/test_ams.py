@@ -1,7 +1,5 @@
 """AMS: its vectorised steps against naive loops, and what must hold of whole replays."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -31,9 +29,6 @@ SMALL = {
     "sink": 2,
     "recent": 4,
 }
-
-
-# ------------------------------------------------------------------------------ steps, row by row
 
 
 @dataclass
@@ -279,9 +274,6 @@ def test_worked_example_whole(mode, scores, kept, protects):
     policy = Policy("worked", Listed(scores, protects), rule, Schedule(None))
     record = kvsim.replay(trace, policy, 6)
     assert set((record.evicted_at[0, 0] == NEVER).nonzero()[0].tolist()) == kept
-
-
-# -------------------------------------------------------------------------------- whole replays
 
 
 def make(seed: int = 0, kind: str = "sink", **shape: int) -> Case:

@@ -1,7 +1,5 @@
 """Plans of heads: their file, the policy of a plan against loops, and how a plan is measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

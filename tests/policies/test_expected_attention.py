@@ -49,10 +49,7 @@ CASES = [
     [(name, params, rope) for name, params, ropes in CASES for rope in ropes],
 )
 def test_every_rotary_layout_equals_the_naive_replay(name, params, rope):
-    """Interleaved pairs, partial rotation and YaRN's scaling, at the prefill and in decoding.
-
-    The reference pairs halves, so dimensions are put in that order for it.
-    """
+    """Interleaved pairs, partial rotation and YaRN's scaling, at the prefill and in decoding."""
     used = ROPES[rope]
     width, order = used.rotary_dim, list(range(DIM))
     if used.layout == "interleaved":

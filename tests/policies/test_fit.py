@@ -1,7 +1,5 @@
 """Lengths that fit the budget: the preset `scaled`, and the remark that says how to mend it."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,9 +1,4 @@
-"""G-KV: its worked example, and redundancy in blocks and from event to event.
-
-tests/reference compares its scores, and those of the policies that it compares itself with.
-"""
-
-from __future__ import annotations
+"""G-KV: its worked example, and redundancy in blocks and from event to event."""
 
 import math
 from types import SimpleNamespace
@@ -33,8 +28,6 @@ def similarity(keys, threshold, epsilon, *, else_first=False):
     mean, _ = windows.redundancy(event, 0, among, epsilon=epsilon, quirk=else_first)
     return list(mean.values())
 
-
-# ---------------------------------------------------------------------------- the golden example
 
 FIRST, SECOND = [0.4, 0.1, 0.2, 0.3], [0.03, 0.20, 0.05, 0.10, 0.02, 0.04]
 GLOBAL = {
@@ -71,9 +64,6 @@ def test_golden_example(fusion):
     pos = [0, 2, 3, 4, 5, 6, 7, 8]
     assert chosen(score, pos, budget=5, window=2) == [0, 2, 3, 7, 8]
     assert chosen(new, pos, budget=5, window=2) == [2, 3, 4, 7, 8]  # the local score alone
-
-
-# ------------------------------------------------------------------------------------- redundancy
 
 
 def keys_of(kind, n=37, heads=3, dim=8, seed=0):
@@ -179,9 +169,6 @@ def test_redundancy_holds_no_matrix():
         mean_similarity(keys, among, threshold=0.999, epsilon=1e-6)
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest <= 16 << 20
-
-
-# -------------------------------------------------------------------------- the global score of any
 
 
 def test_global_takes_what_it_is_from_the_scorer_inside():

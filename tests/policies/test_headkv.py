@@ -1,7 +1,5 @@
 """HeadKV: entries by the scores of a plan, and in each head those that SnapKV keeps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """KVzip worked by hand, in blocks of rows, and beyond the context."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

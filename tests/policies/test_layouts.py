@@ -1,7 +1,5 @@
 """One set for all heads or layers, and whole pages, by hand and by what they promise."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The learned scorer: its features against loops, its file, and what it may not see."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -96,10 +96,7 @@ def test_its_certificate_holds():
 
 @pytest.mark.parametrize(("events", "budget"), [(1, 20), (8, 24), (40, 40)])
 def test_it_is_the_best_assignment_of_evictions(events, budget):
-    """scipy's assignment of every eviction to an entry loses as much as the optimum does.
-
-    Larger pools, whose first prices are those of a sample of the entries.
-    """
+    """scipy's assignment of every eviction to an entry loses as much as the optimum does."""
     generator = np.random.default_rng(events)
     first = np.sort(np.r_[np.zeros(60, int), generator.integers(0, events, 60)])
     mass = generator.pareto(1.0, (1, 120, events))
@@ -116,8 +113,6 @@ def test_it_is_the_best_assignment_of_evictions(events, budget):
     assert optimum.retained[0] == pytest.approx(mass.sum() - cost[rows, columns].sum(), rel=1e-12)
     assert optimum.bound == pytest.approx(optimum.retained, rel=1e-12)
 
-
-# --- the oracle that replays it ---
 
 N, PROMPT, CONTEXT = 9, 5, 4
 
@@ -143,11 +138,7 @@ def retained_by(attention, evicted_at):
 
 
 def best_by_trying(attention, events, places, spared, *, pooled):
-    """The most that kept sets retain in a layer, of all stops of all entries of its two heads.
-
-    attention [head, row, pos]. places: entries of a head that may outlive an event. spared: whether
-    (position, row of an event) is protected.
-    """
+    """The most mass of two heads by any stops; spared: whether (position, event) is protected."""
     entries = range(events[-1] + 1)
     since = np.searchsorted(events, entries)
     choices = [

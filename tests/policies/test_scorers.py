@@ -1,7 +1,4 @@
-"""Calibration, CriticalKV around other scorers, and DropKV where weights vanish.
-
-tests/reference compares the scores of every policy.
-"""
+"""Calibration, CriticalKV around other scorers, and DropKV where weights vanish."""
 
 import math
 from dataclasses import dataclass, replace
@@ -102,9 +99,6 @@ def heads(view):
         for head in range(view.pos.shape[1]):
             count = int(view.count[layer, head])
             yield layer, head, view.pos[layer, head, n - count :].tolist(), slice(n - count, n)
-
-
-# ---------------------------------------------------------------------------------- calibration
 
 
 def test_calibrations_compare_and_show_by_what_they_are(tmp_path):
@@ -246,9 +240,6 @@ def test_a_replay_may_calibrate_on_its_own_future_only_as_an_oracle():
     assert not np.array_equal(oracle.evicted_at, prefix.evicted_at)
 
 
-# ----------------------------------------------------------------------------------- criticalkv
-
-
 @pytest.mark.parametrize("held", [1, 1000])
 def test_projected_sizes_do_not_depend_on_what_is_held_at_once(held, monkeypatch):
     """A few entries at a time, down to one."""
@@ -338,16 +329,10 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
         assert unequal
 
 
-# ---------------------------------------------------------------------------------------- DropKV
-
-
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("sharp", [1, 30, 1000])
 def test_dropkv_measures_the_output_without_the_entry(sharp, sinks):
-    """The score is the squared move of a row's output when it attends to all entries but one.
-
-    Also where one entry has all of the weight that a double holds, and next to sinks.
-    """
+    """The score is the squared move of a row's output when it attends to all entries but one."""
     queries = make_trace().q * sharp
     learned = torch.linspace(-3, 2, HEADS * GROUP, dtype=torch.float64) * sharp
     formula = Formula(DIM**-0.5, sinks=learned.tolist() if sinks else ())

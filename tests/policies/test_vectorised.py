@@ -56,10 +56,7 @@ def goes_in_depth_order(name):
 
 @pytest.mark.parametrize("name", [*names(), *CROSSES])
 def test_operations_do_not_grow_with_layers_and_heads(name):
-    """Four layers of five heads take as many operations as one head.
-
-    As four layers of one head where the layers have an order.
-    """
+    """Four layers of five heads take as many operations as one head."""
     few = operations(name, layers=4 if goes_in_depth_order(name) else 1, heads=1, tokens=160)
     many = operations(name, layers=4, heads=5, tokens=160)
 

@@ -1,7 +1,5 @@
 """Wrappers say what they cannot rank; shares of a budget are those of exact numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts on real text, answered by SmolLM2: lengths, needles and answers in the trace."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvsim

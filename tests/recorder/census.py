@@ -11,8 +11,6 @@ cache. The result is `recorded`, `refused` (one line), `foreign` (any other exce
 variants of a family.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools
@@ -244,10 +242,7 @@ def _float64(trace: kvsim.Trace) -> float | None:
 
 
 def _forward(model: PreTrainedModel, trace: kvsim.Trace) -> float | None:
-    """The largest relative gap to what kernels get and return in one forward without a cache.
-
-    None where they are of another form than the trace.
-    """
+    """The largest relative gap to what kernels get and return; None where it has another form."""
     calls: list[tuple[Tensor, ...]] = []
     name = str(model.config._attn_implementation)
     library = ALL_ATTENTION_FUNCTIONS.get(name)

@@ -1,7 +1,5 @@
 """Fixtures of tests that record."""
 
-from __future__ import annotations
-
 import pytest
 from recorder_models import four_layers
 

@@ -1,7 +1,5 @@
 """Options of a capture: those of Python and the command line, layers, windows of attention."""
 
-from __future__ import annotations
-
 import inspect
 import typing
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Prompts of the shipped model, files of many prompts, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -16,8 +14,6 @@ from kvsim.recorder import Prompt, capture, capture_many, read_prompts
 from kvsim.store import describe, verify
 from kvsim.studies.language import tasks
 from small_model import words_tokenizer
-
-# --- the shipped model ---
 
 
 def test_tiny_is_recorded_exactly_and_answers(tmp_path):
@@ -64,9 +60,6 @@ def test_a_prompt_of_tiny_without_an_answer():
 
     assert trace.meta["answer_check"]["right"] is None
     assert "expected" in trace.meta["answer_check"]["reason"]
-
-
-# --- many prompts ---
 
 
 def test_capture_many(tmp_path):
@@ -202,9 +195,6 @@ def test_the_coldest_temperature_takes_the_most_likely_token():
     ]
 
     assert torch.equal(*tokens)
-
-
-# --- bad input ---
 
 
 @pytest.mark.parametrize(

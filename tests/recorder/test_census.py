@@ -1,7 +1,5 @@
 """One family of each kind, examined as the census does it (`tests/recorder/census.py`)."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

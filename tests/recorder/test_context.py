@@ -1,7 +1,5 @@
 """Where the context of a prompt ends, in its tokens, and how a trace keeps that."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

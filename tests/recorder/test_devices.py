@@ -1,7 +1,5 @@
 """Models on devices: maps, weights that come and go, precisions, and what is no model."""
 
-from __future__ import annotations
-
 import accelerate
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Families of models: each is recorded so that its attention follows from the trace alone."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys
@@ -504,9 +502,6 @@ def test_the_families_named_by_the_documentation_are_all_tested():
 
     wanted = "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text phi3 olmo2 cohere granite"
     assert types >= {*wanted.split(), "smollm3", "glm4", "gpt_oss", "gpt_neox", "gpt2"}
-
-
-# --- residual stream and output projection ---
 
 
 def random_biases(model):

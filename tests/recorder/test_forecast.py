@@ -1,7 +1,5 @@
 """Plans of captures: from shapes alone, against what captures take."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """Gates between attention and output projection: recorded, and part of every number after them."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Latent attention: traces have the entries that the cache holds, by an independent computation."""
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace
@@ -46,10 +44,7 @@ def turned(x, theta, *, pairs):
 
 
 def expected(name, layer, hidden):
-    """q, k, v, output over latents and what a layer adds, in float64, from inputs and weights.
-
-    hidden [n, D]: the input of the attention module.
-    """
+    """q, k, v, output and what a layer adds, in float64, of inputs hidden [n, D] and weights."""
     model = latent(name)
     config, module = model.config, model.model.layers[layer].self_attn
     heads, size, rank = 4, 12, 24

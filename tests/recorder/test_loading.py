@@ -1,7 +1,5 @@
 """Models are loaded from folders and the hub, and nothing of theirs is run."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

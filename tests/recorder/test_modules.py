@@ -1,7 +1,5 @@
 """Which modules are the attention of a model; models in which not all layers have attention."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts that run through the model in chunks, over its own cache."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -1,7 +1,5 @@
 """Answers in a file of prompts: those that no response can be checked against are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts of a capture: files of them, system messages, chats; and strings that end a response."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

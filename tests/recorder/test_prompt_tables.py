@@ -1,7 +1,5 @@
 """Prompts in tables with the columns of kvpress's benchmarks, their answers and their scores."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Capture: exactness against the model itself, publication, progress."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -24,9 +22,6 @@ def state(model):
         (len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
     ]
     return hooks, dict(ALL_ATTENTION_FUNCTIONS._local_mapping), model.training
-
-
-# --- exactness ---
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -146,9 +141,6 @@ def test_rope_is_the_one_in_effect(rope):
     assert (trace.rope.attention_scaling != 1) == (rope["rope_type"] == "yarn")
 
 
-# --- the model is left as it was ---
-
-
 def test_nothing_stays_behind_after_an_error(tmp_path):
     """After an exception inside, hooks and table are as before and no file is left."""
     model = small("llama")
@@ -204,9 +196,6 @@ def test_training_mode_is_restored():
 
     assert model.training
     assert max(trace.meta["capture_check"]["max_relative_error"]) < 1e-5
-
-
-# --- generation and publication ---
 
 
 def test_sampling_is_reproducible():
@@ -459,9 +448,6 @@ def test_the_response_stops_at_eos():
     assert trace.meta["generation"]["stopped"] == "eos"
 
 
-# --- models that must be refused ---
-
-
 @pytest.mark.parametrize("wrong_from", [0, 50, 300])
 def test_a_kernel_that_computes_something_else_is_refused(wrong_from, tmp_path):
     """A kernel that differs in any row, early or late, is refused with layer and error."""
@@ -482,9 +468,6 @@ def test_a_kernel_that_computes_something_else_is_refused(wrong_from, tmp_path):
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert list(tmp_path.iterdir()) == []
-
-
-# --- progress ---
 
 
 def test_progress_counts_tokens(capfd):

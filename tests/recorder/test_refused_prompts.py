@@ -1,7 +1,5 @@
 """Prompts, options and lines of files that are refused: one line each, before anything runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvsim.errors import CaptureError, TraceError

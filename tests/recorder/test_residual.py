@@ -1,7 +1,5 @@
 """The residual stream of a trace: equal to the model's own, stored, verified, refused."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from dataclasses import replace
@@ -53,12 +51,6 @@ def own_stream(model, tokens):
     return torch.cat(states.hidden_states[:-1])
 
 
-def error(found, expected):
-    """Largest relative error of a layer's rows."""
-    difference = (found.double() - expected.double()).abs().amax((1, 2))
-    return float((difference / expected.double().abs().amax((1, 2))).max())
-
-
 def hooks(model):
     """Number of hooks of each module."""
     return [
@@ -75,9 +67,6 @@ def make(n=300, layers=2, hidden=12, **options):
     residual[0] = torch.randn(30, hidden, generator=generator)[tokens]
     settings = {"prompt_len": 10, "rope": Rope.default(8), "tokens": tokens, "residual": residual}
     return Trace.from_arrays(q, k, v, **{**settings, **options})
-
-
-# --- exactness ---
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -129,9 +118,6 @@ def test_more_than_float16_holds_is_refused(tmp_path):
 
     assert list(tmp_path.iterdir()) == []
     assert float(capture(model, None, ids(20), **options).residual.abs().max()) > 65504
-
-
-# --- what is refused ---
 
 
 class Wrapper(torch.nn.Module):
@@ -319,9 +305,6 @@ def test_no_hidden_state_is_held_after_an_error():
     assert (stream._returned, stream._running) == (None, None)
 
 
-# --- traces ---
-
-
 def test_a_trace_without_it_says_how_to_record_it():
     """Asking for a residual stream that is not there names the option."""
     with pytest.raises(NeedsError, match=r"no array 'residual', it has .* with --residual"):
@@ -372,9 +355,6 @@ def test_a_number_that_is_not_finite_is_named(tmp_path):
     with pytest.raises(TraceError, match="residual is nan at layer 1, pos 270, hidden 3"):
         trace.read("residual", slice(1, 2), slice(260, 280))
     assert "residual is nan" in verify(path, deep=True).problems[0]
-
-
-# --- verify ---
 
 
 def rewrite(path, change):
@@ -432,9 +412,6 @@ def test_verify_knows_streams_that_hold_positions(tmp_path):
     assert verify(none, deep=True).ok
     (problem,) = verify(one, deep=True).problems
     assert "residual of layer 0 differs between positions" in problem
-
-
-# --- command line ---
 
 
 def test_capture_info_and_verify(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """A response that is given: recorded in one pass after the prompt, with its log-likelihood."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """Captures of many prompts: which are kept, which are recorded, and what is in the way."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Rotations of queries and keys: measured, whatever function of the model rotates them."""
 
-from __future__ import annotations
-
 import cmath
 import functools
 import math

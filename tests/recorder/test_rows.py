@@ -1,7 +1,5 @@
 """Captures that leave out rows: the same trace as one that was compacted, also after a kill."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The sensitivity of layers against forwards of the model, one for each layer; who has it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -63,10 +61,7 @@ def forward(model, tokens, heads, perturbed=None):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "dynamic" not in name])
 def test_it_is_what_forwards_of_the_whole_sequence_say(family, tmp_path):
-    """KL and squared error by one forward for each layer, with that layer masked.
-
-    In float64, which experts do not compute in.
-    """
+    """KL and squared error by one forward for each layer, with that layer masked."""
     experts = FAMILIES[family].model in ("GptOss", "Qwen3Moe")
     dtype, close = (torch.float32, 0.01) if experts else (torch.float64, 1e-4)
     model = FAMILIES[family].build(FAMILIES[family].kernels[0], dtype)

@@ -1,7 +1,5 @@
 """The needle of a prompt: where its tokens are, in what is encoded and in what is stored."""
 
-from __future__ import annotations
-
 import json
 
 import polars as pl

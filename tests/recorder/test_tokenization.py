@@ -1,7 +1,5 @@
 """Text as token ids: special tokens in it, what ids lose of it, and other tokenizers on resume."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -154,9 +152,6 @@ def test_a_text_that_is_not_kept_is_noted():
     assert "after 3 characters they have 'w2', and the text has ' w2'" in spaces
     assert "after 2 characters they have ' w2', and the text has '\\nw2'" in first
     assert "the tokens of the response do not decode to its text" in second
-
-
-# ------------------------------------------------------------------------- another tokenizer
 
 
 def others():

@@ -1,7 +1,5 @@
 """The digest of a model's weights: what it distinguishes, and what it does not depend on."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 

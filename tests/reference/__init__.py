@@ -6,8 +6,6 @@ wrappers, `PROPAGATIONS` what selects rows of the prompt, and `defaults` gives t
 each. The replay that they run in is `kvsim.testing.loops`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ the definitions alone, so that agreement with the policies means something. A he
 known by position; its slots are the ranks of its live positions.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -29,9 +27,6 @@ _UNSURE = sys.float_info.min
 _ROUNDING = 1e-9
 #: Added to every usage, so that no mass is 0.
 _EPSILON = 1e-12
-
-
-# ----------------------------------------------------------------------------------- whole numbers
 
 
 def apportion(
@@ -95,14 +90,14 @@ def _in_rounds(
     while total > 0:
         room = [i for i in order if dealt[i] < cap[i]]
         if total < len(room):
-            margin = _gap(priority[room[total - 1]], priority[room[total]])[0]
+            margin = gap(priority[room[total - 1]], priority[room[total]])[0]
         for i in room[:total]:
             dealt[i] += 1
         total -= min(total, len(room))
     return dealt, margin
 
 
-def _gap(last: float, first: float) -> Decision:
+def gap(last: float, first: float) -> Decision:
     """Margin and size between the last one taken and the first one left."""
     size = max(abs(last), abs(first))
     return (last - first) / size if size > 0 else 0.0, size
@@ -116,16 +111,13 @@ def _best(
     count = min(count, len(ranking))
     if not 0 < count < len(ranking):
         return ranking[:count], []
-    return ranking[:count], [_gap(score[ranking[count - 1]], score[ranking[count]])]
+    return ranking[:count], [gap(score[ranking[count - 1]], score[ranking[count]])]
 
 
 def _check(protected: Sequence[set[int]], budget: int) -> None:
     most = max(len(p) for p in protected)
     if most > budget:
         raise BudgetError(f"{most} protected entries, budget is {budget}; give at least {most}")
-
-
-# --------------------------------------------------------------------------------- AdaKV, ChunkKV
 
 
 def adakv(
@@ -157,7 +149,7 @@ def adakv(
     room = max(0, len(kept) * budget - sum(len(k) for k in kept))
     for _, p, head in rest[:room]:
         kept[head].add(p)
-    decisions = [_gap(-rest[room - 1][0], -rest[room][0])] if 0 < room < len(rest) else []
+    decisions = [gap(-rest[room - 1][0], -rest[room][0])] if 0 < room < len(rest) else []
     for head, live in enumerate(event.live):
         others = [p for p in live if p not in protected[head]]
         count = len(kept[head]) - len(protected[head])
@@ -237,12 +229,9 @@ def _fill_chunks(
         best, decisions = _best(others[a], room, summed)
         kept |= set(best)
         if rank > 0 and decisions:  # only the order of the last two matters
-            decisions = [*decisions, _gap(mean[ranking[rank - 1]], mean[a])]
-        decisions = [*decisions, *(_gap(mean[a], mean[b]) for b in ranking[rank + 1 : rank + 2])]
+            decisions = [*decisions, gap(mean[ranking[rank - 1]], mean[a])]
+        decisions = [*decisions, *(gap(mean[a], mean[b]) for b in ranking[rank + 1 : rank + 2])]
     return kept, decisions
-
-
-# -------------------------------------------------------------------------------------------- AMS
 
 
 def ams(
@@ -542,9 +531,6 @@ def pick_reference(
     candidates = [p for p in through if p not in required]
     best, cut = _best(candidates, sum(quotas) - len(required), score)
     return required | set(best), decisions + cut
-
-
-# ------------------------------------------------------------------------------- budgets of layers
 
 
 def pyramid(budget: int, n_layers: int, *, window: int, beta: float, longest: int) -> list[int]:

@@ -1,7 +1,5 @@
 """Policies that look at positions, at what entries received, at keys alone, or at one window."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -9,8 +7,6 @@ import numpy as np
 
 from kvsim.testing.loops.event import Floats, Scored, first, last, softmax, unprotected
 from reference.event import Event, pool
-
-# ------------------------------------------------------------------------- positions and chance
 
 
 def random(event: Event) -> Scored:
@@ -46,9 +42,6 @@ def streaming_llm(event: Event) -> Scored:
     """The newest, and the first `sink`."""
     scores = [{p: float(p) for p in live} for live in event.live]
     return Scored(scores, first(event, int(event.params["sink"])))
-
-
-# --------------------------------------------------------------------------- attention received
 
 
 def h2o(event: Event) -> Scored:
@@ -118,10 +111,7 @@ def averaged(event: Event, rows: list[int]) -> list[dict[int, float]]:
 
 
 def over_heads(event: Event, share: list[dict[int, float]]) -> list[dict[int, float]]:
-    """The mean over the KV heads of what entries in the same slot have.
-
-    Such a policy alone holds the same entries in every head; only "slot" allows different ones.
-    """
+    """The mean over KV heads of entries in one slot; with "slot" heads hold different entries."""
     held = [len(s) if event.average == "slot" else list(s) for s in share]
     if any(its != held[0] for its in held):
         raise ValueError("an average over all heads needs the same entries in every head")
@@ -148,9 +138,6 @@ def snapkv(event: Event) -> Scored:
                 score[p] += s / event.group
         scores.append(score)
     return Scored(scores, last(event, len(rows)))
-
-
-# ------------------------------------------------------------------------------------ keys alone
 
 
 def knorm(event: Event) -> Scored:

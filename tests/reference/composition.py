@@ -1,7 +1,5 @@
 """A policy by name as one `Rule` of the naive replay: its pieces, put together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -199,8 +197,6 @@ class _Pieces:
         """The rows of the prompt that each layer works on."""
         name, params = self.chain.propagation or "", self.chain.across
         return propagate(name, params, q, k, prompt_len=prompt_len, budget=budget, scale=scale)
-
-    # ---------------------------------------------------------------------- budgets of layers
 
     def growing(self, event: loops.Event, budget: int) -> int:
         """RPC: the prompt, the window, and a share of what was generated."""

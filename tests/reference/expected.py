@@ -1,7 +1,5 @@
 """Policies that look at values, at what queries may come, or at the queries that did come."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 
@@ -19,8 +17,6 @@ from kvsim.testing.loops.event import (
     unrotate,
 )
 from reference.event import Event
-
-# ---------------------------------------------------------------------------- Expected Attention
 
 
 @lru_cache(maxsize=8192)
@@ -144,9 +140,6 @@ def _value_norm(event: Event, head: int, pos: int) -> float:
     return sum(lengths) / len(lengths)
 
 
-# ------------------------------------------------------------------------------------ CriticalKV
-
-
 def critical(event: Event, inner: Scored, *, signed: bool) -> Scored:
     """The best of half the budget first; the rest by score times the projected value's size.
 
@@ -194,9 +187,6 @@ def _projected_size(event: Event, head: int, pos: int) -> float:
     """The L1 norm of a value's projections, averaged over the group."""
     sizes = [float(np.abs(event.projected(i, pos)).sum()) for i in event.qheads(head)]
     return sum(sizes) / len(sizes)
-
-
-# ------------------------------------------------------------------------- calibrated on queries
 
 
 def _pairs(x: Floats, count: int) -> Floats:
@@ -263,9 +253,6 @@ def qfilter(event: Event) -> Scored:
         noise.append({p: rough * float(np.linalg.norm(event.keys[h, p])) for p in live})
         decisions.append(taken)
     return Scored(values, unprotected(event), noise, decisions)
-
-
-# ---------------------------------------------------------------------------------------- oracle
 
 
 def oracle(event: Event) -> Scored:

@@ -1,7 +1,5 @@
 """Layouts of caches once more and naively: one set for heads or layers, and whole pages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -12,6 +10,7 @@ import numpy as np
 from kvsim.errors import BudgetError
 from kvsim.testing import loops
 from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, first, unprotected
+from reference.allocation import gap
 from reference.event import Event
 
 
@@ -26,9 +25,6 @@ def norm_ratio(event: Event) -> Scored:
         for h, live in enumerate(event.live)
     ]
     return Scored(values, unprotected(event))
-
-
-# -------------------------------------------------------------------------------------- ladders
 
 
 def lacache(event: Event) -> Scored:
@@ -64,9 +60,6 @@ def lacache(event: Event) -> Scored:
         order += [p for p in live if p not in order]
         values.append({p: float(order.index(p)) for p in live})
     return Scored(values, first(event, int(params["sink"])), exact=True)
-
-
-# -------------------------------------------------------------------------------------- one set
 
 
 def union(params: Mapping[str, Any], scored: Sequence[Scored]) -> list[Scored]:
@@ -109,9 +102,6 @@ def _shared(layers: list[Scored], reduction: str) -> list[Scored]:
         )
         for each in layers
     ]
-
-
-# ---------------------------------------------------------------------------------------- pages
 
 
 def paged(
@@ -181,7 +171,7 @@ def _whole(
         tier[number] = 2 if number == open_page else int(len(rated) < len(entries))
     order = sorted(pages, key=lambda number: (-tier[number], -score[number], number))
     decisions = [
-        _gap(score[a], score[b])
+        gap(score[a], score[b])
         for a, b in pairwise(order)
         if tier[a] == tier[b] and math.isfinite(score[b])
     ]
@@ -203,17 +193,8 @@ def _best(
 ) -> tuple[set[int], list[Decision]]:
     """The entries with the highest scores, the lower position first among equals."""
     order = sorted(entries, key=lambda p: (-score[p], p))
-    cut = [_gap(score[order[count - 1]], score[order[count]])] if 0 < count < len(order) else []
+    cut = [gap(score[order[count - 1]], score[order[count]])] if 0 < count < len(order) else []
     return set(order[:count]), cut
-
-
-def _gap(last: float, first: float) -> Decision:
-    """Margin and size between the last one taken and the first one left out."""
-    size = max(abs(last), abs(first))
-    return (last - first) / size if size > 0 else 0.0, size
-
-
-# ----------------------------------------------------------------------------------- thresholds
 
 
 def dms(

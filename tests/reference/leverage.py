@@ -1,7 +1,5 @@
 """Scores by what keys and values span: CurDKV, CapKV and Compactor; and FINCH's window."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

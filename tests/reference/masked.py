@@ -6,8 +6,6 @@ not see how its evictions change the model. As long as the most likely token is 
 this is greedy decoding with the entries deleted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """The metrics once more, as naively as their definitions read: numpy, float64, loops."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

@@ -14,8 +14,6 @@ Shapes: q [layer, qhead, pos, dim], k [layer, head, pos, dim]. The functions at 
 small on purpose: tests replace one of them by a wrong one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,16 +28,7 @@ from kvsim.testing.loops.event import Floats, Ints
 from reference.event import pool
 
 #: The parameters of every propagation and preset.
-PROPAGATIONS: dict[str, Mapping[str, Any]] = {
-    "asl": {
-        "tau": 0.3,
-        "window": 32,
-        "pool": "avg",
-        "pool_kernel": 7,
-        "first_layer": None,
-        "look_back": 8,
-        "kv_before": "budget",
-    },
+PROPAGATIONS: dict[str, dict[str, Any]] = {
     "asl_2pass": {
         "tau": 0.3,
         "window": 32,
@@ -56,17 +45,11 @@ PROPAGATIONS: dict[str, Mapping[str, Any]] = {
         "pool_kernel": 7,
         "kv_before": "budget",
     },
-    "fastkv@proportional": {
-        "layer": None,
-        "rows": 0.2,
-        "window": 8,
-        "pool": "max",
-        "pool_kernel": 7,
-        "kv_before": "budget",
-    },
     "gemfilter": {"layer": None, "pool_kernel": 5},
     "pyramidinfer": {"recent": 0.2, "ratio": 0.9, "sink": 4, "least": 64},
 }
+PROPAGATIONS["asl"] = PROPAGATIONS["asl_2pass"] | {"kv_before": "budget"}
+PROPAGATIONS["fastkv@proportional"] = PROPAGATIONS["fastkv"] | {"rows": 0.2}
 
 #: Those that nothing is put behind: no entry leaves but with its row.
 ALONE = ("asl_2pass", "gemfilter", "pyramidinfer")
@@ -101,9 +84,6 @@ def propagate(
     """What a propagation by name does with a prompt; params are complete."""
     rule = _RULES[name.partition("@")[0]]
     return rule(params, q, k, prompt_len, budget, scale)
-
-
-# -------------------------------------------------------------------------------------------- ASL
 
 
 def asl(
@@ -206,9 +186,6 @@ def curve(
     return variance, {layer: v / start if start > 0 else 0.0 for layer, v in variance.items()}
 
 
-# ----------------------------------------------------------------------------- one layer, given
-
-
 def fastkv(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
 ) -> Propagated:
@@ -263,9 +240,6 @@ def fixed(given: int | None, n_layers: int, known: Mapping[int, int], share: flo
     return known.get(n_layers, max(0, round(share * n_layers) - 1))
 
 
-# ----------------------------------------------------------------------------- a little each time
-
-
 def pyramidinfer(
     params: Mapping[str, Any], q: Floats, k: Floats, n: int, budget: int, scale: float
 ) -> Propagated:
@@ -313,9 +287,6 @@ def _received(
         logits = scale * (q[i, start:n] @ k[i // group, rows].T)
         received += weights @ attention(logits, range(start, n), rows) / len(q) / len(weights)
     return dict(zip(rows, received.tolist(), strict=True))
-
-
-# ------------------------------------------------------------------------ what tests may exchange
 
 
 def total(scores: Sequence[Sequence[float]]) -> list[float]:
@@ -367,9 +338,6 @@ def with_window(chosen: set[int], n: int, window: int) -> list[int]:
 def first_without(selected: int) -> int:
     """The first layer that dropped rows do not reach: the selected one still works on all."""
     return selected + 1
-
-
-# ------------------------------------------------------------------------------------------ parts
 
 
 def _through(n_layers: int, n: int, **found: Any) -> Propagated:

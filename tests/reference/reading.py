@@ -5,8 +5,6 @@ head, row r sees p iff p <= r <= evicted_at[p], and a row's page holds its own e
 [qhead, row, dim], k and v [head, pos, dim] of one layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,10 +122,7 @@ def representatives(local: int, count: int) -> Score:
 
 
 def ends(page: int, sink: int, local: int) -> Callable[[Pages], set[int]]:
-    """Pages that hold the first entries, and the last ones of a cache whose last page may be short.
-
-    The local window is read in whole pages before the row's own.
-    """
+    """Whole pages with the first entries, and with the last of a cache, before the row's own."""
 
     def always(pages: Pages) -> set[int]:
         first = {i for i in range(len(pages)) if i * page < sink}

@@ -1,7 +1,5 @@
 """KVzip naively: weights of rows that repeat the context, and one ranking of all heads."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -26,10 +24,7 @@ def kvcompose(event: Event) -> Scored:
 def _once(
     event: Event, reduce: Callable[[list[float]], float], *, with_layer: bool = False
 ) -> Scored:
-    """What the query heads of a group give, taken once, when nothing has left.
-
-    Entries behind the context come before all others, the newest first.
-    """
+    """What a group's query heads give once while nothing left; entries behind the context first."""
     sink = int(event.params["sink"])
     assert event.probe is not None
     end = event.probe[2][-1][1]

@@ -1,7 +1,5 @@
 """Every policy and preset by name, how names are crossed, and where a keyword goes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

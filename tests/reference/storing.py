@@ -4,8 +4,6 @@ Written from the papers and the releases: KIVI's rule is that of `models/llama_k
 `quant/new_pack.py` in jy-yuan/KIVI. Nothing is shared with kvsim's codecs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

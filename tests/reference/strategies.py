@@ -1,7 +1,5 @@
 """Hypothesis strategies: kvsim's own policies, with parameters that bind."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,14 +51,14 @@ def of(name: str, check: Callable[[], None]) -> Callable[[], None]:
     return seed(zlib.crc32(name.encode()))(check) if settings().derandomize else check
 
 
-def naive(case: Case, setup: Setup) -> Outcome:
-    """The naive replay of a policy on a generated case."""
+def naive(case: Case, setup: Setup, policy: str = "", **options: Any) -> Outcome:
+    """The naive replay of a policy on a generated case; policy: another one with its settings."""
     return reference.replay(
         case.q,
         case.k,
         case.v,
         prompt_len=case.prompt_len,
-        policy=setup.policy,
+        policy=policy or setup.policy,
         params=setup.params,
         budget=setup.budget,
         interval=setup.interval,
@@ -69,6 +67,7 @@ def naive(case: Case, setup: Setup) -> Outcome:
         rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
         o_proj=case.o_proj,
         probe=(case.probe_q, case.probe_k, case.chunks(case.prompt_len)),
+        **options,
     )
 
 

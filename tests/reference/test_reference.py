@@ -1,7 +1,5 @@
 """The engine and the metrics against a naive float64 replay that shares no code with them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -96,11 +94,7 @@ QUIET = settings(
 
 
 def possible(case: Case, setup: Setup) -> loops.Outcome:
-    """The reference replay, where the policy has a rule for what was drawn; else draw again.
-
-    It has none for too few rows to learn from, or a layer's share below what is protected; nor is
-    there anything to compare without an event.
-    """
+    """The reference replay, where the policy has a rule for what was drawn and acts; else again."""
     try:
         policy, schedule = setup.built, setup.schedule
         fires = {"interval": schedule.interval, "prefill": schedule.prefill}
@@ -129,17 +123,9 @@ def disagreement(
     return f"naive {outcome.evicted_at.tolist()}, engine {record.evicted_at.tolist()}"
 
 
-# -------------------------------------------------------------------------- replay, case by case
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_in_float64_equals_the_naive_replay(name):
-    """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict.
-
-    Among them cases of three and more events that evict, budgets at the edge of what is protected,
-    scores that tie, and, where heads are given different numbers, ragged ones. The invariant
-    `naive_replay` compares the same policies on other cases (tests/testing).
-    """
+    """In generated cases that evict, fewer of presets, the engine evicts what naive loops evict."""
     seen: Counter[str] = Counter()
     preset = name in CROSSES or ("@" in name and name not in SIMPLE)  # the rule of its policy
     often = (*SIMPLE, *AROUND, "paged+snapkv")  # which seldom acts three times
@@ -302,9 +288,6 @@ def test_lacache_puts_in_order_what_compaction_drops():
     assert disagreement(case, setup) is None
 
 
-# ------------------------------------------------------------------- the reference, worked by hand
-
-
 def test_reference_random_is_splitmix64():
     """The first outputs of SplitMix64 from state 0 are the published ones; scores are in [0, 1)."""
     gamma = 0x9E3779B97F4A7C15
@@ -316,15 +299,9 @@ def test_reference_random_is_splitmix64():
     assert abs(np.mean(scores) - 0.5) < 0.02
 
 
-# ------------------------------------------------------------ scores of the reference, by hand
-
-
 def scores(scored: Scored) -> list[float]:
     """The scores of the first head, in order of position."""
     return list(scored.values[0].values())
-
-
-# --------------------------------------------------------------------------------- the metrics
 
 
 @st.composite

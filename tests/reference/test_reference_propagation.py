@@ -1,7 +1,5 @@
 """ASL and its relatives against a naive float64 propagation that shares no code with them."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -27,8 +25,6 @@ CROSSES = (
     "fastkv+ams+tova",
 )
 
-
-# ------------------------------------------------------------------------------- generated traces
 
 #: Cases of a policy that the engine must agree on, where they are not the usual number.
 CASES = {"asl": 80, "pyramidinfer": 50}
@@ -190,11 +186,7 @@ def disagreement(
 
 @pytest.mark.parametrize("name", [*NAMES, *CROSSES])
 def test_replay_equals_the_naive_replay(name):
-    """Which rows reach a layer, what its cache keeps of them, and ASL's curve, case by case.
-
-    Among the cases are selections at many different layers and at none, prompts that are short
-    enough to go through, and events behind the prompt.
-    """
+    """Which rows reach a layer, what its cache keeps of them, and ASL's curve, case by case."""
     seen: Counter[str] = Counter()
     selected: Counter[int | None] = Counter()
     for seed in range(CASES.get(name, USUAL)):

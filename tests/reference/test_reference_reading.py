@@ -1,7 +1,5 @@
 """Readers against naive loops in float64 that share no code with them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

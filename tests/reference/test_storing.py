@@ -1,7 +1,5 @@
 """Codecs against naive float64 loops: when entries are rounded, to what, and what it costs."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvsim
-import reference
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
 from kvsim.core.attention import Formula
@@ -27,7 +24,7 @@ from kvsim.policies.turboquant import TurboQuant, codebook, product
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
 from reference import storing
-from reference.strategies import examples, setups
+from reference.strategies import examples, naive, setups
 from traces import changed
 
 QUIET = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -192,19 +189,7 @@ def test_evictions_decide_on_what_is_stored(eviction):
         policy = replace(kvsim.policy(eviction, **setup.params), codec=codec)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
         stored = storing.Stored(store, case.k, case.v, case.prompt_len - 1)
-        outcome = reference.replay(
-            *(case.q, case.k, case.v),
-            prompt_len=case.prompt_len,
-            policy=eviction,
-            params=setup.params,
-            budget=setup.budget,
-            interval=setup.interval,
-            prefill=setup.prefill,
-            scale=case.scale,
-            rope=([float(f) for f in case.rope.inv_freq], case.rope.attention_scaling),
-            o_proj=case.o_proj,
-            store=stored.event,
-        )
+        outcome = naive(case, setup, eviction, store=stored.event)
         record = run(case.trace(), policy, setup.budget, schedule, ReplayOptions())
         # rounded numbers tie often
         assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
@@ -239,9 +224,6 @@ def test_storing_under_a_softcap_and_sinks(name):
         logit=lambda product: 3.0 * np.tanh(case.scale * product / 3.0),
         sinks=sinks,
     )
-
-
-# ------------------------------------------------------------------------- numbers, by hand
 
 
 def test_kivi_stores_as_its_release_does():

@@ -1,13 +1,9 @@
-"""Policies that look at the attention of a window of rows: SnapKV's heirs, R-KV, G-KV, CAKE, RPC.
-
-`candidates` are the live entries before the window, in order of position.
-"""
-
-from __future__ import annotations
+"""Policies by a window's attention: SnapKV's heirs, R-KV, G-KV, CAKE, RPC; `candidates` precede."""
 
 import math
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -56,9 +52,6 @@ def morphkv_original(event: Event) -> Scored:
     return Scored(values, last(event, len(rows)))
 
 
-# ------------------------------------------------------------------------------------------ DropKV
-
-
 def dropkv(event: Event) -> Scored:
     """How far the outputs of the window move if one entry is dropped, squared, then smoothed."""
     rows, kernel = event.window(int(event.params["window"])), int(event.params["pool_kernel"])
@@ -81,9 +74,6 @@ def dropkv(event: Event) -> Scored:
             by_position = dict(zip(live, smooth, strict=True))
             to.append({p: by_position[p] for p in old})
     return Scored(values, last(event, len(rows)), noise, rounded=True)
-
-
-# -------------------------------------------------------------------------------------------- CAKE
 
 
 def variance(x: list[float]) -> float:
@@ -154,16 +144,10 @@ def cake_preference(event: Event) -> float:
     return float(entropy ** (1 / tau1) * shift ** (1 / tau2))
 
 
-# ------------------------------------------------------------------------- redundancy, R-KV, G-KV
-
-
 def redundancy(
     event: Event, head: int, among: list[int], *, epsilon: float, quirk: bool
 ) -> tuple[dict[int, float], list[Decision]]:
-    """Mean cosine of each key with the others, the last similar one of each row left out.
-
-    quirk: a row without a similar entry leaves out the first instead of none.
-    """
+    """Mean cosine of keys, each row's last similar left out; quirk: the first if there is none."""
     threshold = float(event.params["threshold"])
     keys = event.keys[head][among]
     unit = keys / (np.linalg.norm(keys, axis=-1, keepdims=True) + epsilon)
@@ -223,26 +207,37 @@ def leave(
 
 def rkv(event: Event) -> Scored:
     """The pooled local score against redundancy among all live keys (G-KV's R-KV)."""
-    rows = event.window(int(event.params["window"]))
-    values, noise, decisions = [], [], []
+    rows, heads = event.window(int(event.params["window"])), []
     for h, live in enumerate(event.live):
-        mean, taken = redundancy(event, h, in_slots(event, h, live), epsilon=1e-6, quirk=False)
+        redundant = redundancy(event, h, in_slots(event, h, live), epsilon=1e-6, quirk=False)
         own = local(event, h, rows)
         attention = {p: own[p] for p in in_slots(event, h, own)}
-        score, terms = _mixed(
-            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
-        )
-        taken += leave(event, h, score, terms, ())
-        values.append(score)
-        noise.append(terms)
-        decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions, rounded=True)
+        heads.append(_weighed(event, h, attention, redundant))
+    return _of_heads(last(event, len(rows)), heads)
+
+
+def _weighed(
+    event: Event,
+    h: int,
+    attention: dict[int, float],
+    redundant: tuple[dict[int, float], list[Decision]],
+    protected: Iterable[int] = (),
+) -> tuple[dict[int, float], dict[int, float], list[Decision]]:
+    """Scores of a head by attention and redundancy, their terms, and the decisions on the way."""
+    mean, taken = redundant
+    weight = float(event.params["mix_lambda"])
+    score, terms = _mixed(pooled(attention, event), _share(mean), weight)
+    return score, terms, taken + leave(event, h, score, terms, protected)
+
+
+def _of_heads(protected: Any, heads: list[Any]) -> Scored:
+    values, noise, decisions = map(list, zip(*heads, strict=True))
+    return Scored(values, protected, noise, decisions, rounded=True)
 
 
 def rkv_original(event: Event) -> Scored:
     """Softmax of the group's largest logits among the candidates (R-KV's own code)."""
-    rows = event.window(int(event.params["window"]))
-    values, noise, decisions = [], [], []
+    rows, heads = event.window(int(event.params["window"])), []
     for h, live in enumerate(event.live):
         old = in_slots(event, h, candidates(event, h, rows))
         attention = dict.fromkeys(old, 0.0)
@@ -253,21 +248,14 @@ def rkv_original(event: Event) -> Scored:
             )
             for p, a in zip(old, softmax(largest).tolist(), strict=True):
                 attention[p] += a / len(rows)
-        mean, taken = redundancy(event, h, in_slots(event, h, live), epsilon=1e-8, quirk=True)
-        score, terms = _mixed(
-            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
-        )
-        taken += leave(event, h, score, terms, ())
-        values.append(score)
-        noise.append(terms)
-        decisions.append(taken)
-    return Scored(values, last(event, len(rows)), noise, decisions, rounded=True)
+        redundant = redundancy(event, h, in_slots(event, h, live), epsilon=1e-8, quirk=True)
+        heads.append(_weighed(event, h, attention, redundant))
+    return _of_heads(last(event, len(rows)), heads)
 
 
 def rkv_ams(event: Event) -> Scored:
     """Attention and redundancy among the candidates, averaged over the group (AMS's R-KV)."""
-    rows = event.window(int(event.params["window"]))
-    values, noise, decisions = [], [], []
+    rows, heads = event.window(int(event.params["window"])), []
     protected = union(first(event, int(event.params["sink"])), last(event, len(rows)))
     for h in range(len(event.live)):
         old = in_slots(event, h, candidates(event, h, rows))
@@ -276,15 +264,9 @@ def rkv_ams(event: Event) -> Scored:
             for row in rows:
                 for p, a in event.attention_over(i, row, old).items():
                     attention[p] += a / event.group / len(rows)
-        mean, taken = redundancy(event, h, old, epsilon=1e-8, quirk=True)
-        score, terms = _mixed(
-            pooled(attention, event), _share(mean), float(event.params["mix_lambda"])
-        )
-        taken += leave(event, h, score, terms, protected[h])
-        values.append(score)
-        noise.append(terms)
-        decisions.append(taken)
-    return Scored(values, protected, noise, decisions, rounded=True)
+        redundant = redundancy(event, h, old, epsilon=1e-8, quirk=True)
+        heads.append(_weighed(event, h, attention, redundant, protected[h]))
+    return _of_heads(protected, heads)
 
 
 def normalised(
@@ -373,9 +355,6 @@ def global_score(event: Event, inner: Scored, *, signed: bool) -> Scored:
     return Scored(values, inner.protected, noise, decisions, rounded=inner.rounded)
 
 
-# ------------------------------------------------------------------------------------------- RaaS
-
-
 def raas(event: Event) -> Scored:
     """The latest row that attended to an entry enough, at first its own; then the position."""
     params, since = event.params, event.column("rows of raas")
@@ -410,9 +389,6 @@ def raas(event: Event) -> Scored:
         decisions.append([(margin or 1e-300, size) for margin, size in taken])
     protected = first(event, event.prompt_len if params["protect_prompt"] else 0)
     return Scored(values, protected, decisions=decisions)
-
-
-# -------------------------------------------------------------------------------------------- RPC
 
 
 def rpc(event: Event) -> Scored:

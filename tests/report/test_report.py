@@ -1,7 +1,5 @@
 """`kvsim report`: one page that needs nothing else and escapes whatever a run holds."""
 
-from __future__ import annotations
-
 import html
 import re
 

@@ -1,7 +1,5 @@
 """`kvsim report` of traces: numbers with intervals, figures, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import html
 import re

@@ -1,7 +1,5 @@
 """Run folders that are damaged say so, each in its way, and in one line of kvsim's."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -126,9 +124,6 @@ def test_a_run_comes_back_as_it_was(run, tmp_path, name):
 
     assert found.table.equals(run.table)
     assert found.table.schema == run.table.schema
-
-
-# --- damage ---
 
 
 def contents(folder):

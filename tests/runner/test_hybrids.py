@@ -1,7 +1,5 @@
 """Live runs and the judge on models in which some layers keep a state instead of entries."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

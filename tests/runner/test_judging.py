@@ -1,7 +1,5 @@
 """Replays judged by their model, against live runs, dense masks, and each record alone."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,6 +23,7 @@ from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import holds_cache
 from kvsim.sweeps import replay_all
 from live_runs import live_policies, run_live
+from live_runs import relative as gap
 from tests.reference.masked import masked_logits
 
 CLOSE = 1e-5
@@ -76,12 +75,6 @@ def lived(name, policy, budget=BUDGET, **options):
     return record, live.logits[PROMPT - 1 : -1]
 
 
-def gap(mine, expected):
-    """The largest difference of rows [..., V], relative to the row."""
-    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
-    return float(gap.max())
-
-
 def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     """Rows from the last of the prompt on, with recorded keys and values before them."""
     run, trace = running("llama"), recorded("llama")
@@ -117,9 +110,6 @@ def test_rows_of_the_response_hold_no_others():
 
     assert [x.untyped_storage().nbytes() for x in (rows.out[0][0], rows.stream[0][0])] == [320, 320]
     assert rows.output(0).shape == (2, 10, 4)
-
-
-# ------------------------------------------------ decisions of a live run: its own predictions
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss"])
@@ -291,9 +281,6 @@ def test_records_of_other_sequences_are_refused():
     for said, one in unfit.items():
         with pytest.raises(PolicyError, match=said):
             judge.outcomes([record, one])
-
-
-# ------------------------------------------------------------------------- sweeps
 
 
 def test_a_trace_in_half_precision_that_is_loaded_is_judged(tmp_path):

@@ -1,7 +1,5 @@
 """Latent attention live: entries of the model's own cache leave as those of a replay do."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -17,7 +15,7 @@ from kvsim.runner.decoding import Decoding
 from kvsim.runner.judging import Judge
 from kvsim.runner.model import RunningModel
 from kvsim.runner.paged import Paging
-from live_runs import live_policies, run_live
+from live_runs import live_policies, relative, run_live
 from reference.masked import masked_logits
 
 PROMPT, LENGTH, BUDGET, INTERVAL = 80, 130, 48, 8
@@ -50,12 +48,6 @@ def lived(name, policy, kernel="sdpa", **options):
     return None
 
 
-def gap(mine, expected):
-    """The largest difference of rows [..., V], relative to the row."""
-    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
-    return float(gap.max())
-
-
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", LATENT)
 def test_one_evicting_layer_keeps_what_its_replay_keeps(name, kernel):
@@ -70,7 +62,7 @@ def test_one_evicting_layer_keeps_what_its_replay_keeps(name, kernel):
 
         live = lived(name, policy, kernel)
         record = replace(live.record, closed=False, trace=trace.name)
-        assert gap(judge.logits([record])[0], live.logits[PROMPT - 1 : -1]) < 1e-4, policy.name
+        assert relative(judge.logits([record])[0], live.logits[PROMPT - 1 : -1]) < 1e-4, policy.name
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -86,7 +78,7 @@ def test_the_judge_predicts_what_masks_over_all_heads_do(name):
 
     of_heads = [replace(x, evicted_at=x.evicted_at.repeat(4, axis=1)) for x in records]
     expected = masked_logits(running.model, trace.tokens, of_heads)[:, :-1]
-    assert gap(found, expected[:, -found.shape[1] :]) < 1e-4
+    assert relative(found, expected[:, -found.shape[1] :]) < 1e-4
 
 
 def test_keys_rotated_to_their_slots_rotate_their_rotated_part():
@@ -96,7 +88,7 @@ def test_keys_rotated_to_their_slots_rotate_their_rotated_part():
         record = kvsim.replay(live.trace(), "streaming_llm@original", BUDGET, interval=INTERVAL)
         np.testing.assert_array_equal(live.record.evicted_at, record.evicted_at)
         latents = live.decoding._blocks[0][1].values
-        assert gap(latents[0, 0, :4], live.v[0, 0, :4]) < 1e-6
+        assert relative(latents[0, 0, :4], live.v[0, 0, :4]) < 1e-6
 
 
 def test_pages_are_chosen_by_the_absorbed_queries():
@@ -107,8 +99,8 @@ def test_pages_are_chosen_by_the_absorbed_queries():
     if live is not None:
         record = replace(live.record, closed=False, trace=trace.name)
         mine, unread = judge.logits([record, replace(record, reads=None)])
-        assert gap(mine, live.logits[PROMPT - 1 : -1]) < 1e-4
-        assert gap(unread, live.logits[PROMPT - 1 : -1]) > 1e-3
+        assert relative(mine, live.logits[PROMPT - 1 : -1]) < 1e-4
+        assert relative(unread, live.logits[PROMPT - 1 : -1]) > 1e-3
 
 
 def test_an_entry_counts_once():

@@ -1,7 +1,5 @@
 """A policy on a running model, against its replay, a Record as a mask, and plain generation."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -19,7 +17,7 @@ from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.runner import recompute
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
-from live_runs import live_policies, logits_behind_masks, output_gap, run_live
+from live_runs import live_policies, logits_behind_masks, output_gap, relative, run_live
 from tests.reference.masked import masked_logits
 from traces import changed
 
@@ -64,17 +62,8 @@ def evicting_layers(run):
     return Decoding(run, POLICIES["full"], BUDGET, prompt_len=PROMPT, n_pos=LENGTH).layers
 
 
-def relative(mine, expected):
-    """The largest difference of rows [..., V], relative to the row."""
-    gap = (mine - expected).double().norm(dim=-1) / expected.double().norm(dim=-1)
-    return float(gap.max())
-
-
 def tie(trace, policy, budget, live, layer, **options):
-    """How far scores are apart of entries that leave in the live run or the replay alone, relative.
-
-    At the first event after which a layer differs; 0 if none does.
-    """
+    """How close scores are of entries that leave in one run alone, where layers first differ."""
     record = kvsim.replay(trace, policy, budget, internals=True, **options)
     mine = live.evicted_at[live.layers.index(layer)]
     expected = record.evicted_at[record.layers.index(layer)]
@@ -90,9 +79,6 @@ def tie(trace, policy, budget, live, layer, **options):
         scores = plan.scores[at, head][np.isin(plan.pos[at, head], changed)]
         spreads.append(np.ptp(scores) / np.abs(scores).max() if len(changed) else 0.0)
     return max(spreads)
-
-
-# ------------------------------------------------------------------- one layer evicts: the replay
 
 
 @pytest.mark.parametrize("family", ["llama", *(deep(x) for x in ("qwen2", "qwen3", "gemma3"))])
@@ -141,9 +127,6 @@ def test_layer_0_and_decisions_at_the_prompt_do_not_drift(family):
         assert np.array_equal(live.evicted_at == first, record.evicted_at == first), name
         drifted += not np.array_equal(live.evicted_at, record.evicted_at)
     assert drifted > 20  # deeper layers get other inputs
-
-
-# ------------------------------------------------------- all layers evict: the Record as a mask
 
 
 @pytest.mark.parametrize("family", ["llama", deep("qwen2"), deep("qwen3")])
@@ -198,9 +181,6 @@ def test_a_head_that_loses_nothing_beside_one_that_does():
         masked = masked_logits(run.model, torch.tensor(TOKENS), [live.record])[0]
         assert relative(live.logits[PROMPT - 1 :], masked) < CLOSE, budget
     assert ragged
-
-
-# --------------------------------------------------------------------- keys rotated to their slots
 
 
 class AtSlots:
@@ -263,9 +243,6 @@ def test_slots_need_all_layers_alike():
         policy = replace(kvsim.policy(name), positions="slot")
         with pytest.raises(PolicyError, match=reason):
             run_live(run, policy, BUDGET, TOKENS, PROMPT)
-
-
-# ----------------------------------------------------------- rows of the prompt that are dropped
 
 
 #: Parameters with which they drop rows of a short prompt in a small model.
@@ -353,9 +330,6 @@ def test_a_prompt_that_is_dropped_from_comes_whole():
         Decoding(run, kvsim.policy("fastkv"), BUDGET, **options, layers=[1])
 
 
-# ------------------------------------------------------------------- nothing evicted: generation
-
-
 @pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "adakv+snapkv", "cake"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "tiny"])
 def test_with_room_for_all_it_is_plain_generation(family, name):
@@ -382,9 +356,6 @@ def test_with_room_for_all_it_is_plain_generation(family, name):
         == sum(array.nbytes for part in cache.layers for array in (part.keys, part.values))
     )
     assert (live.record().evicted_at > LENGTH).all()
-
-
-# --------------------------------------------------------------------------------------- bytes
 
 
 def stored(live):
@@ -459,9 +430,6 @@ def test_a_scorer_that_reads_undeclared_rows_is_refused(monkeypatch):
     monkeypatch.setattr(type(POLICIES["expected_attention"].scorer), "query_rows", (0, 8))
     with pytest.raises(PolicyError, match=r"reads the queries of rows .* \(query_rows\)"):
         run_live(running("llama"), POLICIES["expected_attention"], BUDGET, TOKENS, 40, interval=8)
-
-
-# -------------------------------------------------------------------------------- other inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

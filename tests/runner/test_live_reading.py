@@ -1,7 +1,5 @@
 """Readers and codecs on a running model, against their replays and attention by definition."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -157,8 +155,6 @@ def test_readers_that_a_running_model_cannot_follow_are_refused(running):
         ):
             decoding.begin(prefix)
 
-
-# ---------------------------------------------------------------------------------- codecs
 
 #: Alone and behind evictions; `h2o` scores with rows that saw other keys than there are now.
 CODECS = {

@@ -1,7 +1,5 @@
 """A cache in blocks: no block leaks, and the model writes the text of the ordinary cache."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from dataclasses import replace
@@ -203,10 +201,7 @@ def written(policy, paging=None, *, shared=False):
 
 @pytest.mark.deep
 def test_all_policies_write_the_text_of_the_ordinary_cache():
-    """Token for token in blocks of 1, 8 and 16: ragged heads, both tables, shared prefixes.
-
-    All policies share the pools, and in them the prefix; sets, predictions and bytes are equal too.
-    """
+    """Token for token in blocks of 1, 8 and 16: ragged heads, both tables, shared prefixes."""
     policies, ragged = live_policies(), set()
     assert len(policies) > 40
     assert {"ams", "adakv+snapkv", "streaming_llm@original", "fastkv", "cake"} <= policies.keys()

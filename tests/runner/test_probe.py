@@ -1,7 +1,5 @@
 """Rows that repeat the context, on a running model: KVzip evicts as the replay of its capture."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

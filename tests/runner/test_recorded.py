@@ -1,7 +1,5 @@
 """Whether a model is the recorded one, by what it computes: traces without a digest of weights."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

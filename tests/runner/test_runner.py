@@ -57,9 +57,6 @@ def make_trace(model, seed=1, n=PROMPT, new=8):
     return kvsim.capture(model, None, ids, max_new_tokens=new, residual=True)
 
 
-# ------------------------------------------------------------------------------ the live prefill
-
-
 class Live:
     """A prefill of the model itself in which hooks on its layers drop rows.
 
@@ -290,9 +287,6 @@ def test_both_kernels_are_causal(attention):
     assert largest(found.logits, live.logits) < 1e-5
 
 
-# --------------------------------------------------------------------------------- open and semi
-
-
 def test_recorded_values_are_exact_one_layer_behind_the_selection_and_no_further(recorded):
     """Rows restricted at layer l + 1 are the live ones; deeper they have seen what was dropped."""
     model, trace = recorded
@@ -401,9 +395,6 @@ def test_without_a_selection_nothing_is_computed(recorded):
     assert found.kl == 0
     assert found.same_token
     assert found.table().height == 2
-
-
-# ------------------------------------------------------------------------------------- refusals
 
 
 def test_another_model_is_refused(recorded):

@@ -1,7 +1,5 @@
 """Blocks, slots and attention, against what vLLM's block manager and kernel for CPU answered."""
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """bfloat16 in 16 bits: the bits of the model on disk, the same numbers and digests as in 32."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The binding of a trace: digest and seal at opening, listed checksums of chunks at reading."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 
@@ -219,9 +217,6 @@ def test_the_seal_does_not_depend_on_keys_that_are_numbers(tmp_path):
     path = Trace(trace.source, header).save(tmp_path / "a.zarr")
 
     assert open_trace(path).meta["labels"] == {"10": "a", "2": "b", "1": "c"}
-
-
-# --- the mutator ---
 
 
 @pytest.mark.deep

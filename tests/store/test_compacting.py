@@ -1,7 +1,5 @@
 """Traces without the rows long before the response: what still is there, and all that reads it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

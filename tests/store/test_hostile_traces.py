@@ -1,7 +1,5 @@
 """Untrusted traces: false claims are refused at once, and nothing of that size is allocated."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -63,8 +61,6 @@ def seal(body):
     """A chunk with the checksum that it should have."""
     return body + google_crc32c.value(body).to_bytes(4, "little")
 
-
-# --- what the metadata of an array may say ---
 
 GRID = ("chunk_grid", "configuration", "chunk_shape")
 CODECS = array_document("q", (2, 4, N, 8), "float32", None)["codecs"]
@@ -242,9 +238,6 @@ def test_a_file_of_a_terabyte_is_not_read(stored, key):
         open_trace(stored)
 
 
-# --- what is not a regular file ---
-
-
 @pytest.mark.parametrize("key", ["zarr.json", "q/zarr.json", "q/c/0/0/0/0", "q", "q/c", "q/stray"])
 @pytest.mark.parametrize("kind", ["link", "dangling", "loop", "fifo", "folder"])
 def test_what_is_no_plain_file_is_refused(stored, saved, key, kind):
@@ -287,9 +280,6 @@ def test_paths_that_are_none(name, tmp_path):
         open_trace(tmp_path / name if name else tmp_path)
 
     assert "\n" not in str(caught.value)
-
-
-# --- chunks ---
 
 
 def blosc(size):
@@ -383,15 +373,9 @@ def test_tokens_and_layers_that_are_no_numbers_of_such_are_refused(stored, tmp_p
         open_trace(other)
 
 
-# --- time and memory ---
-
-
 @pytest.mark.deep
 def test_refusing_takes_neither_time_nor_memory(stored, tmp_path, warm_python):
-    """The most expensive claims are refused in two seconds each, within 100 MB of memory.
-
-    In a process of its own, which may not take a gigabyte more than it has when it begins.
-    """
+    """The most expensive claims are refused in two seconds each, within 100 MB of memory."""
     cases = []
 
     def case(change):
@@ -455,9 +439,6 @@ if grown > 100_000:
     )
 
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
-
-
-# --- faults on disk ---
 
 
 @pytest.mark.parametrize(
@@ -546,9 +527,6 @@ def test_verify_finds_every_fault_of_every_array(stored, fault):
         assert chunk.relative_to(stored).parts[0] in problems[0]
         chunk.write_bytes(data)
     assert verify(stored).ok
-
-
-# --- the fuzzer ---
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Traces as xarray Datasets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

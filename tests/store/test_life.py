@@ -46,15 +46,13 @@ from kvsim.store.draft import belongs_to
 from kvsim.store.index import index
 from kvsim.store.packing import pack, unpack
 from small_model import small
+from traces import random_trace
 
 pytestmark = pytest.mark.deep
 
 POLICIES = ("tova", "streaming_llm", "random")
 PATHS = ("a.zarr", "b.zarr", "c.zarr")
 PROMPT, RESPONSE = 500, 20
-
-
-# --- contents ---
 
 
 def capture_session(out: Path | None = None, **options) -> Trace:
@@ -112,21 +110,15 @@ def _kept(trace: Trace, name: str) -> bytes:
 def contents() -> dict[str, Content]:
     """A short one, one of several blocks, and what a session records of a model."""
 
-    def random_trace(n: int, seed: int) -> Trace:
-        generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(2, heads, n, 4, generator=generator) for heads in (2, 1, 1))
-        facts = {
-            "prompt_len": n - 10,
-            "rope": kvsim.Rope.default(4),
-            "tokens": torch.arange(n) % 7,
-            "token_text": [f"t{i % 7}" for i in range(n)],
-        }
-        trace = Trace.from_arrays(q, k, v, **facts)
-        return Trace.from_arrays(q, k, v, attn_out=trace.attn_out, lse=trace.lse, **facts)
+    def drawn(n: int, seed: int) -> Trace:
+        sizes = {"heads": 1, "dim": 4, "size": 1.0, "prompt_len": n - 10}
+        tokens = [i % 7 for i in range(n)]
+        texts = [f"t{i}" for i in tokens]
+        return random_trace(n=n, seed=seed, computed=True, tokens=tokens, token_text=texts, **sizes)
 
     return {
-        "short": Content(random_trace(40, 1)),
-        "long": Content(random_trace(600, 2)),
+        "short": Content(drawn(40, 1)),
+        "long": Content(drawn(600, 2)),
         "session": Content(capture_session()),
     }
 
@@ -161,9 +153,6 @@ def _write_blocks(trace: Trace, path: Path, *, overwrite: bool) -> None:
         writer.publish(trace.header, tokens=trace.tokens.numpy(), token_text=trace.token_text)
 
 
-# --- the model ---
-
-
 @dataclass(frozen=True)
 class Stored:
     """What is at a path: a content, perhaps with an edited byte."""
@@ -189,10 +178,7 @@ def state_of(path: Path) -> str:
 
 
 def judge(path: Path, stored: Stored) -> str:
-    """Return how the trace at a path differs from the model; empty for not at all.
-
-    An edited one may be refused, when it is opened or read.
-    """
+    """How the trace at a path differs from the model; an edited one may be refused as well."""
     try:
         return stored.content.differs(open_trace(path))
     except KvsimError as error:
@@ -237,8 +223,6 @@ class Life(RuleBasedStateMachine):
         """Remove the folder."""
         self.patch.undo()
         shutil.rmtree(self.temporary)
-
-    # --- one command ---
 
     def do(self, act, disturbance, *, target=None, new=None, may=True, leaves=None, gone=()):
         """Run a command, and bring the model to what it has left, which must be possible.
@@ -303,8 +287,6 @@ class Life(RuleBasedStateMachine):
     def folders(self) -> list[str]:
         """Return the traces that are folders."""
         return [name for name in self.traces if not name.endswith(".zip")]
-
-    # --- rules ---
 
     @rule(
         name=st.sampled_from(["short", "long", "session"]),
@@ -484,8 +466,6 @@ class Life(RuleBasedStateMachine):
             assert stored.edited or f"{name} " in out.getvalue()
         for name in self.left:
             assert f"{self.root}/{name}" in out.getvalue(), f"no command for {name}"
-
-    # --- after every rule ---
 
     @invariant()
     def everything_is_there(self) -> None:

@@ -1,7 +1,5 @@
 """Traces as one file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -362,10 +360,7 @@ def test_what_is_not_on_this_machine(do):
 
 
 def test_several_traces_are_verified(stored, tmp_path, run):
-    """Each has its line, with what is wrong, and one that is not whole makes the status 2.
-
-    A folder stands for the traces in it.
-    """
+    """Each has its line, with what is wrong, and one that is not whole makes the status 2."""
     packed = pack(stored)
     assert run("verify", stored.parent) == run("verify", stored, packed)
     assert run("verify", stored, packed) == (

@@ -1,7 +1,5 @@
 """Rows that repeat the context: what a capture records, and how a trace holds them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

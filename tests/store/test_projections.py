@@ -277,9 +277,6 @@ def test_a_trace_with_an_array_of_its_own_keeps_it(tmp_path):
     assert array_digest(stored.source, stored.header, stored.dtype) == stored.digest
 
 
-# --- models that cannot be checked ---
-
-
 class Gated(torch.nn.Module):
     """An output projection with a gate behind the kernel."""
 

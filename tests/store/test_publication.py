@@ -1,7 +1,5 @@
 """Where a trace goes: what replaces what, who comes first, and paths that cannot be."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -71,18 +69,6 @@ def test_a_fault_at_any_step_of_replacing_loses_neither_trace(step, tmp_path, mo
     else:
         assert whole["a.zarr"] == old.digest
         assert open_trace(recover(left.path, overwrite=True)).n_pos == PROMPT + RESPONSE
-
-
-def test_what_is_left_of_a_removed_trace_is_no_trace(tmp_path):
-    """A kill while the replaced trace was being removed leaves a rest, which is refused."""
-    record(tmp_path / "a.zarr", max_new_tokens=0)
-    rest = (tmp_path / "a.zarr").rename(tmp_path / ".a.zarr.old-1-0123abcd")
-    (rest / "k" / "c" / "0" / "0" / "0" / "0").unlink()
-
-    with pytest.raises(
-        TraceError, match=r"rest of a trace that was replaced.*`kvsim trace discard "
-    ):
-        recover(tmp_path / "a.zarr")
 
 
 def test_another_file_system_is_refused(tmp_path, monkeypatch):
@@ -169,13 +155,6 @@ def test_a_folder_for_reading_only(tmp_path, monkeypatch, unprivileged):
             check_writable(Path())
         with pytest.raises(TraceError, match=r"cannot be written to \(Permission denied\)"):
             record(Path("a.zarr"), progress=stopping(PROMPT, AssertionError))
-
-
-def test_the_probe_leaves_nothing(tmp_path):
-    """A folder that can be written to is as it was, and one that is not there is not made."""
-    check_writable(tmp_path / "not" / "there")
-
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Paths and files that are no trace, or a damaged one."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

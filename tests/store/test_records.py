@@ -5,19 +5,12 @@ import pytest
 import zarr
 
 import kvsim
-from kvsim.core.record import Record
 from kvsim.errors import OutputError
 from kvsim.schema import NEVER
 from kvsim.store import records
 from kvsim.store.records import read_records, write_records
+from tests.core.test_record import make_record
 from traces import random_trace
-
-
-def make_record(evicted_at, **given):
-    """A Record of one layer and head."""
-    fields = {"policy": "tova", "params": {}, "budget": 2, "interval": 1, "prefill": True}
-    array = np.asarray(evicted_at, dtype=np.int32).reshape(1, 1, -1)
-    return Record(array, prompt_len=2, layers=(0,), layer_ids=(0,), **{**fields, **given})
 
 
 def test_records_come_back_from_disk_as_they_were(tmp_path):

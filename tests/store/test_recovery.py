@@ -1,7 +1,5 @@
 """Interrupted captures: what is kept, what `recover` makes of it, and what is never lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -25,8 +23,6 @@ from kvsim.store import (
 )
 from kvsim.store.draft import Group
 from small_model import small
-
-# --- the committed prefix, exactly ---
 
 
 def test_a_recovered_trace_is_the_committed_prefix(tmp_path, whole):
@@ -170,9 +166,6 @@ def test_what_was_written_at_the_end_is_kept_if_it_is_whole(tmp_path, whole, mon
     assert verify(found.path).attention_error
     assert verify(found.path).ok
     assert torch.equal(found.o_proj, less.o_proj)
-
-
-# --- what cannot be recovered ---
 
 
 def test_nothing_committed_is_a_clear_refusal(tmp_path):
@@ -399,16 +392,6 @@ def test_a_recovery_names_the_trace_that_was_replaced(tmp_path, whole, capsys):
     assert names(tmp_path) == [HIDDEN["old"], "a.zarr"]
 
 
-def test_a_window_of_attention_that_is_left_out_is_noted(tmp_path):
-    """The last rows of a capture that was cut are not those of the trace."""
-    interrupted(tmp_path / "a.zarr", attention="window:16")
-
-    found = open_trace(recover(tmp_path / "a.zarr"))
-
-    assert not found.has("attention_window")
-    assert found.meta["notes"][-1] == "recovered without attention_window, which was not complete"
-
-
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_a_damaged_draft_is_an_error(damage, tmp_path):
     """A chunk that changed or went missing is named, and nothing is published."""
@@ -479,9 +462,6 @@ def test_half_of_a_removed_array_is_swept(tmp_path, whole):
     assert sorted(found.path.iterdir()) == [found.path / name for name in names(whole.path)]
     with pytest.raises(NeedsError, match=f"expected the folder {projections.name}; copy it"):
         found.read("o_proj")
-
-
-# --- the command ---
 
 
 def test_the_command_recovers(tmp_path, run):

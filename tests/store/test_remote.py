@@ -1,7 +1,5 @@
 """Traces behind URLs."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Sharded traces: a file for each layer of an array, of which parts are read."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -84,9 +82,6 @@ def same(trace, expected):
         torch.equal(trace.read(name), expected.read(name))
         for name in ("q", "k", "v", "attn_out", "lse", "gate")
     )
-
-
-# --- the files ---
 
 
 def test_a_long_trace_has_few_files():
@@ -182,9 +177,6 @@ def test_a_shorter_response_shortens_the_shards(sharding, tmp_path):
         writer.publish(trace.header, tokens=trace.tokens.numpy())
 
     assert files(tmp_path / "a.zarr") == files(trace.save(tmp_path / "b.zarr"))
-
-
-# --- elsewhere ---
 
 
 def test_a_sharded_trace_is_packed_and_unpacked(stored, tmp_path, monkeypatch):
@@ -291,9 +283,6 @@ def test_a_server_without_parts_is_refused(saved):
             trace.read("k")
 
     assert "\n" not in str(caught.value)
-
-
-# --- parts and damage ---
 
 
 def test_a_part_of_a_layer_reads_a_part_of_its_file(saved, monkeypatch):
@@ -439,9 +428,6 @@ def test_sharding_belongs_to_version_5(stored):
         open_trace(stored)
     with pytest.raises(TraceError, match=r"q has chunk_grid\.\S+\.2 512, expected 768"):
         open_trace(other)
-
-
-# --- drafts ---
 
 
 class Torn:

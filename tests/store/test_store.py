@@ -1,7 +1,5 @@
 """Stored traces: what is read is what was saved, in files of zarr."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`kvsim traces`: what lies in a folder, found without reading queries, keys or values."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -214,9 +212,6 @@ def test_foreign_metadata_is_harmless(value, tmp_path):
 
     assert (first.state, first.model) == ("whole", None)
     assert second.reason.startswith("b.zarr is not a kvsim trace")
-
-
-# ------------------------------------------------------------------------------- the command
 
 
 def test_the_table(run, made):

@@ -1,7 +1,5 @@
 """Verification of stored traces, and their description."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """`kvsim.live`: cells on a running model, what they share with replays, folders and errors."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

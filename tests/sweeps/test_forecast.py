@@ -1,7 +1,5 @@
 """Plans of sweeps, replays and live runs, against what these take."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

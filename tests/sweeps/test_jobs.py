@@ -1,7 +1,5 @@
 """How work is spread: processes and threads by its size, with the same results."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -74,9 +74,6 @@ def files(store):
     return {path[len(root) + 1 :]: system.cat_file(path) for path in system.find(root)}
 
 
-# --- traces ---
-
-
 def test_traces_over_http_are_the_traces(urls, paths, tmp_path):
     """A configuration with URLs gives the Table, under the keys, of the same files here."""
     lines = [f"{key}: {value}" for key, value in {**GRID, "traces": urls}.items()]
@@ -126,9 +123,6 @@ def test_another_trace_at_the_url_is_no_part_of_the_sweep(urls, paths):
     assert {failure.trace for failure in run.failures} == {"a"}
     assert "is another trace than when the sweep began" in run.failures[0].error
     assert run.parameters["done"] == 4
-
-
-# --- results ---
 
 
 def test_a_store_holds_what_a_folder_holds(paths, store, tmp_path, computed):

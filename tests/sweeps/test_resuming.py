@@ -1,7 +1,5 @@
 """Replays into a folder that are stopped: resumed, they end as undisturbed ones."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -28,6 +26,7 @@ from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.shards import Shards
 from tests.probes import repeated
+from traces import random_trace
 
 METRICS = ["wipeout", "entries_seen", "segment_count", "window_overlap"]
 BUDGETS = [16, "25%"]
@@ -35,10 +34,7 @@ BUDGETS = [16, "25%"]
 
 def make_trace(name="a", tokens=60, seed=0):
     """A small random trace."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
-    rope = kvsim.Rope.default(8)
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=30, rope=rope, name=name)
+    return random_trace(n=tokens, seed=seed, size=1.0, prompt_len=30, name=name)
 
 
 def policies():

@@ -26,22 +26,14 @@ from kvsim.errors import (
 from kvsim.policies import CATALOGUE, has_parameter, names
 from kvsim.store.records import read_records
 from kvsim.sweeps.driver import replay_all
+from traces import random_arrays, random_trace
 
 
 def make_trace(name="a", tokens=80, **more):
     """A small random trace, and more arrays where they are given."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, tokens, 8) for heads in (4, 2, 2))
-    return kvsim.Trace.from_arrays(
-        q,
-        k,
-        v,
-        **repeated(q, k, 30),
-        prompt_len=30,
-        rope=kvsim.Rope.default(8),
-        name=name,
-        **more,
-    )
+    arrays = random_arrays(n=tokens, size=1.0)
+    probe = repeated(arrays["q"], arrays["k"], 30)
+    return random_trace(n=tokens, size=1.0, prompt_len=30, name=name, **probe, **more)
 
 
 @dataclass(frozen=True)
@@ -258,9 +250,6 @@ def test_a_memory_budget_that_holds_no_layer_is_found_before_any_work():
         replay_all([make_trace()], [kvsim.policy("tova")], [8], memory=1000)
 
 
-# --- regret ---
-
-
 def best_by_trying(trace, budget, row, fixed):
     """Most mass that any set of `budget` entries retains, by layer and KV head, and how many sets.
 
@@ -284,18 +273,11 @@ def by_group(table, name, trace):
     return values.view(trace.n_layers, trace.n_heads, -1).mean(-1)
 
 
-def short_trace(seed):
-    """Nine tokens of prompt and five later rows, with attention far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(2, h, 14, 8, generator=generator) * 2 for h in (4, 2, 2))
-    return kvsim.Trace.from_arrays(q, k, v, prompt_len=9, rope=kvsim.Rope.default(8))
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sink", [0, 2])
 def test_regret_is_the_distance_to_the_best_set(seed, sink):
     """At one event, retained mass and regret add up to the best of all sets, found by trying."""
-    trace = short_trace(seed)
+    trace = random_trace(n=14, seed=seed, size=4.0, prompt_len=9)
     one = replace(kvsim.policy("random"), protect=Protection(sink=sink))
 
     table = replay_all([trace], [one], [4], interval=100, regret=True).table
@@ -309,7 +291,7 @@ def test_regret_is_the_distance_to_the_best_set(seed, sink):
 
 def test_sets_of_query_heads_are_compared_with_sets_of_query_heads():
     """Where every query head keeps its own set, the oracle has one for each as well."""
-    trace = short_trace(0)
+    trace = random_trace(n=14, size=4.0, prompt_len=9)
     one = kvsim.policy("snapkv@original", window=2)
 
     run = replay_all([trace], [one], [4], regret=True)

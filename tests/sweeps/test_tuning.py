@@ -1,7 +1,5 @@
 """The search for parameters: its space, its split, its gains, and `kvsim tune`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -297,9 +295,6 @@ def test_without_optuna_the_extra_is_named(traces, monkeypatch):
         tune(traces, "tova", 16, trials=1)
 
 
-# --- the command ---
-
-
 def test_the_command_prints_gains_and_options(run, paths, tmp_path):
     """A line for each part of the prompts, options that a replay takes, and a file with all."""
     options = ["--policy", "snapkv", "--budget", "36", "--interval", "8", "--trials", "6"]
@@ -346,10 +341,7 @@ def test_bad_options_are_one_line(run, paths):
 
 
 def test_reading_more_is_no_gain(traces, monkeypatch):
-    """Settings of a reader or a codec that hold or read more bytes than the default are left out.
-
-    Each of the settings that are taken costs no more; without the rule, one that does would be.
-    """
+    """Settings of a reader or codec that hold or read more bytes than the default are left out."""
     name, fixed = "quest", {"page": 4}
     options = {"search": ["share", "dense_layers"], "fixed": fixed, "trials": 8, **TERMS}
     tuned = tune(traces[:3], name, 16, **options)

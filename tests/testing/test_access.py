@@ -1,7 +1,5 @@
 """Seeded bugs of readers and codecs are caught; their records are the same wherever they went."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,9 +28,6 @@ from kvsim.testing import InvariantError, check_policy, strategies
 from kvsim.testing.invariants import access
 
 CASE = strategies.make_case("sharp", layers=2, heads=2, group=2, n=24, dim=8, prompt_len=10)
-
-
-# ------------------------------------------------------------------------- a user's own
 
 
 @dataclass(frozen=True)
@@ -180,9 +175,6 @@ def test_a_reader_and_a_codec_without_a_bug_pass(piece):
     check_policy(_mine(piece), max_examples=8, max_n=20)
 
 
-# ------------------------------------------------------------------------- bugs in the engine
-
-
 def _late_own_page(patch):
     """A row's own page is scored with entries of later rows."""
     right = reading._partial
@@ -251,9 +243,6 @@ def test_bug_in_reading_or_storing_is_caught(monkeypatch, bug, piece, invariant)
         check_policy(policy, max_examples=300, only=[invariant], shrink=False, max_n=16)
 
 
-# ------------------------------------------------------------------------- what means nothing
-
-
 def test_sixteen_bits_of_sixteen_bits_change_nothing():
     """Behind an eviction, fp16 numbers stored as fp16 are as without a codec, bytes included."""
     case = strategies.make_case("half", layers=2, heads=2, group=2, n=24, dim=8, prompt_len=10)
@@ -265,9 +254,6 @@ def test_sixteen_bits_of_sixteen_bits_change_nothing():
     np.testing.assert_allclose(other.error, one.error, atol=1e-6)
     one, other = cache_bytes(trace, [exact, stored])
     np.testing.assert_array_equal(one.resident, other.resident)
-
-
-# ------------------------------------------------------------------------- records
 
 
 @pytest.fixture(scope="module")
@@ -336,9 +322,6 @@ def test_entries_leave_the_window_by_its_clock():
     gone = torch.full((1, 1, 16), storing.NEVER, dtype=torch.int32)
     after = storing.stored_after(gone, Clock(exact=3, step=4), 1)[0, 0]
     assert after[:12].tolist() == [6] * 4 + [10] * 4 + [14] * 4
-
-
-# ------------------------------------------------------------------------- what else knows them
 
 
 @pytest.mark.parametrize("name", ["quest", "tova+kivi"])

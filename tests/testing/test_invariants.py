@@ -1,17 +1,9 @@
-"""Every policy and preset satisfies every invariant, and so can a policy of the user's own."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar
+"""Every policy and preset satisfies every invariant."""
 
 import pytest
-import torch
 
 import kvsim
 import reference
-from kvsim.core.policy import Protection, Schedule, Scorer, Scores
-from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies import CATALOGUE, names, parameters
 from kvsim.testing import INVARIANTS, check_policy, strategies
@@ -165,32 +157,6 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
 def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
     """Parameters away from the defaults, h2o's fixed recent part among them."""
     reference.check(name, params, max_examples=examples(8), max_n=18)
-
-
-@dataclass(frozen=True)
-class Decaying(Scorer):
-    """A user's scorer: value norms times a running maximum of attention, signed, with a window."""
-
-    window: int = 2
-
-    columns: ClassVar[dict[str, float]] = {"best": float("nan")}
-    per_row: ClassVar[bool] = False
-
-    def score(self, view: View) -> Scores:
-        """log(norm of v) plus the largest attention so far, which halves at every event."""
-        now = view.attn(self.window, group="max").amax(2)
-        best = torch.fmax(0.5 * view["best"], now)
-        return Scores(best + 0.1 * torch.log1p(view.values.norm(dim=-1)), {"best": best})
-
-    def protection(self, budget: int) -> Protection:
-        """The window and the first entry."""
-        return Protection(sink=1, recent=self.window)
-
-
-def test_policy_of_the_users_own_can_be_checked():
-    """check_policy takes any Policy: one with columns, values and a schedule of its own."""
-    mine = kvsim.Policy("mine", Decaying(), schedule=Schedule(interval=3, prefill=False))
-    check_policy(mine, max_examples=examples(16))
 
 
 @pytest.mark.parametrize("name", [around(name) for name in NAMES])

@@ -1,9 +1,4 @@
-"""Seeded bugs: the suite proves that it can fail. Each bug is caught by the invariant named here.
-
-Every bug was made by somebody: most of them are in the histories of published implementations.
-"""
-
-from __future__ import annotations
+"""Seeded bugs, most of them once published: each is caught by the invariant named here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -33,9 +28,6 @@ from kvsim.testing.strategies import Case, make_case
 Patch = pytest.MonkeyPatch
 
 pytestmark = pytest.mark.deep
-
-
-# ------------------------------------------------------------------------- bugs in the engine
 
 
 def future_queries(patch: Patch) -> None:
@@ -313,9 +305,6 @@ def test_seeded_bug_that_few_cases_show_is_caught(bug, trial, invariant, monkeyp
     bug(monkeypatch)
     with pytest.raises(Broken):
         INVARIANTS[invariant](replace(trial))
-
-
-# -------------------------------------------------------------------- bugs in a user's own policy
 
 
 @dataclass(frozen=True)

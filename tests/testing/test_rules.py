@@ -1,7 +1,5 @@
 """A user's policy against a user's rule: agreement, disagreement, and each part of a rule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Tasks to the definitions of RULER: their answers follow from their texts, and lengths are met."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """Tasks on real text: lengths, depths, needles and answers of every task."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import cache
@@ -44,10 +42,7 @@ def text_of(prompt):
     depth=st.floats(0, 1),
 )
 def test_prompts_have_the_requested_length_and_one_needle(task, length, seed, depth):
-    """At most `length` tokens and at most 25 fewer; needles are there once, and so is the answer.
-
-    The filler loses whole words, and a paragraph's break with them; a line of fewshot has 6 tokens.
-    """
+    """Prompts have `length` tokens or up to 25 fewer; needles and the answer are there once."""
     at = None if task in DEPTHLESS else depth
     drawn = sample(seed, 0, count, task=task, length=length, depth=at)
     text = text_of(drawn.prompt)

@@ -1,7 +1,5 @@
 """The measurements behind the model card, and the card itself."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -67,9 +65,6 @@ def probed(start):
     return rows
 
 
-# --- answers ---
-
-
 def test_responses_belong_to_their_prompts():
     """Prompts of different lengths answered together get what each gets alone, in their order."""
     model = AutoModelForCausalLM.from_pretrained(PATH)
@@ -118,9 +113,6 @@ def test_accuracy_counts_what_is_exact(monkeypatch):
     assert found["errors"] == {"other": 1, "digit": 1}
     assert found["right"] == pytest.approx(1 - 1 / (3 * len(words)), abs=1e-4)
     assert found["tokens"] == [min(s.tokens for s in samples), max(s.tokens for s in samples)]
-
-
-# --- probes ---
 
 
 def test_needs_name_the_words_of_each_retrieval():
@@ -186,9 +178,6 @@ def test_masses_are_read_off_the_attention(start):
     assert head["mass"]["recheck 2, chain"] == pytest.approx(mass, abs=1e-3)
 
 
-# --- results ---
-
-
 def test_results_are_about_some_weights(tmp_path):
     """Rows of other weights are neither read nor taken for measurements of these."""
     ours, others = (Results(tmp_path / "r.jsonl", name) for name in ("a", "b"))
@@ -223,9 +212,6 @@ def test_what_was_measured_is_not_measured_again(tmp_path, folder, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-# --- pictures ---
-
-
 def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
     """Maps have a panel for each head, and heat maps as many rows as heads and parts."""
     (sample,) = prompts(1, seed=16, task="wait", facts=4, lines=9)
@@ -237,9 +223,6 @@ def test_pictures_have_a_cell_for_each_head_and_part(start, probed):
     assert masses.axes[0].images[0].get_array().shape == (24, 4)
     assert masses.axes[1].images[0].get_array().shape[0] == 24
     assert without.axes[0].images[0].get_array().shape[0] == 1 + 3 + 12
-
-
-# --- the card ---
 
 
 @pytest.mark.parametrize("verb", VERBS)

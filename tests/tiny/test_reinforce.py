@@ -1,7 +1,5 @@
 """Reinforcement learning of the shipped model under eviction, at a size of seconds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

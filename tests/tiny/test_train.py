@@ -125,10 +125,7 @@ def test_the_start_looks_back_finds_kinds_and_rests(shape: str) -> None:
 
 
 def test_batches_mark_the_response_and_what_heads_are_guided_to() -> None:
-    """Labels cover the response and <eos>; marked positions hold the word that is due next.
-
-    What is due without a retrieval is idle.
-    """
+    """Labels cover the response and <eos>; marked positions hold the word that is due next."""
     samples = prompts(7, seed=4, facts=20, lines=26)
     batch = collate(samples)
     count = dict.fromkeys(GUIDED, 0)

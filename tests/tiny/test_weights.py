@@ -1,7 +1,5 @@
 """The shipped model: what its folder holds, and that it answers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

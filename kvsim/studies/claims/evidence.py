@@ -44,10 +44,7 @@ ALIKE = {"response_kl": 0.1, "weighted_error": 0.1, "layer_error": 0.05, "output
 
 @dataclass(frozen=True)
 class PolicySetting:
-    """A policy, with some of its parameters as they are to be.
-
-    A value is one that the parameter has to have, a tuple of several, or ... for any.
-    """
+    """A policy, with parameters that have a value, one of a tuple, or ... for any."""
 
     policy: str
     params: Mapping[str, Any]
@@ -247,10 +244,7 @@ class Evidence:
         *,
         layers: bool = False,
     ) -> Claim:
-        """A claim that one setting has more of something than another; layers: in each of them.
-
-        metric: by default `quality`, of which the better setting has less.
-        """
+        """A claim that a setting has more of a metric, by default `quality`; layers: in each."""
         cases, least, outside = {}, {}, {}
         pairs = self.pairs(more, less)
         metric = metric or self.quality(pairs)

@@ -1,8 +1,7 @@
 """Cost of a policy on a model at a context: memory, time and FLOPs, with all assumptions.
 
 Prefill time is proportional to FLOPs, or to the paper's n^2 d + n d^2; time per output token to the
-bytes that are read, or to entries. Both are ratios to the full cache. What the machine and its
-kernels do beside that is not in them: docs/cost.md compares with measured ones.
+bytes that are read, or to entries: ratios to the full cache (docs/cost.md).
 """
 
 from __future__ import annotations
@@ -214,10 +213,7 @@ def estimate(
 
 
 def decode_ratio(model: Model, kv: float, full: float, *, passes: float = 1) -> float:
-    """Time per output token as bytes that are read: (weights + cache) / (weights + full cache).
-
-    passes: how often a token's step moves the cache; 1 where attention reads it once.
-    """
+    """Time per output token: (weights + passes of cache) / (weights + full cache), in bytes."""
     return (model.weight_bytes + passes * kv) / (model.weight_bytes + passes * full)
 
 

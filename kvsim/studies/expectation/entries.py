@@ -34,10 +34,7 @@ def _projections(traces: Sequence[Trace], _: Sequence[str]) -> Any:
 
 
 def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
-    """Return metrics of traces alone.
-
-    Attention is expected from the first fifth of each trace, as in the paper.
-    """
+    """Return metrics of traces alone; attention expected from the first fifth, as in the paper."""
     from kvsim.analysis.subject import Analysis
     from kvsim.analysis.table import in_order, measure
     from kvsim.studies.expectation.queries import Queries, queries

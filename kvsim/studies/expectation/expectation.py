@@ -1,32 +1,14 @@
-"""Expected against observed attention, and the four steps between the two.
+"""Expected against observed attention, and the four steps between the two (docs/expectation.md).
 
-Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10. Rows before a cut are the past, those from it
-on the future. Observed is the mean attention of the future's rows on each key of the past behind
-the sinks; expected is Expected Attention's softmax over these keys, per query head, before the
-policy averages over the group, without the size of the value and epsilon. Each step adds one
-assumption:
+Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 10 and eq. 7. Rows before a cut are the past,
+those from it on the future. Observed is the mean attention of the future's rows on each key of the
+past behind the sinks; expected is Expected Attention's softmax over these keys, per query head,
+before the policy averages over the group, without the size of the value and epsilon. The first step
+is the mean of the observed rows, weighted by each row's sum of exponentials.
 
-    ratio_of_means  mean over the future's queries of exp(s q.k), normalised once: attention is the
-                    mean of ratios, this is the ratio of means
-    normal          the same mean if these queries, after RoPE, were normal with their moments
-    mean_rotation   moments of the future's queries before RoPE, rotated by the mean rotation
-    past            moments of the past's queries instead: Expected Attention
-
-The first step is the mean of the observed rows, weighted by each row's sum of exponentials.
-
-`loss` is the "attention loss curve": the share of observed mass that goes when keys are pruned in
-the order of a score, next to key norm (small norms stay, as `knorm`), chance and the observed mass
-itself (`oracle`), which no order undercuts. Every number is `exact`.
-
-Projections are how far recorded queries are from that normal distribution. The score of a key is
-the mean of exp(x) over queries, x = s q.k, which is exp(mean + variance / 2) for normal x. The gap
-of each key,
-
-    log mean exp(x) - (mean + variance / 2)
-
-in nats (eq. 7), is 0 for normal x, positive for a heavier upper tail. A mean over n samples cannot
-reach what the rarest of them would add: beyond a variance of about 2 log n it falls short for
-normal x too. `normal_gap` says by how much; only the difference tells of the distribution.
+The gap of a key over queries is log mean exp(x) - (mean + variance / 2) in nats, x = s q.k: 0 for
+normal x, positive for a heavier upper tail. A mean over n samples falls short for normal x too,
+beyond a variance of about 2 log n: by `normal_gap`. Every number is `exact`.
 """
 
 from __future__ import annotations
@@ -116,10 +98,7 @@ def key_projections(
 def logit_blocks(
     read: Read, start: int, stop: int, keys: Tensor, formula: Formula
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, logits [1, H, G, w, n]) of rows start..stop-1 over all keys [1, H, n, d].
-
-    In float64 once they are multiplied, so that long sums lose nothing.
-    """
+    """(rows, float64 logits [1, H, G, w, n]) of rows start..stop-1 over all keys [1, H, n, d]."""
     group = read(start, start + 1).shape[2]
     step = max(1, LOGIT_BYTES // (8 * group * keys[..., 0].numel()))
     for begin in range(start, stop, step):

@@ -1,12 +1,8 @@
 """Are queries normal? How far each dimension of each head is from the normal that fits it.
 
-Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9: Expected Attention takes queries
-before RoPE to be normal, as linear images of hidden states that are. Measured is the
-Kolmogorov-Smirnov distance, the largest difference of the distribution functions: an effect size
-and no test, since a test rejects any model at thousands of samples, and neighbouring tokens are not
-independent. The first tokens are outliers in most models, and left out by default.
-
-Every number is `exact`.
+Devoto, Jeblick and Jegou, arXiv 2510.00636, Fig. 1 and 7 to 9. Measured on queries before RoPE is
+the Kolmogorov-Smirnov distance: an effect size and no test, since a test rejects any model at
+thousands of samples. The first tokens are outliers in most models, and left out by default.
 """
 
 from __future__ import annotations
@@ -30,10 +26,7 @@ _BY_CHANCE = 64
 
 @dataclass(frozen=True)
 class Normality:
-    """Distance of every dimension from normal over `samples` rows from `skip` on.
-
-    distance: [layer, qhead, dim]; NaN where the samples do not vary.
-    """
+    """Distance [layer, qhead, dim] from normal over rows from `skip` on; NaN where all is equal."""
 
     trace: str
     skip: int
@@ -42,10 +35,7 @@ class Normality:
 
 
 def state_normality(trace: Trace, *, skip: int = 4, stop: int | None = None) -> Normality:
-    """Distance of queries before RoPE over rows skip..stop-1, one layer in memory at a time.
-
-    Raises PolicyError for fewer than 4 rows.
-    """
+    """Distance of queries before RoPE over rows skip..stop-1; PolicyError for fewer than 4 rows."""
     stop = trace.n_pos if stop is None else stop
     check_rows(trace, skip, stop, LEAST_SAMPLES)
     rows, distances = slice(skip, stop), []

@@ -1,7 +1,4 @@
-"""Figures of how far queries and their projections on keys are from normal.
-
-arXiv 2510.00636, Fig. 7 to 9. All numbers are `exact`.
-"""
+"""Figures of how normal queries and projections are (arXiv 2510.00636, Fig. 7 to 9); `exact`."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ _GAP_BINS = 60
 
 
 def normal_distance(normality: Normality) -> Figure:
-    """Kolmogorov-Smirnov distance of each head from normal, mean over its dimensions.
-
-    The colour bar marks the distance of as many independent normal samples.
-    """
+    """Kolmogorov-Smirnov distance of heads, mean over dimensions; marked: of normal samples."""
     values = mean_known(normality.distance)
     layers, heads = values.shape
     figure, axis = single_panel(max(5.2, 0.42 * heads + 1.9), max(2.4, 0.28 * layers + 1.5))

@@ -23,10 +23,9 @@ def answer_check(prompt: str, response: str, _: object = None) -> dict[str, Any]
 def answer_facts(words: Sequence[str], name: str) -> list[int]:
     """Return the places of the words of a prompt that its answer is made from, ascending.
 
-    Whatever a word of the right response is looked up from in the prompt, with the rest of the
-    statement that holds it: facts, entries of the key and of the agenda, listed nodes and counters.
-    Words before the prompt, such as ``<bos>``, count. Raises GoldError with the name of the trace
-    for any other prompt.
+    Whatever a word of the right response is looked up from, with the rest of its statement. Words
+    before the prompt, such as ``<bos>``, count. GoldError, with the trace's name, for other
+    prompts.
     """
     first = list(words).index("facts") if "facts" in words else 0
     prompt = " ".join(words[first:])

@@ -263,10 +263,7 @@ def _samples(
     domains: Sequence[str] | None,
     sizes: Mapping[str, Any],
 ) -> list[Sample]:
-    """Draw prompts of all combinations in turn; None means all tasks, all domains, no level.
-
-    Each of several combinations has its own seed, so that no two share a page.
-    """
+    """Draw prompts of all combinations in turn, each from its own seed; None means all."""
     from kvsim.studies.language.tasks import prompts as draw
 
     choices = {"task": tasks, "level": levels, "domain": domains}

@@ -219,10 +219,7 @@ class _Demo:
         )
 
     def _replay(self, trace: Trace, *, judge: bool) -> tuple[Run, dict[tuple[str, int], float]]:
-        """Return the sweep, and the seconds of each policy and budget.
-
-        judge: by the model `tiny`; what SmolLM2 says of the other trace is stored.
-        """
+        """Return the sweep and the seconds of cells; judge: by `tiny`, else by what is stored."""
         import polars as pl
 
         from kvsim.analysis.table import in_order

@@ -46,10 +46,7 @@ def library() -> ModuleType:
 
 
 def levels(task: str) -> int:
-    """Return the number of levels of a task, 0 without a curriculum.
-
-    Raises TextError for an unknown task, and for one whose answers cannot be checked.
-    """
+    """Levels of a task, 0 without a curriculum; TextError for one unknown, or not checkable."""
     name = task.removeprefix(PREFIX)
     known = [each for each in library().factory.DATASETS if each not in (*_EVALUATED, *_UNSTEADY)]
     if name in _EVALUATED:

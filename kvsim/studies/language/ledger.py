@@ -66,9 +66,6 @@ class LedgerError(KvsimError, ValueError):
     """A prompt that is not in the language, asks for what it does not state, or is too large."""
 
 
-# --- reading a prompt ---
-
-
 class Word(NamedTuple):
     """A word of the prompt and its index there."""
 
@@ -249,9 +246,6 @@ def read(prompt: str) -> Page:
     return Page(facts, key, verb, counter, named, agenda, report, reader.at)
 
 
-# --- the right response ---
-
-
 class Retrieval(NamedTuple):
     """The words that a word of the response depends on.
 
@@ -371,9 +365,6 @@ def solve(prompt: str) -> Solution:
         out.look_up("report", earlier.text, earlier.at)
         out.say("," if index + 1 < len(page.report) else ".")
     return Solution(" ".join(out.words), tuple(out.retrievals))
-
-
-# --- judging a response ---
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,11 @@ class Sample:
         return sum(back) / len(back)
 
     def row(self, name: str) -> dict[str, object]:
-        """Return the sample as a line of a prompt file (`kvsim capture --prompts`).
-
-        The right response is its `reference`: as `response` it would be recorded, not compared.
-        """
+        """Return a line of a prompt file; the right response is its `reference`, not recorded."""
         names = ("prompt", "answer", "task", "domain", "level", "facts", "lines", "tokens")
         row = {"id": name, **{key: getattr(self, key) for key in names}}
         return {**row, "reach": round(self.reach, 1), "reference": self.response}
 
-
-# --- writing a page ---
 
 # Each filler word has four possible successors, so that filler is easy to predict and takes little
 # of the model's capacity.
@@ -235,9 +230,6 @@ def make(
     words += ["report", *(COUNTERS[k] for k in reported), ".", "think", ":"]
     prompt = " ".join(words)
     return Sample(task, domain, level, prompt, *solve(prompt), facts, lines)
-
-
-# --- levels ---
 
 
 @dataclass(frozen=True)

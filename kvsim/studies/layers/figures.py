@@ -1,8 +1,4 @@
-"""Figures of layers: where ASL selects, and how the layers rank the tokens of a prompt.
-
-All numbers come from `kvsim.analysis` and are `exact`: full attention over recorded queries and
-keys, as if no layer had selected.
-"""
+"""Figures of layers: where ASL selects and how layers rank a prompt's tokens; all is `exact`."""
 
 from __future__ import annotations
 
@@ -255,10 +251,7 @@ def rank_pattern(diagnosis: Diagnosis) -> Figure:
 def layer_attention(
     trace: TraceLike, window: int = 32, *, selected: int | None = None, device: str = "cpu"
 ) -> Figure:
-    """Attention of the last rows of the prompt in every layer, mean over query heads.
-
-    ASL (arXiv 2601.07667), Fig. 3.
-    """
+    """Mean attention of the prompt's last rows in every layer; ASL (arXiv 2601.07667), Fig. 3."""
     trace = as_trace(trace)
     maps = window_attention(trace, window, columns=_PIXELS, device=device)
     layers = len(maps)

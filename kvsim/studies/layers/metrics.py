@@ -22,10 +22,7 @@ TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 def _by_layer(
     values: Callable[[Diagnosis], Floats], chance: Callable[[Diagnosis], float] | None = None
 ) -> Callable[[Analysis], Iterator[Cells]]:
-    """Values [L] of a Diagnosis at each k, of layers that have one.
-
-    There is none where the whole prompt propagates.
-    """
+    """Values [L] of a Diagnosis at each k, of layers that have one; none if the prompt goes on."""
 
     def cells(analysis: Analysis) -> Iterator[Cells]:
         for k, diagnosis in analysis.of(ranks).diagnoses.items():
@@ -59,10 +56,7 @@ def _selection(analysis: Analysis) -> Iterator[Cells]:
 
 
 def _other_rules(rule: Selecting, n_layers: int) -> Iterator[tuple[str, Selecting]]:
-    """Rules with another look-back or first layer, and the variant's name for it.
-
-    At least two layers are compared, since the ranks of one do not vary.
-    """
+    """Rules with another look-back (at least 2 layers) or first layer, and the variant's name."""
     first, back = rule.rule(n_layers)
     for other in dict.fromkeys((back // 4, back // 2, min(2 * back, first + 1))):
         if other >= 2 and other != back:

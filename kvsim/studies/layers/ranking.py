@@ -1,8 +1,7 @@
 """Ranks of the tokens of a prompt in each layer, from one pass over a trace.
 
-The pooled scores p and the ranks are those of ASL (`kvsim.policies.asl`, where the formulas are),
-of every layer of the prefill with full attention: as if no layer had selected. Up to the selection
-layer they are what a live run sees; behind it they say what it would have seen.
+Scores and ranks are those of ASL (`kvsim.policies.asl`), of every layer of the prefill with full
+attention: behind the selection layer, as if no layer had selected.
 """
 
 from __future__ import annotations
@@ -207,10 +206,7 @@ class Ranking:
         return np.flatnonzero((self._recent(layer, look_back) <= k).any(0).numpy())
 
     def entropy(self) -> Floats:
-        """Entropy of each layer's scores as a distribution over the tokens, in nats; [L].
-
-        log(m) where the scores are equal; NaN where they are all 0.
-        """
+        """Entropy [L] of layers' scores over tokens, in nats: log(m) if equal, NaN if all 0."""
         scores = self.scores.double()
         share = scores / scores.sum(-1, keepdim=True)
         entropy: Floats = (-torch.special.xlogy(share, share)).sum(-1).numpy()
@@ -269,10 +265,7 @@ def ranking(
 def window_attention(
     trace: Trace, window: int = 32, *, columns: int = 1024, device: str = "cpu"
 ) -> Floats:
-    """Attention of the last `window` rows of the prompt, mean over the query heads; [L, w, c].
-
-    Neighbouring positions are pooled by their maximum until there are at most `columns`.
-    """
+    """Attention [L, w, c] of the prompt's last rows, mean over query heads, pooled to `columns`."""
     look = _look(trace, device)
     factor = -(-trace.prompt_len // columns)
     windows = []

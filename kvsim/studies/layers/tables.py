@@ -1,8 +1,4 @@
-"""ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer.
-
-The numbers are metrics, which read them from a `Diagnosis` too. These tables have what a Table has
-no column for: tokens, verdicts, and layers where the whole prompt propagates.
-"""
+"""ASL's test of prompts at given budgets, and tables of it: per layer, trace, selection layer."""
 
 from __future__ import annotations
 
@@ -100,10 +96,7 @@ class Diagnosis:
 
     @cached_property
     def jaccard(self) -> Floats:
-        """|A and B| / |A or B| of each layer's first k tokens and those of the layer before; [L].
-
-        NaN in the first layer, and where k is 0.
-        """
+        """|A and B| / |A or B| [L] of first k tokens and the layer before's; NaN without any."""
         top = (self.ranking.ranks <= self.curve.k).numpy()
         both, either = (top[1:] & top[:-1]).sum(-1), (top[1:] | top[:-1]).sum(-1)
         return np.concatenate([[np.nan], share(both, either)])
@@ -117,10 +110,7 @@ class Diagnosis:
 
     @cached_property
     def recall(self) -> Floats | None:
-        """Share of the gold tokens among each layer's first k or in the window; [L].
-
-        None where they are not known, NaN where there are none.
-        """
+        """Share [L] of gold tokens that go on; None if they are unknown, NaN if there are none."""
         if self.gold is None:
             return None
         kept = np.ones((self.curve.n_layers, self.curve.prompt_len), dtype=bool)

@@ -110,10 +110,7 @@ def correlation(x: Floats, y: Floats) -> dict[str, float | None]:
 
 
 def _spearman(x: Floats, y: Floats, weights: Floats) -> Floats:
-    """Spearman correlation over the last axis, each value as often as its weight says.
-
-    NaN where one of the two does not vary.
-    """
+    """Spearman over the last axis, values weighted; NaN where one of the two does not vary."""
     a, b = (  # ranks from the mean rank, twice
         (np.sign(z[..., None] - z[..., None, :]) @ weights[..., None])[..., 0] for z in (x, y)
     )

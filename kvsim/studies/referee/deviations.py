@@ -54,9 +54,6 @@ def explains(case: DumpCase) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------------------- when, how many
-
-
 def _late(case: DumpCase) -> DumpCase | None:
     """Each set is that of the event before, with what came since."""
     rows = sorted(case.kept)
@@ -76,9 +73,6 @@ def _shifted(by: int, case: DumpCase) -> DumpCase | None:
 def _budget(by: Callable[[Protection, int], int], case: DumpCase) -> DumpCase | None:
     more = by(case.policy.at(case.budget).requested(case.budget), case.budget)
     return replace(case, budget=case.budget + more) if more else None
-
-
-# ------------------------------------------------------------------------------ protected entries
 
 
 def _without(name: Literal["sink", "recent"], case: DumpCase) -> DumpCase | None:
@@ -115,9 +109,6 @@ class _Unprotected(Wrapper):
 
     def protection(self, budget: int) -> Protection:
         return _less(self.scorer.protection(budget), self.part)
-
-
-# ------------------------------------------------------------- the view of a scorer
 
 
 class _Seen:
@@ -333,9 +324,6 @@ def _one_row(case: DumpCase) -> DumpCase | None:
         return None
     protect = case.policy.protect | scorer.protection(case.budget)
     return _changed(case, scorer=replace(scorer, window=1), protect=protect)
-
-
-# ------------------------------------------------------------------------------------- other rules
 
 
 def _presets(case: DumpCase) -> Iterator[tuple[Deviation, DumpCase]]:

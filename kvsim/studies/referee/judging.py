@@ -1,8 +1,4 @@
-"""Where the sets of a dump part from a definition, event after event, on the dump's own state.
-
-After an event the replay continues with what the implementation kept, so that each event is judged
-by itself and a difference does not bring about later ones.
-"""
+"""Where the sets of a dump part from a definition, each event judged on the dump's own state."""
 
 from __future__ import annotations
 

@@ -25,10 +25,7 @@ SEGMENT_NOTES = frozenset({"segment_length"})
 
 
 def segments(subject: Subject) -> list[tuple[Layers, str, Segments]]:
-    """Return (layers, kind, segments): those that the policy cut, and runs of what stays.
-
-    The two kinds differ in meaning and are never compared.
-    """
+    """Return (layers, kind, segments): the policy's or runs of what stays, never to be compared."""
     cut = {layer: ams_segments(subject.record, layer) for layer in subject.record.layers}
     runs = ((layers, proxy_segments(evicted_at)) for layers, evicted_at in subject.layer_groups)
     return [

@@ -1,8 +1,4 @@
-"""Segments into which events of AMS cut the cache of a head, and the entries kept in each.
-
-What figures and the dashboard show of "Adaptive Mass-Segmented KV Compression for Long-Form
-Reasoning" (arXiv 2605.23200, Fig. 3). The numbers are those that the events noted.
-"""
+"""Segments into which events of AMS cut a head's cache (arXiv 2605.23200, Fig. 3), as noted."""
 
 from __future__ import annotations
 
@@ -64,11 +60,7 @@ class Segmented:
         return np.bincount(segments, minlength=len(self.quota))
 
     def spread(self, positions: Ints) -> Ints:
-        """How many of any positions lie where each segment does; [S].
-
-        A segment reaches from its first position to that of the next one: so what another policy
-        holds can be counted by the same parts of the text.
-        """
+        """How many of any positions lie where each segment does, up to the next's first; [S]."""
         edges = np.concatenate([[0], self.boundaries, [self.row + 1]])
         return np.histogram(positions[positions <= self.row], edges)[0]
 

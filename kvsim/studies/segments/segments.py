@@ -1,13 +1,8 @@
 """Segments of the cache: how many, how long, and how far their boundaries move from event to event.
 
-After AMS, arXiv 2605.23200, Table 14, Fig. 5 and section 3. Two kinds, which are never compared.
-"ams": the segments into which a policy cut the entries live before an event, from what the event
-noted. "proxy_run": maximal runs of consecutive positions that are still there after it, which every
-Record has; the paper lets them stand for segments where a policy makes none.
-
-A boundary is the first position of a segment, that of the first segment left out: where the text
-begins is no decision. Boundaries of two consecutive events are compared among the positions there
-at the earlier one; each is matched with the nearest of the other event, and several may share one.
+After AMS, arXiv 2605.23200, Table 14, Fig. 5 and section 3; docs/metrics.md defines the metrics.
+Two kinds, which are never compared: "ams", the segments that the policy noted at an event, and
+"proxy_run", maximal runs of consecutive positions that are still there after it.
 
 An allocator is measured if `Allocator.notes` names what its plans note: `segment_length` [L, H, S],
 entries of the segments that follow each other in the live ones, 0 for none; `quota_by_mass`,
@@ -69,10 +64,7 @@ class Segments:
 
     @property
     def shift(self) -> Floats:
-        """Mean distance of a boundary from the nearest of the event before; [H, E - 1].
-
-        NaN where one of the two events has none.
-        """
+        """Mean distance [H, E - 1] of boundaries from the nearest before; NaN without any."""
         return share(np.where(self.earlier > 0, self.distance, np.nan), self.later)
 
     @property
@@ -102,15 +94,9 @@ class Segments:
         return chance.mean_run(self.positions, self.positions - self.entries)
 
 
-# ------------------------------------------------------------------- decisions at events of AMS
-
-
 @dataclass(frozen=True)
 class Noted:
-    """Notes of one name of the events that acted on a layer.
-
-    rows [E]; values: for each event [H] or [H, S].
-    """
+    """Notes of a name at events on a layer: rows [E]; values, for each event [H] or [H, S]."""
 
     rows: Ints
     values: list[NDArray[np.generic]]
@@ -203,9 +189,6 @@ def _distance(these: Ints, those: Ints) -> Ints:
     before, behind = those[np.maximum(place - 1, 0)], those[np.minimum(place, len(those) - 1)]
     nearest: Ints = np.minimum(np.abs(these - before), np.abs(behind - these))
     return nearest
-
-
-# -------------------------------------------------------------- runs of positions that are retained
 
 
 def proxy_segments(evicted_at: EvictedAt) -> Segments:

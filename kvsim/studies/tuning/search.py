@@ -1,8 +1,6 @@
 """Search for the parameters of a policy, and what they gain on prompts that the search never saw.
 
-The search is that of optuna's TPE sampler (Bergstra et al. 2011, NeurIPS), over the ranges that
-parameters declare. Its gain on the prompts that it searched on is partly luck; the gain on the
-prompts held out is not.
+By optuna's TPE sampler (Bergstra et al. 2011, NeurIPS), over the ranges that parameters declare.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A replay as plain loops in float64, to compare with what kvsim computes.
-
-Nothing here is shared with the engine or the policies, so agreement means something. `replay` is
-given a `Rule`: how a policy scores, what it protects, when it acts, and how it allocates.
-"""
+"""A replay by a `Rule` as plain loops in float64, which shares nothing with engine or policies."""
 
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import Doubt, Event, Propagated, Rule, Scored, first, last, union

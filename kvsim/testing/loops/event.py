@@ -98,10 +98,7 @@ class Event:
     columns: dict[str, Numbers] = field(default_factory=dict)
 
     def column(self, name: str) -> Numbers:
-        """Numbers that stay with the live entries from event to event; empty at first.
-
-        Change them in place. The replay forgets those of entries that leave.
-        """
+        """Numbers that stay with live entries between events, first empty; change them in place."""
         return self.columns.setdefault(name, [{} for _ in self.live])
 
     def at(self, **changes: object) -> Event:
@@ -203,10 +200,7 @@ class Doubt:
 
 @dataclass(frozen=True)
 class Propagated:
-    """The rows of the prompt that each layer works on.
-
-    alive: ascending positions, for each layer. uncut: layers whose cache is never cut.
-    """
+    """Rows of the prompt of each layer, ascending; uncut: layers whose cache is never cut."""
 
     alive: tuple[tuple[int, ...], ...]
     uncut: range = range(0)

@@ -39,9 +39,6 @@ from kvsim.testing.loops.event import (
 UNSURE = 1e-300
 
 
-# ------------------------------------------------------------------------------------ the outcome
-
-
 class Cut(NamedTuple):
     """One decision of one head, between the last entry kept and the first one dropped.
 
@@ -94,9 +91,6 @@ class Outcome:
         return other.shape == self.evicted_at.shape and bool(
             (np.minimum(other, limit) == np.minimum(self.evicted_at, limit)).all()
         )
-
-
-# -------------------------------------------------------------------------------------- one event
 
 
 @dataclass
@@ -261,9 +255,6 @@ def _coarser(scored: Scored, margin: float, size: float) -> Decision:
     largest = max((terms for _, terms in pairs), default=size)
     ratio = max((terms / score if score > 0 else math.inf for score, terms in pairs), default=1.0)
     return margin * size / max(size, min(largest, size * ratio)), size
-
-
-# ------------------------------------------------------------------------------------- the replay
 
 
 def replay(

@@ -1,7 +1,5 @@
 """Claims of the papers on made-up Tables: three answers, and what is missing for one."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 
@@ -29,10 +27,7 @@ PROMPTS = 12
 
 
 def rows(policy, values, metric="output_error", variant=None, *, params=None, few=False, **more):
-    """A row per prompt of one result, at one event in 16 rows of the response by default.
-
-    The values come again until there are `PROMPTS` of them, unless they are to be few.
-    """
+    """A row per prompt, `PROMPTS` of them, of one result, at one event in 16 rows by default."""
     values = [*values] if few else [*values] * (PROMPTS // len(values))
     main = METRICS[metric].main if metric in METRICS else ""
     if policy is not None:
@@ -63,9 +58,6 @@ def answer(found, number, words=""):
     known = [one for one in every if one.number == number and words in one.says]
     (one,) = known if len(known) == 1 else [one for one in known if one.says.endswith(words)]
     return one
-
-
-# --- verdicts ---
 
 
 RIGHT, WRONG = np.linspace(0.5, 1.5, PROMPTS), -np.linspace(0.5, 1.5, PROMPTS)
@@ -102,11 +94,7 @@ EITHER = np.resize([1.0, -0.9], PROMPTS)
     ],
 )
 def test_verdicts(cases, margin, verdict):
-    """Right in nine tenths of the cases, wrong in more than a tenth, or neither.
-
-    A case counts after correction for their number, and if it matters; one of fewer than 6 prompts
-    never does.
-    """
+    """Right in nine tenths of the cases, wrong in more than a tenth, or neither."""
     given = {str(i): np.array(values, float) for i, values in enumerate(cases)}
 
     assert Claim("", "", cases=given, margin=margin).verdict == verdict
@@ -149,9 +137,6 @@ def test_a_claim_says_its_numbers_or_what_it_needs():
     assert "one prompt decides nothing; at least 6 can" in alone.why
     assert Claim("", "", needs="needs more").lines(2) == ["needs more"]
     assert Claim("", "", outside={"a": "why", "b": "why"}).lines(2) == ["2 cases out of range: why"]
-
-
-# --- every claim ---
 
 
 def test_every_claim_is_there_and_says_what_it_needs():
@@ -454,9 +439,6 @@ def test_cost_is_decided_by_seconds_that_are_handed_in():
         found = claims(table(rows("tova", [1.0])), taken)["AMS, arXiv 2605.23200"]
 
         assert [one.verdict for one in found if one.number == "Q13"] == [verdict] * 2
-
-
-# --- what is compared with what ---
 
 
 def test_a_claim_about_two_policies_is_about_their_paired_difference():

@@ -1,7 +1,5 @@
 """The small trace, beside whose replays costs are counted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cost_models import PROMPT, TOKENS

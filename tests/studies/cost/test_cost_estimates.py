@@ -1,7 +1,5 @@
 """Estimates of whole configurations."""
 
-from __future__ import annotations
-
 import pytest
 from cost_models import BIG, LLAMA_8B, QWEN_7B, K
 

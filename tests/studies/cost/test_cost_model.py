@@ -1,7 +1,5 @@
 """Models by their configuration: parameters, FLOPs, what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

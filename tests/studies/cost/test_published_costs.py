@@ -1,7 +1,5 @@
 """What papers print of costs, beside the formulas."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -389,12 +387,7 @@ def test_the_second_pass_is_next_to_nothing():
 
 
 def test_asl_short_contexts_need_the_linear_terms():
-    """FastKV on Llama at 4k to 128k, measured in table 4 of ASL (arXiv 2601.07667): the default.
-
-    T(n) = 2 n (matrices) + H (4 d + 3) n (n + 1) / 2, written out here with Llama-3.1-8B's numbers,
-    gives all six ratios to two digits, and is nowhere farther from what was measured than the
-    n^2 d + n d^2 of appendix B.1.
-    """
+    """FastKV on Llama at 4k to 128k, measured in table 4 of ASL (arXiv 2601.07667): the default."""
     lengths = [4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K]
     measured = [0.85, 0.66, 0.58, 0.53, 0.51, 0.50]
     costs = [estimate(LLAMA_8B, kvsim.policy("fastkv"), 2048, n) for n in lengths]

@@ -76,9 +76,6 @@ def loop(case, cut, sink):
     return observed, shares
 
 
-# ------------------------------------------------------------------------------- expected, observed
-
-
 @given(case=cases(min_n=6, max_n=20, max_layers=2, max_heads=2), data=st.data())
 def test_every_step_equals_the_definition(case, data):
     """Observed attention and the four steps, per query head, for any cut and any sinks."""
@@ -105,9 +102,6 @@ def test_a_cut_without_samples_or_rows_is_refused(cut, sink):
     """Two rows behind the sinks before it, one row after it."""
     with pytest.raises(PolicyError, match=f"cut is {cut} of 472 rows; expected two rows"):
         expected_and_observed(kvsim.open_trace(kvsim.sample_trace()), cut, sink=sink)
-
-
-# ---------------------------------------------------------------------------------------- agreement
 
 
 @given(pairs=st.lists(st.tuples(*[st.integers(-3, 3).map(float)] * 2), min_size=2), data=st.data())
@@ -154,9 +148,6 @@ def test_nothing_loses_less_than_the_oracle_and_chance_loses_what_it_removes():
         1 - (mass * half).sum(-1) / mass.sum(-1),
         rtol=1e-5,
     )
-
-
-# ------------------------------------------------------------------------------------------- tables
 
 
 def test_tables_hold_what_the_arrays_do():

@@ -29,8 +29,6 @@ def naive(x):
     )
 
 
-# ---------------------------------------------------------------------------------------- the fit
-
 numbers = st.lists(st.integers(-40, 40), min_size=4, max_size=30).filter(lambda x: len(set(x)) > 1)
 
 
@@ -48,9 +46,6 @@ def test_distances_equal_their_definition(drawn, scale):
 def test_numbers_that_do_not_vary_have_no_distance():
     """NaN, also where rounding moves their mean."""
     assert normal_ks(torch.full((2, 9), 0.1)).isnan().all()
-
-
-# ------------------------------------------------------------------------------------ of a trace
 
 
 def test_queries_before_rope_are_found_again():
@@ -81,9 +76,6 @@ def test_rows_that_are_too_few_or_not_there_are_refused(skip, stop):
     """A distance needs four."""
     with pytest.raises(PolicyError, match=f"rows {skip} to .* expected at least 4 rows"):
         state_normality(kvsim.open_trace(kvsim.sample_trace()), skip=skip, stop=stop)
-
-
-# ----------------------------------------------------------------------------------- projections
 
 
 @given(case=cases(min_n=3, max_n=14, max_layers=2, max_heads=2), data=st.data())

@@ -1,7 +1,5 @@
 """Figures of Expected Attention: their data beside the definitions, their labels and units."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -30,6 +28,7 @@ from kvsim.studies.expectation.expectation import (
 from kvsim.studies.expectation.figures import FLOOR
 from kvsim.studies.expectation.normality import state_normality
 from kvsim.studies.expectation.queries import Queries, queries
+from tests.plots.test_plots_sets import lines
 from traces import random_trace
 
 
@@ -51,21 +50,9 @@ def measured(*names):
     return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
 
 
-def lines(axis):
-    """Data of the lines with a name."""
-    return {
-        line.get_label(): (line.get_xdata(), line.get_ydata())
-        for line in axis.lines
-        if not line.get_label().startswith("_")
-    }
-
-
 def ranks(values):
     """Rank of each of some different numbers."""
     return [sorted(values).index(one) for one in values]
-
-
-# ------------------------------------------------------------------------------------- the scatter
 
 
 def test_a_panel_has_the_attention_of_each_key(found):
@@ -125,9 +112,6 @@ def test_a_head_that_is_not_there_is_an_error(found):
         expected_observed(found[0], layers=[0, 2])
 
 
-# ------------------------------------------------------------------------------------- the steps
-
-
 def test_agreement_is_that_of_each_head(found):
     """A line per trace and query head through the steps, and their mean."""
     table = measured("expectation_steps", "expectation_recall")
@@ -148,9 +132,6 @@ def test_agreement_is_that_of_each_head(found):
     assert one.get_ylabel() == "rank correlation with observed"
     assert figure.get_suptitle().startswith("2 traces: ")
     assert figure.get_suptitle().endswith("(fidelity: exact)")
-
-
-# -------------------------------------------------------------------------------------- the loss
 
 
 def test_loss_is_what_the_removed_keys_had(found):
@@ -189,9 +170,6 @@ def test_loss_is_what_the_removed_keys_had(found):
     assert len(figure.legends[0].get_texts()) == 7
     assert len(whole.collections) == 7
     assert not any(band.get_paths() for band in whole.collections)  # two prompts, no interval
-
-
-# -------------------------------------------------------------------------------------- the error
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +220,6 @@ def test_no_error_is_nothing_to_show(errors):
     """It says so."""
     with pytest.raises(PolicyError, match="no policy moved any output"):
         reconstruction_error(errors.filter(pl.col("ratio") == 0))
-
-
-# --------------------------------------------------------------------------------------- the page
 
 
 def test_what_the_page_says_of_the_sample():

@@ -1,7 +1,5 @@
 """Figures of how queries are distributed: their data beside plain loops, their labels and units."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -55,9 +53,6 @@ def distance(z):
     return max(max((i + 1) / n - below, below - i / n) for i, below in steps)
 
 
-# ------------------------------------------------------------------------------------------ heads
-
-
 def test_the_map_is_the_mean_distance(trace):
     """Layers down, heads across, the number in each cell; constant dimensions do not count."""
     figure = normal_distance(state_normality(trace))
@@ -84,9 +79,6 @@ def test_the_map_is_the_mean_distance(trace):
     chance = line.get_ydata()[0]
     assert chance == pytest.approx(statistics.fmean(drawn), rel=0.1)
     assert bar.get_ylabel() == f"KS distance\n(normal samples: {chance:.3f})"
-
-
-# ------------------------------------------------------------------------------------ projections
 
 
 def test_gaps_are_counted_by_layer():

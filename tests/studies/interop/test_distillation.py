@@ -1,7 +1,5 @@
 """Distillation under eviction: what the student sees, the loss, and where gradients go."""
 
-from __future__ import annotations
-
 from math import exp
 
 import pytest

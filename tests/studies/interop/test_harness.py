@@ -1,7 +1,5 @@
 """A policy behind the model interface of lm-evaluation-harness, on tasks of local files."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """A Record as a mask: the pairs of the definition in every form, and attention under them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

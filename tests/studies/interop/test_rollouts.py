@@ -1,7 +1,5 @@
 """Rollouts under eviction and the objective of RL-Sparse."""
 
-from __future__ import annotations
-
 from math import exp
 
 import pytest

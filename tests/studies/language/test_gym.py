@@ -1,7 +1,5 @@
 """Tasks of reasoning-gym: questions by seed and level, and answers scored by the library."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

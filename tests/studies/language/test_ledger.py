@@ -1,7 +1,5 @@
 """The ledger language: what is solved, looked up, and judged."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import subprocess
@@ -67,14 +65,8 @@ def samples(draw: st.DrawFn) -> Sample:
     )
 
 
-# --- an interpreter of its own ---
-
-
 def expected(prompt: str) -> str:
-    """The right response, from the definitions of the language: each line says what it is.
-
-    For prompts that are in the language; wrong ones raise whatever they raise.
-    """
+    """The right response of a prompt of the language, from the definitions, line by line."""
     page, _, rest = prompt.partition(" key :")
     key_text, _, question = rest.partition("question :")
     statements = [sentence.split() for sentence in f"{page} ".split(":", 1)[1].split(" . ")]
@@ -191,9 +183,6 @@ def test_a_damaged_prompt_is_refused_or_solved_right(prompt: str) -> None:
     assert found.response == expected(" ".join(prompt.split()))
 
 
-# --- retrievals ---
-
-
 @given(samples())
 def test_retrievals_lead_to_the_due_word(sample: Sample) -> None:
     """In the order of the response, each at most once per word, from what was read by then."""
@@ -304,9 +293,6 @@ def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:
     ]
 
 
-# --- judging a response ---
-
-
 @given(samples())
 def test_check_accepts_the_right_response(sample: Sample) -> None:
     """The right response is exact in every part, with or without special tokens."""
@@ -358,8 +344,6 @@ def test_check_counts_what_follows_the_report_as_wrong() -> None:
     assert not check(PROMPT, f"{RESPONSE} kuga").report_exact
 
 
-# --- prompts that are not in the language ---
-
 WALK = "walk #3 kuga ."
 
 
@@ -408,9 +392,6 @@ def test_solve_says_what_is_wrong_with_a_prompt(old: str, new: str, message: str
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, KvsimError)
     assert "\n" not in str(caught.value)
-
-
-# --- words ---
 
 
 def test_token_ids_never_change() -> None:

@@ -1,7 +1,5 @@
 """Prompts of the ledger language: tasks, domains, levels."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from statistics import mean
@@ -23,9 +21,6 @@ def seeded(seed: int) -> random.Random:
 def counters(words: list[str]) -> list[int]:
     """The numbers of the counters among words."""
     return [int(word[1:]) for word in words if word.startswith("#")]
-
-
-# --- one sample ---
 
 
 @given(
@@ -82,9 +77,6 @@ def test_a_row_says_all_that_a_prompt_file_needs() -> None:
     }
 
 
-# --- levels ---
-
-
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("level", range(1, 6))
 def test_tokens_of_a_level_are_in_its_range(task: str, level: int) -> None:
@@ -94,9 +86,6 @@ def test_tokens_of_a_level_are_in_its_range(task: str, level: int) -> None:
     for sample in prompts(24, seed=level, task=task, level=level):
         assert low <= sample.tokens <= high
         assert sample.level == level
-
-
-# --- many prompts ---
 
 
 def test_prompts_never_change() -> None:
@@ -114,9 +103,6 @@ def test_sizes_that_are_not_given_have_defaults() -> None:
         assert given_facts.facts == 20
         assert given_facts.level is None
     assert 400 < mean(sample.tokens for sample in prompts(28)) < 700
-
-
-# --- bad input ---
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Diagnostics of layers against loops that share no code with them, and against replay."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -41,9 +39,6 @@ def made(scores, window=4, **parameters):
     return Ranking(
         "made", scores.shape[1] + window, ASL(window=window, **parameters), scores, ranks(scores)
     )
-
-
-# ------------------------------------------------------------------------ loops, as one writes them
 
 
 def naive_variance(ranked, layer, back, k):
@@ -189,9 +184,6 @@ def test_scores_equal_loops_over_the_attention(case, data):
     assert (found.ranks.numpy() == [propagation.ranks(row) for row in found.scores.tolist()]).all()
 
 
-# ---------------------------------------------------------------------------------- against replay
-
-
 @pytest.mark.parametrize(
     ("name", "piece", "layers"),
     [
@@ -238,9 +230,6 @@ def test_window_attention_is_that_of_the_trace():
     assert pooled.shape == (2, 8, 10)
     np.testing.assert_allclose(pooled[..., 0], expected[..., :5].max(-1), atol=1e-6)
     np.testing.assert_allclose(pooled[..., 9], expected[..., 45:].max(-1), atol=1e-6)
-
-
-# ------------------------------------------------------------------------------ the rule in words
 
 
 def test_a_small_model_is_told_how_its_rule_differs():
@@ -309,9 +298,6 @@ def test_refusals(call, error, expected):
         call(settling_trace(6))
 
 
-# -------------------------------------------------------------------------------------------- gold
-
-
 def texts(pieces, prompt_len=None):
     """A trace with given token texts."""
     n = len(pieces)
@@ -349,9 +335,6 @@ def test_positions_are_those_of_the_prompt():
     for outside in (-1, 50):
         with pytest.raises(GoldError, match=f"{outside} is not in the prompt; expected 0 to 49"):
             check_positions(trace, [3, outside])
-
-
-# ------------------------------------------------------------------------------------------ tables
 
 
 @pytest.fixture(scope="module")
@@ -435,9 +418,6 @@ def test_the_distribution_counts_traces(several):
 def test_tasks(name, meta, task):
     """From the trace's labels, else the first part of its name."""
     assert task_of(settling_trace(1, name=name, meta=meta)) == task
-
-
-# ------------------------------------------------------------------------------------ command line
 
 
 @pytest.fixture(scope="module")

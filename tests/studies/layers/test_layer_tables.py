@@ -1,7 +1,5 @@
 """Tables of layers at a reader's knobs, against loops over their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

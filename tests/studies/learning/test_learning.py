@@ -1,7 +1,5 @@
 """Learning from the optimum: what entries are worth, pairs, the fit, and the whole on traces."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

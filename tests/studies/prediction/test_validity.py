@@ -1,7 +1,5 @@
 """Rank correlations at one budget, errors and kept sets of replay and live run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics
@@ -85,10 +83,7 @@ def test_each_budget_has_its_own_correlation():
 
 
 def test_correlations_equal_a_plain_loop():
-    """A prompt without all values is left out, one without differences counts in the means alone.
-
-    `random`, the worst by far on both sides, does not count.
-    """
+    """Prompts without all values are left out; without differences they count in means alone."""
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(2, 9, len(CELLS))) + 5
     x += y  # correlated

@@ -1,7 +1,5 @@
 """The dumps of docs/dumps: each known defect is recognised by its name, by the command."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

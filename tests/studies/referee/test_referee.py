@@ -1,7 +1,5 @@
 """The referee: honest dumps are equal, and each known deviation is recognised by its name."""
 
-from __future__ import annotations
-
 import io
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """The dumps of docs/rulings: every ruling of the page is reached again, and deviations are seen."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The figure of segments: masses, cuts, quotas and kept entries beside loops over the Plans."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

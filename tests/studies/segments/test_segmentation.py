@@ -1,7 +1,5 @@
 """What the events of AMS decided, by entry and by segment, beside loops over the Plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Segments, boundaries, quotas: loops over positions and what events decided, closed forms."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -45,9 +43,6 @@ def segmented(trace, name="ams", budget=24, interval=12, **params):
     """A record of `ams` with everything that its events decided."""
     policy = kvsim.policy(name, **{**SMALL, **params})
     return kvsim.replay(trace, policy, budget, interval=interval, internals=True)
-
-
-# ------------------------------------------------------------------------------ the same, by loops
 
 
 def agreement(earlier, later, row):
@@ -178,9 +173,6 @@ def test_the_nearest_above_equals_a_walk(values, data):
             assert got == here
 
 
-# ------------------------------------------------------------------------------------ closed forms
-
-
 @pytest.mark.parametrize(("total", "kept"), [(8, 1), (8, 3), (8, 7), (1, 0)])
 def test_chance_is_the_mean_over_all_sets_of_the_size(total, kept):
     """Number of runs and their mean length, over every choice of what is kept."""
@@ -212,9 +204,6 @@ def test_one_segment_has_no_boundary():
     assert sorted(values["segment_length", "ams,mean"]) == sorted({float(n) for n in held})
     assert values["segment_length", "ams,pooled"] == [pytest.approx(np.mean(held))]
     assert values["boundary_shift", "ams"] == values["boundary_f1", "ams"] == [None]
-
-
-# ------------------------------------------------------------------------------ quotas and masses
 
 
 @settings(deadline=None, max_examples=20)
@@ -264,9 +253,6 @@ def test_minima_that_do_not_fit_are_said():
     assert [one.to_list() for one in shares] == [[1.0] * 4, [0.0] * 4]
 
 
-# ---------------------------------------------------------------------- the table, and where from
-
-
 def variants(table):
     """Variants by metric."""
     return {
@@ -275,10 +261,7 @@ def variants(table):
 
 
 def test_without_internals_there_is_the_proxy_alone():
-    """No value, and not 0, for what the events decided; the proxies are the same with and without.
-
-    A policy without segments has its proxies, whether its internals are there or not.
-    """
+    """Decisions of events have no value, instead of 0; the proxies are the same."""
     trace = small_trace()
     record = segmented(trace)
     bare = replace(record, internals=())
