@@ -1,7 +1,6 @@
 """docs/answer.py: where an answer breaks, and what its cache held there."""
 
 import answer
-
 from small_model import bytes_tokenizer, small
 
 
