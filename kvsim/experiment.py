@@ -65,6 +65,15 @@ class OfCells(Prefill, total=False):
             "question, of traces that say where their context ends; default: prompt."
         ),
     ]
+    prefill_chunk: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Compress the prompt after each chunk of so many rows, before the next one attends; "
+            "default: once.",
+            "ROWS",
+        ),
+    ]
     fit: Annotated[
         bool,
         Help(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,7 @@ def check_cell(
     trace = (isolated(trace) if policy.foreign else trace).evicting
     schedule = schedule or policy.schedule
     _check_context(trace, policy, schedule)
+    _check_chunks(trace, policy, schedule)
     needs = policy.scorer.needs | (policy.reader.needs if policy.reader else frozenset())
     missing = sorted(name for name in needs if not trace.has(name))
     if missing:
@@ -93,6 +95,47 @@ def _check_context(trace: Trace, policy: Policy, schedule: Schedule) -> None:
             "rows, and has no rule for a context before its question is known; expected compress "
             "'prompt', or a policy that drops no rows, such as snapkv"
         )
+
+
+def _chunks(trace: Trace, schedule: Schedule) -> int:
+    """Prefill events that a schedule has because of its chunks."""
+    lengths, whole = (trace.prompt_len, trace.context_len), replace(schedule, prefill_chunk=None)
+    return len(schedule.ends(*lengths)) - len(whole.ends(*lengths))
+
+
+def _check_chunks(trace: Trace, policy: Policy, schedule: Schedule) -> None:
+    """Raise PolicyError where a policy has no rule for a prompt of several chunks."""
+    if not _chunks(trace, schedule):
+        return
+    gated = "o_proj" in policy.scorer.needs and trace.has("gate")
+    reasons = {
+        "chooses the rows of the prompt that deeper layers compute by its last rows": (
+            policy.propagation is not None
+        ),
+        "reads a part of what is held": policy.reader is not None,
+        "scores by rows that repeat the whole context": "probe_q" in policy.scorer.needs,
+        "weighs values by the mean gate of the whole prompt": gated,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise PolicyError(
+            f"{policy.name}: {reason}, and has no rule for chunks of {schedule.prefill_chunk} rows "
+            "of it; expected no prefill chunk, or a policy that evicts alone, such as snapkv"
+        )
+
+
+def _chunk_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
+    """Remark on the chunks of the prefill; empty without any."""
+    chunk = schedule.prefill_chunk
+    if chunk is None:
+        return ""
+    if not schedule.prefill:
+        return f"{policy.name}: no event ends the prefill in its schedule, also not of a chunk"
+    more = _chunks(trace, schedule)
+    if not more:
+        return f"{trace.name}: a chunk of {chunk} rows holds the prompt, so that it has no effect"
+    events = plural(more, "event")
+    return f"{trace.name}: chunks of {chunk} rows add {events} within the prompt"
 
 
 def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
@@ -235,7 +278,9 @@ def _eviction_remark(
     small = policy.budget_at(_first_event(trace, schedule) + 1, budget)
     remarks = [policy.remark(small), f"{policy.name}: {of_scorer}" if of_scorer else ""]
     remarks.append(_context_remark(trace, policy, schedule))
-    alone = schedule.compress == "prompt"  # else the rows of the question see what is left
+    remarks.append(_chunk_remark(trace, policy, schedule))
+    # else rows of the question or of later chunks see what is left
+    alone = schedule.ends(trace.prompt_len, trace.context_len) == [trace.prompt_len]
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
         remarks.append(
             "the prompt fills the text: no row sees what is evicted, and metrics of rows after the "

@@ -70,6 +70,7 @@ class Decoding:
         interval: int | None = None,
         prefill: bool | None = None,
         compress: Literal["prompt", "context", "both"] | None = None,
+        prefill_chunk: int | None = None,
         layers: Sequence[int] | None = None,
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
@@ -79,7 +80,9 @@ class Decoding:
         check_live(policy, paged=paging is not None)
         policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
-        self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
+        self.schedule: Schedule = policy.schedule.override(
+            interval, prefill, compress, prefill_chunk
+        )
         sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
         self.sketch, self._row_size = sketch.evicting, sketch.row_size
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
@@ -413,6 +416,7 @@ class Decoding:
             prefill=schedule.prefill,
             prompt_len=self.sketch.prompt_len,
             compress=schedule.compress,
+            prefill_chunk=schedule.prefill_chunk,
             layers=self.layers,
             trace=self.sketch.name,
             positions=self._positions,

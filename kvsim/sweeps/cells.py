@@ -215,6 +215,7 @@ class Replays:
             interval=cell.schedule.interval,
             prefill=cell.schedule.prefill,
             compress=cell.schedule.compress,
+            prefill_chunk=cell.schedule.prefill_chunk,
             **self._limits,
         )
         self._compared[cell.number] = {}
@@ -314,7 +315,7 @@ def _oracle(policy: Policy, record: Record) -> Policy:
     return Policy(
         "oracle",
         Oracle(by="mass"),
-        schedule=Schedule(record.interval, record.prefill, record.compress),
+        schedule=record.schedule,
         protect=policy.at(record.budget).protection(record.budget),
         per_query_head=policy.per_query_head,
         so_far=policy.so_far,

@@ -65,7 +65,7 @@ def question_in_the_setting(patch: Patch) -> None:
 
     def wrong(self: engine_block.Block, *args: Any, **more: Any) -> None:
         right(self, *args, **more)
-        self._context = None
+        self._settings = (self.setting,)
 
     patch.setattr(engine_block.Block, "__init__", wrong)
 

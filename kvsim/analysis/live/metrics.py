@@ -12,7 +12,6 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
-from kvsim.core.pieces import Schedule
 
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
@@ -25,7 +24,7 @@ def _forced(value: Callable[[Forced], Floats]) -> Values:
 
     def cells(subject: LiveSubject) -> Iterator[Cells]:
         forced, trace = subject.outcome.forced, subject.trace
-        ends = Schedule(compress=subject.record.compress).ends(trace.prompt_len, trace.context_len)
+        ends = subject.record.schedule.ends(trace.prompt_len, trace.context_len)
         first = int(ends[0] == trace.prompt_len)
         if forced is not None and len(forced.nll) > first:
             yield Cells(None, np.array([value(forced)[first:].mean()]))

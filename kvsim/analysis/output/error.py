@@ -11,6 +11,7 @@ head, D of the residual stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,6 @@ from kvsim.analysis.output.partial import first_moved, first_row, paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.outcome import OutputDeviation
-from kvsim.core.pieces import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
@@ -186,7 +186,7 @@ def _of_layer(
             of_heads[heads] = layer.per_query_head()
         dense = record.reads is None or record.reads.dense(index)
         whole = dense and record.codec is None
-        terms = heads, record.positions, record.interval, record.compress, whole
+        terms = heads, record.positions, replace(record.schedule, prefill=True), whole
         alike.setdefault(terms, []).append(number)
     errors: dict[int, _LayerError] = {}
     for terms, numbers in alike.items():
@@ -233,7 +233,7 @@ def _rows_of(
         for number, of_record in enumerate(gone):
             yield from ((number, rows) for rows in by_slot(layer, of_record))
     else:
-        schedule = Schedule(first.interval, compress=first.compress)
+        schedule = replace(first.schedule, prefill=True)
         yield from seen(
             layer, gone, schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
         )
