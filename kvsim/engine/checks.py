@@ -14,7 +14,7 @@ from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
-from kvsim.engine.source import isolated, longest_unmasked, windows
+from kvsim.engine.source import ended, isolated, longest_unmasked, windows
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.schema import NEVER, plural
 
@@ -65,7 +65,8 @@ def check_cell(
     policy.scorer.check(trace, schedule)
     policy.allocator.check(trace)
     if policy.reader is not None:
-        policy.reader.check(trace)
+        first = schedule.ends(trace.prompt_len, trace.context_len)[0]
+        policy.reader.check(ended(trace, first))
     if policy.codec is not None:
         if trace.header.latent is not None:
             raise PolicyError(
@@ -142,9 +143,11 @@ def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     """Remark on the event of the prefill; empty if it compresses the prompt."""
     if schedule.compress == "prompt" or trace.context_len == trace.prompt_len:
         return ""
+    question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
+    if not schedule.prefill and (policy.reader or policy.codec):
+        return f"{trace.name}: its question of {question} reads the context as the response does"
     if not schedule.prefill:
         return f"{policy.name}: no event ends the prefill in its schedule, also not of the context"
-    question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
     again = ", and again after it" if schedule.compress == "both" else ""
     return f"{trace.name}: the context is compressed before its question of {question}{again}"
 
@@ -228,9 +231,12 @@ def remark(
 def _idle(
     trace: Trace, policy: Policy, evicted_at: NDArray[np.int32], reads: Reads | None
 ) -> Iterator[str]:
-    """Say of reader and codec that no row after the prompt reads less, or sees a rounded entry."""
+    """Say of reader and codec that no row after the prompt reads less, or sees a rounded entry.
+
+    With an account of reads, rows from its first one on.
+    """
     *layers, n_pos = evicted_at.shape
-    rows = np.arange(trace.prompt_len, n_pos)
+    rows = np.arange(trace.prompt_len if reads is None else reads.first, n_pos)
     if not len(rows) or (reads is None and policy.codec is None):
         return
     ends = np.minimum(evicted_at, n_pos - 1).reshape(-1, n_pos) + 1

@@ -25,7 +25,7 @@ from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, isolated, read_together
+from kvsim.engine.source import TraceSource, ended, isolated, read_together
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER
 from kvsim.store.opening import TraceLike, as_trace
@@ -148,8 +148,9 @@ def run(
     if policy.reader is not None:
         memory = DEFAULT_MEMORY if options.memory is None else options.memory
         with torch.inference_mode():
+            first = schedule.ends(trace.prompt_len, trace.context_len)[0]
             reads = read(
-                *(trace, policy.reader, evicted_at, budget, chosen),
+                *(ended(trace, first), policy.reader, evicted_at, budget, chosen),
                 device=options.device,
                 memory=memory,
             )

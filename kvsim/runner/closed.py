@@ -114,7 +114,7 @@ class ClosedLoop:
             return None
         end = min((row + 1 for row in decoding.events), default=self.trace.prompt_len)
         end = min(end, self.trace.prompt_len)
-        if decoding.policy.codec is not None:  # rows behind the context see rounded entries
+        if decoding.policy.codec or decoding.policy.reader:  # rows behind the context are affected
             end = min(end, *decoding.schedule.ends(self.trace.prompt_len, self.trace.context_len))
         if end not in self._prefixes:
             self._prefixes[end] = prefill(self.running, self._ids[:end])
