@@ -249,10 +249,7 @@ class View:
         return self.rope.unrotate(rotated, self._source.positions[start:stop])
 
     def summed(self, name: str) -> tuple[int, Tensor] | None:
-        """First rows whose queries are not all held, and what was summed over them; else None.
-
-        name: as for `Source.summed`. NeedsError where some of them come after the event.
-        """
+        """`Source.summed`; raises NeedsError where the event is within the rows summed over."""
         before = self._source.summed(name)
         if before is None or before[0] <= self.row + 1:
             return before
@@ -397,8 +394,7 @@ class View:
 
         Not memoised: for many rows, a block at a time.
         """
-        if stop > self.row + 1:
-            self._look(stop)
+        self._look(stop)
         return self._rows(start, stop, seen, weigh=True)
 
     def _rows(

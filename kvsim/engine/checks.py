@@ -130,11 +130,13 @@ def _chunk_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     chunk = schedule.prefill_chunk
     if chunk is None:
         return ""
-    if not schedule.prefill:
+    if not schedule.prefill and policy.codec is None:
         return f"{policy.name}: no event ends the prefill in its schedule, also not of a chunk"
     more = _chunks(trace, schedule)
     if not more:
         return f"{trace.name}: a chunk of {chunk} rows holds the prompt, so that it has no effect"
+    if not schedule.prefill:
+        return f"{trace.name}: rows behind the first chunk of {chunk} rows see rounded entries"
     events = plural(more, "event")
     return f"{trace.name}: chunks of {chunk} rows add {events} within the prompt"
 

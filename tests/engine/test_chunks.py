@@ -78,6 +78,7 @@ def test_a_codec_rounds_for_the_rows_of_later_chunks():
     record = kvsim.replay(TRACE, "int4", 20, prefill_chunk=15)
     errors = kvsim.analysis.output.error.output_error(TRACE, [record])[0].error
 
+    assert "rows behind the first chunk of 15 rows see rounded entries" in record.remark
     assert not errors[..., :15].any()
     assert (errors[..., 16:].mean(-1) > 0.01).all()
 
