@@ -19,7 +19,7 @@ Values = Callable[[LiveSubject], Iterator[Cells]]
 def _forced(value: Callable[[Forced], Floats]) -> Values:
     """The mean of a value of each token of the response that an event before it can reach.
 
-    The last row of the prompt predicts the first token: only events after the context reach it.
+    The last row of the prompt predicts the first token: only events within the prompt reach it.
     """
 
     def cells(subject: LiveSubject) -> Iterator[Cells]:
