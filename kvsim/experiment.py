@@ -62,7 +62,17 @@ class OfCells(Prefill, total=False):
         Compress | None,
         Help(
             "What the event after the prompt compresses: with context it fires before the "
-            "question, of traces that say where their context ends; default: prompt."
+            "question, of traces that say where their context ends, and readers and codecs begin "
+            "there; default: prompt."
+        ),
+    ]
+    prefill_chunk: Annotated[
+        int | None,
+        AtLeast(1),
+        Help(
+            "Compress the prompt after each chunk of so many rows, before the next one attends; "
+            "default: once.",
+            "ROWS",
         ),
     ]
     fit: Annotated[

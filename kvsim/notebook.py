@@ -89,9 +89,7 @@ def _record(record: Record) -> Iterable[Markup]:
     yield _facts(
         {
             "budget": f"{record.budget}{share} entries per KV head",
-            "evicts after": schedule(
-                record.interval, prefill=record.prefill, compress=record.compress
-            ),
+            "evicts after": schedule(**vars(record.schedule)),
             "parameters": ", ".join(f"{name}={value}" for name, value in record.params.items()),
             "shape": f"{plural(layers, 'layer')}, {heads} heads, {plural(n_pos, 'position')}",
             "events": f"{len(record.events)} that evict",
@@ -114,7 +112,7 @@ def _policy(policy: Policy) -> Iterable[Markup]:
     yield _facts(
         {
             "pieces": ", ".join(pieces),
-            "evicts after": schedule(at.interval, prefill=at.prefill, compress=at.compress),
+            "evicts after": schedule(**vars(at)),
             "needs": ", ".join(needs),
             "budget": "" if policy.bounds else "does not bind",
         }

@@ -173,9 +173,21 @@ def ranges(numbers: Sequence[int], separator: str = ",") -> str:
     return separator.join(spans)
 
 
-def schedule(interval: int | None, *, prefill: bool, compress: str = "prompt") -> str:
+#: What a schedule has beside interval and prefill; results have it among their parameters.
+PREFILL = ("compress", "prefill_chunk")
+
+
+def schedule(
+    interval: int | None,
+    *,
+    prefill: bool,
+    compress: str = "prompt",
+    prefill_chunk: int | None = None,
+) -> str:
     """After which rows a policy evicts, in a few words."""
     ends = {"both": "the context, the prompt"}.get(compress, f"the {compress}")
+    if prefill_chunk is not None:
+        ends = f"every {prefill_chunk} rows of the prompt, {ends}"
     prompt = ends if prefill else ""
     every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
     return ", ".join(part for part in (prompt, every) if part) or "never"

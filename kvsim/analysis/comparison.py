@@ -57,7 +57,7 @@ from kvsim.analysis.summaries import (
 from kvsim.core.delegates import Displayed
 from kvsim.core.parameters import is_finite
 from kvsim.errors import PolicyError, suggest
-from kvsim.schema import FIDELITY, first_of, plural, schedule
+from kvsim.schema import FIDELITY, PREFILL, first_of, plural, schedule
 
 VERDICTS = ("better", "worse", "undecided", "equal")
 
@@ -432,8 +432,8 @@ def _remarks(rows: pl.DataFrame, references: Sequence[str], comparisons: int) ->
     schedules: dict[str, dict[str, None]] = {}
     columns = ("policy", "params", "interval", "prefill")
     for name, params, interval, prefill in rows.drop_nulls("rank").select(columns).iter_rows():
-        compress = json.loads(params).get("compress", "prompt")
-        after = schedule(interval, prefill=bool(prefill), compress=compress)
+        given = {x: value for x, value in json.loads(params).items() if x in PREFILL}
+        after = schedule(interval, prefill=bool(prefill), **given)
         schedules.setdefault(after, {})[name] = None
     if len(schedules) > 1:
         parts = "; ".join(f"{', '.join(names)} after {at}" for at, names in schedules.items())

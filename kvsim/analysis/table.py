@@ -26,7 +26,7 @@ from kvsim.core.outcome import OutputDeviation
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
-from kvsim.schema import FIDELITY, LABELS
+from kvsim.schema import FIDELITY, LABELS, PREFILL
 from kvsim.store.opening import TraceLike, as_trace
 
 # Labels that are numbers; a Table has their columns only where a trace has them.
@@ -324,7 +324,8 @@ RowArrays = tuple[dict[str, Any], tuple[Floats | Ints, ...]]
 def columns_of(record: Record) -> dict[str, Any]:
     """The columns of a Table that say which record of a trace a row is about."""
     # another result, as with another parameter
-    other = {} if record.compress == "prompt" else {"compress": record.compress}
+    given = {name: getattr(record, name) for name in PREFILL}
+    other = {name: value for name, value in given.items() if value not in ("prompt", None)}
     return {name: getattr(record, name) for name in OF_RECORD} | {
         "params": json.dumps({**record.params, **other}),
         "bounds": ",".join(record.bounds),

@@ -25,6 +25,7 @@ from kvsim.cli import shared
 from kvsim.cli.shared import OptionError
 from kvsim.core.options import Declared, declared
 from kvsim.experiment import Experiment
+from kvsim.schema import PREFILL
 
 if TYPE_CHECKING:
     from kvsim.core.policy import Policy, Protection
@@ -69,7 +70,7 @@ def offered(*names: str, of: type = Experiment, **unset: str) -> Offered:
 
 
 #: When policies that are compared evict.
-SCHEDULE = ("interval", "prefill", "compress", "own_schedule")
+SCHEDULE = ("interval", "prefill", *PREFILL, "own_schedule")
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvsim.schema import merged, plural, rounded, schedule, visible
+from kvsim.schema import PREFILL, merged, plural, rounded, schedule, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -213,8 +213,9 @@ def echo_results(
     for row, label in zip(summary.to_dicts(), labels, strict=True):
         bounded = bool(row["bounds"])
         budget = budget_text(row["budget"], row["share"], row["per_query_head"])
-        compress = json.loads(row["params"]).get("compress", "prompt")
-        after = schedule(row["interval"], prefill=row["prefill"], compress=compress)
+        params = json.loads(row["params"])
+        given = {name: params[name] for name in PREFILL if name in params}
+        after = schedule(row["interval"], prefill=row["prefill"], **given)
         line = {
             "policy": label,
             "budget": budget if bounded else "-",

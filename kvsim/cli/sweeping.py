@@ -14,7 +14,7 @@ from kvsim.cli import shared, show
 from kvsim.cli.forecasts import echo_plan, echo_took
 from kvsim.cli.groups import Judging, grouped, offered
 from kvsim.cli.shared import OptionError, Stop
-from kvsim.schema import is_url, plural
+from kvsim.schema import PREFILL, is_url, plural
 
 if TYPE_CHECKING:
     from kvsim.sweeps.driver import Shown, Standing
@@ -95,7 +95,7 @@ def sweep(
         dict[str, Any],
         offered(
             *("policies", "budgets", "fit", "layers", "metrics", "records", "intervals"),
-            *("prefill", "compress", "memory", "device"),
+            *("prefill", *PREFILL, "memory", "device"),
             metrics="the main metrics",
         ),
     ],

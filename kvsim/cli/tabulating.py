@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Form = Literal["table", "csv", "latex", "markdown", "json"]
 
 #: Columns that values may be split by.
-_PARTS = ("stage", "layer", *LABELS, "model")
+_PARTS = ("stage", "layer", *LABELS, "model", "variant")
 
 
 def table(
@@ -35,8 +35,8 @@ def table(
         shared.several(
             "NAME[,NAME...]",
             f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
-            "layers, as in Table 14 of AMS; model: where there are several; the others but layer "
-            "are labels of prompts.",
+            "layers, as in Table 14 of AMS; model: where there are several; variant: all of those "
+            "of a metric, such as rows=question; the others but layer are labels of prompts.",
         ),
     ] = None,
     policy: shared.PoliciesOfRuns = None,
@@ -102,6 +102,8 @@ def _means(
                 f"{', '.join(sorted(measured)) or 'none'}"
             )
     chosen = main_variants(table, metrics)
+    if "variant" in by:
+        chosen = table.filter(pl.col("policy").is_not_null(), pl.col("metric").is_in(metrics))
     if "stage" in by:
         chosen, _ = split_by(chosen, "stage")
     missing = [name for name in by if name not in chosen or not chosen[name].count()]

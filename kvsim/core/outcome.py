@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,30 @@ class OutputDeviation:
         codec it is not, and distance is NaN.
     added: |W_o (o_seen - o_full)| of all heads of a layer together [layer, row]: the length of what
         eviction adds to the residual stream; None unless it was computed.
+    before: where the rows are those after the prompt, the same of the rows of the prompt behind
+        its first event; None without such rows.
     """
 
     error: NDArray[np.float32]
     missing: NDArray[np.float32]
     factored: bool = True
     added: NDArray[np.float32] | None = None
+    before: OutputDeviation | None = None
+
+    def parted(self, rows: int) -> OutputDeviation:
+        """Return the deviation without the first `rows`, which are its `before`."""
+        if not rows:
+            return self
+        part, rest = (
+            OutputDeviation(
+                self.error[..., of],
+                self.missing[..., of],
+                self.factored,
+                None if self.added is None else self.added[..., of],
+            )
+            for of in (slice(rows), slice(rows, None))
+        )
+        return replace(rest, before=part)
 
     @property
     def mass(self) -> NDArray[np.float32]:

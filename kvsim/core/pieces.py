@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -118,11 +119,14 @@ class Schedule:
         compress: what the prefill event compresses. With "context" it fires after row
             context_len - 1, before the question: the policy takes the context for the prompt, and
             the rows of the question for rows after it. With "both" it fires after both.
+        prefill_chunk: rows between prefill events, of which the last is as `compress` says; each
+            takes the tokens so far for the prompt.
     """
 
     interval: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = 1
     prefill: bool = True
     compress: Literal["prompt", "context", "both"] = "prompt"
+    prefill_chunk: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "schedule")
@@ -131,7 +135,10 @@ class Schedule:
         """Tokens before each prefill event, ascending; without a context it is the prompt."""
         context = prompt_len if context_len is None else context_len
         ends = {"prompt": {prompt_len}, "context": {context}, "both": {context, prompt_len}}
-        return sorted(ends[self.compress])
+        parts = (0, *sorted(ends[self.compress]))
+        n = self.prefill_chunk or max(1, prompt_len)
+        chunks = ((start, end) for x, end in pairwise(parts) for start in range(x, end, n))
+        return [min(start + n, end) for start, end in chunks]
 
     def rows(self, prompt_len: int, n_pos: int, context_len: int | None = None) -> list[int]:
         """Rows after which an event fires in a trace of n_pos tokens."""
@@ -150,22 +157,18 @@ class Schedule:
 
         What later events find plays no part, so that a plan does not depend on the future.
         """
+        rest = prompt_len % (chunk := self.prefill_chunk or max(1, prompt_len))
+        held = max(min(prompt_len - rest, budget + chunk), min(prompt_len, budget + rest))
         if self.interval is None:
-            return prompt_len
-        first = prompt_len if self.prefill else prompt_len + self.interval
+            return held if self.prefill else prompt_len
+        first = held if self.prefill else prompt_len + self.interval
         last = n_pos - (n_pos - prompt_len) % self.interval
         return max(first, min(last, budget + self.interval))
 
-    def override(
-        self, interval: int | None, prefill: bool | None, compress: str | None = None
-    ) -> Schedule:
-        """Return this schedule with the given values, where they are not None."""
-        given = {"interval": interval, "prefill": prefill, "compress": compress}
-        chosen: dict[str, Any] = {x: value for x, value in given.items() if value is not None}
-        return replace(self, **chosen)
-
-
-# ------------------------------------------------------------------------------------ the scorer
+    def override(self, interval: int | None, prefill: bool | None, *more: Any) -> Schedule:
+        """Return this schedule with the values, in the order of its fields, that are not None."""
+        given = zip(fields(self), (interval, prefill, *more), strict=False)
+        return replace(self, **{x.name: value for x, value in given if value is not None})
 
 
 @dataclass(frozen=True)

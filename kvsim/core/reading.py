@@ -61,6 +61,9 @@ class Pages:
 class Reader(Piece, ABC):
     """Which pages each row after the prompt reads; the rows of the prompt read everything.
 
+    Where the context is compressed before its question, the rows of the question read as those
+    after the prompt, and `trace.prompt_len` is where the context ends.
+
     Subclasses are frozen dataclasses, and have the field `heads` where readers of their kind
     differ. Several query heads that read the same pages have the mean of their scores.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.delegates import Displayed
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, Schedule
 from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Codec, Spec
@@ -153,6 +153,8 @@ class Record(Displayed):
     selection: Selection | None = None
     #: what the event that ends the prefill compressed (`Schedule.compress`)
     compress: Literal["prompt", "context", "both"] = "prompt"
+    #: rows between events of the prefill (`Schedule.prefill_chunk`); None for one event
+    prefill_chunk: int | None = None
     #: layers behind a selection were computed again and not read from the trace
     recomputed: bool = False
     #: a running model decided on what its own evictions had made of it
@@ -168,12 +170,17 @@ class Record(Displayed):
     def __repr__(self) -> str:
         layers, heads, n_pos = self.evicted_at.shape
         share = "" if self.share is None else f" ({self.share})"
-        after = schedule(self.interval, prefill=self.prefill, compress=self.compress)
+        after = schedule(**vars(self.schedule))
         return (
             f"Record({self.policy!r}, trace={self.trace!r}, "
             f"budget={self.budget}{share}, after {after!r}, layers={layers}, heads={heads}, "
             f"pos={n_pos}, events={len(self.events)})"
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        """When its events fired."""
+        return Schedule(self.interval, self.prefill, self.compress, self.prefill_chunk)
 
     @property
     def n_pos(self) -> int:

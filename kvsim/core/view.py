@@ -249,11 +249,12 @@ class View:
         return self.rope.unrotate(rotated, self._source.positions[start:stop])
 
     def summed(self, name: str) -> tuple[int, Tensor] | None:
-        """First rows whose queries are not all held, and what was summed over them; else None.
-
-        name: as for `Source.summed`.
-        """
-        return self._source.summed(name)
+        """`Source.summed`; raises NeedsError where the event is within the rows summed over."""
+        before = self._source.summed(name)
+        if before is None or before[0] <= self.row + 1:
+            return before
+        self._source.queries(0, self.row + 1)  # its error names those that are not held
+        return None
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return `compute()`, computed at the first event that needs it and kept for later ones.
@@ -376,7 +377,7 @@ class View:
         queries = self._source.queries(self.row, self.row + 1)
         total = queries.new_zeros(*queries.shape[:3], self.row + 1)  # [L, H, G, n]
         start, attended = 0, self._rounded_after is not None
-        if (before := self._source.summed("received")) is not None:
+        if (before := self.summed("received")) is not None:
             start = before[0]
             total[..., :start] = before[1]
         size = total[0, ..., 0].numel() * total.element_size()
@@ -393,8 +394,7 @@ class View:
 
         Not memoised: for many rows, a block at a time.
         """
-        if stop > self.row + 1:
-            self._look(stop)
+        self._look(stop)
         return self._rows(start, stop, seen, weigh=True)
 
     def _rows(

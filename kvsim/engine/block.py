@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 from kvsim.core.entries import Entries
@@ -108,7 +110,7 @@ class Block:
         policy: decides at each event.
         setting: constants over the events.
         layers: index of each layer in the trace, int [L].
-        context: the setting of an event before the last row of the prompt.
+        context: settings of the prefill events before that after the prompt, ascending.
 
     Attributes:
         entries: the live entries, with the policy's columns.
@@ -125,10 +127,10 @@ class Block:
         setting: Setting,
         layers: Tensor,
         *,
-        context: Setting | None = None,
+        context: Sequence[Setting] = (),
     ) -> None:
         self.source, self.policy, self.setting = source, policy, setting
-        self._context = context
+        self._settings = (*context, setting)
         # what the scorer itself protects, of a view
         self._scorer_protects = partial(protected_by, cache(policy.scorer.protection))
         self.layers = layers
@@ -141,7 +143,7 @@ class Block:
         self._next = 0  # first position not yet appended
         size = shape if policy.codec is not None else (0, 0, 0)
         self.stored_after = self.evicted_at.new_full((2, *size), NEVER)
-        self._stored_to = (context or setting).prompt_len - 1
+        self._stored_to = self._settings[0].prompt_len - 1
 
     def event(self, row: int) -> bool:
         """Fire the event after row `row`. True if it acted on any layer."""
@@ -166,9 +168,8 @@ class Block:
         entries.append(self._next, row + 1)
         self._next = row + 1
         self.store(row)
-        setting = self.setting
-        if self._context is not None and row < setting.prompt_len - 1:
-            setting = self._context
+        begun = bisect_right(self._settings, row + 1, key=attrgetter("prompt_len"))
+        setting = self._settings[max(0, begun - 1)]
         if policy.so_far is not None:
             budget = policy.budget_at(row + 1, setting.budget)
             held = policy.protection(budget).size(setting.prompt_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from kvsim.core.reading import Reads
 from kvsim.core.trace import Trace
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import layers_per_block, sharing
-from kvsim.engine.source import isolated, longest_unmasked, windows
+from kvsim.engine.source import ended, isolated, longest_unmasked, windows
 from kvsim.errors import BudgetError, MemoryLimitError, NeedsError, PolicyError
 from kvsim.schema import NEVER, plural
 
@@ -50,6 +51,7 @@ def check_cell(
     trace = (isolated(trace) if policy.foreign else trace).evicting
     schedule = schedule or policy.schedule
     _check_context(trace, policy, schedule)
+    _check_chunks(trace, policy, schedule)
     needs = policy.scorer.needs | (policy.reader.needs if policy.reader else frozenset())
     missing = sorted(name for name in needs if not trace.has(name))
     if missing:
@@ -63,7 +65,8 @@ def check_cell(
     policy.scorer.check(trace, schedule)
     policy.allocator.check(trace)
     if policy.reader is not None:
-        policy.reader.check(trace)
+        first = schedule.ends(trace.prompt_len, trace.context_len)[0]
+        policy.reader.check(ended(trace, first))
     if policy.codec is not None:
         if trace.header.latent is not None:
             raise PolicyError(
@@ -95,13 +98,58 @@ def _check_context(trace: Trace, policy: Policy, schedule: Schedule) -> None:
         )
 
 
+def _chunks(trace: Trace, schedule: Schedule) -> int:
+    """Prefill events that a schedule has because of its chunks."""
+    lengths, whole = (trace.prompt_len, trace.context_len), replace(schedule, prefill_chunk=None)
+    return len(schedule.ends(*lengths)) - len(whole.ends(*lengths))
+
+
+def _check_chunks(trace: Trace, policy: Policy, schedule: Schedule) -> None:
+    """Raise PolicyError where a policy has no rule for a prompt of several chunks."""
+    if not _chunks(trace, schedule):
+        return
+    gated = "o_proj" in policy.scorer.needs and trace.has("gate")
+    reasons = {
+        "chooses the rows of the prompt that deeper layers compute by its last rows": (
+            policy.propagation is not None
+        ),
+        "reads a part of what is held": policy.reader is not None,
+        "scores by rows that repeat the whole context": "probe_q" in policy.scorer.needs,
+        "weighs values by the mean gate of the whole prompt": gated,
+    }
+    reason = next((text for text, applies in reasons.items() if applies), None)
+    if reason is not None:
+        raise PolicyError(
+            f"{policy.name}: {reason}, and has no rule for chunks of {schedule.prefill_chunk} rows "
+            "of it; expected no prefill chunk, or a policy that evicts alone, such as snapkv"
+        )
+
+
+def _chunk_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
+    """Remark on the chunks of the prefill; empty without any."""
+    chunk = schedule.prefill_chunk
+    if chunk is None:
+        return ""
+    if not schedule.prefill and policy.codec is None:
+        return f"{policy.name}: no event ends the prefill in its schedule, also not of a chunk"
+    more = _chunks(trace, schedule)
+    if not more:
+        return f"{trace.name}: a chunk of {chunk} rows holds the prompt, so that it has no effect"
+    if not schedule.prefill:
+        return f"{trace.name}: rows behind the first chunk of {chunk} rows see rounded entries"
+    events = plural(more, "event")
+    return f"{trace.name}: chunks of {chunk} rows add {events} within the prompt"
+
+
 def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     """Remark on the event of the prefill; empty if it compresses the prompt."""
     if schedule.compress == "prompt" or trace.context_len == trace.prompt_len:
         return ""
+    question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
+    if not schedule.prefill and (policy.reader or policy.codec):
+        return f"{trace.name}: its question of {question} reads the context as the response does"
     if not schedule.prefill:
         return f"{policy.name}: no event ends the prefill in its schedule, also not of the context"
-    question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
     again = ", and again after it" if schedule.compress == "both" else ""
     return f"{trace.name}: the context is compressed before its question of {question}{again}"
 
@@ -185,9 +233,12 @@ def remark(
 def _idle(
     trace: Trace, policy: Policy, evicted_at: NDArray[np.int32], reads: Reads | None
 ) -> Iterator[str]:
-    """Say of reader and codec that no row after the prompt reads less, or sees a rounded entry."""
+    """Say of reader and codec that no row after the prompt reads less, or sees a rounded entry.
+
+    With an account of reads, rows from its first one on.
+    """
     *layers, n_pos = evicted_at.shape
-    rows = np.arange(trace.prompt_len, n_pos)
+    rows = np.arange(trace.prompt_len if reads is None else reads.first, n_pos)
     if not len(rows) or (reads is None and policy.codec is None):
         return
     ends = np.minimum(evicted_at, n_pos - 1).reshape(-1, n_pos) + 1
@@ -235,7 +286,9 @@ def _eviction_remark(
     small = policy.budget_at(_first_event(trace, schedule) + 1, budget)
     remarks = [policy.remark(small), f"{policy.name}: {of_scorer}" if of_scorer else ""]
     remarks.append(_context_remark(trace, policy, schedule))
-    alone = schedule.compress == "prompt"  # else the rows of the question see what is left
+    remarks.append(_chunk_remark(trace, policy, schedule))
+    # else rows of the question or of later chunks see what is left
+    alone = schedule.ends(trace.prompt_len, trace.context_len) == [trace.prompt_len]
     if fires and alone and trace.prompt_len == trace.n_pos and policy.propagation is None:
         remarks.append(
             "the prompt fills the text: no row sees what is evicted, and metrics of rows after the "

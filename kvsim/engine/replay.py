@@ -25,7 +25,7 @@ from kvsim.engine.depth import descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
-from kvsim.engine.source import TraceSource, isolated, read_together
+from kvsim.engine.source import TraceSource, ended, isolated, read_together
 from kvsim.policies import as_policy
 from kvsim.schema import NEVER
 from kvsim.store.opening import TraceLike, as_trace
@@ -39,6 +39,7 @@ def replay(
     interval: int | None = None,
     prefill: bool | None = None,
     compress: Literal["prompt", "context", "both"] | None = None,
+    prefill_chunk: int | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     memory: int | None = None,
@@ -57,7 +58,10 @@ def replay(
         interval: rows between events after the prompt; the policy's own by default.
         prefill: whether the event that ends the prefill fires; as the policy says by default.
         compress: whether that event fires after the whole prompt, after the context and before the
-            question, or after both; as the policy says by default.
+            question, or after both; as the policy says by default. What follows the context reads
+            and is stored as what follows the prompt.
+        prefill_chunk: rows of the prompt between events: each chunk is compressed before the next
+            one attends. One event by default.
         layers: indices in the trace; by default all that see the whole text, because a sliding
             window bounds the cache of the others by itself.
         device: where to compute.
@@ -81,7 +85,7 @@ def replay(
     check_options(memory, internals)
     options = ReplayOptions(layers, resolve_device(device), memory, internals, progress)
     check_progress(progress)
-    schedule = policy.schedule.override(interval, prefill, compress)
+    schedule = policy.schedule.override(interval, prefill, compress, prefill_chunk)
     entries = 0
     if isinstance(budget, str):
         policy, entries = budgeted(policy, trace, budget)
@@ -144,8 +148,9 @@ def run(
     if policy.reader is not None:
         memory = DEFAULT_MEMORY if options.memory is None else options.memory
         with torch.inference_mode():
+            first = schedule.ends(trace.prompt_len, trace.context_len)[0]
             reads = read(
-                *(trace, policy.reader, evicted_at, budget, chosen),
+                *(ended(trace, first), policy.reader, evicted_at, budget, chosen),
                 device=options.device,
                 memory=memory,
             )
@@ -159,6 +164,7 @@ def run(
         prefill=schedule.prefill,
         prompt_len=trace.prompt_len,
         compress=schedule.compress,
+        prefill_chunk=schedule.prefill_chunk,
         layers=chosen,
         trace=trace.name,
         digest=trace.digest if trace.path is not None else "",
@@ -176,13 +182,13 @@ def _replay(
     trace: Trace,
     run: LayerRun,
     policy: Policy,
-    settings: tuple[Setting, Setting | None],
+    settings: tuple[Setting, Sequence[Setting]],
     schedule: Schedule,
     options: ReplayOptions,
 ) -> tuple[NDArray[np.int32], list[Plans]]:
     """Replay layers as one block: `evicted_at` [L, H, T], and its events on request.
 
-    settings: the one of all events, and of the event that ends the context if there are both.
+    settings: as `settings_of` returns them.
     """
     part, places = trace if run.rows is None else trace.only(run.rows), run.layers
     if len(trace.header.readers(places[0])) > 1:
@@ -198,7 +204,7 @@ def _replay(
         "response": part.prompt_len,
         "guarded": setting.guarded or options.guard,
     }
-    setting, context = replace(setting, **future), context and replace(context, **future)
+    setting, context = replace(setting, **future), [replace(x, **future) for x in context]
     most = MEMO_BYTES if options.memory is None else options.memory // 16
     device, poison = torch.device(options.device), options.poison
     source = TraceSource(part, places, device, most=most, poison=poison)
@@ -242,13 +248,11 @@ def _goes_by_row(
 
 def settings_of(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule
-) -> tuple[Setting, Setting | None]:
-    """Return the setting of events, and that of the one after the context if both ends have one."""
-    first, *later = (
-        setting_of(trace, policy, budget, schedule, end)
-        for end in schedule.ends(trace.prompt_len, trace.context_len)
-    )
-    return (later[0], first) if later else (first, None)
+) -> tuple[Setting, Sequence[Setting]]:
+    """Return the setting of events, and those of prefill events before the last, ascending."""
+    ends = schedule.ends(trace.prompt_len, trace.context_len)
+    *earlier, last = (setting_of(trace, policy, budget, schedule, end) for end in ends)
+    return last, earlier
 
 
 def setting_of(

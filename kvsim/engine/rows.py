@@ -27,7 +27,7 @@ _FAINT = 1e-6
 
 
 def replay_rows(block: Block, events: Sequence[int], *, poison: bool = False) -> None:
-    """Fire `events` on the block: consecutive rows, but for those that end context and prompt.
+    """Fire `events` on the block: consecutive rows from the last of the prompt on.
 
     poison: overwrite the weights of entries that left, for tests.
     """
@@ -35,7 +35,8 @@ def replay_rows(block: Block, events: Sequence[int], *, poison: bool = False) ->
     while rest:
         row = rest.pop(0)
         # until the first event that acts, every row is full attention
-        if block.event(row) and rest and rest[0] == row + 1:
+        steady = rest[:1] == [row + 1] and row >= block.setting.prompt_len - 1
+        if block.event(row) and steady:
             break
     while rest:
         rows, rest = rest[:ROWS], rest[ROWS:]

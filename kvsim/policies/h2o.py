@@ -52,7 +52,10 @@ class H2O(Scorer):
 
 @dataclass(frozen=True)
 class ObservedAttention(Scorer):
-    """kvpress's average: attention received in this forward / rows that could give it."""
+    """kvpress's average: attention received in this forward / rows that could give it.
+
+    The forward of a prompt in chunks has the rows since the last event that evicted.
+    """
 
     def score(self, view: View) -> Tensor:
         """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""

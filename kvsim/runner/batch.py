@@ -38,7 +38,7 @@ def run_prompt(
     if lane.policy.propagation is not None or lane.running.has_states:
         return lane.feed(ids)[-1]
     n = min((row + 1 for row in lane.events), default=len(ids))
-    if lane.policy.codec is not None:  # rows behind the context see rounded entries
+    if lane.policy.codec or lane.policy.reader:  # rows behind the context are affected
         n = min(n, *lane.schedule.ends(len(ids), lane.sketch.context_len))
     prefix = prefix_of(ids[:n])
     lane.begin(prefix)

@@ -22,6 +22,7 @@ from kvsim.engine.checks import check_cell, remark, whole
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import replayed, runs
 from kvsim.engine.replay import placed, settings_of
+from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
@@ -70,6 +71,7 @@ class Decoding:
         interval: int | None = None,
         prefill: bool | None = None,
         compress: Literal["prompt", "context", "both"] | None = None,
+        prefill_chunk: int | None = None,
         layers: Sequence[int] | None = None,
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
@@ -79,7 +81,9 @@ class Decoding:
         check_live(policy, paged=paging is not None)
         policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
-        self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
+        self.schedule: Schedule = policy.schedule.override(
+            interval, prefill, compress, prefill_chunk
+        )
         sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
         self.sketch, self._row_size = sketch.evicting, sketch.row_size
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
@@ -95,14 +99,15 @@ class Decoding:
         self.decode_peak_bytes = 0
         self._observe, self._paging = observe, paging
         self._repeats, self._probe = "probe_q" in policy.scorer.needs, probe
+        #: the first row that may read a part, or see rounded entries
+        self._first = self.schedule.ends(prompt_len, context_len)[0]
         self._reads = (
             None
             if policy.reader is None
-            else LiveReads(self.sketch, policy.reader, self.budget, self.layers)
+            else LiveReads(ended(self.sketch, self._first), policy.reader, self.budget, self.layers)
         )
-        ends = self.schedule.ends(prompt_len, context_len)
         #: after which row entries are first rounded
-        self._stores = None if policy.codec is None else min(ends) - 1
+        self._stores = None if policy.codec is None else self._first - 1
         self._open = False
         self._busy = False  # this one's rows are in the model, or an error stopped them there
         self._stack = ExitStack()
@@ -191,8 +196,7 @@ class Decoding:
     def begin(self, prefix: Prefix) -> None:
         """Take over the first rows of the sequence, which no event precedes."""
         n = len(prefix.tokens)
-        late = self._reads is not None and n > self.sketch.prompt_len
-        late |= self._stores is not None and n > self._stores + 1
+        late = (self._reads is not None or self._stores is not None) and n > self._first
         early = late or any(row < n - 1 for row in self.events)
         if self.tokens or self._decoder is not None or early or self.running.has_states:
             raise ValueError(
@@ -435,6 +439,7 @@ class Decoding:
             prefill=schedule.prefill,
             prompt_len=self.sketch.prompt_len,
             compress=schedule.compress,
+            prefill_chunk=schedule.prefill_chunk,
             layers=self.layers,
             trace=self.sketch.name,
             positions=self._positions,

@@ -209,6 +209,7 @@ class Replays:
             interval=cell.schedule.interval,
             prefill=cell.schedule.prefill,
             compress=cell.schedule.compress,
+            prefill_chunk=cell.schedule.prefill_chunk,
             **self._limits,
         )
         self._compared[cell.number] = {}
@@ -308,7 +309,7 @@ def _oracle(policy: Policy, record: Record) -> Policy:
     return Policy(
         "oracle",
         Oracle(by="mass"),
-        schedule=Schedule(record.interval, record.prefill, record.compress),
+        schedule=record.schedule,
         protect=policy.at(record.budget).protection(record.budget),
         per_query_head=policy.per_query_head,
         so_far=policy.so_far,

@@ -120,7 +120,7 @@ def plan_live(
     check_distinct(traces)
     terms, shared = shared_terms(
         policies,
-        (given["interval"], given["prefill"], given["compress"]),
+        (given["interval"], given["prefill"], given["compress"], given["prefill_chunk"]),
         own_schedule=given["own_schedule"],
     )
     new_tokens = given["max_new_tokens"]

@@ -178,7 +178,7 @@ def plan_replays(
             "expected at least one of each"
         )
     interval, own_schedule = given["interval"], given["own_schedule"]
-    terms = interval, given["prefill"], given["compress"]
+    terms = interval, given["prefill"], given["compress"], given["prefill_chunk"]
     shared_terms(policies, terms, own_schedule=own_schedule)
     metrics, regret, judged = given["metrics"], given["regret"], bool(given["judge"])
     if metrics is None:

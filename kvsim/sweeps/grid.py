@@ -23,7 +23,7 @@ from kvsim.experiment import Keys, Options
 from kvsim.policies import policy as build
 from kvsim.policies import variants
 from kvsim.samples import SAMPLES
-from kvsim.schema import is_url, size_in_bytes
+from kvsim.schema import PREFILL, is_url, size_in_bytes
 from kvsim.store import open_trace
 from kvsim.store.opening import paths_of
 from kvsim.sweeps.cells import Cell, cells_of
@@ -109,7 +109,7 @@ class Grid:
         return [
             shared_terms(
                 policies,
-                (interval, self.options["prefill"], self.options["compress"]),
+                (interval, *(self.options[name] for name in ("prefill", *PREFILL))),
                 own_schedule=bool(self.intervals) and interval is None,
             )
             for interval in self.intervals or (None,)

@@ -16,6 +16,7 @@ from kvsim.core.policy import Policy
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError
+from kvsim.schema import PREFILL
 from kvsim.sweeps.cells import Cell, flops_of, in_cell_order, named
 from kvsim.sweeps.grid import Grid, grid_of, read_grid
 from kvsim.sweeps.outcome import Run, provenance
@@ -204,7 +205,7 @@ def _parameters(
 
 
 #: Options that `run.json` has among schedules and parameters of policies.
-_ELSEWHERE = ("prefill", "compress", "fit", "protect")
+_ELSEWHERE = ("prefill", *PREFILL, "fit", "protect")
 
 
 def _document(

@@ -11,19 +11,19 @@ from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError, PolicyError
-from kvsim.schema import schedule
+from kvsim.schema import PREFILL, schedule
 
 #: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
 
-#: What replaces the schedules of policies: interval, prefill and compress, each None where a
-#: policy's own stays.
-Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None]
+#: What replaces the schedules of policies: interval, prefill, compress and prefill_chunk, each None
+#: where a policy's own stays.
+Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None, int | None]
 
 
 def described(terms: Terms) -> dict[str, Any]:
     """What replaces the schedules of policies, ready for JSON."""
-    return dict(zip(("interval", "prefill", "compress"), terms, strict=True))
+    return dict(zip(("interval", "prefill", *PREFILL), terms, strict=True))
 
 
 def shared_prefill(interval: int | None, prefill: bool | None) -> bool | None:
@@ -45,21 +45,22 @@ def shared_terms(
     that of its paper. own_schedule: each keeps its own. Raises ConfigError for an interval beside
     that.
     """
-    interval, prefill, compress = terms
+    interval, prefill, compress, chunk = terms
     if own_schedule and interval is not None:
         raise ConfigError(
             f"an interval of {interval} and own schedules exclude each other; give one of them"
         )
     alone = all(policy == policies[0] for policy in policies)
     if interval is not None or own_schedule or alone:
-        return (interval, shared_prefill(interval, prefill), compress), ""
+        return (interval, shared_prefill(interval, prefill), compress, chunk), ""
     shared = shared_prefill(INTERVAL, prefill)
-    after = schedule(INTERVAL, prefill=bool(shared), compress=compress or "prompt")
+    ends = compress or "prompt"
+    after = schedule(INTERVAL, prefill=bool(shared), compress=ends, prefill_chunk=chunk)
     remark = (
         f"all policies act on one schedule ({after}): --interval N gives another, --own-schedule "
         "each that of its paper"
     )
-    return (INTERVAL, shared, compress), remark
+    return (INTERVAL, shared, compress, chunk), remark
 
 
 def measurable(

@@ -50,6 +50,7 @@ REFUSED = {
     f"{REPLAY} --memory 1KB": "the memory budget is",
     f"{REPLAY} --device gpu": "--device is 'gpu'",
     f"{REPLAY} --interval 0": "--interval",
+    f"{REPLAY} --prefill-chunk 0": "--prefill-chunk",
     f"{REPLAY} --events": "give --out DIR as well",
     f"{REPLAY} --resume": "give --out DIR as well",
     f"{REPLAY} --out mine.py": "mine.py exists",

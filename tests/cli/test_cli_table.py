@@ -68,6 +68,21 @@ def test_means_by_stage_and_task_are_those_of_plain_loops(run, folder):
     assert [f"{one['mean']}" for one in by_json] == [row["mean"] for row in rows]
 
 
+def test_rows_of_the_prompt_behind_an_event_are_shown_by_variant(run, tmp_path):
+    """`--by variant` has a row for each variant; without it the main one alone is shown."""
+    trace = random_trace(layers=2, heads=1, n=60, dim=4, prompt_len=30, name="a")
+    made = replay_all([trace], ["tova"], [8], prefill_chunk=12, metrics=["output_error"])
+    out = made.save(tmp_path / "x")
+
+    _, text, _ = run("table", out, "--by", "variant", "--format", "csv")
+    shown = {row["variant"]: float(row["mean"]) for row in csv.DictReader(io.StringIO(text))}
+    means = made.table.group_by("variant").agg(pl.col("value").mean())
+    assert shown == pytest.approx(dict(means.iter_rows()))
+    assert {*shown} == {"", "rows=prompt"}
+    _, text, _ = run("table", out, "--format", "csv")
+    assert [row["variant"] for row in csv.DictReader(io.StringIO(text))] == [""]
+
+
 def test_a_table_for_a_paper_has_a_column_per_metric(run, folder):
     """As LaTeX and Markdown, with chance next to the IoU and the fidelity below."""
     asked = ["--by", "stage", "--metric", "retained_iou,output_error", "--budget", "25%"]

@@ -55,13 +55,15 @@ def h2o(event: Event) -> Scored:
 
 
 def observed_attention(event: Event) -> Scored:
-    """Attention of the prompt's rows, or of one row, over how many slots follow."""
+    """Attention of the prompt's rows since it acted, or of one row, over how many slots follow."""
     scores: list[dict[int, float]] = []
     for h, live in enumerate(event.live):
         n = len(live)
-        score = dict.fromkeys(live, 0.0)
+        score, acted = dict.fromkeys(live, 0.0), event.column("acted")[h]
+        since = int(max(acted.values(), default=-1)) + 1
+        acted.update(dict.fromkeys(live, event.row))
         for i in event.qheads(h):
-            for row in range(event.row + 1) if event.prefill else [event.row]:
+            for row in range(since, event.row + 1) if event.prefill else [event.row]:
                 for p, a in event.attention(i, row).items():
                     score[p] += a / event.group
         scores.append({p: score[p] / (n - slot) for slot, p in enumerate(live)})

@@ -212,6 +212,7 @@ class _Pieces:
         params = self.chain.params[-1]
         prompt, tokens = event.whole_prompt, event.row + 1 - event.prompt_len + event.whole_prompt
         fires = {"interval": event.interval, "prefill": event.fires_at_prefill}
+        fires["chunk"] = event.chunk
         held, before, longest = 0, -1, 0
         for row in loops.event_rows(tokens, prompt, **fires):
             held, before = held + row - before, row

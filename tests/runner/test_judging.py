@@ -141,6 +141,32 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
     assert gap(unread, expected) > 1e-3  # reads and codecs matter
 
 
+@pytest.mark.parametrize("name", ["quest", "h2o+quest"])
+def test_a_question_that_reads_a_part_has_the_predictions_of_its_live_run(name):
+    """Rows behind the context read pages of it, and the response follows from them."""
+    policy, terms = kvsim.policy(name, **READING[name]), {"compress": "context"}
+    record, expected = lived("llama", policy, context_len=60, **terms)
+    late, _ = lived("llama", policy)
+
+    mine, other = Judge(running("llama"), recorded("llama")).logits([record, late])
+
+    assert record.reads.first == 60
+    assert gap(mine, expected) < 2 * CLOSE
+    assert gap(other, expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv+snapkv", "int4"])
+def test_a_prompt_in_chunks_has_the_predictions_of_its_live_run(name):
+    """Rows of later chunks go through the model behind what the first ones left."""
+    policy = kvsim.policy(name, **({} if name == "int4" else {"window": 8}))
+    record, expected = lived("llama", policy, prefill=True, prefill_chunk=30, budget=32)
+
+    (mine,) = Judge(running("llama"), recorded("llama")).logits([record])
+
+    assert gap(mine, expected) < 2 * CLOSE
+    assert record.codec is not None or record.events[0] == 59
+
+
 # ------------------------------------------------------------------------- replays
 
 

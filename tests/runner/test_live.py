@@ -460,6 +460,23 @@ def test_the_context_before_its_question(compress, name):
     assert 71 in record.events
 
 
+@pytest.mark.parametrize("compress", ["prompt", "both"])
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "expected_attention", "pyramidkv"])
+def test_a_prompt_in_chunks(compress, name):
+    """A layer that alone evicts after each chunk is its replay, and so is the first of all."""
+    policy, run = POLICIES[name], running("llama")
+    options = {"compress": compress, "interval": INTERVAL, "prefill": True, "prefill_chunk": 30}
+    for layers in ([1], None):
+        terms = options | {"layers": layers}
+        live = run_live(run, policy, 40, TOKENS, PROMPT, context_len=72, **terms)
+
+        record = kvsim.replay(live.trace(), policy, 40, **terms)
+        alike = slice(None) if layers else slice(1)
+        assert np.array_equal(live.record.evicted_at[alike], record.evicted_at[alike])
+        assert record.events[:2] == ([59, 71] if compress == "both" else [59, 79])
+        assert live.record.schedule == record.schedule
+
+
 @pytest.mark.parametrize("prompt_len", [1, 3])
 @pytest.mark.parametrize("prefill", [True, False])
 def test_short_prompts(prompt_len, prefill):

@@ -8,7 +8,6 @@ import torch
 
 import kvsim
 from families import FAMILIES
-from kvsim.core.policy import Schedule
 from kvsim.core.storing import stored_after
 from kvsim.errors import PolicyError
 from kvsim.runner.checks import check_live
@@ -45,8 +44,8 @@ def running():
 def gap(live, layer, record, end=None):
     """The largest difference of a layer's outputs to attention over what its rows read; relative.
 
-    Rows of the prompt read all that is resident; entries are rounded after the rows of the codec's
-    clock, which begins at the end of the context or the prompt, or at `end`. In float64.
+    Rows before the account's first read all that is resident; entries are rounded after the rows of
+    the codec's clock, which begins at the first event's row, or at `end`. In float64.
     """
     at = record.layers.index(layer)
     gone = torch.from_numpy(record.evicted_at[at])
@@ -60,8 +59,9 @@ def gap(live, layer, record, end=None):
     )
     seen, k, v = (x.repeat_interleave(group, 0) for x in (seen, k, v))
     if record.reads is not None:
-        read = record.reads.entries(at, slice(PROMPT, LENGTH), gone)
-        seen[:, PROMPT:] &= read.repeat_interleave(len(q) // len(read), 0)
+        first = record.reads.first
+        read = record.reads.entries(at, slice(first, LENGTH), gone)
+        seen[:, first:] &= read.repeat_interleave(len(q) // len(read), 0)
     z = (q @ new_k.mT).where(late_k, q @ k.mT) * live.decoding.sketch.formulas[layer].scale
     weight = z.masked_fill(~seen, -torch.inf).softmax(-1)
     expected = weight.where(late_v, 0) @ new_v + weight.where(~late_v, 0) @ v
@@ -75,7 +75,7 @@ def rounded(live, layer, record, which, end=None):
     if codec is None:
         return exact.double(), torch.zeros(len(exact), LENGTH, LENGTH, dtype=torch.bool)
     gone = torch.from_numpy(record.evicted_at)
-    ends = Schedule(compress=record.compress).ends(PROMPT, live.decoding.sketch.context_len)
+    ends = record.schedule.ends(PROMPT, live.decoding.sketch.context_len)
     first = (end or min(ends)) - 1
     after = stored_after(gone, codec.clocks[which], first)[record.layers.index(layer)]
     new = exact.clone()
@@ -184,6 +184,22 @@ def test_a_layer_that_alone_rounds_is_its_replay(running, step):
         assert np.array_equal(mine.evicted_at, record.evicted_at), name
         assert mine.reads is None or np.array_equal(mine.reads.bits, record.reads.bits), name
         assert gap(live, layer, record) < CLOSE, name
+
+
+@pytest.mark.parametrize("step", [None, 5])
+def test_rows_behind_the_context_read_a_part(running, step):
+    """Rows of the question choose their pages as in the replay, whatever goes through together."""
+    for name in ("quest", "h2o+quest"):
+        policy = kvsim.policy(name, page=4, dense_layers=0, share=0.5)
+        options = {"layers": [1], "compress": "context", "interval": 6}
+        sizes = {"context_len": 30, "step": step}
+        live = run_live(running, policy, BUDGET, TOKENS, PROMPT, **sizes, **options)
+
+        record = kvsim.replay(live.trace(), policy, BUDGET, **options)
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+        assert np.array_equal(live.record.reads.bits, record.reads.bits), name
+        assert record.reads.first == 30
+        assert gap(live, 1, record) < CLOSE, name
 
 
 @pytest.mark.parametrize("fires", [True, False])

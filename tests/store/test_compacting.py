@@ -112,6 +112,15 @@ def test_a_context_is_compressed_alike(name, compress):
     assert alike(name, whole(CONTEXT), compact(CONTEXT), compress=compress)
 
 
+def test_chunks_of_the_prompt_are_alike_or_named():
+    """Sums end behind the rows left out: a chunk that ends among these or before is refused."""
+    for name in ("h2o", "snapkv", "expected_attention", "adakv+h2o"):
+        assert alike(name, whole(), compact(), prefill_chunk=600)
+        with pytest.raises(NeedsError, match=r"q of rows \d+ to \d+ was left out"):
+            kvsim.replay(compact(), made(name), 200, prefill_chunk=400)
+    assert alike("knorm", whole(), compact(), prefill_chunk=400)
+
+
 @pytest.mark.parametrize("name", ["h2o", "h2o@kvpress", "adakv+h2o"])
 def test_events_that_begin_late_or_at_different_rows_are_alike(name):
     """Rows of the response are added to the sums, in layers that have not acted yet."""

@@ -105,7 +105,7 @@ def test_an_interval_is_one_schedule_for_every_policy(prefill):
 
     assert run.failures == ()
     assert run.parameters["schedules"] == [
-        {"interval": 20, "prefill": prefill is None, "compress": None}
+        {"interval": 20, "prefill": prefill is None, "compress": None, "prefill_chunk": None}
     ]
     first = [29] if prefill is None else []
     for one, record in zip(policies, run.records, strict=True):

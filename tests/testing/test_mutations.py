@@ -52,12 +52,12 @@ def future_softmax(patch: Patch) -> None:
 
 
 def question_in_the_setting(patch: Patch) -> None:
-    """An event that ends the context knows how long the prompt is."""
+    """An event that ends the context, or a chunk, knows how long the prompt is."""
     right = engine_block.Block.__init__
 
     def wrong(self: engine_block.Block, *args: Any, **more: Any) -> None:
         right(self, *args, **more)
-        self._context = None
+        self._settings = (self.setting,)
 
     patch.setattr(engine_block.Block, "__init__", wrong)
 
@@ -282,6 +282,8 @@ def _trial(name: str, params: dict[str, Any], case: Case, **of_trial: Any) -> Tr
 
 
 _ROWS = _trial("h2o", {"recent": 0}, make_case("sharp", heads=2, seed=2), budget=4, interval=1)
+_PROMPT = make_case("sharp", heads=2, prompt_len=12, seed=2)
+_CHUNKS = _trial("h2o@kvpress", {}, _PROMPT, budget=4, interval=None)
 _CONTEXT = _trial(
     "pyramidkv",
     {"window": 1},
@@ -295,6 +297,8 @@ _CONTEXT = _trial(
     ("bug", "trial", "invariant"),
     [
         (question_in_the_setting, _CONTEXT, "unknown_question"),
+        (question_in_the_setting, _CHUNKS, "chunked_prompt"),
+        (question_in_the_setting, replace(_CHUNKS, salt=650 + 32), "chunked_prompt"),
         (dead_keys_in_rows, _ROWS, "no_peeking_at_the_dead"),
         (dead_keys_in_rows, _ROWS, "naive_replay"),
     ],

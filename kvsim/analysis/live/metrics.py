@@ -12,7 +12,6 @@ from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
-from kvsim.core.pieces import Schedule
 
 Values = Callable[[LiveSubject], Iterator[Cells]]
 
@@ -20,12 +19,12 @@ Values = Callable[[LiveSubject], Iterator[Cells]]
 def _forced(value: Callable[[Forced], Floats]) -> Values:
     """The mean of a value of each token of the response that an event before it can reach.
 
-    The last row of the prompt predicts the first token: only events after the context reach it.
+    The last row of the prompt predicts the first token: only events within the prompt reach it.
     """
 
     def cells(subject: LiveSubject) -> Iterator[Cells]:
         forced, trace = subject.outcome.forced, subject.trace
-        ends = Schedule(compress=subject.record.compress).ends(trace.prompt_len, trace.context_len)
+        ends = subject.record.schedule.ends(trace.prompt_len, trace.context_len)
         first = int(ends[0] == trace.prompt_len)
         if forced is not None and len(forced.nll) > first:
             yield Cells(None, np.array([value(forced)[first:].mean()]))

@@ -11,6 +11,7 @@ head, D of the residual stream.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,6 @@ from kvsim.analysis.output.partial import first_moved, first_row, paged, partial
 from kvsim.analysis.output.seen import by_slot, seen
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.outcome import OutputDeviation
-from kvsim.core.pieces import Schedule
 from kvsim.core.record import Record
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
@@ -40,15 +40,16 @@ def output_error(
     """The error of each record's rows, one layer of the trace in memory at a time.
 
     Records of one trace share policy-independent values. projected: compute `added` too. prompt:
-    of the rows of the prompt too, else of those after it alone.
+    of the rows of the prompt too, else of those after it, with those of the prompt behind its first
+    event apart (`OutputDeviation.before`).
 
     Raises TraceError where a record does not belong to the trace, and NeedsError if `projected`
     where the trace has no output projections.
     """
     for record in records:
         check_record(trace, record)
-    results, start = [], 0 if prompt else trace.prompt_len
-    for record in records:
+    results, starts = [], [0 if prompt else first_row(record, trace) for record in records]
+    for record, start in zip(records, starts, strict=True):
         shape = len(record.layers), trace.n_qheads, trace.n_pos - start
         error, missing = (np.empty(shape, np.float32) for _ in range(2))
         added = np.empty((shape[0], shape[2]), np.float32) if projected else None
@@ -57,22 +58,24 @@ def output_error(
     with torch.inference_mode():
         for layer in sorted({layer for record in records for layer in record.layers}):
             having = [
-                (record, record.layers.index(layer), result)
-                for record, result in zip(records, results, strict=True)
+                (record, record.layers.index(layer), result, start)
+                for record, result, start in zip(records, results, starts, strict=True)
                 if layer in record.layers
             ]
-            of_layer = [(record, index) for record, index, _ in having]
-            gone = ((record, torch.from_numpy(record.gone_after[i])) for record, i in of_layer)
+            of_layer = [(record, index, start) for record, index, _, start in having]
+            gone = ((record, torch.from_numpy(record.gone_after[i])) for record, i, _ in of_layer)
             firsts = (min(first_row(x, trace), first_moved(x, trace, at)) for x, at in gone)
-            first = min([start, *firsts])
+            first = min([*starts, *firsts])
             rows = Layer.read(trace, layer, torch.device(device), projected=projected, first=first)
-            moved = _of_layer(rows, trace, of_layer, start)
-            for (_, index, result), of_record in zip(having, moved, strict=True):
+            moved = _of_layer(rows, trace, of_layer)
+            for (_, index, result, _), of_record in zip(having, moved, strict=True):
                 result.error[index] = of_record.error.flatten(0, 1).cpu().numpy()
                 result.missing[index] = of_record.missing.flatten(0, 1).cpu().numpy()
                 if result.added is not None:
                     result.added[index] = of_record.added.cpu().numpy()
-    return results
+    if prompt:
+        return results
+    return [x.parted(trace.prompt_len - start) for x, start in zip(results, starts, strict=True)]
 
 
 def head_lengths(trace: Trace, records: Sequence[Record], device: str = "cpu") -> list[Floats]:
@@ -175,32 +178,32 @@ class _LayerError:
 
 
 def _of_layer(
-    layer: Layer, trace: Trace, records: Sequence[tuple[Record, int]], start: int
+    layer: Layer, trace: Trace, records: Sequence[tuple[Record, int, int]]
 ) -> Iterator[_LayerError]:
-    """The errors of rows from `start` on under each record; records: with the layer's place."""
+    """The errors under each record; records: with the layer's place, and their first row."""
     of_heads = {len(layer.k): layer}
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, (record, index) in enumerate(records):
+    for number, (record, index, _) in enumerate(records):
         heads = record.evicted_at.shape[1]
         if heads not in of_heads:
             of_heads[heads] = layer.per_query_head()
         dense = record.reads is None or record.reads.dense(index)
         whole = dense and record.codec is None
-        terms = heads, record.positions, record.interval, record.compress, whole
+        terms = heads, record.positions, replace(record.schedule, prefill=True), whole
         alike.setdefault(terms, []).append(number)
     errors: dict[int, _LayerError] = {}
     for terms, numbers in alike.items():
         part = of_heads[terms[0]]
         gone = [
             torch.from_numpy(record.gone_after[index]).to(layer.k.device)
-            for record, index in (records[number] for number in numbers)
+            for record, index, _ in (records[number] for number in numbers)
         ]
-        errors |= {number: _LayerError(part, start) for number in numbers}
+        errors |= {number: _LayerError(part, records[number][2]) for number in numbers}
         for number, rows in _rows_of(
-            part, trace, [records[n] for n in numbers], gone, whole=terms[-1]
+            part, trace, [records[n][:2] for n in numbers], gone, whole=terms[-1]
         ):
             errors[numbers[number]].put(rows)
-    for number, (record, index) in enumerate(records):
+    for number, (record, index, start) in enumerate(records):
         prompt = torch.from_numpy(record.evicted_at[index, 0, : record.prompt_len - start])
         present = prompt >= torch.arange(len(prompt))  # rows that reach the layer
         if not bool(present.all()):
@@ -233,7 +236,7 @@ def _rows_of(
         for number, of_record in enumerate(gone):
             yield from ((number, rows) for rows in by_slot(layer, of_record))
     else:
-        schedule = Schedule(first.interval, compress=first.compress)
+        schedule = replace(first.schedule, prefill=True)
         yield from seen(
             layer, gone, schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
         )

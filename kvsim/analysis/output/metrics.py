@@ -13,19 +13,39 @@ from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import head_lengths, residual_norms
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
+from kvsim.core.outcome import OutputDeviation
 
 # Share of attention by which the optimum must exceed chance: less is rounding of the mass.
 _LEAST_LEAD = 1e-5
 
 
+def _parts(subject: Subject) -> Iterator[tuple[str, OutputDeviation]]:
+    """Rows after the prompt, and by variant the rows of it behind an event; none without rows."""
+    trace, output = subject.trace, subject.output()
+    parts = {"": output, "rows=prompt": output.before}
+    if output.before is not None and subject.record.compress != "prompt":
+        question = trace.prompt_len - (trace.context_len or trace.prompt_len)
+        last = output.before.parted(output.before.error.shape[-1] - question)
+        parts = {"": output, "rows=context": last.before, "rows=question": last}
+    for variant, part in parts.items():
+        if part is not None and part.error.shape[-1]:
+            yield variant, part
+
+
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
-        values = getattr(subject.output(), name).astype(np.float64)
-        if not values.shape[-1]:
-            return
-        yield Cells(subject.record.layers, mean_known(values).ravel(), "qhead")
+        for variant, part in _parts(subject):
+            values = getattr(part, name).astype(np.float64)
+            yield Cells(subject.record.layers, mean_known(values).ravel(), "qhead", variant)
 
     return cells
+
+
+def _layer_error(subject: Subject) -> Iterator[Cells]:
+    for variant, part in _parts(subject):
+        added = np.asarray(part.added, np.float64)  # computed where a metric reads `o_proj`
+        for layer, values in zip(subject.record.layers, added, strict=True):
+            yield Cells(layer, np.sqrt((values**2).mean(keepdims=True)), variant=variant)
 
 
 def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
@@ -188,7 +208,7 @@ METRICS: Mapping[str, Metric] = {
     "layer_error": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together: what eviction adds to the "
         "residual stream, RMS over rows after the prompt; summaries add up the layers",
-        "rows", "absolute", "lower", "kvsim", _means(_added, squared=True),
+        "rows", "absolute", "lower", "kvsim", _layer_error,
         layers="sum", arrays=("o_proj",)),
     "layer_error_relative": Metric(
         "|W_o (o_full - o_seen)|, all heads of a layer together, over the length of the residual "

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from kvsim.core.lazy import torch
-from kvsim.core.pieces import Even, Schedule
+from kvsim.core.pieces import Even
 from kvsim.core.policy import Policy
 from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
@@ -69,7 +69,7 @@ class OptimumTerms:
     def of(cls, trace: Trace, policy: Policy, record: Record) -> Self:
         """The terms of a record that the policy left."""
         policy = policy.at(record.budget)
-        schedule = Schedule(record.interval, record.prefill, record.compress)
+        schedule = record.schedule
         events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
         end = schedule.ends(trace.prompt_len, trace.context_len)[-1]
         places, least = _places(policy, record, events)

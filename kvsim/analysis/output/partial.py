@@ -15,7 +15,6 @@ from itertools import pairwise
 
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.pieces import Schedule
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
 from kvsim.core.storing import round_marked, stored_after
@@ -77,8 +76,7 @@ def _stored(record: Record, trace: Trace, layer: Layer, gone: Tensor) -> tuple[S
 
 def first_row(record: Record, trace: Trace) -> int:
     """The first row that sees rounded entries: the one after the first prefill event."""
-    ends = Schedule(compress=record.compress).ends(trace.prompt_len, trace.context_len)
-    return min(ends)
+    return record.schedule.ends(trace.prompt_len, trace.context_len)[0]
 
 
 def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:

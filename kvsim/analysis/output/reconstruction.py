@@ -28,7 +28,7 @@ from kvsim.analysis.wide_table import wide
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.trace import Trace
 from kvsim.engine import check_cell, replay
-from kvsim.engine.source import check_unwindowed
+from kvsim.engine.source import check_unwindowed, ended
 from kvsim.errors import PolicyError
 from kvsim.schema import FIDELITY
 
@@ -80,11 +80,10 @@ def reconstruction_table(
                 f"ratio is {ratio}; expected a share of the entries, at least 0, below 1"
             )
     budgets = {ratio: max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios}
-    header = replace(trace.header, prompt_len=cut, context_len=None)
-    ended = Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
+    before = ended(trace, cut)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
     for policy, budget in product(once, budgets.values()):
-        check_cell(ended, policy, budget, None)
+        check_cell(before, policy, budget, None)
 
     of_trace = {"trace": trace.name, "task": task_of(trace), "cut": cut, "rows": trace.n_pos - cut}
     of_trace["layer"] = np.arange(trace.n_layers)
@@ -96,8 +95,8 @@ def reconstruction_table(
                 if progress is not None:
                     what = f"{trace.name}: {policy.name}, ratio {ratio:g}"
                     progress(done, len(once) * len(budgets), what)
-                records.append(replay(ended, policy, budget, device=device))
-            table = measure(ended, records, ["concat_error"], device=device)
+                records.append(replay(before, policy, budget, device=device))
+            table = measure(before, records, ["concat_error"], device=device)
             # rows of a record follow each other
             shape = len(records), trace.n_layers
             values, levels = (

@@ -195,7 +195,7 @@ def kept_agreement(replayed: Iterable[Record], live: Iterable[Record]) -> pl.Dat
 def _key(record: Record) -> tuple[object, ...]:
     params = json.dumps(dict(record.params), sort_keys=True)
     cell = record.trace, record.digest, record.policy, params, record.budget, record.layers
-    return *cell, record.interval, record.prefill, record.compress
+    return *cell, record.schedule
 
 
 def _agreements(replayed: Record, lived: Record) -> Iterator[dict[str, Any]]:

@@ -108,8 +108,7 @@ class Dump:
     def of_record(cls, record: Record, trace: Trace | None = None) -> Dump:
         """Return the kept sets of a replay or a live run. trace: its q, k and v."""
         kept = {row: record.retained(row)[..., : row + 1] for row in record.events}
-        schedule = Schedule(record.interval, record.prefill, record.compress)
-        dump = cls(kept, record.layer_ids, record.trace, trace, record.budget, schedule)
+        dump = cls(kept, record.layer_ids, record.trace, trace, record.budget, record.schedule)
         return dump.checked()
 
     def checked(self) -> Dump:

@@ -125,11 +125,42 @@ def unknown_question(trial: Trial) -> None:
     cut.same(alone, f"compress {compress!r}: the context as a prompt", until=context_len)
 
 
+def chunked_prompt(trial: Trial) -> None:
+    """A chunk is compressed as if the prompt ended there; one chunk is the prompt as ever.
+
+    Half of the trials are compared with the naive replay, the others with other rows.
+    """
+    case, prompt_len = trial.case, trial.case.prompt_len
+    chunk = 1 + trial.salt % prompt_len
+    whole = replace(trial, chunk=prompt_len + trial.salt % 2)
+    same = (whole.replay().evicted_at == trial.record.evicted_at).all()
+    require(same, "a chunk as long as the prompt: other than without chunks")
+    cut = replace(trial, chunk=chunk)
+    if not _has_rule(cut):
+        return
+    if trial.salt // 32 % 2:
+        naive_replay(cut)
+        if True in cut.ways:
+            cut.same(cut.replay(by_row=False).evicted_at, f"chunks of {chunk}: event by event")
+        return
+    end = chunk * (1 + trial.salt // prompt_len % (prompt_len // chunk))  # of one of the chunks
+    past = {name: getattr(case, name)[:, :, :end] for name in "qkv"}
+    short = replace(cut, case=replace(case, prompt_len=end, **past))
+    if trial.policy.scorer.clairvoyant or not _has_rule(short):
+        return
+    later = trial.noise((np.arange(case.n) >= end)[None, None])
+    changed = replace(cut, case=replace(case, **later))
+    cut.same(changed.replay().evicted_at, f"chunks of {chunk}: rows from {end} on", until=end)
+    alone = np.full_like(cut.record.evicted_at, NEVER)
+    alone[:, :, :end] = short.replay().evicted_at
+    cut.same(alone, f"chunks of {chunk}: the first {end} rows as a prompt", until=end)
+
+
 def _has_rule(trial: Trial) -> bool:
     """Whether the policy has a rule for the budget, the context and the length of a trial."""
-    schedule = trial.policy.schedule.override(trial.interval, trial.prefill, trial.compress)
+    trace = trial.case.trace(trial.context_len)
     try:
-        check_cell(trial.case.trace(trial.context_len), trial.policy, trial.budget, None, schedule)
+        check_cell(trace, trial.policy, trial.budget, None, trial.schedule)
     except (BudgetError, PolicyError):
         return False
     return True

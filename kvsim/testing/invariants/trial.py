@@ -34,8 +34,8 @@ class Broken(AssertionError):  # noqa: N818  an outcome of a check, not an error
 class Trial:
     """A policy on a generated trace. `salt` varies what an invariant changes.
 
-    rule: the same policy as a rule of the naive replay, where there is one. context_len, compress:
-    of the trace, and of the schedule.
+    rule: the same policy as a rule of the naive replay, where there is one. context_len, compress,
+    chunk: of the trace, and of the schedule.
     """
 
     policy: Policy
@@ -47,6 +47,7 @@ class Trial:
     rule: loops.Rule | None = None
     context_len: int | None = None
     compress: Literal["prompt", "context", "both"] = "prompt"
+    chunk: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -60,9 +61,14 @@ class Trial:
 
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
-        schedule = self.policy.schedule.override(self.interval, self.prefill, self.compress)
         trace = self.case.trace(self.context_len) if trace is None else trace
-        return run(trace, self.policy, self.budget, schedule, ReplayOptions(**options))
+        return run(trace, self.policy, self.budget, self.schedule, ReplayOptions(**options))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The policy's schedule with what replaces it."""
+        terms = self.interval, self.prefill, self.compress, self.chunk
+        return self.policy.schedule.override(*terms)
 
     @cached_property
     def record(self) -> Record:
@@ -96,6 +102,8 @@ class Trial:
         prompt_len = self.case.prompt_len
         if self.context_len is not None and (self.compress == "context" or row < prompt_len - 1):
             prompt_len = self.context_len  # what the policy takes for the prompt
+        if self.chunk is not None:
+            prompt_len = min(prompt_len, row + 1)
         prompt = int(present[:prompt_len].sum()) if protection.prompt else 0
         first = max(protection.sink, prompt)
         past = present & (np.arange(self.case.n) <= row)
@@ -188,6 +196,7 @@ class Trial:
             o_proj=case.o_proj,
             probe=(case.probe_q, case.probe_k, case.chunks(self.context_len or case.prompt_len)),
             protect=(protect.sink, protect.recent, protect.prompt),
+            chunk=self.chunk,
         )
 
     def noise(self, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:

@@ -91,6 +91,8 @@ class Event:
     n_layers: int = 1
     #: tokens of the whole prompt; `prompt_len` counts the rows of it that this layer has
     whole_prompt: int = 1
+    #: rows between events of the prefill; None for one event
+    chunk: int | None = None
     #: whether the schedule has an event that ends the prefill
     fires_at_prefill: bool = True
     #: what the policy protects whatever its scorer says

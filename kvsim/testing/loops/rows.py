@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,9 +112,12 @@ class _Run:
             return
         layer = events[0]
         n, prefill = layer.logits.shape[1], layer.fires_at_prefill
-        due = event_rows(n, layer.prompt_len, interval=layer.interval, prefill=prefill)
+        fires: dict[str, Any] = {"interval": layer.interval, "prefill": prefill}
+        due, prompt = event_rows(n, layer.prompt_len, chunk=layer.chunk, **fires), layer.prompt_len
         for row in range(n):
             for event in events:
+                if layer.chunk is not None and row in due and row < prompt:
+                    event.prompt_len = event.whole_prompt = row + 1  # all that is known of it
                 event.row, event.prefill = row, row == event.prompt_len - 1
                 _attend_row(event, accumulate=self.rule.accumulates)
             if self.rule.score is not None and row in due:
@@ -274,6 +277,7 @@ def replay(
     probe: tuple[npt.ArrayLike, npt.ArrayLike, Sequence[tuple[int, int, int]]] | None = None,
     protect: tuple[int, int, bool] = (0, 0, False),
     store: Callable[[Event], None] | None = None,
+    chunk: int | None = None,
 ) -> Outcome:
     """Replay a rule on one trace and return when each entry leaves.
 
@@ -282,10 +286,10 @@ def replay(
     layers: which layers evict, all of them by default. rope: (inv_freq, attention_scaling),
     dimension i paired with i + half. o_proj [layer, qhead, dim, hidden]. probe: queries [layer,
     qhead, probe, dim] and keys [layer, head, probe, dim] of rows that repeat the context, and
-    (start, stop, rows) of its
-    chunks. protect: (sink, recent, prompt), protected in
-    addition to what the rule protects. store: called after each row, and the event after it, for
-    each layer; it may change the event's keys, values and logits, as a codec does.
+    (start, stop, rows) of its chunks. protect: (sink, recent, prompt), protected in addition to
+    what the rule protects. store: called after each row, and the event after it, for each layer; it
+    may change the event's keys, values and logits, as a codec does. chunk: rows of the prompt
+    between events.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     if values.shape[:3] != keys.shape[:3]:
@@ -333,6 +337,7 @@ def replay(
             rope=None if rope is None else (tuple(float(f) for f in rope[0]), float(rope[1])),
             n_layers=n_layers,
             whole_prompt=prompt_len,
+            chunk=chunk,
             fires_at_prefill=rule.prefill if prefill is None else prefill,
         )
         for layer in (range(n_layers) if layers is None else layers)
@@ -370,9 +375,21 @@ def _attend_row(event: Event, *, accumulate: bool) -> None:
                     event.received[h][p] += a
 
 
-def event_rows(n: int, prompt_len: int, *, interval: int | None, prefill: bool | None) -> list[int]:
-    """The rows after which events fire: prompt_len - 1 + m * interval, m = 0 after the prefill."""
-    rows = [prompt_len - 1] if prefill in (None, True) else []
+def event_rows(
+    n: int,
+    prompt_len: int,
+    *,
+    interval: int | None,
+    prefill: bool | None,
+    chunk: int | None = None,
+) -> list[int]:
+    """The rows after which events fire: prompt_len - 1 + m * interval, m = 0 after the prefill.
+
+    chunk: rows of the prompt between events before that after the prefill, if there is one.
+    """
+    rows = []
+    if prefill in (None, True):
+        rows = [*range((chunk or n) - 1, prompt_len - 1, chunk or n), prompt_len - 1]
     if interval is not None:
         rows += range(prompt_len - 1 + interval, n, interval)
     return rows
