@@ -196,6 +196,9 @@ class Scorer(Piece, ABC):
     per_row: ClassVar[bool] = False
     #: reads values as such, which latents are before their projection to heads
     reads_values: ClassVar[bool] = False
+    #: copies of the keys that a score makes; 0 where it reads attention alone, neither keys nor
+    #: values
+    copies: ClassVar[int] = 4
 
     @property
     def rows(self) -> int:
@@ -285,6 +288,7 @@ class Wrapper(Scorer):
     clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
     least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
     reads_values: ClassVar[Any] = property(attrgetter("scorer.reads_values"))
+    copies: ClassVar[Any] = property(attrgetter("scorer.copies"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
     remark: ClassVar[Any] = property(attrgetter("scorer.remark"))

@@ -328,7 +328,8 @@ class View:
         total = z.logsumexp(-1, keepdim=True)
         if self.formula.sinks:
             total = total.logaddexp(self.formula.sink(z, z.shape[1])[..., None, None])
-        return (z - total).masked_fill_(z == -torch.inf, -torch.inf)
+        hidden = z == -torch.inf
+        return z.sub_(total).masked_fill_(hidden, -torch.inf)
 
     def received(self) -> Tensor:
         """Attention each entry received since the last event that acted on its layer; [L, H, n].

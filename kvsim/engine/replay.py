@@ -216,6 +216,7 @@ def _replay(
             of_event = choice.plans()
             plans += of_event if names is True else [x.brief(names) for x in of_event]
         block.apply(choice)
+        del choice  # the next event's attention takes its place
     evicted_at = block.evicted_at.cpu().numpy()
     if run.rows is None:
         return evicted_at, plans

@@ -95,6 +95,7 @@ class TraceSource:
         self.rope, self.formula = trace.ropes[layers[0]], trace.formulas[layers[0]]
         self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
+        self._full, self._full_start = (self._window, self._window), trace.n_pos
         self.memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
         self._poison = poison
@@ -172,18 +173,16 @@ class TraceSource:
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""
-        first, output, lse = self._full
-        if start < first:
-            self._trace.full(self._runs[0], slice(start, stop))  # its error names what is left out
+        first = self._full_start
+        if start < first:  # later rows are read next
+            parts = (self._trace.full(run, slice(start, None)) for run in self._runs)
+            output, lse = (
+                self._grouped(_together([part.to(self._device) for part in array]))
+                for array in zip(*parts, strict=True)
+            )
+            self._full, self._full_start, first = (output, lse), start, start
+        output, lse = self._full
         return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
-
-    @cached_property
-    def _full(self) -> tuple[int, Tensor, Tensor]:
-        """The first row, behind those that are left out, and full attention from there on."""
-        first = 0 if self._trace.left_out is None else self._trace.left_out[1]
-        arrays = zip(*(self._trace.full(x, slice(first, None)) for x in self._runs), strict=True)
-        output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
-        return first, self._grouped(output), self._grouped(lse)
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Hold all positions still; with `poison`, those that left [L, H, T] become NaN."""

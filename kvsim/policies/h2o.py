@@ -54,6 +54,8 @@ class H2O(Scorer):
 class ObservedAttention(Scorer):
     """kvpress's average: attention received in this forward / rows that could give it."""
 
+    copies = 0
+
     def score(self, view: View) -> Tensor:
         """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""
         group = view.queries(1).shape[2]
