@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import compute_dtype
 from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.threads import threads_for
-from kvsim.recorder.hooks import KernelCall
+from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options
@@ -138,7 +138,7 @@ def _memory(session: Session, call: KernelCall, work: ModelWork) -> float:
     """Return the most bytes at once, besides the weights.
 
     That is the cache, blocks that are not full, and the most of what one layer takes: of its kernel
-    over a mask (keys and values once for each query head, and the mask itself), of the recorder
+    over a mask (repeated keys and values of query heads, and the mask itself), of the recorder
     (keys and values as it computes and stores them, and differences of all rows), of its MLP, of
     logits, and of output projections as they are stored.
     """
@@ -150,7 +150,9 @@ def _memory(session: Session, call: KernelCall, work: ModelWork) -> float:
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
     cache = n * work.layers * kv_heads * entry * item
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
-    repeated = n * heads * entry * item if heads > kv_heads else 0
+    of_head = n * heads // kv_heads * entry * item
+    most = of_head * kv_heads if eager else max(of_head, REPEATED)
+    repeated = min(of_head * kv_heads, most) if heads > kv_heads else 0
     masked = rows * n * (1 + item) + repeated if session.chunk < n or eager else 0
     kernel = of_rows * item + masked + 8 * heads * rows * n * eager
     copied = n * kv_heads * (entry * narrow + dim * bool(session.options.store_dtype)) * wide
