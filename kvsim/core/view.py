@@ -8,7 +8,7 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 from kvsim.core.attention import Formula, Reduction, Rope, reduce_group
@@ -60,6 +60,10 @@ class View:
         self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
         # what the scorer itself protects; a function of the view, which must not hold itself
         self._scorer_protects: Callable[[View], Tensor] = lambda view: torch.zeros_like(view.live)
+
+    def parts(self) -> Iterator[View]:
+        """Views of the layers that are held at once, one after the other; itself of all of them."""
+        yield self
 
     def note_scorer(self, protects: Callable[[View], Tensor]) -> None:
         """Note how the scorer's own protection follows from a view, for `scorer_protected`."""

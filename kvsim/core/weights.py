@@ -89,8 +89,9 @@ def by_heads(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     flat = [x.flatten(0, 1) for x in tensors]
     size = max(x[:1].numel() * x.element_size() for x in flat)
     parts = zip(*(x.split(max(1, LOGIT_BYTES // max(1, size))) for x in flat), strict=True)
-    out = [compute(*(x.unsqueeze(0) for x in part))[0] for part in parts]
-    return torch.cat(out).unflatten(0, tensors[0].shape[:2])
+    heads = torch.cat([compute(*(x.unsqueeze(0) for x in part))[0] for part in parts])
+    out: Tensor = heads.unflatten(0, tensors[0].shape[:2])
+    return out
 
 
 def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:

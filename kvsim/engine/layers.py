@@ -19,6 +19,9 @@ from kvsim.errors import MemoryLimitError, PolicyError
 #: Bytes of keys, values and working space that one block of layers may take by default.
 DEFAULT_MEMORY = 2 << 30
 
+# Bytes of an entry where layers are scored apart: its position, its score, its place, and masks.
+_OF_ENTRY = 48
+
 
 def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The layers to replay, as indices in the trace; by default all that see the whole text."""
@@ -117,18 +120,20 @@ def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
     MemoryLimitError where not even one does.
     """
     limit = DEFAULT_MEMORY if memory is None else memory
-    layers, subject = 1, "one layer of this trace needs"
-    if policy.across_layers:
+    layers, subject, fixed = 1, "one layer of this trace needs", 4 * LOGIT_BYTES  # a block of rows
+    if policy.apart:  # entries of all layers, their positions and scores
+        fixed += sharing(trace) * trace.n_heads * trace.n_pos * _OF_ENTRY
+    elif policy.across_layers:
         layers = sharing(trace)
         shared = "a budget" if policy.layer_budgets.across_layers else "a ranking"
         subject = f"{policy.name} shares {shared} over all layers, which need"
-    need = layers * _layer_bytes(trace, policy) + 4 * LOGIT_BYTES  # with one block of rows
-    if need > limit:
+    need = layers * _layer_bytes(trace, policy)
+    if need + fixed > limit:
         raise MemoryLimitError(
-            f"{subject} {need / 2**20:.0f} MiB to replay, the memory budget is "
-            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MiB"
+            f"{subject} {(need + fixed) / 2**20:.0f} MiB to replay, the memory budget is "
+            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-(need + fixed) // 2**20)}MiB"
         )
-    return layers * max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
+    return layers * int((limit - fixed) // need)
 
 
 @dataclass(frozen=True)

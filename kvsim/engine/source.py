@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -69,6 +69,7 @@ class TraceSource:
         layers: their indices in it.
         device: where to compute.
         most: bytes that the trace may keep for later replays.
+        each: how many layers are held at once, which `parts` has; all by default.
         poison: overwrite keys and values with NaN as soon as their entry has left, for tests.
 
     Raises:
@@ -86,6 +87,7 @@ class TraceSource:
         device: torch.device,
         *,
         most: int = MEMO_BYTES,
+        each: int | None = None,
         poison: bool = False,
     ) -> None:
         for layer in layers:
@@ -100,6 +102,7 @@ class TraceSource:
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
         self._poison = poison
         self._place, self._most = (tuple(layers), str(device)), most
+        self._each = each or len(layers)
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device, to which it is moved as it is stored."""
@@ -112,10 +115,22 @@ class TraceSource:
             return compute()
         return self._trace.memo((*key, self._place), compute, self._most)
 
+    @property
+    def apart(self) -> bool:
+        """Whether not all layers are held at once."""
+        return self._each < len(self._place[0])
+
+    def parts(self) -> Iterator[tuple[slice, TraceSource]]:
+        """Places of the layers that are held at once, and their source, one after the other."""
+        layers = self._place[0]
+        for first in range(0, len(layers), self._each):
+            part = slice(first, first + self._each)
+            yield part, TraceSource(self._trace, layers[part], self._device, most=self._most)
+
     @cached_property
     def keys(self) -> Tensor:
-        """[L, H, T, d]."""
-        return self._read("k")
+        """[L, H, T, d]; T is 0 where not all layers are held at once, and `parts` have them."""
+        return self._read("k", slice(0, 0) if self.apart else _ALL)
 
     @cached_property
     def values(self) -> Tensor:

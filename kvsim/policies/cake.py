@@ -97,7 +97,9 @@ class CakeBudgets(LayerBudgets):
         cap = view.count.sum(-1) // view.count.shape[-1]  # entries of a head
         floor = cap.clamp(max=view.setting.protected)
         total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
-        return apportion(total, preferences(view, self.window, self.tau1, self.tau2), floor, cap)
+        shape = self.window, self.tau1, self.tau2
+        weights = torch.cat([preferences(part, *shape) for part in view.parts()])
+        return apportion(total, weights, floor, cap)
 
     def flops(self, event: Event) -> Flops:
         """Entropy (2) and variance (3) of the attention that the score has computed."""

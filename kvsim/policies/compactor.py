@@ -109,7 +109,8 @@ def leverage(keys: Tensor) -> Tensor:
         x = x - x.mean(2, keepdim=True)
         gram = x.mT @ x
         gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
-        return ((x @ torch.linalg.inv(gram)) * x).sum(-1)
+        out: Tensor = ((x @ torch.linalg.inv(gram)) * x).sum(-1)
+        return out
 
     return by_heads(of_heads, keys)
 

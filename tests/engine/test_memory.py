@@ -2,8 +2,10 @@
 
 import json
 import subprocess
+import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,9 +151,10 @@ def test_replays_take_no_more_than_is_counted(tmp_path, warm_python):
 
 
 def test_a_layer_of_32768_tokens_fits_the_default_memory():
-    """Every policy that goes layer by layer replays the heads of Llama-3.1-8B within 2 GiB."""
+    """Policies that go layer by layer, and CAKE, replay Llama-3.1-8B's heads within 2 GiB."""
     shapes = {"o_proj": (1, 32, 128, 4096), "probe_q": (1, 32, 34_000, 128), "attn_out": (1,)}
-    size = {"n_qheads": 32, "n_pos": 32_768 + 1024, "dim": 128, "value_dim": 128, "owners": (0,)}
+    size = {"n_qheads": 32, "n_pos": 32_768 + 1024, "dim": 128, "value_dim": 128}
+    size |= {"owners": range(32), "windowed": ()}
     size |= {
         "dtype": torch.float32,
         "has": lambda _: True,
@@ -163,9 +166,36 @@ def test_a_layer_of_32768_tokens_fits_the_default_memory():
             policy = kvsim.policy(name)
         except PolicyError:  # needs a scorer, or a calibration
             continue
-        if not policy.across_layers:
+        if policy.apart or not policy.across_layers:
             trace = SimpleNamespace(**size, n_heads=32 if policy.per_query_head else 8)
             fitting.append(layers_per_block(trace, policy, 2 << 30))
 
     assert len(fitting) > 60
     assert min(fitting) >= 1
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_layers_that_share_a_budget_are_scored_apart(each, monkeypatch):
+    """Kept sets, scores and budgets are those of all layers together, bit for bit."""
+    trace = random_trace(layers=5, heads=2, n=160, dim=16)
+    options = {"interval": 40, "prefill": True, "internals": True}
+    cake = kvsim.policy("cake", window=8, decoding=True)
+    together = kvsim.replay(trace, cake, 40, **options)
+
+    read, stored = [], kvsim.Trace.stored
+
+    def noted(*args):
+        part = stored(*args)
+        read.append(len(part) * bool(part.numel()))
+        return part
+
+    monkeypatch.setattr(sys.modules["kvsim.engine.replay"], "layers_per_block", lambda *_: each)
+    monkeypatch.setattr(kvsim.Trace, "stored", noted)
+    apart = kvsim.replay(trace, cake, 40, **options)
+
+    assert max(read) == each
+    assert np.array_equal(apart.evicted_at, together.evicted_at)
+    assert len({tuple(plans.budgets) for plans in apart.internals}) > 1
+    for mine, expected in zip(apart.internals, together.internals, strict=True):
+        assert np.array_equal(mine.budgets, expected.budgets)
+        assert np.array_equal(mine.scores, expected.scores, equal_nan=True)
