@@ -396,21 +396,17 @@ def _sparing(original: Kernel) -> Kernel:
         value: Tensor,
         mask: Any,
         *args: Any,
-        **x: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         (_, heads, rows, _), group = key.shape, query.shape[1] // key.shape[1]
         each = max(1, REPEATED * heads // max(1, group * (key.nbytes + value.nbytes)))
         whole = mask is None or each >= heads or group == 1 or query.device.type != "cpu"
-        if whole or rows == 1 or x.get("position_bias") is not None:
-            return original(module, query, key, value, mask, *args, **x)
-        queries, keys, values = (
-            query.split(each * group, 1),
-            key.split(each, 1),
-            value.split(each, 1),
-        )
+        if whole or rows == 1 or options.get("position_bias") is not None:
+            return original(module, query, key, value, mask, *args, **options)
+        keys, values = key.split(each, 1), value.split(each, 1)
         masks = [mask] * len(keys) if mask.shape[1] == 1 else mask.split(each * group, 1)
-        parts = zip(queries, keys, values, masks, strict=True)
-        return torch.cat([original(module, *part, *args, **x)[0] for part in parts], 2), None
+        parts = zip(query.split(each * group, 1), keys, values, masks, strict=True)
+        return torch.cat([original(module, *part, *args, **options)[0] for part in parts], 2), None
 
     return kernel
 

@@ -84,9 +84,8 @@ class Judge:
     @cached_property
     def _room(self) -> int:
         """Bytes of the memory beside the full cache and a layer's own copy, a quarter at least."""
-        entries = [
-            k.nbytes + v.nbytes for k, v in zip(self._full.keys, self._full.values, strict=True)
-        ]
+        pairs = zip(self._full.keys, self._full.values, strict=True)
+        entries = [keys.nbytes + values.nbytes for keys, values in pairs]
         return max(self._memory // 4, self._memory - sum(entries) - max(entries))
 
     def check(self) -> None:
