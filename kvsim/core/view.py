@@ -277,8 +277,7 @@ class View:
 
         Args:
             key: the kind of result, and all that it depends on beside the layers.
-            compute: returns one or several tensors, which must not be written to, of fixed rows or
-                of a cache that nothing has left.
+            compute: returns tensors, not to be written to, of fixed rows or of the full cache.
         """
         return self._source.lasting(key, compute)
 
@@ -319,9 +318,7 @@ class View:
         if size not in self._windows:
             self._windows[size] = self.rows(self.first(size), self.row + 1)
         window = self._share("attn", self._windows[size])
-        if size > last:
-            window = window[..., max(0, window.shape[-2] - last) :, :]
-        return reduce_group(window, group)
+        return reduce_group(window[..., max(0, window.shape[-2] - last) :, :], group)
 
     def log_attn(self, last: int) -> Tensor:
         """The logarithm of `attn` in float64, which does not underflow; [L, H, G, w, n].
@@ -398,8 +395,7 @@ class View:
 
         Not memoised: for many rows, a block at a time.
         """
-        if stop > self.row + 1:
-            self._look(stop)
+        self._look(stop)
         return self._rows(start, stop, seen, weigh=True)
 
     def _rows(
@@ -429,9 +425,8 @@ class View:
             after = self._rounded_after.gather(-1, self.pos.clamp(min=0))[layers, :, :seen]
             before = exact.flatten(0, 1), after.flatten(0, 1)
         # the first slot that may hold an entry which a row is too old to see; positions ascend
-        younger, slots = self._entries.stop - 1 - start, k.shape[1]
-        first = min(slots, max(0, self.pos.shape[-1] - younger))
-        padded = self._padded
+        younger, padded = self._entries.stop - 1 - start, self._padded
+        first = min(k.shape[1], max(0, self.pos.shape[-1] - younger))
         out = row_weights(
             *(q, k, self.formula, row, pos[:, first:], n_layers),
             live=live if padded else None,
