@@ -7,6 +7,7 @@ numbers), d head dimension, T positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 
 from kvsim.core.lazy import Tensor, torch
 
@@ -34,7 +35,6 @@ class Entries:
         self.live = self.pos >= 0
         self.count = self.pos.new_zeros(layers, heads)
         self.padded, self.stop = False, 0
-        self._head = torch.arange(layers * heads, device=like.device).view(layers, heads, 1)
         self.columns = {name: like.new_empty(layers, heads, 0) for name in columns}
         self.aligned = True  # slot i is row i of the source's arrays, as long as nothing left
 
@@ -49,6 +49,13 @@ class Entries:
         for name, value in self._initial.items():
             column = self.columns[name]
             self.columns[name] = torch.cat([column, column.new_full(shape, value)], dim=-1)
+
+    def of_layers(self, layers: slice) -> Entries:
+        """The table of some layers, to read."""
+        part = copy(self)
+        part.pos, part.live, part.count = (x[layers] for x in (self.pos, self.live, self.count))
+        part.columns = {name: column[layers] for name, column in self.columns.items()}
+        return part
 
     def compress(self, keep: Tensor) -> Tensor:
         """Keep the entries marked in keep [L, H, n]; pads go to the left again.
@@ -75,7 +82,9 @@ class Entries:
         Of pads it is the first position of the head.
         """
         pos = self.pos.clamp(min=0) if self.padded else self.pos
-        return self._head * total + pos
+        layers, heads, _ = pos.shape
+        head = torch.arange(layers * heads, device=pos.device).view(layers, heads, 1)
+        return head * total + pos
 
     @property
     def whole(self) -> bool:

@@ -194,11 +194,12 @@ class Scorer(Piece, ABC):
     _rule: ClassVar[str] = "score"
     #: carried with each entry: name -> value of an entry that has no history
     columns: ClassVar[Mapping[str, float]] = {}
-    #: scores an entry from the last row and its own columns alone, so that rows can be replayed in
-    #: blocks in which evicted entries remain as holes
+    #: scores by the last row and columns alone: in blocks of rows, evicted entries remain as holes
     per_row: ClassVar[bool] = False
     #: reads values as such, which latents are before their projection to heads
     reads_values: ClassVar[bool] = False
+    #: copies of the keys that a score makes; 0 of attention alone, without keys and values
+    copies: ClassVar[int] = 4
 
     @property
     def rows(self) -> int:
@@ -265,10 +266,7 @@ class Scorer(Piece, ABC):
 
 @dataclass(frozen=True)
 class Wrapper(Scorer):
-    """A scorer around another, whose needs, columns and protection it has.
-
-    Subclasses define `score` and add their own parameters.
-    """
+    """A scorer around another, whose needs it has; subclasses add `score` and parameters."""
 
     scorer: Scorer
 
@@ -288,6 +286,7 @@ class Wrapper(Scorer):
     clairvoyant: ClassVar[Any] = property(attrgetter("scorer.clairvoyant"))
     least_rows: ClassVar[Any] = property(attrgetter("scorer.least_rows"))
     reads_values: ClassVar[Any] = property(attrgetter("scorer.reads_values"))
+    copies: ClassVar[Any] = property(attrgetter("scorer.copies"))
     across_layers: ClassVar[Any] = property(attrgetter("scorer.across_layers"))
     check: ClassVar[Any] = property(attrgetter("scorer.check"))
     remark: ClassVar[Any] = property(attrgetter("scorer.remark"))

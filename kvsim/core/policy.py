@@ -192,6 +192,14 @@ class Policy(Displayed):
         return shared or self.scorer.across_layers
 
     @property
+    def apart(self) -> bool:
+        """Whether layers that share a budget are scored apart, and no more than numbers of each."""
+        within = not self.scorer.across_layers and isinstance(self.allocator, Uniform)
+        return (
+            within and self.codec is None and not self.foreign and self.layer_budgets.across_layers
+        )
+
+    @property
     def bounds(self) -> frozenset[str]:
         """What the budget bounds; empty where it has no effect.
 

@@ -8,7 +8,7 @@ n entries (left-padded where heads hold different numbers), d head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 from kvsim.core.attention import Formula, Reduction, Rope, reduce_group
@@ -60,6 +60,10 @@ class View:
         self.budget = torch.full_like(layers, setting.budget).unsqueeze(-1)
         # what the scorer itself protects; a function of the view, which must not hold itself
         self._scorer_protects: Callable[[View], Tensor] = lambda view: torch.zeros_like(view.live)
+
+    def parts(self) -> Iterator[View]:
+        """Views of the layers that are held at once, one after the other; itself of all of them."""
+        yield self
 
     def note_scorer(self, protects: Callable[[View], Tensor]) -> None:
         """Note how the scorer's own protection follows from a view, for `scorer_protected`."""
@@ -274,8 +278,7 @@ class View:
 
         Args:
             key: the kind of result, and all that it depends on beside the layers.
-            compute: returns one or several tensors, which must not be written to, of fixed rows or
-                of a cache that nothing has left.
+            compute: returns tensors, not to be written to, of fixed rows or of the full cache.
         """
         return self._source.lasting(key, compute)
 
@@ -316,9 +319,7 @@ class View:
         if size not in self._windows:
             self._windows[size] = self.rows(self.first(size), self.row + 1)
         window = self._share("attn", self._windows[size])
-        if size > last:
-            window = window[..., max(0, window.shape[-2] - last) :, :]
-        return reduce_group(window, group)
+        return reduce_group(window[..., max(0, window.shape[-2] - last) :, :], group)
 
     def log_attn(self, last: int) -> Tensor:
         """The logarithm of `attn` in float64, which does not underflow; [L, H, G, w, n].
@@ -329,7 +330,8 @@ class View:
         total = z.logsumexp(-1, keepdim=True)
         if self.formula.sinks:
             total = total.logaddexp(self.formula.sink(z, z.shape[1])[..., None, None])
-        return (z - total).masked_fill_(z == -torch.inf, -torch.inf)
+        hidden = z == -torch.inf
+        return z.sub_(total).masked_fill_(hidden, -torch.inf)
 
     def received(self) -> Tensor:
         """Attention each entry received since the last event that acted on its layer; [L, H, n].
@@ -424,9 +426,8 @@ class View:
             after = self._rounded_after.gather(-1, self.pos.clamp(min=0))[layers, :, :seen]
             before = exact.flatten(0, 1), after.flatten(0, 1)
         # the first slot that may hold an entry which a row is too old to see; positions ascend
-        younger, slots = self._entries.stop - 1 - start, k.shape[1]
-        first = min(slots, max(0, self.pos.shape[-1] - younger))
-        padded = self._padded
+        younger, padded = self._entries.stop - 1 - start, self._padded
+        first = min(k.shape[1], max(0, self.pos.shape[-1] - younger))
         out = row_weights(
             *(q, k, self.formula, row, pos[:, first:], n_layers),
             live=live if padded else None,

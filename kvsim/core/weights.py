@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvsim.core.attention import Formula, softmax
 from kvsim.core.lazy import Tensor, torch
@@ -79,6 +79,19 @@ def row_grid(start: int, stop: int, size: int = 0) -> Iterator[tuple[int, int]]:
         border = min((start // step + 1) * step, stop)
         yield start, border
         start = border
+
+
+def by_heads(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute something of tensors [L, H, ...], as many heads at once as `LOGIT_BYTES` hold.
+
+    compute: takes parts of the tensors, [1, h, ...], and returns [1, h, ...].
+    """
+    flat = [x.flatten(0, 1) for x in tensors]
+    size = max(x[:1].numel() * x.element_size() for x in flat)
+    parts = zip(*(x.split(max(1, LOGIT_BYTES // max(1, size))) for x in flat), strict=True)
+    heads = torch.cat([compute(*(x.unsqueeze(0) for x in part))[0] for part in parts])
+    out: Tensor = heads.unflatten(0, tensors[0].shape[:2])
+    return out
 
 
 def _parts(of: Tensor) -> Iterator[tuple[slice, slice]]:

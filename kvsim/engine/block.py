@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from operator import attrgetter
@@ -16,6 +16,7 @@ from kvsim.core.record import Plans
 from kvsim.core.select import select
 from kvsim.core.storing import advance, round_marked
 from kvsim.core.view import Setting, Source, View
+from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, PolicyError, ScoreError
 from kvsim.schema import GUIDE, NEVER
 
@@ -81,8 +82,32 @@ class EventView(View):
     def budget(self, budget: Tensor) -> None:
         self._budget = budget
 
+    @property
+    def _apart(self) -> bool:
+        return isinstance(self._source, TraceSource) and self._source.apart
+
+    def parts(self) -> Iterator[View]:
+        """Views of the layers that are held at once, one after the other; itself of all of them."""
+        if not self._apart:
+            yield self
+        elif isinstance(self._source, TraceSource):
+            for layers, source in self._source.parts():
+                yield self._part(layers, source)
+
+    def _part(self, layers: slice, source: Source) -> EventView:
+        entries, since = self._entries.of_layers(layers), self._since[layers]
+        view = EventView(
+            *(source, entries, self.setting), row=self.row, since=since, layers=self.layers[layers]
+        )
+        view.budget = self._budget[layers]
+        return view
+
     def scored(self, scorer: Scorer) -> Scores:
         """Return the scores of a scorer, which must not be written to."""
+        if self._apart:
+            parts = [Scores.of(part.scored(scorer)) for part in self.parts()]
+            of_all = {x: torch.cat([part.columns[x] for part in parts]) for x in parts[0].columns}
+            return Scores(torch.cat([part.values for part in parts]), of_all)
         if not self._entries.whole or self.setting.guarded:
             return Scores.of(scorer.score(self))
         setting, before = self.setting, self._reads_budget

@@ -12,11 +12,15 @@ from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES
 from kvsim.engine.depth import Descent
+from kvsim.engine.rows import ROWS
 from kvsim.engine.source import check_unwindowed, longest_unmasked, windows
 from kvsim.errors import MemoryLimitError, PolicyError
 
-#: Bytes of keys, queries and working space that one block of layers may take by default.
+#: Bytes of keys, values and working space that one block of layers may take by default.
 DEFAULT_MEMORY = 2 << 30
+
+# Bytes of an entry where layers are scored apart: its position, its score, its place, and masks.
+_OF_ENTRY = 48
 
 
 def replayed(trace: Trace, layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -78,25 +82,30 @@ def _check_together(trace: Trace, policy: Policy, chosen: Sequence[int]) -> None
 
 
 def _layer_bytes(trace: Trace, policy: Policy) -> int:
-    """Bytes of q, k, v of a layer and its working space, without those of a block of rows."""
-    item = trace.dtype.itemsize
-    copies = 2 if policy.codec is None else 4  # of keys and values, which a codec overwrites
-    # layers that read the entries of one are scored with it
-    n_qheads = trace.n_qheads * max(map(trace.owners.count, trace.owners))
-    entry = trace.dim + trace.value_dim
-    stored = (n_qheads * trace.dim + copies // 2 * trace.n_heads * entry) * trace.n_pos * item
-    # keys and values as gathered for the largest event, and as a scorer rearranges them (pre-RoPE,
-    # in another order); logits, mask and attention of the window; projections in two layouts
-    # and copies for a policy of the user's own
-    event = (2 + policy.foreign) * trace.n_heads * trace.n_pos * entry * item
-    event += (3 + policy.foreign) * n_qheads * min(policy.rows, trace.n_pos) * trace.n_pos * item
-    if "o_proj" in policy.scorer.needs and trace.has("o_proj"):
-        event += 2 * math.prod(trace.source.shapes["o_proj"][1:]) * item
-    if "probe_q" in policy.scorer.needs and trace.has("probe_q"):
-        event += (
-            (trace.n_qheads + trace.n_heads) * trace.source.shapes["probe_q"][2] * trace.dim * item
-        )
-    return stored + event
+    """Bytes of the keys and values of a layer and of its events, without those of blocks of rows.
+
+    Keys and values are those of all positions, and as gathered for an event, at most as many.
+    """
+    scorer, keys = policy.scorer, trace.n_heads * trace.dim
+    copies = 0 if scorer.per_row else scorer.copies
+    numbers = (2 + copies + policy.foreign) * keys
+    if copies:
+        numbers += 2 * trace.n_heads * trace.value_dim
+    if policy.codec is not None:  # overwrites copies
+        numbers += 2 * trace.n_heads * (trace.dim + trace.value_dim)
+    # layers that read the entries of one are scored with it; attention of the window, which a
+    # policy of the user's own may copy, and what it is reduced to, some of it in float64
+    rows = min(max(policy.rows, ROWS * scorer.per_row), trace.n_pos) * (1 + policy.foreign) + 8
+    numbers += trace.n_qheads * max(map(trace.owners.count, trace.owners)) * rows
+    if scorer.clairvoyant and not trace.has("attn_out"):  # full attention is computed at once
+        numbers += trace.n_qheads * (trace.dim + 2 * trace.value_dim)
+    numbers *= trace.n_pos
+    if "o_proj" in scorer.needs and trace.has("o_proj"):  # in two layouts
+        numbers += 2 * math.prod(trace.source.shapes["o_proj"][1:])
+    if "probe_q" in scorer.needs and trace.has("probe_q"):
+        heads = trace.n_qheads + trace.n_heads
+        numbers += heads * trace.source.shapes["probe_q"][2] * trace.dim
+    return numbers * trace.dtype.itemsize
 
 
 def replay_bytes(trace: Trace, policy: Policy, layers: int, memory: int | None) -> int:
@@ -106,23 +115,25 @@ def replay_bytes(trace: Trace, policy: Policy, layers: int, memory: int | None) 
 
 
 def layers_per_block(trace: Trace, policy: Policy, memory: int | None) -> int:
-    """How many layers fit the memory budget with q, k, v and working space.
+    """How many layers fit the memory budget with keys, values and working space.
 
     MemoryLimitError where not even one does.
     """
     limit = DEFAULT_MEMORY if memory is None else memory
-    layers, subject = 1, "one layer of this trace needs"
-    if policy.across_layers:
+    layers, subject, fixed = 1, "one layer of this trace needs", 4 * LOGIT_BYTES  # a block of rows
+    if policy.apart:  # entries of all layers, their positions and scores
+        fixed += sharing(trace) * trace.n_heads * trace.n_pos * _OF_ENTRY
+    elif policy.across_layers:
         layers = sharing(trace)
         shared = "a budget" if policy.layer_budgets.across_layers else "a ranking"
         subject = f"{policy.name} shares {shared} over all layers, which need"
-    need = layers * _layer_bytes(trace, policy) + 4 * LOGIT_BYTES  # with one block of rows
-    if need > limit:
+    need = layers * _layer_bytes(trace, policy)
+    if need + fixed > limit:
         raise MemoryLimitError(
-            f"{subject} {need / 2**20:.0f} MiB to replay, the memory budget is "
-            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-need // 2**20)}MiB"
+            f"{subject} {(need + fixed) / 2**20:.0f} MiB to replay, the memory budget is "
+            f"{limit / 2**20:.0f} MiB; give at least --memory {-(-(need + fixed) // 2**20)}MiB"
         )
-    return layers * max(1, int((limit - 4 * LOGIT_BYTES) // (need - 4 * LOGIT_BYTES)))
+    return layers * int((limit - fixed) // need)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remark, whole
 from kvsim.engine.depth import descend, recorded
-from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, replayed, runs
+from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, ended, isolated, read_together
@@ -207,7 +207,8 @@ def _replay(
     setting, context = replace(setting, **future), [replace(x, **future) for x in context]
     most = MEMO_BYTES if options.memory is None else options.memory // 16
     device, poison = torch.device(options.device), options.poison
-    source = TraceSource(part, places, device, most=most, poison=poison)
+    each = layers_per_block(part, policy, options.memory) if policy.apart and not poison else None
+    source = TraceSource(part, places, device, most=most, each=each, poison=poison)
     layers = torch.tensor(run.layers, device=device)
     block = Block(source, policy, setting, layers, context=context)
     plans: list[Plans] = []
@@ -222,6 +223,7 @@ def _replay(
             of_event = choice.plans()
             plans += of_event if names is True else [x.brief(names) for x in of_event]
         block.apply(choice)
+        del choice  # the next event's attention takes its place
     evicted_at = block.evicted_at.cpu().numpy()
     if run.rows is None:
         return evicted_at, plans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
@@ -75,6 +75,7 @@ class TraceSource:
         layers: their indices in it.
         device: where to compute.
         most: bytes that the trace may keep for later replays.
+        each: how many layers are held at once, which `parts` has; all by default.
         poison: overwrite keys and values with NaN as soon as their entry has left, for tests.
 
     Raises:
@@ -92,6 +93,7 @@ class TraceSource:
         device: torch.device,
         *,
         most: int = MEMO_BYTES,
+        each: int | None = None,
         poison: bool = False,
     ) -> None:
         for layer in layers:
@@ -101,10 +103,12 @@ class TraceSource:
         self.rope, self.formula = trace.ropes[layers[0]], trace.formulas[layers[0]]
         self.positions, self.n_rows = trace.positions.to(device), trace.n_pos
         self._window, self._window_start = torch.empty(0, 0, 0, 0), 0
+        self._full, self._full_start = (self._window, self._window), trace.n_pos
         self.memo: dict[Hashable, Any] = {}
         self._exact_keys: Tensor | None = None  # once keys and values are copies to overwrite
         self._poison = poison
         self._place, self._most = (tuple(layers), str(device)), most
+        self._each = each or len(layers)
 
     def _read(self, name: str, pos: slice = _ALL) -> Tensor:
         """An array of the layers on the device, to which it is moved as it is stored."""
@@ -117,10 +121,22 @@ class TraceSource:
             return compute()
         return self._trace.memo((*key, self._place), compute, self._most)
 
+    @property
+    def apart(self) -> bool:
+        """Whether not all layers are held at once."""
+        return self._each < len(self._place[0])
+
+    def parts(self) -> Iterator[tuple[slice, TraceSource]]:
+        """Places of the layers that are held at once, and their source, one after the other."""
+        layers = self._place[0]
+        for first in range(0, len(layers), self._each):
+            part = slice(first, first + self._each)
+            yield part, TraceSource(self._trace, layers[part], self._device, most=self._most)
+
     @cached_property
     def keys(self) -> Tensor:
-        """[L, H, T, d]."""
-        return self._read("k")
+        """[L, H, T, d]; T is 0 where not all layers are held at once, and `parts` have them."""
+        return self._read("k", slice(0, 0) if self.apart else _ALL)
 
     @cached_property
     def values(self) -> Tensor:
@@ -178,18 +194,16 @@ class TraceSource:
 
     def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Attention output [L, H, G, stop - start, d] of the full cache, and its log-sum-exp."""
-        first, output, lse = self._full
-        if start < first:
-            self._trace.full(self._runs[0], slice(start, stop))  # its error names what is left out
+        first = self._full_start
+        if start < first:  # later rows are read next
+            parts = (self._trace.full(run, slice(start, None)) for run in self._runs)
+            output, lse = (
+                self._grouped(_together([part.to(self._device) for part in array]))
+                for array in zip(*parts, strict=True)
+            )
+            self._full, self._full_start, first = (output, lse), start, start
+        output, lse = self._full
         return output[..., start - first : stop - first, :], lse[..., start - first : stop - first]
-
-    @cached_property
-    def _full(self) -> tuple[int, Tensor, Tensor]:
-        """The first row, behind those that are left out, and full attention from there on."""
-        first = 0 if self._trace.left_out is None else self._trace.left_out[1]
-        arrays = zip(*(self._trace.full(x, slice(first, None)) for x in self._runs), strict=True)
-        output, lse = (_together([part.to(self._device) for part in array]) for array in arrays)
-        return first, self._grouped(output), self._grouped(lse)
 
     def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
         """Hold all positions still; with `poison`, those that left [L, H, T] become NaN."""

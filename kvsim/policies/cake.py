@@ -34,6 +34,7 @@ from kvsim.core.parameters import Above, AtLeast, Finite, Odd
 from kvsim.core.policy import LayerBudgets
 from kvsim.core.select import apportion
 from kvsim.core.view import View
+from kvsim.core.weights import by_heads
 from kvsim.policies.window import Windowed, before_window, over_heads, pooling_flops, smooth
 
 
@@ -96,7 +97,9 @@ class CakeBudgets(LayerBudgets):
         cap = view.count.sum(-1) // view.count.shape[-1]  # entries of a head
         floor = cap.clamp(max=view.setting.protected)
         total = torch.full_like(cap[0], len(cap) * budget).clamp(max=cap.sum())
-        return apportion(total, preferences(view, self.window, self.tau1, self.tau2), floor, cap)
+        shape = self.window, self.tau1, self.tau2
+        weights = torch.cat([preferences(part, *shape) for part in view.parts()])
+        return apportion(total, weights, floor, cap)
 
     def flops(self, event: Event) -> Flops:
         """Entropy (2) and variance (3) of the attention that the score has computed."""
@@ -108,7 +111,7 @@ def preferences(view: View, window: int, tau1: float, tau2: float) -> Tensor:
     """P_l = H_l^(1 / tau1) V_l^(1 / tau2), float64 [L]."""
     older = before_window(view, window).unsqueeze(2)
     attention = view.attn(window)  # [L, H, G, w, n]
-    entropy = torch.special.entr(attention).sum(3).where(older, 0.0)
+    entropy = by_heads(lambda x: torch.special.entr(x).sum(3), attention).where(older, 0.0)
     shift = variance(attention).where(older, 0.0)
     spread, shifts = (x.sum((1, 2, 3), dtype=torch.float64) for x in (entropy, shift))
     out: Tensor = spread ** (1 / tau1) * shifts ** (1 / tau2)
@@ -117,5 +120,10 @@ def preferences(view: View, window: int, tau1: float, tau2: float) -> Tensor:
 
 def variance(attention: Tensor) -> Tensor:
     """Unbiased variance over the rows of [L, H, G, w, n], 0 of one row; [L, H, G, n]."""
-    gap = attention - attention.mean(3, keepdim=True)
-    return gap.square_().sum(3).div_(max(1, attention.shape[3] - 1))  # torch's own is slow
+
+    def squares(x: Tensor) -> Tensor:
+        gap = x - x.mean(3, keepdim=True)
+        return gap.square_().sum(3)
+
+    # torch's own is slow
+    return by_heads(squares, attention).div_(max(1, attention.shape[3] - 1))

@@ -35,6 +35,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
 from kvsim.core.policy import Protection, Scorer, Scores
 from kvsim.core.view import LOGIT_BYTES, View
+from kvsim.core.weights import by_heads
 from kvsim.policies.window import smooth
 
 # Added to the diagonal of X^T X.
@@ -75,7 +76,7 @@ class Compactor(Scorer):
         keys, values = view.keys[:, :, first:], view.values[:, :, first:]
         both = []
         if self.parts != "leverage":
-            received = attention(view.span(start, view.row + 1), keys, self.chunk)
+            received = attention(view, start, keys, self.chunk)
             size = torch.linalg.vector_norm(values.double(), dim=-1)
             both.append(standardised(smooth(received * size, "avg", _KERNEL)))
         if self.parts != "attention":
@@ -102,29 +103,35 @@ class Compactor(Scorer):
 
 def leverage(keys: Tensor) -> Tensor:
     """x . (X^T X + 0.01 I)^-1 x of keys [L, H, m, d] less their mean; float64 [L, H, m]."""
-    x = keys.double() - keys.double().mean(2, keepdim=True)
-    gram = x.mT @ x
-    gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
-    out: Tensor = ((x @ torch.linalg.inv(gram)) * x).sum(-1)
-    return out
+
+    def of_heads(x: Tensor) -> Tensor:
+        x = x.double()
+        x = x - x.mean(2, keepdim=True)
+        gram = x.mT @ x
+        gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
+        out: Tensor = ((x @ torch.linalg.inv(gram)) * x).sum(-1)
+        return out
+
+    return by_heads(of_heads, keys)
 
 
-def attention(queries: Tensor, keys: Tensor, chunk: int) -> Tensor:
+def attention(view: View, start: int, keys: Tensor, chunk: int) -> Tensor:
     """Attention that keys [L, H, m, d] receive from all rows of their chunk; float64 [L, H, m].
 
-    queries [L, H, G, m, d]. Averaged over the group. Rows that the last chunk lacks attend equally
-    to `chunk` entries.
+    start: the row of the first key. Averaged over the group. Rows that the last chunk lacks attend
+    equally to `chunk` entries.
     """
-    layers, heads, group, m, _ = queries.shape
+    layers, heads, m, _ = keys.shape
     out = keys.new_zeros(layers, heads, m, dtype=torch.float64)
-    step = max(1, LOGIT_BYTES // (layers * heads * group * min(chunk, m) * 8))
-    for start in range(0, m, chunk):
-        k = keys[:, :, start : start + chunk].double().unsqueeze(2)
-        q = queries[:, :, :, start : start + chunk]
+    for low in range(0, m, chunk):
+        part = slice(low, min(low + chunk, m))
+        k = keys[:, :, part].double().unsqueeze(2)
+        q = view.span(start + part.start, start + part.stop)  # [L, H, G, w, d]
+        step = max(1, LOGIT_BYTES // (q[..., 0, 0].numel() * min(chunk, m) * 8))
         for rows in q.split(step, dim=3):
             weights = (rows.double() @ k.mT).softmax(-1)
-            out[:, :, start : start + chunk] += weights.sum(3).mean(2)
-        out[:, :, start : start + chunk] += 1 - q.shape[3] / chunk
+            out[:, :, part] += weights.sum(3).mean(2)
+        out[:, :, part] += 1 - q.shape[3] / chunk
     return out
 
 

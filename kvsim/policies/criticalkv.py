@@ -24,7 +24,7 @@ from typing import Annotated
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Finite
-from kvsim.core.policy import Scores, Wrapper, protected_by
+from kvsim.core.policy import Scorer, Scores, Wrapper, protected_by
 from kvsim.core.select import select
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.policies.gkv import check_sign
@@ -36,6 +36,7 @@ class CriticalKV(Wrapper):
 
     epsilon: Annotated[float, AtLeast(0), Finite()] = 1e-4
     first_stage: Annotated[float, Between(0, 1)] = 0.5
+    copies = Scorer.copies
 
     @property
     def needs(self) -> frozenset[str]:

@@ -31,6 +31,7 @@ from typing import Annotated, ClassVar
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
+from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, pooling_flops, smooth
 
@@ -40,6 +41,7 @@ class DropKV(Windowed):
     """How far the output of a window of rows moves without an entry, smoothed over neighbours."""
 
     reads_values: ClassVar[bool] = True
+    copies = Scorer.copies + 1
 
     window: Annotated[int, AtLeast(1)] = 8
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 11

@@ -123,6 +123,7 @@ class GKV(Windowed):
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 5
 
     columns: ClassVar[Mapping[str, float]] = {"global": nan}
+    copies = Scorer.copies
 
     @property
     def signed(self) -> bool:

@@ -57,6 +57,8 @@ class ObservedAttention(Scorer):
     The forward of a prompt in chunks has the rows since the last event that evicted.
     """
 
+    copies = 0
+
     def score(self, view: View) -> Tensor:
         """[L, H, n]; the rows that see slot i of n are counted as n - i, as kvpress does."""
         group = view.queries(1).shape[2]

@@ -30,10 +30,13 @@ from math import nan
 from typing import Annotated, ClassVar
 
 from kvsim.core.flops import Event, Flops
-from kvsim.core.lazy import torch
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between
 from kvsim.core.policy import Protection, Scorer, Scores
 from kvsim.core.view import View
+
+# Rows whose stamps are found at once.
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,16 @@ class RaaS(Scorer):
     def score(self, view: View) -> Scores:
         """t_j, then the weight of the last row, which is at most 1; float64 [L, H, n]."""
         last = min(self.query_buffer, view.row - int(view.since.min()))
-        weights = view.attn(last, group="mean")  # [L, H, w, n]
-        rows = torch.arange(view.first(last), view.row + 1, device=weights.device).unsqueeze(-1)
+        attention, first = view.attn(last), view.first(last)  # [L, H, G, w, n]
+        stamp = view["stamp"].double().nan_to_num(nan=-1.0).maximum(view.pos.double())
+        for start in range(0, attention.shape[3], _ROWS):
+            weights = attention[..., start : start + _ROWS, :].mean(2)
+            rows = torch.arange(weights.shape[2], device=stamp.device).unsqueeze(-1) + first + start
+            stamp = stamp.maximum(self._latest(view, weights, rows).double())
+        return Scores(stamp + weights[..., -1, :].double() / 2, {"stamp": stamp})
+
+    def _latest(self, view: View, weights: Tensor, rows: Tensor) -> Tensor:
+        """The last of rows [w, 1] with weights [L, H, w, n] that stamps an entry, or -1."""
         visible = view.live.unsqueeze(2) & (view.pos.unsqueeze(2) <= rows)
         if self.share is None:
             least = torch.full_like(weights[..., :1], self.alpha)
@@ -66,10 +77,7 @@ class RaaS(Scorer):
             ranked = weights.sort(-1, descending=True).values
             least = ranked.gather(-1, (number - 1).clamp(min=0)).masked_fill(number == 0, torch.inf)
         stamped = visible & (weights >= least) & (rows > view.since.view(-1, 1, 1, 1))
-        latest = torch.where(stamped, rows, -1).amax(2).double()
-        stamp = view["stamp"].double().nan_to_num(nan=-1.0)
-        stamp = torch.maximum(torch.maximum(stamp, latest), view.pos.double())
-        return Scores(stamp + weights[..., -1, :].double() / 2, {"stamp": stamp})
+        return torch.where(stamped, rows, -1).amax(2)
 
     def protection(self, budget: int) -> Protection:
         """The prompt, unless told otherwise."""

@@ -39,7 +39,7 @@ from typing import Annotated, Literal
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, Odd
-from kvsim.core.policy import Protection, Scores, protected_by
+from kvsim.core.policy import Protection, Scorer, Scores, protected_by
 from kvsim.core.view import View
 from kvsim.policies.gkv import local_flops, local_score
 from kvsim.policies.redundancy import mean_similarity, similarity_flops
@@ -58,6 +58,7 @@ class RKV(Windowed):
     sink: Annotated[int, AtLeast(0)] = 0
     variant: Literal["gkv", "original", "ams"] = "gkv"
     slot_order: Literal["position", "topk"] = "position"
+    copies = Scorer.copies
 
     @property
     def columns(self) -> Mapping[str, float]:  # type: ignore[override]  # depends on a parameter

@@ -9,7 +9,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
 from kvsim.core.policy import Protection, Scorer
-from kvsim.core.view import View
+from kvsim.core.view import LOGIT_BYTES, View
 
 Pooling = Literal["max", "avg"] | None
 
@@ -22,6 +22,7 @@ class Windowed(Scorer):
     """
 
     window: Annotated[int, AtLeast(1)] = 32
+    copies = 0
 
     @property
     def rows(self) -> int:
@@ -43,8 +44,11 @@ def shares(logits: Tensor, among: Tensor) -> Tensor:
 
     `among` broadcasts over the logits, which are overwritten.
     """
-    z = logits.masked_fill_(~among, -torch.inf)
-    return z.softmax(-1).masked_fill_(z.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    rows = logits.masked_fill_(~among, -torch.inf).flatten(0, -2)
+    for z in rows.split(max(1, LOGIT_BYTES // max(1, rows[:1].nbytes))):
+        blind = z.amax(-1, keepdim=True) == -torch.inf
+        z.copy_(z.softmax(-1)).masked_fill_(blind, 0.0)
+    return rows.view(logits.shape)
 
 
 def smooth(scores: Tensor, pool: Pooling, kernel: int) -> Tensor:

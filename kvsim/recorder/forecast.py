@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import compute_dtype
 from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.threads import threads_for
-from kvsim.recorder.hooks import KernelCall
+from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options
@@ -142,10 +142,10 @@ def _memory(session: Session, call: KernelCall, work: ModelWork, together: int) 
     """Return the most bytes at once, besides the weights; together: responses of a batch.
 
     That is the cache (of a batch that of each sequence, and what their prompts left), blocks that
-    are not full, and the most of what one layer takes: of its kernel over a mask (keys and values
-    once for each query head, and the mask itself), of the recorder (keys and values as it computes
-    and stores them, and differences of all rows), of its MLP, of logits, and of output projections
-    as they are stored.
+    are not full, and the most of what one layer takes: of its kernel over a mask (repeated keys and
+    values of query heads, and the mask itself), of the recorder (keys and values as it computes and
+    stores them, and differences of all rows), of its MLP, of logits, and of output projections as
+    they are stored.
     """
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
@@ -155,7 +155,9 @@ def _memory(session: Session, call: KernelCall, work: ModelWork, together: int) 
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
     cache = n * work.layers * kv_heads * entry * item * (1 if together == 1 else 2 * together)
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
-    repeated = n * heads * entry * item if heads > kv_heads else 0
+    of_head = n * heads // kv_heads * entry * item
+    most = of_head * kv_heads if eager else max(of_head, REPEATED)
+    repeated = min(of_head * kv_heads, most) if heads > kv_heads else 0
     masked = rows * n * (1 + item) + repeated if session.chunk < n or eager else 0
     kernel = of_rows * item + masked + 8 * heads * rows * n * eager
     copied = n * kv_heads * (entry * narrow + dim * bool(session.options.store_dtype)) * wide

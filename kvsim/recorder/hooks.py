@@ -49,6 +49,9 @@ Attending = Callable[[int, Tensor, Tensor, Tensor, Attention], Tensor | None]
 #: Kernels whose masks are known: added to the logits, or true where a row sees an entry.
 KERNELS = ("eager", "sdpa")
 
+#: Bytes of keys and values that torch's kernel repeats for each query head of a group at once.
+REPEATED = 128 << 20
+
 #: The name in the files of transformers of the function that applies RoPE to queries and keys.
 _ROTARY = "apply_rotary_pos_emb"
 
@@ -316,6 +319,8 @@ def intercepting(
     interceptor = _Interceptor(modules, name, receive or (lambda _: None), indexed=chooses)
 
     def wrap(original: Kernel) -> Kernel:
+        original = _sparing(original) if name == "sdpa" else original
+
         def kernel(
             module: nn.Module,
             query: Tensor,
@@ -375,6 +380,35 @@ def intercepting(
             )
             stack.enter_context(module.register_forward_hook(interceptor.after, with_kwargs=True))
         yield
+
+
+def _sparing(original: Kernel) -> Kernel:
+    """Return torch's kernel, which copies keys and values over a mask, for some KV heads at a time.
+
+    Those of a single head are views.
+    """
+
+    @functools.wraps(original)
+    def kernel(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        (_, heads, rows, _), group = key.shape, query.shape[1] // key.shape[1]
+        each = max(1, REPEATED * heads // max(1, group * (key.nbytes + value.nbytes)))
+        whole = mask is None or each >= heads or group == 1 or query.device.type != "cpu"
+        if whole or rows == 1 or options.get("position_bias") is not None:
+            return original(module, query, key, value, mask, *args, **options)
+        keys, values = key.split(each, 1), value.split(each, 1)
+        masks = [mask] * len(keys) if mask.shape[1] == 1 else mask.split(each * group, 1)
+        parts = zip(query.split(each * group, 1), keys, values, masks, strict=True)
+        return torch.cat([original(module, *part, *args, **options)[0] for part in parts], 2), None
+
+    return kernel
 
 
 def kernel_mask(visible: Tensor, query: Tensor, *, added: bool) -> Tensor:

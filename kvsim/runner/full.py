@@ -69,7 +69,8 @@ class FullPass:
 
         def receive(call: KernelCall) -> None:
             comparison.receive(call)
-            entries[call.layer] = call.k, call.v
+            if call.k.shape[1] == trace.n_pos:  # earlier ones would live beside their successors
+                entries[call.layer] = call.k, call.v
             rows.add(call, call.start)
 
         for place, layer in enumerate(trace.layer_ids if begin else ()):

@@ -53,8 +53,8 @@ from kvsim.store.opening import TraceLike, as_trace
 class Judge:
     """A recorded sequence on its model, to which records of replays are applied.
 
-    memory: bytes that a batch of records may take, 2 GiB by default. The pass with the full cache
-    runs when the first record is judged, or at `check`.
+    memory: bytes that the full cache and a batch of records may take, 2 GiB by default. The pass
+    with the full cache runs when the first record is judged, or at `check`.
 
     Raises:
         NeedsError: a trace without tokens, or of some layers of the model alone.
@@ -80,6 +80,13 @@ class Judge:
         if holds_cache(trace, running.described, running.model.dtype) and not running.has_states:
             begin = trace.prompt_len - 1
         return FullPass(running, trace, self._residual, begin)
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes of the memory beside the full cache and a layer's own copy, a quarter at least."""
+        pairs = zip(self._full.keys, self._full.values, strict=True)
+        entries = [keys.nbytes + values.nbytes for keys, values in pairs]
+        return max(self._memory // 4, self._memory - sum(entries) - max(entries))
 
     def check(self) -> None:
         """Raise CaptureError unless the model computes what was recorded, with the full cache."""
@@ -136,7 +143,7 @@ class Judge:
                 yield part, *self._judge([records[number] for number in part], start)
 
     def _together(self, start: int, *, rounded: bool = False) -> int:
-        """Records of a batch, whose rows begin at `start`; half of the memory is for what they add.
+        """Records of a batch, whose rows begin at `start`; half of the room is for what they add.
 
         A quarter is for their attention (`JudgedRows`), the rest for what they share.
         """
@@ -152,7 +159,7 @@ class Judge:
             for qheads, heads, dim, value_dim in trace.sizes
         )
         numbers = (trace.n_pos - start) * of_row + trace.n_pos * of_entry
-        return max(1, int(self._memory // 2 // (numbers * max(4, model.dtype.itemsize))))
+        return max(1, int(self._room // 2 // (numbers * max(4, model.dtype.itemsize))))
 
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
@@ -165,7 +172,7 @@ class Judge:
         moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
         logits = full.logits[:0].expand(len(records), -1, -1)
         if start < n:
-            entries = JudgedRows(trace, full, records, start, self.running, self._memory // 4)
+            entries = JudgedRows(trace, full, records, start, self.running, self._room // 4)
 
             def receive(call: KernelCall) -> None:
                 place = trace.layer_ids.index(call.layer)

@@ -51,8 +51,6 @@ class Size(NamedTuple):
 AIM = (Size(8, 128, 32_768, 1024, (512, 1024, 2048)),)
 SMALLEST = (Size(1, 32, 3_000, 64, (64, 256)),)
 LAYERS, GROUP = 2, 4
-#: Of a replay; attention of a window of 128 rows takes 3 GiB of a layer at 32,768 tokens.
-MEMORY = 4 << 30
 
 
 def build(size: Size) -> PreTrainedModel:
@@ -115,7 +113,7 @@ def run(size: Size, folder: Path | None = None) -> tuple[dict[str, float], list[
 
     def replayed(one: Path) -> list[kvsim.Record]:
         trace = kvsim.open_trace(one)
-        return [kvsim.replay(trace, *cell, memory=MEMORY) for cell in cells]
+        return [kvsim.replay(trace, *cell) for cell in cells]
 
     plan = stage("capture", captured)
     stage("compact", compacted)

@@ -2,12 +2,17 @@
 
 import json
 import subprocess
+import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import kvsim
-from kvsim.errors import MemoryLimitError
+from kvsim.engine import layers_per_block
+from kvsim.errors import MemoryLimitError, PolicyError
+from kvsim.policies.naming import names
 from kvsim.store import describe
 from traces import random_trace
 
@@ -92,3 +97,105 @@ def test_a_memory_budget_below_one_layer_is_refused_with_what_is_needed():
 
     with pytest.raises(MemoryLimitError, match="give at least --memory"):
         kvsim.replay(small_trace, kvsim.policy("tova"), budget=16, memory=1 << 20)
+
+
+#: Blocks of rows are small here, so that what grows with the trace is what counts.
+EVENTS = """
+import ctypes, json, pathlib, sys
+import torch
+import kvsim
+from kvsim.engine import layers
+
+ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 18)  # arrays go back to the system when they are freed
+torch.set_num_threads(1)
+for module in [*sys.modules.values()]:
+    if hasattr(module, "LOGIT_BYTES"):
+        module.LOGIT_BYTES = 1 << 20
+
+
+def status(name):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def taken(policy):
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    kvsim.replay(sys.argv[1], policy, 2500, interval=64, prefill=True, memory=1 << 34)
+    return status("VmHWM") - before
+
+
+for name in sys.argv[2:]:
+    set_to = {"protect_prompt": False} if name == "raas" else {}
+    policy, trace = kvsim.policy(name, **set_to), kvsim.open_trace(sys.argv[1])
+    source = trace.per_query_head() if policy.per_query_head else trace
+    taken(policy)  # what is imported and built once
+    counted = layers._layer_bytes(source, policy) + 4 * layers.LOGIT_BYTES
+    print(json.dumps([name, taken(policy), counted]))
+"""
+
+
+def test_replays_take_no_more_than_is_counted(tmp_path, warm_python):
+    """Keys, what is gathered and rearranged, and one copy of a window's attention."""
+    kinds = ["snapkv@original", "ams", "raas", "dropkv", "compactor"]
+    q, k, v = (torch.randn(1, heads, 3100, 64) for heads in (16, 4, 4))
+    trace = kvsim.Trace.from_arrays(q, k, v, prompt_len=3000, rope=kvsim.Rope.default(64))
+    command = [warm_python, "-c", EVENTS, str(trace.save(tmp_path / "a.zarr")), *kinds]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+    assert done.returncode == 0, done.stderr
+    for name, taken, counted in map(json.loads, done.stdout.splitlines()):
+        print(f"{name}: {taken / 2**20:.0f} of {counted / 2**20:.0f} MiB")
+        assert taken <= counted, name
+
+
+def test_a_layer_of_32768_tokens_fits_the_default_memory():
+    """Policies that go layer by layer, and CAKE, replay Llama-3.1-8B's heads within 2 GiB."""
+    shapes = {"o_proj": (1, 32, 128, 4096), "probe_q": (1, 32, 34_000, 128), "attn_out": (1,)}
+    size = {"n_qheads": 32, "n_pos": 32_768 + 1024, "dim": 128, "value_dim": 128}
+    size |= {"owners": range(32), "windowed": ()}
+    size |= {
+        "dtype": torch.float32,
+        "has": lambda _: True,
+        "source": SimpleNamespace(shapes=shapes),
+    }
+    fitting = []
+    for name in [*names(), "ams+expected_attention", "criticalkv+snapkv@kvpress", "snapkv+int4"]:
+        try:
+            policy = kvsim.policy(name)
+        except PolicyError:  # needs a scorer, or a calibration
+            continue
+        if policy.apart or not policy.across_layers:
+            trace = SimpleNamespace(**size, n_heads=32 if policy.per_query_head else 8)
+            fitting.append(layers_per_block(trace, policy, 2 << 30))
+
+    assert len(fitting) > 60
+    assert min(fitting) >= 1
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_layers_that_share_a_budget_are_scored_apart(each, monkeypatch):
+    """Kept sets, scores and budgets are those of all layers together, bit for bit."""
+    trace = random_trace(layers=5, heads=2, n=160, dim=16)
+    options = {"interval": 40, "prefill": True, "internals": True}
+    cake = kvsim.policy("cake", window=8, decoding=True)
+    together = kvsim.replay(trace, cake, 40, **options)
+
+    read, stored = [], kvsim.Trace.stored
+
+    def noted(*args):
+        part = stored(*args)
+        read.append(len(part) * bool(part.numel()))
+        return part
+
+    monkeypatch.setattr(sys.modules["kvsim.engine.replay"], "layers_per_block", lambda *_: each)
+    monkeypatch.setattr(kvsim.Trace, "stored", noted)
+    apart = kvsim.replay(trace, cake, 40, **options)
+
+    assert max(read) == each
+    assert np.array_equal(apart.evicted_at, together.evicted_at)
+    assert len({tuple(plans.budgets) for plans in apart.internals}) > 1
+    for mine, expected in zip(apart.internals, together.internals, strict=True):
+        assert np.array_equal(mine.budgets, expected.budgets)
+        assert np.array_equal(mine.scores, expected.scores, equal_nan=True)

@@ -508,8 +508,9 @@ def test_what_comes_late_is_refused_early():
     """Layers that share a budget, buffers too short, budgets whose way out grows with them."""
     trace = make_case("normal", layers=3, n=60, prompt_len=20).trace()
 
-    with pytest.raises(MemoryLimitError, match="cake shares a budget over all layers, which need"):
-        kvsim.replay(trace, kvsim.policy("cake", window=4), budget=8, memory=(64 << 20) + 999)
+    ranked = kvsim.policy("union+snapkv", across="layers", window=4)
+    with pytest.raises(MemoryLimitError, match="shares a ranking over all layers, which need"):
+        kvsim.replay(trace, ranked, budget=8, memory=(64 << 20) + 999)
     with pytest.raises(PolicyError, match=r"interval is 3, .* expected at least 6"):
         kvsim.replay(trace, kvsim.policy("expected_attention@kvpress"), budget=8, interval=3)
     pinned = kvsim.policy("pyramidkv", window=4, protect=Protection(prompt=True))

@@ -15,7 +15,7 @@ import kvsim
 from families import FAMILIES, Family
 from kvsim import store
 from kvsim.errors import CaptureError
-from kvsim.recorder import generation
+from kvsim.recorder import generation, hooks
 
 #: Longer than a block, the windows of the families and the chunks of Llama 4.
 PROMPT, NEW, CHUNK = 270, 6, 75
@@ -205,3 +205,23 @@ def test_chunks_before_an_interrupt_are_recovered(tmp_path):
 
     assert (trace.n_pos, trace.prompt_len) == (512, 512)
     assert store.verify(trace.path, deep=True).ok
+
+
+@pytest.mark.parametrize("name", ["llama, sdpa", "mistral, sdpa", "gemma3, sdpa"])
+def test_kv_heads_one_by_one_are_all_together(name, monkeypatch):
+    """Torch's kernel gets views of keys and values, and computes the same bit for bit."""
+    model, copies, views = MODELS_OF[name](), [], []
+    together = recorded(model, chunk=CHUNK)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, *args, **options):
+        (copies if k.stride(1) else views).append(q.shape)
+        return attention(q, k, *args, **options)
+
+    monkeypatch.setattr(hooks, "REPEATED", 0)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    alone = recorded(model, chunk=CHUNK)
+
+    assert len(views) == (PROMPT // CHUNK) * model.config.num_hidden_layers * 2, copies
+    for array in ("q", "k", "v", "attn_out"):
+        assert torch.equal(alone.read(array), together.read(array)), array
