@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
+
+#: What the events of the prompt, and of questions of later turns, follow (`Schedule.compress`).
+Compress = Literal["prompt", "context", "both", "questions", "context+questions"]
+
+#: (start, stop) of parts of a sequence, in tokens.
+Spans = Sequence[tuple[int, int]]
 
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
@@ -181,8 +188,10 @@ def ranges(numbers: Sequence[int], separator: str = ",") -> str:
 
 def schedule(interval: int | None, *, prefill: bool, compress: str = "prompt") -> str:
     """After which rows a policy evicts, in a few words."""
-    ends = {"both": "the context, the prompt"}.get(compress, f"the {compress}")
-    prompt = ends if prefill else ""
+    ends = {"both": "the context, the prompt", "questions": "each question"}
+    ends["context+questions"] = "the context, each question"
+    later = "later questions" if compress.endswith("questions") else ""
+    prompt = ends.get(compress, f"the {compress}") if prefill else later
     every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
     return ", ".join(part for part in (prompt, every) if part) or "never"
 

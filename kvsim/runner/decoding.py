@@ -32,6 +32,7 @@ from kvsim.runner.descent import prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
+from kvsim.schema import Compress, Spans
 
 __all__ = ["Decoding", "Prefix", "RunningModel", "prefill"]
 
@@ -69,7 +70,7 @@ class Decoding:
         context_len: int | None = None,
         interval: int | None = None,
         prefill: bool | None = None,
-        compress: Literal["prompt", "context", "both"] | None = None,
+        compress: Compress | None = None,
         layers: Sequence[int] | None = None,
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,

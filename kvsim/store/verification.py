@@ -322,6 +322,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
         "context_len": stored.header.context_len,
+        **({"questions": [*map(list, x)]} if (x := stored.header.questions) else {}),
         **({"left_out": list(left_out)} if (left_out := stored.header.left_out) else {}),
         "layers": n_layers,
         "layer_ids": list(stored.header.layer_ids),

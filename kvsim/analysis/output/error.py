@@ -234,6 +234,4 @@ def _rows_of(
             yield from ((number, rows) for rows in by_slot(layer, of_record))
     else:
         schedule = Schedule(first.interval, compress=first.compress)
-        yield from seen(
-            layer, gone, schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
-        )
+        yield from seen(layer, gone, schedule.rows(*trace.extent))

@@ -80,7 +80,7 @@ def reconstruction_table(
                 f"ratio is {ratio}; expected a share of the entries, at least 0, below 1"
             )
     budgets = {ratio: max(1, int(cut * (1 - ratio) + 1e-9)) for ratio in ratios}
-    header = replace(trace.header, prompt_len=cut, context_len=None)
+    header = replace(trace.header, prompt_len=cut, context_len=None, questions=())
     ended = Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
     once = [replace(policy, schedule=Schedule(interval=None)) for policy in policies]
     for policy, budget in product(once, budgets.values()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, Compress
 from kvsim.testing import loops
 from kvsim.testing.strategies import Case
 
@@ -46,7 +46,7 @@ class Trial:
     salt: int
     rule: loops.Rule | None = None
     context_len: int | None = None
-    compress: Literal["prompt", "context", "both"] = "prompt"
+    compress: Compress = "prompt"
 
     def __repr__(self) -> str:
         return (
