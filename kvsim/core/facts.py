@@ -154,14 +154,15 @@ class Facts:
 
     @property
     def answers(self) -> tuple[tuple[int | None, slice], ...]:
-        """Number of each turn, and the rows of its answer among those after the prompt.
+        """Number of each turn, from 1, and the rows of its answer, counted from the end.
 
-        None and all of these rows where there is one turn.
+        None and all rows, whatever they are, where there is one turn.
         """
         if not self.questions:
-            return ((None, slice(0, self.n_pos - self.prompt_len)),)
-        start = self.prompt_len
-        rows = [slice(a - start, b - start) for kind, a, b in self.segments if kind == "answer"]
+            return ((None, slice(None)),)
+        ends = [self.prompt_len, *chain(*self.questions), self.n_pos]
+        spans = zip(ends[::2], ends[1::2], strict=True)
+        rows = [slice(start - self.n_pos, (stop - self.n_pos) or None) for start, stop in spans]
         return tuple(enumerate(rows, start=1))
 
     @property

@@ -153,13 +153,13 @@ class Trace(Facts, Displayed):
             k: keys after RoPE [layer, head, pos, dim]; qhead is a multiple of head.
             v: values [layer, head, pos, value_dim].
             prompt_len: number of rows of the prefill, 1 to pos.
-            context_len, questions: of the prompt, and of later turns; as `Header` has them.
+            context_len: rows of the prompt before its question, 1 to prompt_len.
+            questions: of later turns, as `Header` has them.
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
                 causal attention: softcap, sliding window, chunks, sinks.
-            attn_out: attention output before the output projection [layer, qhead, pos, value_dim];
-                computed if missing.
+            attn_out: output before `o_proj` [layer, qhead, pos, value_dim]; else computed.
             gate: factor of attn_out before the output projection, like attn_out; 1 if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, value_dim, hidden].
@@ -309,10 +309,10 @@ class Trace(Facts, Displayed):
         """
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
-        gone = self.prompt_len - len(prompt_rows)
-        questions = tuple((start - gone, stop - gone) for start, stop in self.questions)
-        facts: Any = {"prompt_len": len(prompt_rows), "context_len": None, "questions": questions}
-        header = replace(self.header, **facts, left_out=left_out_among(rows, self.left_out))
+        gone, left_out = self.prompt_len - len(prompt_rows), left_out_among(rows, self.left_out)
+        asked = tuple((start - gone, stop - gone) for start, stop in self.questions)
+        header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
+        header = replace(header, questions=asked, left_out=left_out)
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
 
     @property

@@ -20,6 +20,7 @@ from kvsim.recorder.prompts import (
     Labels,
     Prompt,
     PromptLike,
+    Turn,
     check_labels,
     file_name,
     with_distinct_ids,
@@ -46,6 +47,7 @@ def capture(
     response: str | Sequence[int] | None = None,
     context: str | int | None = None,
     name: str | None = None,
+    turns: Sequence[Turn] = (),
     **options: Any,
 ) -> Trace:
     """Run a model over a prompt and record what its attention sees.
@@ -67,6 +69,8 @@ def capture(
             of them greedy decoding would have chosen (`meta["agreement"]`).
         writer: what wrote the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
+        turns: questions that follow the answer before them; the trace keeps where they are
+            (`Trace.segments`), for ``kvsim.replay(..., compress="questions")``.
         **options: the fields of `kvsim.recorder.Options`.
 
     Returns:
@@ -87,7 +91,7 @@ def capture(
         TypeError: an unknown keyword.
     """
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    given |= {"scorer": scorer, "writer": writer}
+    given |= {"scorer": scorer, "writer": writer, "turns": turns}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     return capture_one(model, tokenizer, whole, out, Options.of(options))
 

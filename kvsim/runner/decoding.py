@@ -32,7 +32,7 @@ from kvsim.runner.descent import prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
-from kvsim.schema import Compress, Spans
+from kvsim.schema import Compress
 
 __all__ = ["Decoding", "Prefix", "RunningModel", "prefill"]
 
