@@ -279,7 +279,7 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         metadata=row.get("metadata"),
         writer=check_writer(row.get("writer"), response, f"{where}: "),
         max_new_tokens=row.get("max_new_tokens"),
-        turns=turns,
+        turns=tuple(turns),
         turn_labels=turn_labels,
     )
 

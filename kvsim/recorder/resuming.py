@@ -87,7 +87,7 @@ def _prompt_differences(session: Session, trace: Trace, *, given: bool) -> list[
         differing.append("its later questions are others")
     elif session.turns:
         texts, ended = ([turn.get(name) for turn in turns] for name in ("response", "stopped"))
-        described = describe_turns(session.prompt, texts, ended)
+        described = describe_turns(session.prompt, texts, ended, session.longest)
         if json.loads(json.dumps(described)) != turns:
             differing.append("its turns have other labels or answers")
     if session.turns:

@@ -71,7 +71,7 @@ class Session:
         described: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
-        longest = options.max_new_tokens
+        self.longest = longest = options.max_new_tokens
         self.own_length = None if longest is not None else prompt.max_new_tokens
         if self.own_length is not None:
             self.options = options = replace(options, max_new_tokens=self.own_length)
@@ -350,7 +350,8 @@ class Session:
         cut = self.new_tokens < self.options.longest
         decode = None if self.tokenizer is None else self.tokenizer.decode
         texts = answer_texts(tokens, prompt_len, self.questions, decode)
-        turns = describe_turns(self.prompt, texts, ended) if self.turns else []
+        of_turns = self.prompt, texts, ended, self.longest
+        turns = describe_turns(*of_turns) if self.turns else []
         meta = {
             **header.meta,
             "text": {**header.meta["text"], "response": response},

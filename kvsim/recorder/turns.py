@@ -135,10 +135,12 @@ def describe_turns(
     prompt: Prompt,
     texts: Sequence[str | None],
     ended: Sequence[str | None],
+    longest: int | None,
 ) -> list[dict[str, Any]]:
     """Return what a trace says of each turn, ready for JSON.
 
-    texts: of the answers. ended: what ended each, None for its length.
+    texts: of the answers. ended: what ended each, None for its length. longest: most tokens of each
+    answer, None for what the turns say.
     """
     first = Turn(
         *(prompt.content, prompt.answer, prompt.scorer),  # type: ignore[arg-type]  # any kind
@@ -152,7 +154,7 @@ def describe_turns(
         if checked and turn.answer is not None and text is not None:
             check = text_check(text, turn.answer, turn.scorer)
             own = turn.max_new_tokens or prompt.max_new_tokens
-            check |= {"max_new_tokens": own} if own else {}
+            check |= {"max_new_tokens": own} if own and longest is None else {}
         question = {"question": turn.question} if isinstance(turn.question, str) else {}
         out.append(
             {

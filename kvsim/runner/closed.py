@@ -8,9 +8,10 @@ own response, which is compared with the right answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from kvsim.core.record import Record, Response
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.generation import evaluating, sample, stop_tokens
+from kvsim.recorder.generation import WHOLE, evaluating, following, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
+from kvsim.recorder.resuming import GIVEN
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.full import FullPass, FullRows, compared
@@ -66,19 +68,27 @@ class ClosedLoop:
         paging: Paging | None = None,
     ) -> None:
         self._ids = check_recorded(trace, running.described, tokenizer)
-        self.running, self.trace, self.writing = running, trace, writing
+        self.running, self.trace = running, trace
         self._tokenizer, self._paging = tokenizer, paging
-        self._check = object_at(trace.meta, "answer_check")
-        longest = self._check.get("max_new_tokens")  # that of the prompt; untrusted input
-        if longest is not None and (type(longest) is not int or longest < 1):
-            raise TraceError(
-                f"{trace.name}: max_new_tokens of its answer_check is {longest!r}, expected a "
-                "number of tokens; record the prompt again"
-            )
-        if writing is not None and longest is not None:
-            self.writing = replace(writing, new_tokens=min(writing.new_tokens, longest))
+        turns = [trace.header.turn(n) for n in range(1, 2 + len(trace.questions))]
+        turns = turns if trace.questions else [trace.meta]
+        #: of each turn
+        self._checks = [object_at(each, "answer_check") for each in turns]
+        self._writings = (
+            [] if writing is None else [self._fitting(writing, x) for x in self._checks]
+        )
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
+
+    def _fitting(self, writing: Writing, check: Mapping[str, Any]) -> Writing:
+        """Return how a turn is written, of which its prompt may state the most tokens."""
+        longest = check.get("max_new_tokens")  # untrusted input
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise TraceError(
+                f"{self.trace.name}: max_new_tokens of its answer_check is {longest!r}, expected a "
+                "number of tokens; record the prompt again"
+            )
+        return replace(writing, new_tokens=min(writing.new_tokens, longest or writing.new_tokens))
 
     def run(
         self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None = None
@@ -97,13 +107,14 @@ class ClosedLoop:
             probe=self._repeated if "probe_q" in policy.scorer.needs else None,
         )
         record, forced, peak, full = self._forced(decoding_of)
-        written = None
-        if self.writing is not None:
-            written, more, all_of_it = self._written(decoding_of, self.writing)
+        written: list[Generated] = []
+        if self._writings:
+            written, more, all_of_it = self._written(decoding_of)
             peak, full = max(peak, more), max(full, all_of_it)
-            record = replace(record, response=self._response(written.tokens))
+            record = replace(record, response=self._response([each.tokens for each in written]))
         record = replace(record, own_schedule=schedule == policy.schedule)
-        return record, Outcome(forced, written, peak, full)
+        first = written[0] if written else None
+        return record, Outcome(forced, first, peak, full, tuple(written[1:]))
 
     def _prefix(self, decoding: Decoding) -> Prefix | None:
         """The rows before the first event, all of the prompt at most: the same for all policies.
@@ -153,7 +164,7 @@ class ClosedLoop:
         def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
 
-        decoding = decoding_of(n_pos=trace.n_pos, observe=observe)
+        decoding = decoding_of(n_pos=trace.n_pos, observe=observe, questions=trace.questions)
         prefix = self._prefix(decoding)
         response = self._ids[trace.prompt_len :]
         with decoding:
@@ -185,25 +196,64 @@ class ClosedLoop:
                 added[at] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
-    def _written(
-        self, decoding_of: Callable[..., Decoding], writing: Writing
-    ) -> tuple[Generated, int, int]:
-        decoding = decoding_of(n_pos=self.trace.prompt_len + writing.new_tokens)
+    def _written(self, decoding_of: Callable[..., Decoding]) -> tuple[list[Generated], int, int]:
+        spans, end = list[tuple[int, int]](), self.trace.prompt_len
+        for question, writing in zip(self._questions, self._writings, strict=False):
+            start = end + writing.new_tokens
+            end = start + len(question) + 1
+            spans.append((start, end))
+        decoding = decoding_of(n_pos=end + self._writings[-1].new_tokens, questions=spans)
         prefix = self._prefix(decoding)
+
+        def feed(tokens: Sequence[int], *, asks: bool) -> Tensor:
+            if asks:
+                decoding.ask(len(decoding.tokens) + len(tokens))
+            return decoding.feed(tokens)[-1]
+
         with decoding:
             logits = self._prompt(decoding, prefix)
-            start = time.perf_counter()
-            tokens = self._write(writing, logits, lambda token: decoding.feed([token])[-1])
-            seconds = time.perf_counter() - start
-        generated = Generated(
-            tokens=tokens,
-            right=self._right(tokens),
-            answered=self._answered(tokens),
-            full_right=self._full_right,
-            seconds=seconds,
-            score=self._score(tokens) if "scorer" in self._check else None,
-        )
+            answers = self._answers(logits, feed)
+        generated = [
+            Generated(
+                tokens=tokens,
+                right=self._right(tokens, turn),
+                answered=self._answered(tokens, turn),
+                full_right=self._full_right(turn),
+                seconds=seconds,
+                score=self._score(tokens, turn) if "scorer" in self._checks[turn] else None,
+            )
+            for turn, (tokens, seconds) in enumerate(answers)
+        ]
         return generated, decoding.decode_peak_bytes, decoding.full_bytes
+
+    @cached_property
+    def _questions(self) -> list[list[int]]:
+        """Tokens of later questions, with the one that ended the answer before by itself."""
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        return [
+            self._ids[start - (self._ids[start - 1] in stop) : end]
+            for start, end in self.trace.questions
+        ]
+
+    def _answers(
+        self, logits: Tensor, feed: Callable[..., Tensor]
+    ) -> list[tuple[tuple[int, ...], float]]:
+        """Return the tokens of each answer, and the seconds of writing it.
+
+        logits: [V] of the first token. feed: runs tokens, which end a question or not (`asks`), and
+        returns the logits of the next one. The last token of an answer runs with what follows it.
+        """
+        out: list[tuple[tuple[int, ...], float]] = []
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        for turn, writing in enumerate(self._writings):
+            if turn:
+                last = out[-1][0][-1]
+                question = following(self._questions[turn - 1], last, stop)
+                logits = feed([last, *question], asks=True)
+            start = time.perf_counter()
+            tokens = self._write(writing, logits, lambda token: feed([token], asks=False))
+            out.append((tokens, time.perf_counter() - start))
+        return out
 
     def _write(
         self, writing: Writing, logits: Tensor, feed: Callable[[int], Tensor]
@@ -220,57 +270,65 @@ class ClosedLoop:
         return tuple(tokens)
 
     @cached_property
-    def _full_response(self) -> tuple[int, ...]:
-        """Tokens that the model writes with the full cache: the recorded ones if they are those."""
-        trace, writing = self.trace, self.writing
-        if writing is None:
-            return ()
-        generation, recorded = object_at(trace.meta, "generation"), self._ids[trace.prompt_len :]
-        greedy = writing.temperature == 0 == generation.get("temperature")
-        stopped, long = generation.get("stopped"), len(recorded) >= writing.new_tokens
-        if greedy and (stopped == "eos" or (long and stopped != "given")):
-            return tuple(recorded[: writing.new_tokens])
+    def _full_response(self) -> list[tuple[int, ...]]:
+        """Tokens of each answer with the full cache: the recorded ones if they are those."""
+        trace, generation = self.trace, object_at(self.trace.meta, "generation")
+        after = self._ids[trace.prompt_len :]
+        recorded = [tuple(after[rows]) for _, rows in trace.answers]
+        ends = [trace.header.turn(n).get("stopped") for n in range(1, 1 + len(trace.questions))]
+        usual, alike = generation.get("temperature") == 0, []
+        for turn, stopped in enumerate([*ends, generation.get("stopped")]):
+            most, count = self._writings[turn].new_tokens, len(recorded[turn])
+            whole = stopped == "eos" or (count >= most and stopped != GIVEN)
+            # a longer answer is cut, which others would follow
+            alike.append(whole and (turn == len(ends) or count <= most))
+        if self._writings[0].temperature == 0 and usual and all(alike):
+            pairs = zip(recorded, self._writings, strict=True)
+            return [tokens[: writing.new_tokens] for tokens, writing in pairs]
+        step = WHOLE if self.running.continues else 1
         model, prompt = self.running.model, self._ids[: trace.prompt_len]
         cache, chunk = full_cache(model), self.running.chunk(prompt)
 
-        def feed(token: int) -> Tensor:
-            row = cache.get_seq_length()
-            return self.running.forward([token], row, cache, 1)[-1]
+        def feed(tokens: Sequence[int], **_: bool) -> Tensor:
+            return self.running.run(tokens, cache, 1, step, cache.get_seq_length())[-1]
 
         with torch.inference_mode(), evaluating(model):
-            return self._write(writing, self.running.run(prompt, cache, 1, chunk)[-1], feed)
+            logits = self.running.run(prompt, cache, 1, chunk)[-1]
+            return [tokens for tokens, _ in self._answers(logits, feed)]
 
-    @property
-    def _full_right(self) -> bool | None:
-        """Whether the response with the full cache is right; the recorded one unless given."""
-        right = self._check.get("right")
-        given = object_at(self.trace.meta, "generation").get("stopped") == "given"
-        return self._right(self._full_response) if given and right is not None else right
-
-    def _response(self, tokens: tuple[int, ...]) -> Response:
-        full = self._full_response
-        return Response(
-            tokens=tokens,
-            text=self._text(tokens),
-            right=self._right(tokens),
-            full_tokens=full,
-            full_text=self._text(full),
-            full_right=self._right(full),
+    def _full_right(self, turn: int) -> bool | None:
+        """Whether an answer with the full cache is right; the recorded one unless given."""
+        right = self._checks[turn].get("right")
+        given = object_at(self.trace.meta, "generation").get("stopped") == GIVEN
+        return (
+            self._right(self._full_response[turn], turn) if given and right is not None else right
         )
+
+    def _response(self, answers: Sequence[tuple[int, ...]]) -> Response:
+        """Return what was written, of several turns one after the other, next to the full cache."""
+
+        def of(answers: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+            texts = [self._text(tokens) for tokens in answers]
+            rights = [self._right(tokens, turn) for turn, tokens in enumerate(answers)]
+            text = None if None in texts else "\n".join(map(str, texts))
+            right = None if None in rights else all(rights)
+            return tuple(chain(*answers)), text, right
+
+        return Response(*of(answers), *of(self._full_response))
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self._tokenizer is None:
             return None
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _right(self, tokens: Sequence[int]) -> bool | None:
+    def _right(self, tokens: Sequence[int], turn: int) -> bool | None:
         """Whether a response has the right answer; None where the trace does not say what is."""
-        value = self._score(tokens)
+        value = self._score(tokens, turn)
         return None if value is None else value == 1
 
-    def _score(self, tokens: Sequence[int]) -> float | None:
+    def _score(self, tokens: Sequence[int], turn: int) -> float | None:
         """The score of a response, 1 where it is right; None as for `_right`."""
-        check, text = self._check, self._text(tokens)
+        check, text = self._checks[turn], self._text(tokens)
         if text is None or check.get("right") is None:
             return None
         if (kind := str(check.get("kind"))) in LANGUAGES:
@@ -280,11 +338,11 @@ class ClosedLoop:
             return None if value is None else float(value)
         return text_score(text, check)
 
-    def _answered(self, tokens: Sequence[int]) -> int | None:
+    def _answered(self, tokens: Sequence[int], turn: int) -> int | None:
         """Tokens until the response has the right answer."""
-        if not self._right(tokens):
+        if not self._right(tokens, turn):
             return None
-        return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
+        return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n], turn))
 
 
 def _moved_streams(rows: FullRows, full: FullRows, n_rows: int) -> Any:

@@ -32,7 +32,7 @@ from kvsim.runner.descent import prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
-from kvsim.schema import Compress
+from kvsim.schema import Compress, Spans
 
 __all__ = ["Decoding", "Prefix", "RunningModel", "prefill"]
 
@@ -47,6 +47,7 @@ class Decoding:
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
     receives are then those of new rows alone. probe: what
     `repeat_context` returns, for policies that score by it; by default of the repetition alone.
+    questions: where later ones are, at the latest (`ask`).
 
     Several can be open on one model, each in the `with` block of the one before.
 
@@ -76,12 +77,13 @@ class Decoding:
         observe: Callable[[KernelCall], None] | None = None,
         paging: Paging | None = None,
         probe: ProbeRows | None = None,
+        questions: Spans = (),
     ) -> None:
         check_live(policy, paged=paging is not None)
         policy = policy.at(whole(budget))
         self.running, self.policy, self.budget = running, policy, whole(budget)
         self.schedule: Schedule = policy.schedule.override(interval, prefill, compress)
-        sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
+        sketch = running.sketch(policy, prompt_len, n_pos, context_len, name, questions)
         self.sketch, self._row_size = sketch.evicting, sketch.row_size
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
@@ -90,8 +92,9 @@ class Decoding:
             *chosen
         }
         self.layers = (*chosen, *sorted(more))
-        self.events = self.schedule.rows(prompt_len, n_pos, context_len)
+        self.events = self.schedule.rows(*self.sketch.extent)
         self._events = deque(self.events)  # that have not fired
+        self._questions, self._asked = [*questions], 0
         self.tokens: list[int] = []
         self.peak_bytes = 0
         #: from the end of the prompt on, after the event there
@@ -244,6 +247,13 @@ class Decoding:
                 self.tokens += piece
                 self._end()
         return torch.cat(parts)
+
+    def ask(self, stop: int) -> None:
+        """Say that the next question ends before row `stop`, earlier than it might have."""
+        self._questions[self._asked] = len(self.tokens), stop
+        self._asked += 1
+        rows = self.schedule.rows(*self.sketch.extent[:3], self._questions)
+        self._events = deque(row for row in rows if row >= len(self.tokens))
 
     @contextmanager
     def receiving(self, ids: Sequence[int]) -> Iterator[None]:
