@@ -28,6 +28,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         independence.causality,
         independence.same_events,
         independence.unknown_question,
+        independence.later_questions,
         independence.no_peeking_at_the_dead,
         independence.absent_rows,
         independence.isolation,

@@ -34,8 +34,8 @@ class Broken(AssertionError):  # noqa: N818  an outcome of a check, not an error
 class Trial:
     """A policy on a generated trace. `salt` varies what an invariant changes.
 
-    rule: the same policy as a rule of the naive replay, where there is one. context_len, compress:
-    of the trace, and of the schedule.
+    rule: the same policy as a rule of the naive replay, where there is one. context_len, questions,
+    compress: of the trace, and of the schedule.
     """
 
     policy: Policy
@@ -47,6 +47,7 @@ class Trial:
     rule: loops.Rule | None = None
     context_len: int | None = None
     compress: Compress = "prompt"
+    questions: tuple[tuple[int, int], ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -61,7 +62,7 @@ class Trial:
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
         schedule = self.policy.schedule.override(self.interval, self.prefill, self.compress)
-        trace = self.case.trace(self.context_len) if trace is None else trace
+        trace = self.case.trace(self.context_len, self.questions) if trace is None else trace
         return run(trace, self.policy, self.budget, schedule, ReplayOptions(**options))
 
     @cached_property
@@ -169,7 +170,7 @@ class Trial:
     def naive(self) -> loops.Outcome | None:
         """The naive replay of the rule; None without a rule, or with room for everything."""
         # its loops know no context, and no codec
-        if self.compress != "prompt" or self.policy.codec is not None:
+        if self.compress not in ("prompt", "questions") or self.policy.codec is not None:
             return None
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
             return None
@@ -188,6 +189,7 @@ class Trial:
             o_proj=case.o_proj,
             probe=(case.probe_q, case.probe_k, case.chunks(self.context_len or case.prompt_len)),
             protect=(protect.sink, protect.recent, protect.prompt),
+            asked=[stop - 1 for _, stop in self.questions],
         )
 
     def noise(self, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:

@@ -108,6 +108,7 @@ class _Run:
     protect: tuple[int, int, bool]
     evicted_at: Ints
     store: Callable[[Event], None] | None = None
+    asked: Sequence[int] = ()  # rows after which events fire, too
     events: list[Event] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
 
@@ -119,6 +120,7 @@ class _Run:
         layer = events[0]
         n, prefill = layer.logits.shape[1], layer.fires_at_prefill
         due = event_rows(n, layer.prompt_len, interval=layer.interval, prefill=prefill)
+        due += [row - (self.evicted_at.shape[-1] - n) for row in self.asked]
         for row in range(n):
             for event in events:
                 event.row, event.prefill = row, row == event.prompt_len - 1
@@ -283,6 +285,7 @@ def replay(
     probe: tuple[npt.ArrayLike, npt.ArrayLike, Sequence[tuple[int, int, int]]] | None = None,
     protect: tuple[int, int, bool] = (0, 0, False),
     store: Callable[[Event], None] | None = None,
+    asked: Sequence[int] = (),
 ) -> Outcome:
     """Replay a rule on one trace and return when each entry leaves.
 
@@ -294,7 +297,8 @@ def replay(
     (start, stop, rows) of its
     chunks. protect: (sink, recent, prompt), protected in
     addition to what the rule protects. store: called after each row, and the event after it, for
-    each layer; it may change the event's keys, values and logits, as a codec does.
+    each layer; it may change the event's keys, values and logits, as a codec does. asked: the last
+    rows of later questions, after which events fire, too.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     if values.shape[:3] != keys.shape[:3]:
@@ -347,7 +351,7 @@ def replay(
         for layer in (range(n_layers) if layers is None else layers)
     ]
     evicted_at = np.full((n_layers, heads, n), NEVER, dtype=np.int32)
-    run = _Run(rule, budgets, protect, evicted_at, store)
+    run = _Run(rule, budgets, protect, evicted_at, store, asked)
     if rule.propagate is None:
         run.through(events)
         return Outcome(run.evicted_at, tuple(run.cuts))
