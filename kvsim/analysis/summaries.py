@@ -429,9 +429,8 @@ def _split_beside(
 
 def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
     """The layers of which a Table has values of policies, ascending, by trace."""
-    values = table.filter(pl.col("policy").is_not_null(), pl.col("layer").is_not_null())
-    of_trace = values.group_by("trace", maintain_order=True).agg(pl.col("layer").unique().sort())
-    return dict(of_trace.iter_rows())
+    of_trace = table.drop_nulls(["policy", "layer"]).group_by("trace", maintain_order=True)
+    return dict(of_trace.agg(pl.col("layer").unique().sort()).iter_rows())
 
 
 def uneven(layers: Mapping[str, Sequence[int]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.trace import Trace
@@ -13,15 +13,12 @@ from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.recorder.turns import describe_turns
 from kvsim.store.metadata import object_at
 
-if TYPE_CHECKING:
-    from kvsim.recorder.session import Session
-
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"
 
 
-def differences(session: Session, trace: Trace) -> list[str]:
-    """Return in words how a trace differs from what a capture would record."""
+def differences(session: Any, trace: Trace) -> list[str]:
+    """Return in words how a trace differs from what a capture (`Session`) would record."""
     generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
     if generation.get("stopped") == "interrupted":
         return ["it was recovered from an interrupted capture and is not complete"]
@@ -66,7 +63,7 @@ def differences(session: Session, trace: Trace) -> list[str]:
     return differing
 
 
-def _prompt_differences(session: Session, trace: Trace, *, given: bool) -> list[str]:
+def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]:
     facts = {
         "its labels are": (dict(trace.labels), dict(session.prompt.labels)),
         "the length of its context is": (trace.context_len, session.encoded.context_len),
