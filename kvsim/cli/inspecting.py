@@ -80,12 +80,9 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         else "",
         "written by": quoted(facts["generation"].get("writer")),
         "agreement": _agreement(facts["agreement"]),
-        **{
-            f"turn {number}": ", ".join(
-                f"{part} {ranges(range(*turn[part]))}" for part in ("question", "answer")
-            )
-            for number, turn in enumerate(facts.get("turns", ()), start=1)
-        },
+        "answers at tokens": ", ".join(
+            ranges(range(*turn["answer"])) for turn in facts.get("turns", ())
+        ),
         "answer": answers_text(facts).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "projections": _projections(facts["projections"]),

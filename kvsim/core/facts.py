@@ -160,10 +160,8 @@ class Facts:
         """
         if not self.questions:
             return ((None, slice(None)),)
-        ends = [self.prompt_len, *chain(*self.questions), self.n_pos]
-        spans = zip(ends[::2], ends[1::2], strict=True)
-        rows = [slice(start - self.n_pos, (stop - self.n_pos) or None) for start, stop in spans]
-        return tuple(enumerate(rows, start=1))
+        n, spans = self.n_pos, self.header.answers(self.n_pos)
+        return tuple(enumerate((slice(a - n, b - n or None) for a, b in spans), start=1))
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:

@@ -59,14 +59,19 @@ class Header:
         return self._labels(self.meta)
 
     def labels_of(self, turn: int) -> dict[str, str | int | float]:
-        """Labels of a turn, from 1: those of the prompt, and its own."""
-        return self.labels | self._labels(self.turn(turn))
+        """Labels of a turn, from 1: its own, and those of the prompt."""
+        return self._labels(self.turn(turn))
 
     def turn(self, turn: int) -> Mapping[str, Any]:
         """What `meta` says of a turn, from 1: its labels, question, response, answer check."""
         turns = self.meta.get("turns")
         of_turn = turns[turn - 1] if isinstance(turns, list) and len(turns) >= turn else None
         return of_turn if isinstance(of_turn, dict) else {}
+
+    def answers(self, n_pos: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the answer of each turn in a sequence of n_pos tokens."""
+        ends = [self.prompt_len, *chain(*self.questions), n_pos]
+        return list(zip(ends[::2], ends[1::2], strict=True))
 
     @staticmethod
     def _labels(document: Mapping[str, Any]) -> dict[str, str | int | float]:

@@ -92,9 +92,9 @@ class Generated:
 class Outcome:
     """Both ways of running one prompt under one policy, or a replay that was judged.
 
-    None for what was not run. later: what was written in turns after the first, whose `generated`
-    is. peak_bytes: most bytes of keys and values that were live at once in
+    None for what was not run. peak_bytes: most bytes of keys and values that were live at once in
     decoding, from the event that ends the prefill on; full_bytes: of the full cache at the end.
+    later: as generated, of turns after the first.
     """
 
     forced: Forced | None
@@ -102,11 +102,3 @@ class Outcome:
     peak_bytes: int | None = None
     full_bytes: int | None = None
     later: tuple[Generated, ...] = ()
-
-    @property
-    def turns(self) -> list[tuple[int | None, Generated]]:
-        """What was written, with the number of its turn, None where there is one."""
-        if self.generated is None:
-            return []
-        written = (self.generated, *self.later)
-        return list(enumerate(written, start=1)) if self.later else [(None, self.generated)]

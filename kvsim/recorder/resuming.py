@@ -73,21 +73,18 @@ def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]
     response = trace.read("tokens")[trace.prompt_len :].tolist() if given else []
     if response != session.response:
         differing.append(f"its response was {'given' if given else 'generated'}, not this one")
-    questions = [trace.read("tokens")[a:b].tolist() for a, b in trace.questions]
-    stop = stop_tokens(session.model, session.tokenizer)
-    expected = [
-        following(turn.ids, int(trace.read("tokens")[a - 1]), stop)
-        for turn, (a, _) in zip(session.turns, trace.questions, strict=False)
-    ]
-    turns = [trace.header.turn(number) for number in range(1, 2 + len(session.turns))]
-    if questions != expected or len(questions) < len(session.turns):
-        differing.append("its later questions are others")
-    elif session.turns:
-        texts, ended = ([turn.get(name) for turn in turns] for name in ("response", "stopped"))
-        described = describe_turns(session.prompt, texts, ended, session.longest)
-        if json.loads(json.dumps(described)) != turns:
-            differing.append("its turns have other labels or answers")
     if session.turns:
+        tokens, stop = trace.read("tokens").tolist(), stop_tokens(session.model, session.tokenizer)
+        asked = zip(session.turns, trace.questions, strict=False)
+        expected = [following(turn.ids, tokens[start - 1], stop) for turn, (start, _) in asked]
+        turns = [trace.header.turn(number) for number in range(1, 2 + len(session.turns))]
+        if [tokens[a:b] for a, b in trace.questions] != expected or len(expected) + 1 < len(turns):
+            differing.append("its later questions are others")
+        else:
+            ended = [turn.get("stopped") for turn in turns]
+            described = describe_turns(session, trace.header, tokens, ended)
+            if json.loads(json.dumps(described)) != turns:
+                differing.append("its turns have other labels or answers")
         return differing
     check = session.answer_check(object_at(trace.meta, "text").get("response"))
     if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):

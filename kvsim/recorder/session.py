@@ -39,7 +39,6 @@ from kvsim.recorder.sink import MemorySink, arrays_of
 from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
 from kvsim.recorder.tokenization import describe_tokenizer, token_strings
 from kvsim.recorder.turns import (
-    answer_texts,
     describe_turns,
     encode_turns,
     fitting_turns,
@@ -348,10 +347,6 @@ class Session:
         if self.tokenizer is not None:
             response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
         cut = self.new_tokens < self.options.longest
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        texts = answer_texts(tokens, prompt_len, self.questions, decode)
-        of_turns = self.prompt, texts, ended, self.longest
-        turns = describe_turns(*of_turns) if self.turns else []
         meta = {
             **header.meta,
             "text": {**header.meta["text"], "response": response},
@@ -361,7 +356,7 @@ class Session:
                 "stopped": ended[-1] or ("context" if cut else "length"),
             },
             "answer_check": None if self.turns else self.answer_check(response),
-            **({"turns": turns} if turns else {}),
+            **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
             **({"response_logprobs": self.logprobs} if self.logprobs else {}),
             **({"agreement": agreement(self.likeliest, prompt_len)} if self.likeliest else {}),
             **({"probe": self.probe.document()} if self.probe else {}),

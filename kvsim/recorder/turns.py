@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvsim.core.header import Header
 from kvsim.errors import CaptureError
 from kvsim.recorder.generation import WHOLE, continues
 from kvsim.recorder.models import is_tiny
@@ -132,33 +133,29 @@ def given_response(encoded: Encoded, turns: Sequence[EncodedTurn]) -> tuple[list
 
 
 def describe_turns(
-    prompt: Prompt,
-    texts: Sequence[str | None],
-    ended: Sequence[str | None],
-    longest: int | None,
+    session: Any, header: Header, tokens: Sequence[int], ended: Sequence[str | None]
 ) -> list[dict[str, Any]]:
-    """Return what a trace says of each turn, ready for JSON.
+    """Return what the trace of a capture (`Session`) says of each turn, ready for JSON.
 
-    texts: of the answers. ended: what ended each, None for its length. longest: most tokens of each
-    answer, None for what the turns say.
+    ended: what ended each answer, None for its length.
     """
-    first = Turn(
-        *(prompt.content, prompt.answer, prompt.scorer),  # type: ignore[arg-type]  # any kind
-        labels=prompt.turn_labels,
-        max_new_tokens=prompt.max_new_tokens,
-    )
-    checked = prompt.response is None or prompt.writer is not None
-    out = []
-    for turn, text, end in zip((first, *prompt.turns), texts, ended, strict=True):
-        check = None
+    prompt, tokenizer = session.prompt, session.tokenizer
+    content: Any = prompt.content
+    first = Turn(content, prompt.answer, prompt.scorer, labels=prompt.turn_labels)
+    out, answers = [], header.answers(len(tokens))
+    for turn, span, end in zip((first, *prompt.turns), answers, ended, strict=True):
+        text, check = None, None
+        if tokenizer is not None:
+            answer = list(tokens[slice(*span)])
+            text = str(tokenizer.decode(answer, skip_special_tokens=True))
+        checked = prompt.response is None or prompt.writer is not None
         if checked and turn.answer is not None and text is not None:
             check = text_check(text, turn.answer, turn.scorer)
             own = turn.max_new_tokens or prompt.max_new_tokens
-            check |= {"max_new_tokens": own} if own and longest is None else {}
-        question = {"question": turn.question} if isinstance(turn.question, str) else {}
+            check |= {"max_new_tokens": own} if own and session.longest is None else {}
         out.append(
             {
-                **question,
+                "question": turn.question if isinstance(turn.question, str) else None,
                 "response": text,
                 "stopped": end or "length",
                 "labels": {**prompt.labels, **turn.labels},
@@ -166,15 +163,3 @@ def describe_turns(
             }
         )
     return out
-
-
-def answer_texts(
-    tokens: Sequence[int], prompt_len: int, questions: Spans, decode: Callable[..., str] | None
-) -> list[str | None]:
-    """Return the text of each answer; None without a tokenizer."""
-    starts = [prompt_len, *(stop for _, stop in questions)]
-    stops = [*(start for start, _ in questions), len(tokens)]
-    return [
-        None if decode is None else str(decode(list(tokens[a:b]), skip_special_tokens=True))
-        for a, b in zip(starts, stops, strict=True)
-    ]

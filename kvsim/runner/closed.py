@@ -70,13 +70,10 @@ class ClosedLoop:
         self._ids = check_recorded(trace, running.described, tokenizer)
         self.running, self.trace = running, trace
         self._tokenizer, self._paging = tokenizer, paging
-        turns = [trace.header.turn(n) for n in range(1, 2 + len(trace.questions))]
-        turns = turns if trace.questions else [trace.meta]
-        #: of each turn
+        turns = [trace.meta if n is None else trace.header.turn(n) for n, _ in trace.answers]
         self._checks = [object_at(each, "answer_check") for each in turns]
-        self._writings = (
-            [] if writing is None else [self._fitting(writing, x) for x in self._checks]
-        )
+        written = [] if writing is None else [writing] * len(turns)
+        self._writings = [*map(self._fitting, written, self._checks)]
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
 
@@ -272,19 +269,20 @@ class ClosedLoop:
     @cached_property
     def _full_response(self) -> list[tuple[int, ...]]:
         """Tokens of each answer with the full cache: the recorded ones if they are those."""
-        trace, generation = self.trace, object_at(self.trace.meta, "generation")
-        after = self._ids[trace.prompt_len :]
+        trace, writings = self.trace, self._writings
+        generation, after = object_at(trace.meta, "generation"), self._ids[trace.prompt_len :]
         recorded = [tuple(after[rows]) for _, rows in trace.answers]
-        ends = [trace.header.turn(n).get("stopped") for n in range(1, 1 + len(trace.questions))]
-        usual, alike = generation.get("temperature") == 0, []
-        for turn, stopped in enumerate([*ends, generation.get("stopped")]):
-            most, count = self._writings[turn].new_tokens, len(recorded[turn])
-            whole = stopped == "eos" or (count >= most and stopped != GIVEN)
-            # a longer answer is cut, which others would follow
-            alike.append(whole and (turn == len(ends) or count <= most))
-        if self._writings[0].temperature == 0 and usual and all(alike):
-            pairs = zip(recorded, self._writings, strict=True)
-            return [tokens[: writing.new_tokens] for tokens, writing in pairs]
+        ends = [trace.header.turn(n).get("stopped") for n in range(1, len(writings))]
+        answers = [x[: each.new_tokens] for x, each in zip(recorded, writings, strict=True)]
+        whole = all(
+            end == "eos" or len(tokens) == each.new_tokens
+            for end, tokens, each in zip(
+                [*ends, generation.get("stopped")], answers, writings, strict=True
+            )
+        )
+        greedy = writings[0].temperature == 0 == generation.get("temperature")
+        if greedy and whole and answers[:-1] == recorded[:-1]:
+            return answers
         step = WHOLE if self.running.continues else 1
         model, prompt = self.running.model, self._ids[: trace.prompt_len]
         cache, chunk = full_cache(model), self.running.chunk(prompt)
@@ -300,19 +298,18 @@ class ClosedLoop:
         """Whether an answer with the full cache is right; the recorded one unless given."""
         right = self._checks[turn].get("right")
         given = object_at(self.trace.meta, "generation").get("stopped") == GIVEN
-        return (
-            self._right(self._full_response[turn], turn) if given and right is not None else right
-        )
+        if not given or right is None:
+            return right
+        return self._right(self._full_response[turn], turn)
 
     def _response(self, answers: Sequence[tuple[int, ...]]) -> Response:
         """Return what was written, of several turns one after the other, next to the full cache."""
 
         def of(answers: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
             texts = [self._text(tokens) for tokens in answers]
-            rights = [self._right(tokens, turn) for turn, tokens in enumerate(answers)]
+            rights = {self._right(tokens, turn) for turn, tokens in enumerate(answers)} - {None}
             text = None if None in texts else "\n".join(map(str, texts))
-            right = None if None in rights else all(rights)
-            return tuple(chain(*answers)), text, right
+            return tuple(chain(*answers)), text, all(rights) if rights else None
 
         return Response(*of(answers), *of(self._full_response))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +314,10 @@ def describe(path: str | Path) -> dict[str, Any]:
     notes = meta.get("notes")
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
     latent = stored.header.latent
+    turns = [
+        {"answer": span, "right": object_at(stored.header.turn(n), "answer_check").get("right")}
+        for n, span in enumerate(map(list, stored.header.answers(n_pos)), start=1)
+    ]
     return {
         "path": stored.where,
         "name": stored.header.name,
@@ -323,7 +326,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
         "context_len": stored.header.context_len,
-        **_turns(stored.header, n_pos),
+        **({"turns": turns} if stored.header.questions else {}),
         **({"left_out": list(left_out)} if (left_out := stored.header.left_out) else {}),
         "layers": n_layers,
         "layer_ids": list(stored.header.layer_ids),
@@ -360,22 +363,6 @@ def describe(path: str | Path) -> dict[str, Any]:
         "capture_check": object_at(meta, "capture_check") or None,
         "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
     }
-
-
-def _turns(header: Header, n_pos: int) -> dict[str, Any]:
-    """Return where the questions and answers of several turns are, and which are right."""
-    ends = [header.prompt_len, *chain(*header.questions), n_pos]
-    questions = [(header.context_len or 0, header.prompt_len), *header.questions]
-    answers = zip(questions, ends[::2], ends[1::2], strict=True)
-    turns = [
-        {
-            "question": [*question],
-            "answer": [start, stop],
-            "right": object_at(header.turn(number), "answer_check").get("right"),
-        }
-        for number, (question, start, stop) in enumerate(answers, start=1)
-    ]
-    return {"turns": turns} if header.questions else {}
 
 
 def _projections(stored: StoredTrace) -> dict[str, Any] | None:

@@ -60,13 +60,14 @@ def test_the_full_cache_writes_the_recorded_answers():
     """Turn after turn over one cache, each compared with its own answer."""
     record, outcome = loop().run(kvsim.policy("full"), 40, Schedule(5, compress="questions"))
 
-    answers = [part[1:] for part in trace().segments if part[0] == "answer"]
-    recorded = [tuple(trace().tokens[a:b].tolist()) for a, b in answers]
-    assert [written.tokens for _, written in outcome.turns] == recorded
-    assert [turn for turn, _ in outcome.turns] == [1, 2, 3]
+    recorded = [
+        tuple(trace().tokens[a:b].tolist()) for kind, a, b in trace().segments if kind == "answer"
+    ]
+    written = [outcome.generated, *outcome.later]
+    assert [each.tokens for each in written] == recorded
     checks = [turn["answer_check"]["right"] for turn in trace().meta["turns"]]
-    assert [written.right for _, written in outcome.turns] == checks
-    assert [written.full_right for _, written in outcome.turns] == checks
+    assert [each.right for each in written] == checks
+    assert [each.full_right for each in written] == checks
     assert record.response.tokens == record.response.full_tokens == sum(recorded, ())
     assert record.response.right == all(checks)
 
@@ -77,12 +78,13 @@ def test_answers_of_other_lengths_move_the_events_after_questions():
     short = 3
 
     _, outcome = loop(short).run(policy, 30, schedule)
+    answers = [outcome.generated, *outcome.later]
 
     parts = trace().segments
     questions = [trace().tokens[a:b].tolist() for kind, a, b in parts if kind == "question"]
     tokens = trace().tokens[: trace().prompt_len].tolist()
     spans = []
-    for question, (_, written) in zip([[], *questions[1:]], outcome.turns, strict=True):
+    for question, written in zip([[], *questions[1:]], answers, strict=True):
         spans += [(len(tokens), len(tokens) + len(question))] if question else []
         tokens += [*question, *written.tokens]
         assert len(written.tokens) == short
@@ -91,7 +93,7 @@ def test_answers_of_other_lengths_move_the_events_after_questions():
     with Decoding(running(), policy, 30, **options, questions=spans) as forced:
         logits = forced.feed(tokens, logits=len(tokens))
     assert forced.record().events == [stop - 1 for _, stop in [(0, trace().prompt_len), *spans]]
-    for span, (_, written) in zip([(0, trace().prompt_len), *spans], outcome.turns, strict=True):
+    for span, written in zip([(0, trace().prompt_len), *spans], answers, strict=True):
         rows = logits[span[1] - 1 : span[1] - 1 + short]
         assert rows.argmax(-1).tolist() == list(written.tokens)
 

@@ -36,9 +36,17 @@ def _forced(value: Callable[[Forced], Floats]) -> Values:
     return cells
 
 
+def _written(subject: LiveSubject) -> Iterator[tuple[int | None, Generated]]:
+    outcome = subject.outcome
+    written = outcome.generated, *outcome.later
+    for (turn, _), generated in zip(subject.trace.answers, written, strict=False):
+        if generated is not None:
+            yield turn, generated
+
+
 def _generated(value: Callable[[Generated], float | None]) -> Values:
     def cells(subject: LiveSubject) -> Iterator[Cells]:
-        for turn, generated in subject.outcome.turns:
+        for turn, generated in _written(subject):
             number = value(generated)
             if number is not None and not np.isnan(number):
                 yield Cells(None, np.array([float(number)]), turn=turn)
@@ -56,7 +64,7 @@ def _residual(subject: LiveSubject) -> Iterator[Cells]:
 
 
 def _repetition(subject: LiveSubject) -> Iterator[Cells]:
-    for turn, generated in subject.outcome.turns:
+    for turn, generated in _written(subject):
         tokens = np.array(generated.tokens)
         for n in NGRAMS:
             if len(tokens) >= n:
