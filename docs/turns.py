@@ -21,10 +21,12 @@ import numpy as np
 
 import kvsim
 from kvsim.analysis.results import BEYOND
+from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import Interval
 from kvsim.recorder import Options, Prompt, Turn, load_model
 from kvsim.recorder.capturing import capture_one
 from kvsim.recorder.prompts import token_count
+from kvsim.schema import plural
 from kvsim.text.haystack import draw
 
 HERE = Path(__file__).parent
@@ -112,6 +114,8 @@ def measure(count: int) -> Iterator[list[dict[str, Any]]]:
 
 def cell(values: list[float]) -> str:
     """Return the share of right answers, with its interval where there are prompts enough."""
+    if not values:
+        return "-"
     share = Interval.of(np.array(values))
     ends = "" if np.isnan(share.low) else f" [{100 * share.low:.0f}, {100 * share.high:.0f}]"
     return f"{100 * share.mean:.0f}{ends}"
@@ -120,7 +124,7 @@ def cell(values: list[float]) -> str:
 def table(answers: list[Mapping[str, Any]]) -> str:
     """Return the right answers in percent by schedule, policy and turn."""
     turns = (1, 2, 3)
-    heads = [f"{name}, turn {turn}" for name in SCHEDULES.values() for turn in turns]
+    heads = [f"{name}: turn {turn}" for name in SCHEDULES.values() for turn in turns]
     lines = [f"| policy | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for policy in POLICIES:
         cells = [
@@ -136,7 +140,8 @@ def table(answers: list[Mapping[str, Any]]) -> str:
         ]
         lines.append(f"| `{policy}` | {' | '.join(cells)} |")
     count = len({each["index"] for each in answers})
-    return "\n".join([*lines, "", f"{count} prompts."])
+    few = ", which decides nothing" if count < FEWEST else ""
+    return "\n".join([*lines, "", f"Of {plural(count, 'prompt')}{few}."])
 
 
 def page(text: str) -> str:

@@ -66,7 +66,8 @@ def capture(
             "'context' (text before it), 'needle' (texts in it), 'response' (text or ids) with "
             "'writer', 'system', 'answer' (or several), 'scorer' with 'metadata'; labels: 'task', "
             "'domain', 'level', 'length', 'depth'. Or with the columns of kvpress's benchmarks: "
-            "'context', 'question', 'answer_prefix', 'answer', 'task', 'max_new_tokens'.",
+            "'context', 'question', 'answer_prefix', 'answer', 'task', 'max_new_tokens'. Or with "
+            "'turns', objects of 'question', 'answer' and what belongs to it (docs/turns.md).",
         ),
     ] = None,
     limit: Annotated[

@@ -347,6 +347,7 @@ class Session:
         if self.tokenizer is not None:
             response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
         cut = self.new_tokens < self.options.longest
+        agrees = self.likeliest and not self.turns  # questions were not written by the model
         meta = {
             **header.meta,
             "text": {**header.meta["text"], "response": response},
@@ -358,7 +359,7 @@ class Session:
             "answer_check": None if self.turns else self.answer_check(response),
             **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
             **({"response_logprobs": self.logprobs} if self.logprobs else {}),
-            **({"agreement": agreement(self.likeliest, prompt_len)} if self.likeliest else {}),
+            **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
             **({"probe": self.probe.document()} if self.probe else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))

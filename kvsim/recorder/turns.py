@@ -15,7 +15,16 @@ from kvsim.recorder.generation import WHOLE, continues
 from kvsim.recorder.models import is_tiny
 from kvsim.recorder.options import Options
 from kvsim.recorder.positions import fitting_tokens
-from kvsim.recorder.prompts import Encoded, Prompt, Turn, check_ids, ids_of, rendered, response_ids
+from kvsim.recorder.prompts import (
+    Encoded,
+    Prompt,
+    Turn,
+    check_ids,
+    check_labels,
+    ids_of,
+    rendered,
+    response_ids,
+)
 from kvsim.recorder.tokenization import tokenize
 from kvsim.schema import Spans
 from kvsim.text.answers import text_check
@@ -44,8 +53,16 @@ def encode_turns(
 
     Raises CaptureError for a question of another kind than the prompt, or without tokens; answers
     of some turns alone; a template that renders an answer otherwise where another turn follows;
-    unknown ids or words; more tokens than the model's context.
+    unknown ids or words; more tokens than the model's context. TextError for a scorer that is not
+    of free text.
     """
+    if not all(isinstance(turn, Turn) for turn in whole.turns):
+        raise CaptureError(
+            f"turns are {reprlib.repr(whole.turns)}, expected a list of kvsim.recorder.Turn"
+        )
+    answers = [(whole.answer, whole.scorer), *((x.answer, x.scorer) for x in whole.turns)]
+    for answer, scorer in answers if whole.turns else ():
+        text_check("", answer or "", scorer)
     given = {turn.response is not None for turn in whole.turns}
     if given - {whole.response is not None}:
         raise CaptureError(
@@ -54,8 +71,10 @@ def encode_turns(
     out: list[EncodedTurn] = []
     messages, text, prefix = encoded.messages, encoded.text, whole.answer_prefix
     for number, turn in enumerate(whole.turns, start=2):
-        question = turn.question
-        if isinstance(question, str) != (text is not None) or not len(question):
+        question: Any = turn.question
+        check_labels(turn.labels, f"turn {number}: ")
+        fits = isinstance(question, str) == (text is not None)
+        if not fits or question is None or not len(question):
             kind = "token ids" if text is None else "text"
             raise CaptureError(
                 f"turn {number} has the question {reprlib.repr(question)}, expected {kind}, as the "

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim.errors import CaptureError, TraceError
-from kvsim.recorder import read_prompts
-from kvsim.recorder.prompts import Turn
+from kvsim.errors import CaptureError, TextError, TraceError
+from kvsim.recorder import Turn, read_prompts
 from small_model import small, words_tokenizer
 
 #: A chat whose answers end with w9, as the tokenizer's own end of an answer.
@@ -80,6 +79,7 @@ def test_given_answers_make_the_same_trace():
     assert given.segments == trace.segments
     assert given.tokens.tolist() == trace.tokens.tolist()
     assert len(given.response_logprobs) == trace.n_pos - trace.prompt_len
+    assert "agreement" not in given.meta
 
 
 def test_turns_of_a_chat_are_rendered_by_the_template():
@@ -198,11 +198,14 @@ def test_bad_turns_are_one_line(row, message, tmp_path):
         ([Turn("w1")], {"max_new_tokens": 0}, "turn 2 has no tokens for its answer"),
         ([Turn("w1")], {"max_new_tokens": 600}, "take up to 1201 tokens .* room for 867"),
         ([Turn("never")], {}, "does not know 'never'"),
+        ([{"question": "w1"}], {}, "turns are .*, expected a list of kvsim.recorder.Turn"),
+        ([Turn("w1", labels={"mood": "x"})], {}, "turn 2: label 'mood', expected one of"),
+        ([Turn("w1", answer="w2", scorer="f1")], {}, "scorer is 'f1', expected one of contained"),
     ],
 )
 def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):
     """Before the model runs, in one line."""
-    with pytest.raises(CaptureError, match=message) as caught:
+    with pytest.raises((CaptureError, TextError), match=message) as caught:
         capture(turns=turns, **options)
     assert "\n" not in str(caught.value)
 
