@@ -36,7 +36,7 @@ LENGTH, BUDGET, NEW_TOKENS = 900, 225, 12
 DEPTHS = (0.2, 0.5, 0.8)
 THINGS = ("red door", "blue gate", "green box", "white tower", "black vault", "silver drawer")
 OPTIONS = Options(chat=True, max_new_tokens=NEW_TOKENS, probe="repeat", sensitivity=False)
-SCHEDULES = {"context": "before the first question", "prompt": "after the first question"}
+SCHEDULES = {"context": "before", "prompt": "after"}
 POLICIES = (
     *("full", "streaming_llm", "knorm", "keydiff", "tova"),
     *("snapkv", "h2o", "expected_attention", "kvzip"),
@@ -124,7 +124,7 @@ def cell(values: list[float]) -> str:
 def table(answers: list[Mapping[str, Any]]) -> str:
     """Return the right answers in percent by schedule, policy and turn."""
     turns = (1, 2, 3)
-    heads = [f"{name}: turn {turn}" for name in SCHEDULES.values() for turn in turns]
+    heads = [f"{name}, turn {turn}" for name in SCHEDULES.values() for turn in turns]
     lines = [f"| policy | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for policy in POLICIES:
         cells = [
