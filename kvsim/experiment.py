@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from kvsim.core.options import Help
 from kvsim.core.parameters import AtLeast, Finite
+from kvsim.schema import Compress
 
 if TYPE_CHECKING:
     from kvsim.core.policy import PolicyLike, Protection
     from kvsim.store.opening import Traces
 else:
     PolicyLike = Protection = Traces = Any
-
-Compress = Literal["prompt", "context", "both"]
 
 
 class Interval(TypedDict, total=False):
@@ -63,7 +62,7 @@ class OfCells(Prefill, total=False):
         Help(
             "What the event after the prompt compresses: with context it fires before the "
             "question, of traces that say where their context ends, and readers and codecs begin "
-            "there; default: prompt."
+            "there; with questions one follows the question of every turn; default: prompt."
         ),
     ]
     prefill_chunk: Annotated[

@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
+
+#: What the events of the prompt, and of questions of later turns, follow (`Schedule.compress`).
+Compress = Literal["prompt", "context", "both", "questions", "context+questions"]
+
+#: (start, stop) of parts of a sequence, in tokens.
+Spans = Sequence[tuple[int, int]]
 
 #: The page on policies of one's own, which errors of scorers name.
 GUIDE = "docs/add-a-policy.md"
@@ -185,10 +192,13 @@ def schedule(
     prefill_chunk: int | None = None,
 ) -> str:
     """After which rows a policy evicts, in a few words."""
-    ends = {"both": "the context, the prompt"}.get(compress, f"the {compress}")
+    ends = {"both": "the context, the prompt", "questions": "each question"}
+    ends["context+questions"] = "the context, each question"
+    first = ends.get(compress, f"the {compress}")
     if prefill_chunk is not None:
-        ends = f"every {prefill_chunk} rows of the prompt, {ends}"
-    prompt = ends if prefill else ""
+        first = f"every {prefill_chunk} rows of the prompt, {first}"
+    later = "later questions" if compress.endswith("questions") else ""
+    prompt = first if prefill else later
     every = "" if interval is None else "each row" if interval == 1 else f"every {interval} rows"
     return ", ".join(part for part in (prompt, every) if part) or "never"
 

@@ -15,7 +15,7 @@ class Cells:
 
     layer: None for what a trace has as a whole, such as its response; several where m runs over the
     heads of one after those of the other. heads: the axis that m runs over. chance: what chance
-    alone would give, like values.
+    alone would give, like values. turn: from 1, of a trace with several.
     """
 
     layer: int | Sequence[int] | None
@@ -24,6 +24,7 @@ class Cells:
     variant: str = ""
     chance: Floats | None = None
     events: Ints | None = None
+    turn: int | None = None
 
 
 @dataclass(frozen=True)

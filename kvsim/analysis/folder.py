@@ -310,7 +310,8 @@ def joined(runs: Sequence[Saved]) -> pl.DataFrame:
     table = table.unique(
         [name for name in table.columns if name != "model"], keep="first", maintain_order=True
     )
-    place = [name for name in COLUMNS if name not in ("model", "value", "chance", "fidelity")]
+    of_value = ("model", "value", "chance", "fidelity")
+    place = [name for name in table.columns if name not in of_value]
     twice = table.filter(table.select(place).is_duplicated())
     if twice.height:
         policy, metric, trace = twice.select("policy", "metric", "trace").row(0)

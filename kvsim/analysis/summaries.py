@@ -8,9 +8,8 @@ another seed of training. A trace that a metric cannot be computed on is counted
 measured, never as zero.
 
 Functions take a Table (`kvsim.measure`, or of a sweep), and as `by` more columns that tell results
-apart, such as `layer`, `stage` or `domain`; those that do so anyway may be named too. PolicyError
-where the Table lacks one, and for columns of values. Intervals are 95 % bootstrap intervals over
-traces, null for fewer than 6 (`kvsim.analysis.significance.few`).
+apart (`split_by`), such as `layer`, `turn` or `domain`; those that do so anyway may be named too.
+Intervals are 95 % bootstrap intervals over traces, null for fewer than 6 (`significance.few`).
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ class Interval:
 def _bootstrap(values: Floats) -> tuple[Floats, Floats]:
     """Ends of the 95 % percentile intervals of means of [result, prompt]; NaN for too few."""
     if values.shape[1] < FEWEST:
-        nan = np.full(len(values), np.nan)
-        return nan, nan
+        return (np.full(len(values), np.nan),) * 2
     n, tail = values.shape[1], (1 - 0.95) / 2
     rng, batch = np.random.default_rng(0), max(1, _DRAWN // values.size)
     drawn = (
@@ -189,7 +187,9 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     table, by = _split_beside(table, by, (*KEYS, "trace"))
     if remark := mixed(table, by):
         raise PolicyError(remark)
-    if table.select((pl.col("fidelity").n_unique().over(*_PLACE, _GROWING) > 1).any()).item():
+    if table.select(
+        (pl.col("fidelity").n_unique().over(*_place(table), _GROWING) > 1).any()
+    ).item():
         table = strongest(table)
     if "event" not in by:
         table = last_events(table)
@@ -303,9 +303,8 @@ def compare(table: Tabular, base: str, by: str | Sequence[str] = ()) -> pl.DataF
     gap = pl.col("value") - pl.col("other")
     paired = paired.with_columns(gap=gap, base=pl.lit(base))
     sign = pl.when(gap.abs() > ROUNDING * pl.col("other").abs()).then(gap.sign()).otherwise(0 * gap)
-    above = ((sign + 1).mean() / 2).alias("above")
-    count = pl.len().cast(pl.Int64).alias("of")
-    return _with_intervals(paired, [*by, *KEYS, "base"], "gap", [count, above])
+    more = [pl.len().cast(pl.Int64).alias("of"), ((sign + 1).mean() / 2).alias("above")]
+    return _with_intervals(paired, [*by, *KEYS, "base"], "gap", more)
 
 
 def level_shares(table: pl.DataFrame, by: str | Sequence[str] = ("metric",)) -> pl.DataFrame:
@@ -333,10 +332,14 @@ _PLACE = (
 _GROWING = pl.col("share").str.extract(f"(.*{SO_FAR})$").alias("_growing")  # not one of entries
 
 
+def _place(table: pl.DataFrame) -> list[str]:
+    return [*_PLACE, *{"turn"} & {*table.columns}]
+
+
 def strongest(table: pl.DataFrame) -> pl.DataFrame:
     """The Table with one value in each place: of several levels the strongest one."""
-    level = _LEVEL.to_physical()
-    return table.filter(level == level.min().over(*_PLACE, _GROWING)).unique(maintain_order=True)
+    level, place = _LEVEL.to_physical(), _place(table)
+    return table.filter(level == level.min().over(*place, _GROWING)).unique(maintain_order=True)
 
 
 def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
@@ -350,8 +353,8 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     PolicyError for two different values of one level next to another level.
     """
     table, by = _split_beside(table, by, KEYS)
-    place = [*_PLACE, "_growing"]
-    columns = [*_PLACE, *(name for name in by if name not in _PLACE), "share", "value"]
+    place = [*_place(table), "_growing"]
+    columns = [*place[:-1], *(name for name in by if name not in place), "share", "value"]
     values = (
         table.filter(pl.col("value").is_not_null(), pl.col("policy").is_not_null())
         .select(*columns, _GROWING, _level=pl.col("fidelity").cast(pl.String))
@@ -363,14 +366,13 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
             "two values of one policy, metric and place have the same level of fidelity and "
             "differ; expected runs of the same traces: compare others one by one"
         )
-    frames = [
+    pairs = pl.concat(
         values.filter(_level=stronger).join(
             values.filter(_level=weaker), on=place, nulls_equal=True, maintain_order="left"
         )
         for stronger, weaker in combinations(_STRENGTH.categories, 2)
-    ]
+    )
     keys = [*by, *KEYS, "stronger", "weaker"]
-    pairs = pl.concat(frames)
     paired = (
         (pairs if "event" in by else last_events(pairs))
         .rename({"value": "at_stronger", "value_right": "at_weaker"})
@@ -427,9 +429,8 @@ def _split_beside(
 
 def layers_of(table: pl.DataFrame) -> dict[str, list[int]]:
     """The layers of which a Table has values of policies, ascending, by trace."""
-    values = table.filter(pl.col("policy").is_not_null(), pl.col("layer").is_not_null())
-    of_trace = values.group_by("trace", maintain_order=True).agg(pl.col("layer").unique().sort())
-    return dict(of_trace.iter_rows())
+    of_trace = table.drop_nulls(["policy", "layer"]).group_by("trace", maintain_order=True)
+    return dict(of_trace.agg(pl.col("layer").unique().sort()).iter_rows())
 
 
 def uneven(layers: Mapping[str, Sequence[int]]) -> str:

@@ -29,8 +29,9 @@ from kvsim.errors import PolicyError, TraceError
 from kvsim.schema import FIDELITY, LABELS, PREFILL
 from kvsim.store.opening import TraceLike, as_trace
 
-# Labels that are numbers; a Table has their columns only where a trace has them.
+# Labels that are numbers; a Table has their columns, and the turn, only where a trace has them.
 _NUMBERS: dict[str, Any] = {"length": pl.Int64, "depth": pl.Float64}
+_OPTIONAL = (*_NUMBERS, "turn")
 
 #: All columns that a Table may have, and their types; one row is one value.
 TYPES: dict[str, Any] = {
@@ -43,14 +44,14 @@ TYPES: dict[str, Any] = {
     "prefill": pl.Boolean,
     **FACTS,
     **dict.fromkeys(("metric", "variant"), pl.String),
-    **dict.fromkeys(("layer", "head", "qhead", "event"), pl.Int64),
+    **dict.fromkeys(("turn", "layer", "head", "qhead", "event"), pl.Int64),
     **dict.fromkeys(("value", "chance"), pl.Float64),
     "unit": pl.String,
     "fidelity": pl.Enum(FIDELITY),
 }
 
 #: Columns of every Table and their types.
-COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _NUMBERS}
+COLUMNS = {name: kind for name, kind in TYPES.items() if name not in _OPTIONAL}
 
 
 #: Records that metrics compare with (`Metric.beside`), those about the optimum, and what a pass of
@@ -101,10 +102,11 @@ def measure(
 
     Returns:
         A Table with one row per value: trace, its model, labels of the prompt (task, domain, level;
-        length and depth), policy, budget, layer, head (KV head) or qhead (query head), value,
-        chance (its value by chance alone, if known) and fidelity. Policy, budget and schedule are
-        null in rows about the trace. Without `events`, a row has the last event or the mean over
-        events (`Metric.over_events`). Facts about the policy are in the columns of
+        length and depth), policy, budget, the turn of a trace with several, whose labels these then
+        are, layer, head (KV head) or qhead (query head), value, chance (its value by chance alone,
+        if known) and fidelity. Policy, budget and schedule are null in rows about the trace.
+        Without `events`, a row has the last event or the mean over events (`Metric.over_events`).
+        Facts about the policy are in the columns of
         `kvsim.analysis.results.FACTS`.
 
     Raises:
@@ -175,7 +177,7 @@ def _check_inputs(records: Any, references: Mapping[str, Any]) -> None:
 def in_order(tables: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """The rows of several Tables as one, with the columns of `COLUMNS`, their types and order.
 
-    Columns `length` and `depth`, labels that are numbers, are among them where they have values.
+    `length` and `depth`, labels that are numbers, and `turn` are among them where they have values.
     """
     typed = [
         table.select(pl.col(name).cast(kind) for name, kind in TYPES.items() if name in table)
@@ -341,11 +343,13 @@ def blocks_of(
     trace, record = subject.trace, None if isinstance(subject, Analysis) else subject.record
     shared: dict[str, Any] = {"trace": trace.name, "metric": name, "unit": entry.unit}
     shared["model"] = model_name(trace)
-    shared |= {x: label if x in _NUMBERS else str(label) for x, label in trace.labels.items()}
     if record is not None:
         shared |= columns_of(record)
     blocks: list[RowArrays] = []
     for cells in entry.cells(subject):
+        labels = trace.labels if cells.turn is None else trace.header.labels_of(cells.turn)
+        shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}
+        shared |= {x: str(label) for x, label in labels.items() if x not in _NUMBERS}
         values, rows = cells.values, cells.events
         chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
         if rows is not None and not events:

@@ -80,7 +80,10 @@ def _echo_facts(facts: Mapping[str, Any]) -> None:
         else "",
         "written by": quoted(facts["generation"].get("writer")),
         "agreement": _agreement(facts["agreement"]),
-        "answer": answer_text(facts["answer_check"]).removeprefix("answer ") or "not checked",
+        "answers at tokens": ", ".join(
+            ranges(range(*turn["answer"])) for turn in facts.get("turns", ())
+        ),
+        "answer": answers_text(facts).removeprefix("answer ") or "not checked",
         "capture check": _capture_check(facts["capture_check"]),
         "projections": _projections(facts["projections"]),
         "probe": f"{plural(probe['rows'], 'row')} that repeat the context, in "
@@ -198,6 +201,14 @@ def answer_text(check: Mapping[str, Any] | None) -> str:
     if check.get("answer") is None:
         return "no answer in the response"
     return f"answer {quoted(check['answer'])} {'right' if check['right'] else 'wrong'}"
+
+
+def answers_text(facts: Mapping[str, Any]) -> str:
+    """Return as `answer_text`; of several turns, how many answers are right."""
+    if "turns" not in facts:
+        return answer_text(facts["answer_check"])
+    right = [turn["right"] for turn in facts["turns"] if isinstance(turn["right"], bool)]
+    return f"{sum(right)} of {plural(len(right), 'answer')} right" if right else ""
 
 
 def quoted(text: object) -> str:

@@ -14,7 +14,7 @@ import typer
 from kvsim.cli import shared
 from kvsim.cli.forecasts import echo_forecast, echo_took, taken
 from kvsim.cli.groups import grouped, offered
-from kvsim.cli.inspecting import answer_text, is_cut, layers_text, length_text, size_text
+from kvsim.cli.inspecting import answers_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
 from kvsim.cli.show import echo_error, echo_json, echo_text
 from kvsim.core.parameters import parameters
@@ -66,7 +66,8 @@ def capture(
             "'context' (text before it), 'needle' (texts in it), 'response' (text or ids) with "
             "'writer', 'system', 'answer' (or several), 'scorer' with 'metadata'; labels: 'task', "
             "'domain', 'level', 'length', 'depth'. Or with the columns of kvpress's benchmarks: "
-            "'context', 'question', 'answer_prefix', 'answer', 'task', 'max_new_tokens'.",
+            "'context', 'question', 'answer_prefix', 'answer', 'task', 'max_new_tokens'. Or with "
+            "'turns', objects of 'question', 'answer' and what belongs to it (docs/turns.md).",
         ),
     ] = None,
     limit: Annotated[
@@ -216,7 +217,7 @@ def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_j
         echo_json({"traces": facts, **took})
         return
     for trace in facts:
-        answer = answer_text(trace["answer_check"])
+        answer = answers_text(trace)
         parts = [length_text(trace), layers_text(trace), size_text(trace["bytes"])]
         parts += filter(None, [answer, "kept" if trace["kept"] else ""])
         typer.echo(f"{trace['path']}: {', '.join(parts)}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Form = Literal["table", "csv", "latex", "markdown", "json"]
 
 #: Columns that values may be split by.
-_PARTS = ("stage", "layer", *LABELS, "model", "variant")
+_PARTS = ("stage", "layer", "turn", *LABELS, "model", "variant")
 
 
 def table(
@@ -35,8 +35,9 @@ def table(
         shared.several(
             "NAME[,NAME...]",
             f"Split the values by these: {', '.join(_PARTS)}. stage: early, middle and late "
-            "layers, as in Table 14 of AMS; model: where there are several; variant: all of those "
-            "of a metric, such as rows=question; the others but layer are labels of prompts.",
+            "layers, as in Table 14 of AMS; turn: of prompts with several; model: where there are "
+            "several; variant: all of those of a metric, such as rows=question; the others but "
+            "layer are labels of prompts.",
         ),
     ] = None,
     policy: shared.PoliciesOfRuns = None,

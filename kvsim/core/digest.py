@@ -121,6 +121,8 @@ def content_digest(
     }
     if header.context_len is not None:
         facts["context_len"] = header.context_len
+    if header.questions:
+        facts["questions"] = [*map(list, header.questions)]
     if header.left_out is not None:
         facts["left_out"] = list(header.left_out)
     if header.owners:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import Final, TypeVar
 
 from kvsim.core.attention import Rope
@@ -42,6 +43,7 @@ class Facts:
         self.readable = tuple(range(layers))
         self.prompt_len: Final = header.prompt_len
         self.context_len: Final = header.context_len
+        self.questions: Final = header.questions
         self.left_out: Final = header.left_out
         self.formulas: Final = header.formulas
         self.ropes: Final = header.ropes
@@ -130,6 +132,33 @@ class Facts:
     def spans(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Token spans of the prompt by name, such as its `needle`: first position, behind last."""
         return self.header.spans
+
+    @property
+    def segments(self) -> tuple[tuple[str, int, int], ...]:
+        """(kind, start, stop) of `context`, then `question` and `answer` of each turn.
+
+        Empty ones, such as the answer of a prompt alone, are left out.
+        """
+        ends = [0, self.context_len or 0, self.prompt_len, *chain(*self.questions), self.n_pos]
+        kinds = ["context", *["question", "answer"] * (1 + len(self.questions))]
+        spans = zip(kinds, *zip(*pairwise(ends), strict=True), strict=True)
+        return tuple((kind, start, stop) for kind, start, stop in spans if start < stop)
+
+    @property
+    def extent(self) -> tuple[int, int, int | None, tuple[tuple[int, int], ...]]:
+        """What `Schedule.rows` takes: prompt_len, n_pos, context_len, questions."""
+        return self.prompt_len, self.n_pos, self.context_len, self.questions
+
+    @property
+    def answers(self) -> tuple[tuple[int | None, slice], ...]:
+        """Number of each turn, from 1, and the rows of its answer, counted from the end.
+
+        None and all rows, whatever they are, where there is one turn.
+        """
+        if not self.questions:
+            return ((None, slice(None)),)
+        n, spans = self.n_pos, self.header.answers(self.n_pos)
+        return tuple(enumerate((slice(a - n, b - n or None) for a, b in spans), start=1))
 
     @property
     def response_logprobs(self) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from kvsim.core.attention import Formula, Rope
@@ -28,6 +28,8 @@ class Header:
         layer_ids: the model's number of each layer.
         context_len: rows 0 to context_len - 1 are the context, the others of the prompt the
             question; None where the prompt does not say so.
+        questions: (start, stop) of each question after the first answer, in the rows after the
+            prompt; the rows between them, and behind the last, are the answers. Empty for one turn.
         name: for tables and figures; not part of the digest.
         source_dtypes: for each array, the dtype it had in the model, such as ``bfloat16``.
         meta: provenance, ready for JSON; not part of the digest.
@@ -49,11 +51,31 @@ class Header:
     owners: tuple[int, ...] = ()
     sizes: tuple[Size, ...] = ()
     left_out: tuple[int, int] | None = None
+    questions: tuple[tuple[int, int], ...] = ()
 
     @property
     def labels(self) -> dict[str, str | int | float]:
         """Labels of the prompt, as far as they are text or numbers (`schema.LABELS`)."""
-        labels = self.meta.get("labels")
+        return self._labels(self.meta)
+
+    def labels_of(self, turn: int) -> dict[str, str | int | float]:
+        """Labels of a turn, from 1: its own, and those of the prompt."""
+        return self._labels(self.turn(turn))
+
+    def turn(self, turn: int) -> Mapping[str, Any]:
+        """What `meta` says of a turn, from 1: its labels, question, response, answer check."""
+        turns = self.meta.get("turns")
+        of_turn = turns[turn - 1] if isinstance(turns, list) and len(turns) >= turn else None
+        return of_turn if isinstance(of_turn, dict) else {}
+
+    def answers(self, n_pos: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the answer of each turn in a sequence of n_pos tokens."""
+        ends = [self.prompt_len, *chain(*self.questions), n_pos]
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
+    @staticmethod
+    def _labels(document: Mapping[str, Any]) -> dict[str, str | int | float]:
+        labels = document.get("labels")
         values = labels if isinstance(labels, dict) else {}
         return {
             name: printable(value) if isinstance(value, str) else value
@@ -144,6 +166,15 @@ class Header:
             raise TraceError(
                 f"{where}: context_len is {self.context_len}, expected 1 to {self.prompt_len}, the "
                 "number of tokens of the prompt"
+            )
+        ends = [self.prompt_len, *chain(*self.questions), n_pos]
+        if not all(len(each) == 2 for each in self.questions) or not all(
+            type(b) is int and a < b for a, b in pairwise(ends[: None if self.questions else 1])
+        ):
+            raise TraceError(
+                f"{where}: questions are {reprlib.repr(self.questions)}, expected a list of "
+                f"[start, stop] behind the prompt of {self.prompt_len} and before the end of "
+                f"{n_pos} tokens, each followed by tokens of its answer"
             )
         self._check_left_out(shapes, where)
         _check_spans(self.meta.get("spans", {}), self.prompt_len, where)

@@ -112,9 +112,11 @@ class Outcome:
 
     None for what was not run. peak_bytes: most bytes of keys and values that were live at once in
     decoding, from the event that ends the prefill on; full_bytes: of the full cache at the end.
+    later: as generated, of turns after the first.
     """
 
     forced: Forced | None
     generated: Generated | None = None
     peak_bytes: int | None = None
     full_bytes: int | None = None
+    later: tuple[Generated, ...] = ()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
@@ -19,7 +19,7 @@ from kvsim.core.parameters import AtLeast, AtMost, check_fields
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, Compress, Spans
 
 
 class Piece:
@@ -118,14 +118,15 @@ class Schedule:
         prefill: whether m = 0 fires.
         compress: what the prefill event compresses. With "context" it fires after row
             context_len - 1, before the question: the policy takes the context for the prompt, and
-            the rows of the question for rows after it. With "both" it fires after both.
+            the question for rows after it; with "both" after both. With "questions", or
+            "context+questions", events follow the questions of later turns, too.
         prefill_chunk: rows between prefill events, of which the last is as `compress` says; each
             takes the tokens so far for the prompt.
     """
 
     interval: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = 1
     prefill: bool = True
-    compress: Literal["prompt", "context", "both"] = "prompt"
+    compress: Compress = "prompt"
     prefill_chunk: Annotated[int, AtLeast(1), AtMost(NEVER)] | None = None
 
     def __post_init__(self) -> None:
@@ -133,24 +134,26 @@ class Schedule:
 
     def ends(self, prompt_len: int, context_len: int | None = None) -> list[int]:
         """Tokens before each prefill event, ascending; without a context it is the prompt."""
-        context = prompt_len if context_len is None else context_len
-        ends = {"prompt": {prompt_len}, "context": {context}, "both": {context, prompt_len}}
-        parts = (0, *sorted(ends[self.compress]))
+        names = self.compress.replace("both", "context+prompt").split("+")
+        ends = sorted({(name == "context" and context_len) or prompt_len for name in names})
         n = self.prefill_chunk or max(1, prompt_len)
-        chunks = ((start, end) for x, end in pairwise(parts) for start in range(x, end, n))
+        chunks = ((start, end) for x, end in pairwise((0, *ends)) for start in range(x, end, n))
         return [min(start + n, end) for start, end in chunks]
 
-    def rows(self, prompt_len: int, n_pos: int, context_len: int | None = None) -> list[int]:
+    def rows(
+        self, prompt_len: int, n_pos: int, context_len: int | None = None, questions: Spans = ()
+    ) -> list[int]:
         """Rows after which an event fires in a trace of n_pos tokens."""
-        ends = self.ends(prompt_len, context_len)
-        prompt = [end - 1 for end in ends] if self.prefill else []
-        if self.interval is None:
-            return prompt
-        return prompt + list(range(prompt_len - 1 + self.interval, n_pos, self.interval))
+        prompt = self.ends(prompt_len, context_len) if self.prefill else []
+        asked = questions if self.compress.endswith("questions") else ()
+        rows = {end - 1 for end in (*prompt, *(stop for _, stop in asked if stop <= n_pos))}
+        if self.interval is not None:
+            rows.update(range(prompt_len - 1 + self.interval, n_pos, self.interval))
+        return sorted(rows)
 
-    def decodes(self, prompt_len: int, n_pos: int) -> bool:
-        """Whether an event fires behind the prompt in a trace of n_pos tokens."""
-        return self.interval is not None and prompt_len - 1 + self.interval < n_pos
+    def decodes(self, trace: Trace) -> bool:
+        """Whether an event fires behind the prompt of a trace."""
+        return self.rows(*trace.extent)[-1:] >= [trace.prompt_len]
 
     def longest(self, prompt_len: int, budget: int, n_pos: int) -> int:
         """The most entries that a head holds before an event in n_pos tokens, if cut to the budget.

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from kvsim.core.propagation import Selection
 from kvsim.core.reading import Reads
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PositionError
-from kvsim.schema import NEVER, schedule
+from kvsim.schema import NEVER, Compress, schedule
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Record(Displayed):
     #: which rows of the prompt were propagated; None where all layers have all rows
     selection: Selection | None = None
     #: what the event that ends the prefill compressed (`Schedule.compress`)
-    compress: Literal["prompt", "context", "both"] = "prompt"
+    compress: Compress = "prompt"
     #: rows between events of the prefill (`Schedule.prefill_chunk`); None for one event
     prefill_chunk: int | None = None
     #: layers behind a selection were computed again and not read from the trace

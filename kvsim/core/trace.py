@@ -83,7 +83,7 @@ class Trace(Facts, Displayed):
             n_qheads to entry_size but n_pos raise NeedsError, as does reading different layers
             together; `alike` returns the trace of layers of one size.
         prompt_len, context_len, formulas, ropes, layer_ids, name, meta, source_dtypes: `Header`'s.
-        left_out, owners: `Header`'s too; each layer its own owner by default.
+        questions, left_out, owners: `Header`'s too; each layer its own owner by default.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Trace(Facts, Displayed):
         *,
         prompt_len: int,
         context_len: int | None = None,
+        questions: Sequence[tuple[int, int]] = (),
         rope: Rope | Sequence[Rope],
         scale: float | None = None,
         formulas: Sequence[Formula] | None = None,
@@ -153,12 +154,12 @@ class Trace(Facts, Displayed):
             v: values [layer, head, pos, value_dim].
             prompt_len: number of rows of the prefill, 1 to pos.
             context_len: rows of the prompt before its question, 1 to prompt_len.
+            questions: of later turns, as `Header` has them.
             rope: the rotary embedding that q and k went through, one for all layers or one each.
             scale: factor of the logits; dim ** -0.5 by default.
             formulas: for each layer what it computes, instead of `scale`, where that is not plain
                 causal attention: softcap, sliding window, chunks, sinks.
-            attn_out: attention output before the output projection [layer, qhead, pos, value_dim];
-                computed if missing.
+            attn_out: output before `o_proj` [layer, qhead, pos, value_dim]; else computed.
             gate: factor of attn_out before the output projection, like attn_out; 1 if missing.
             lse: log-sum-exp of each row's logits [layer, qhead, pos]; computed if missing.
             o_proj: output projection of each query head [layer, qhead, value_dim, hidden].
@@ -201,6 +202,7 @@ class Trace(Facts, Displayed):
         header = Header(
             prompt_len=prompt_len,
             context_len=context_len,
+            questions=cast("Any", tuple(map(tuple, of_layers("questions", questions, name)))),
             formulas=of_layers("formulas", formulas, name),
             ropes=(rope,) * n_layers if isinstance(rope, Rope) else of_layers("rope", rope, name),
             layer_ids=of_layers("layer_ids", ids, name),
@@ -304,8 +306,10 @@ class Trace(Facts, Displayed):
         """
         after = torch.arange(self.prompt_len, self.n_pos)
         rows = torch.cat([prompt_rows.to("cpu", torch.int64), after])
+        gone, left_out = self.prompt_len - len(prompt_rows), left_out_among(rows, self.left_out)
+        asked = tuple((start - gone, stop - gone) for start, stop in self.questions)
         header = replace(self.header, prompt_len=len(prompt_rows), context_len=None)
-        header = replace(header, left_out=left_out_among(rows, self.left_out))
+        header = replace(header, questions=asked, left_out=left_out)
         return Trace(SelectedRows(self.source, rows), header, dtype=self.dtype)
 
     @property

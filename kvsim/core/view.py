@@ -255,10 +255,9 @@ class View:
     def summed(self, name: str) -> tuple[int, Tensor] | None:
         """`Source.summed`; raises NeedsError where the event is within the rows summed over."""
         before = self._source.summed(name)
-        if before is None or before[0] <= self.row + 1:
-            return before
-        self._source.queries(0, self.row + 1)  # its error names those that are not held
-        return None
+        if before is not None and before[0] > self.row + 1:
+            self._source.queries(0, self.row + 1)  # its error names those that are not held
+        return before
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return `compute()`, computed at the first event that needs it and kept for later ones.

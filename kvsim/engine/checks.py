@@ -82,7 +82,7 @@ def check_cell(
 
 def _check_context(trace: Trace, policy: Policy, schedule: Schedule) -> None:
     """Raise where a context is to be compressed that the trace has not, or the policy cannot."""
-    if schedule.compress == "prompt":
+    if not schedule.compress.startswith(("context", "both")):
         return
     if trace.context_len is None:
         raise NeedsError(
@@ -143,26 +143,29 @@ def _chunk_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
 
 def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     """Remark on the event of the prefill; empty if it compresses the prompt."""
-    if schedule.compress == "prompt" or trace.context_len == trace.prompt_len:
+    if schedule.compress.endswith("questions") and not trace.questions:
+        return f"{trace.name} has one turn, so that no event follows a later question"
+    alone = not schedule.compress.startswith(("context", "both"))
+    if alone or trace.context_len == trace.prompt_len:
         return ""
     question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
     if not schedule.prefill and (policy.reader or policy.codec):
         return f"{trace.name}: its question of {question} reads the context as the response does"
     if not schedule.prefill:
         return f"{policy.name}: no event ends the prefill in its schedule, also not of the context"
-    again = ", and again after it" if schedule.compress == "both" else ""
+    again = "" if schedule.compress == "context" else ", and again after it"
     return f"{trace.name}: the context is compressed before its question of {question}{again}"
 
 
 def _first_event(trace: Trace, schedule: Schedule) -> int:
     """The row of the first event; the last row without one."""
-    rows = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+    rows = schedule.rows(*trace.extent)
     return rows[0] if rows else trace.n_pos - 1
 
 
 def _check_rows(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> None:
     """Raise PolicyError where the first event that evicts has too few rows for the scorer."""
-    rows = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+    rows = schedule.rows(*trace.extent)
     first = next((r for r in rows if r >= policy.budget_at(r + 1, budget)), None)
     least = policy.scorer.least_rows
     if first is not None and first + 1 < least:
@@ -263,7 +266,7 @@ def _eviction_remark(
     trace: Trace, policy: Policy, budget: int, schedule: Schedule, descent: Descent | None
 ) -> str:
     """Remark on what stays, and on the trace."""
-    events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+    events = schedule.rows(*trace.extent)
     fires = schedule.prefill or schedule.interval is not None  # `full` is not meant to
     fires &= descent is None or not descent.selection.dropped  # dropped rows say enough
     if policy.bounded and fires and budget >= trace.n_pos:

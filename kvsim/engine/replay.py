@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
 from kvsim.engine.source import TraceSource, ended, isolated, read_together
 from kvsim.policies import as_policy
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, Compress
 from kvsim.store.opening import TraceLike, as_trace
 
 
@@ -38,7 +38,7 @@ def replay(
     *,
     interval: int | None = None,
     prefill: bool | None = None,
-    compress: Literal["prompt", "context", "both"] | None = None,
+    compress: Compress | None = None,
     prefill_chunk: int | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
@@ -58,8 +58,9 @@ def replay(
         interval: rows between events after the prompt; the policy's own by default.
         prefill: whether the event that ends the prefill fires; as the policy says by default.
         compress: whether that event fires after the whole prompt, after the context and before the
-            question, or after both; as the policy says by default. What follows the context reads
-            and is stored as what follows the prompt.
+            question, or after both; and whether events follow the questions of later turns
+            (`kvsim.core.policy.Schedule`); as the policy says by default. What follows the context
+            reads and is stored as what follows the prompt.
         prefill_chunk: rows of the prompt between events: each chunk is compressed before the next
             one attends. One event by default.
         layers: indices in the trace; by default all that see the whole text, because a sliding
@@ -193,7 +194,7 @@ def _replay(
     part, places = trace if run.rows is None else trace.only(run.rows), run.layers
     if len(trace.header.readers(places[0])) > 1:
         part, places = read_together(trace, places[0]), (0,)
-    events = schedule.rows(part.prompt_len, part.n_pos, part.context_len)
+    events = schedule.rows(*part.extent)
     setting, context = settings
     if run.rows is not None:
         setting = replace(setting, prompt_len=part.prompt_len)

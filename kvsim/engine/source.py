@@ -63,7 +63,7 @@ def read_together(trace: Trace, layer: int) -> Trace:
 
 def ended(trace: Trace, prompt_len: int) -> Trace:
     """Return a trace whose prompt ends after so many tokens; what follows counts as response."""
-    header = replace(trace.header, prompt_len=prompt_len, context_len=None)
+    header = replace(trace.header, prompt_len=prompt_len, context_len=None, questions=())
     return Trace(trace.source, header, dtype=trace.dtype, token_text=trace.token_text)
 
 

@@ -91,7 +91,7 @@ class ExpectedAttention(Scorer):
 
     def check(self, trace: Trace, schedule: Schedule) -> None:
         """A buffer of rows since the last event holds two samples behind its first ones."""
-        fires = schedule.decodes(trace.prompt_len, trace.n_pos)
+        fires = schedule.decodes(trace)
         if self.origin == "buffer" and fires and (schedule.interval or 0) < self.sink + 2:
             raise PolicyError(
                 f"expected_attention: interval is {schedule.interval}, and the first {self.sink} "

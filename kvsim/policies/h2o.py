@@ -68,7 +68,7 @@ class ObservedAttention(Scorer):
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
         """Say that later events have little to go by."""
-        if not schedule.decodes(trace.prompt_len, trace.n_pos):
+        if not schedule.decodes(trace):
             return ""
         return (
             "events in decoding score by the attention of one row, as in kvpress; h2o, whose "

@@ -86,7 +86,7 @@ class KVzip(Scorer):
 
     def remark(self, trace: Trace, schedule: Schedule) -> str:
         """A note that events in decoding leave little of the context."""
-        if not schedule.decodes(trace.prompt_len, trace.n_pos):
+        if not schedule.decodes(trace):
             return ""
         return (
             "has no scores of the response, whose entries rank above the context and fill the "

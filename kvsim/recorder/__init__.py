@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from kvsim.recorder.models import load_model
     from kvsim.recorder.options import Options
     from kvsim.recorder.prompt_file import read_prompts
-    from kvsim.recorder.prompts import Prompt
+    from kvsim.recorder.prompts import Prompt, Turn
 
-__all__ = ["Options", "Prompt", "capture", "capture_many", "load_model", "read_prompts"]
+__all__ = ["Options", "Prompt", "Turn", "capture", "capture_many", "load_model", "read_prompts"]
 
 _HOME = {
     "Options": "options",
     "Prompt": "prompts",
+    "Turn": "prompts",
     "capture": "capturing",
     "capture_many": "capturing",
     "load_model": "models",

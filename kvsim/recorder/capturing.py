@@ -29,6 +29,7 @@ from kvsim.recorder.prompts import (
     Labels,
     Prompt,
     PromptLike,
+    Turn,
     check_labels,
     file_name,
     with_distinct_ids,
@@ -55,6 +56,7 @@ def capture(
     response: str | Sequence[int] | None = None,
     context: str | int | None = None,
     name: str | None = None,
+    turns: Sequence[Turn] = (),
     **options: Any,
 ) -> Trace:
     """Run a model over a prompt and record what its attention sees.
@@ -76,6 +78,8 @@ def capture(
             of them greedy decoding would have chosen (`meta["agreement"]`).
         writer: what wrote the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
+        turns: questions that follow the answer before them; the trace keeps where they are
+            (`Trace.segments`), for ``kvsim.replay(..., compress="questions")``.
         **options: the fields of `kvsim.recorder.Options`.
 
     Returns:
@@ -96,7 +100,7 @@ def capture(
         TypeError: an unknown keyword.
     """
     given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    given |= {"scorer": scorer, "writer": writer}
+    given |= {"scorer": scorer, "writer": writer, "turns": turns}
     whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
     return capture_one(model, tokenizer, whole, out, Options.of(options))
 
@@ -200,7 +204,8 @@ def capture_many(
 def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
     """Write the responses of the next sessions at once; reason: why they are written one by one."""
     first = sessions[0]
-    chosen = [each for each in sessions if each.new_tokens and each.written is None][:count]
+    alike = [each for each in sessions if each.new_tokens and not each.turns]
+    chosen = [each for each in alike if each.written is None][:count]
     if first not in chosen:
         return
     if reason is not None:

@@ -6,7 +6,8 @@ A long prompt goes through the model in chunks of rows, over one cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -49,31 +50,37 @@ def generate(
     seed: int,
     stop: frozenset[int],
     completed: Callable[[Sequence[int], int], bool],
-    sampled: Callable[[int], None],
+    added: Callable[[list[int], int | None], None],
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
     chunk: int,
-) -> tuple[list[int], Ended | None]:
-    """Return the tokens of prompt and response, and what ended the response, if anything did.
+    later: Sequence[tuple[Sequence[int], int]] = (),
+    step: int = WHOLE,
+) -> tuple[list[int], list[Ended | None]]:
+    """Return the tokens of prompt and response, and what ended each answer, if anything did.
 
     Every token goes through the model, the last one too, so every position has its q, k, v.
 
     temperature: 0 takes the most likely token; above 0, tokens are drawn. stop: tokens that end the
     response, as its last one. completed: called with the tokens so far and the start of the
-    response, returns whether it ends here. sampled: called with each token of the response before
-    it goes through the model. before_last: called with the final length before the last forward.
-    progress: called with (tokens done, most tokens possible) after every forward. chunk: the most
-    rows of a forward.
+    answer, returns whether it ends here. added: called with each token of the response before it
+    goes through the model, and with the tokens of a question and where it begins. before_last:
+    called with the final length before the last forward. progress: called with (tokens done, most
+    tokens possible) after every forward. chunk: the most rows of a forward. later: questions that
+    follow an answer, and the most tokens of the answer to each. step: the most rows of a forward of
+    one.
     """
     tokens = list(ids)
-    total = len(tokens) + new_tokens
+    start, most = len(tokens), len(tokens) + new_tokens
+    total, turns = most + sum(len(question) + n for question, n in later), deque(later)
+    ended_by: list[Ended | None] = []
     generator = torch.Generator().manual_seed(seed)
     cache, inputs = full_cache(model), tokens[:]
 
     def forward(*, last: bool) -> Tensor:
         """Run the new tokens; return the logits [V] of the last one."""
-        logits, start = Tensor(), len(tokens) - len(inputs)
-        for end, of_chunk in run_chunks(model, cache, inputs, start, 1, chunk):
+        logits, first = Tensor(), len(tokens) - len(inputs)
+        for end, of_chunk in run_chunks(model, cache, inputs, first, 1, step if first else chunk):
             progress(total if last and end == len(tokens) else end, total)
             logits = of_chunk
         return logits[-1]
@@ -81,17 +88,33 @@ def generate(
     with torch.no_grad(), evaluating(model):
         while True:
             ended: Ended | None = None
-            if len(tokens) > len(ids) and tokens[-1] in stop:
+            if len(tokens) > start and tokens[-1] in stop:
                 ended = "eos"
-            elif completed(tokens, len(ids)):
+            elif completed(tokens, start):
                 ended = "stop"
-            if ended or len(tokens) == total:
-                before_last(len(tokens))
-                forward(last=True)
-                return tokens, ended
+            if ended or len(tokens) == most:
+                ended_by.append(ended)
+                if not turns:
+                    before_last(len(tokens))
+                    forward(last=True)
+                    return tokens, ended_by
+                question, count = turns.popleft()
+                question = following(question, tokens[-1], stop)
+                added(question, len(tokens))
+                tokens += question
+                inputs += question
+                start, most = len(tokens), len(tokens) + count
             tokens.append(sample(forward(last=False), temperature, generator))
-            sampled(tokens[-1])
+            added(tokens[-1:], None)
             inputs = tokens[-1:]
+
+
+def following(question: Sequence[int], last: int, stop: Collection[int]) -> list[int]:
+    """Return a question behind an answer with this last token, which it does not repeat.
+
+    Chat templates end an answer with a token that ends one.
+    """
+    return [*question[int(len(question) > 1 and question[0] == last and last in stop) :]]
 
 
 def score(

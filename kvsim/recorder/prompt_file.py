@@ -16,6 +16,7 @@ from kvsim.errors import CaptureError, TextError, error_line, missing_extra, sug
 from kvsim.recorder.prompts import (
     Prompt,
     PromptLike,
+    Turn,
     check_labels,
     check_writer,
     joined_parts,
@@ -34,8 +35,11 @@ BENCHMARK = ("question", "answer_prefix", "answers", "max_new_tokens", "scorer")
 #: All keys that are read; others are ignored.
 KEYS = (
     *("id", *CONTENT, "context", "needle", "response", "writer", "system", "answer", "metadata"),
-    *(*BENCHMARK, *LABELS, "difficulty"),
+    *(*BENCHMARK, *LABELS, "difficulty", "turns"),
 )
+
+#: The keys of a turn, which belong to one question and its answer.
+OF_TURN = ("response", "answer", *BENCHMARK)
 
 _EXPECTED = "expected an object with 'prompt' (text), 'messages' (a chat) or 'tokens' (ids)"
 
@@ -67,6 +71,9 @@ def read_prompts(
     ``scorer`` with its ``metadata`` and the labels ``task``, ``domain``, ``level`` (or
     ``difficulty``), ``length`` and ``depth``. Other keys are ignored, and so is ``tokens`` if it is
     a number. Empty lines and a byte order mark are skipped.
+
+    ``turns`` is a list of objects, each with a ``question`` that follows the answer before it, and
+    what belongs to it (`OF_TURN`, labels); the row then has no prompt but a ``context``, if any.
 
     Rows of kvpress's benchmarks have ``context`` and ``question`` instead, and optionally
     ``answer_prefix``, ``answer`` or ``answers`` (text or a list), ``task`` and ``max_new_tokens``.
@@ -184,11 +191,63 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
+def _turns(row: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Turn], Any]:
+    """Return a row with the first of its turns in it, later turns, and labels of the first."""
+    turns = row.get("turns")
+    if turns is None:
+        return row, [], {}
+    if not isinstance(turns, list) or not turns or not all(isinstance(x, dict) for x in turns):
+        raise CaptureError(
+            f"{where}: turns is {_short(turns)}, expected a list of objects with 'question'"
+        )
+    outside = [key for key in (*CONTENT, *OF_TURN) if row.get(key) is not None]
+    if outside:
+        raise CaptureError(
+            f"{where}: {outside[0]!r} belongs to no turn, expected it in an object of 'turns'"
+        )
+    later, labels = [], []
+    for number, turn in enumerate(turns, start=1):
+        inside = f"{where}, turn {number}"
+        if unknown := sorted(turn.keys() - {*OF_TURN, *LABELS}):
+            close = suggest(unknown[0], OF_TURN)
+            raise CaptureError(
+                f"{inside}: {unknown[0]!r} is no key of a turn{close}; expected "
+                f"{', '.join((*OF_TURN, *LABELS))}"
+            )
+        _check_kinds(turn, inside)
+        if not (turn.get("question") or "").strip():
+            raise CaptureError(f"{inside}: no question, expected text")
+        known = {name: turn[name] for name in LABELS if turn.get(name) is not None}
+        labels.append(check_labels(known, f"{inside}: "))
+        if (scorer := turn.get("scorer")) not in (None, *SCORERS):
+            raise CaptureError(
+                f"{inside}: scorer is {_short(scorer)}, expected one of {', '.join(SCORERS)}"
+            )
+        own = {name: turn.get(name) for name in OF_TURN if name != "answers"}
+        own |= {"answer": _answer(turn, inside), "scorer": _scorer({**row, **turn}, inside)}
+        own["answer_prefix"] = own["answer_prefix"] or ""
+        later.append(Turn(**own, labels=labels[-1]))
+    whole = {**row, **{name: turns[0].get(name) for name in OF_TURN}}
+    return whole, later[1:], labels[0]
+
+
+def _check_kinds(row: dict[str, Any], where: str) -> None:
     for key, (kinds, expected) in _KINDS.items():
         value = row.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise CaptureError(f"{where}: {key} is {_short(value)}, expected {expected}")
+    if row.get("max_new_tokens") is not None and row["max_new_tokens"] < 1:
+        raise CaptureError(
+            f"{where}: max_new_tokens is {row['max_new_tokens']}, expected at least 1 token"
+        )
+    response = row.get("response")
+    if isinstance(response, list) and not all(type(token) is int for token in response):
+        raise CaptureError(f"{where}: response is {_short(response)}, expected token ids")
+
+
+def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
+    row, turns, turn_labels = _turns(row, where)
+    _check_kinds(row, where)
     if row.get("id") is not None and not str(row["id"]).strip():
         raise CaptureError(f"{where}: id is {_short(row['id'])}, expected text or no id")
     name = f"prompt-{index:04d}" if row.get("id") is None else str(row["id"])
@@ -204,14 +263,8 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
                 f"{where}: level is {level!r} and difficulty {row['difficulty']!r}, expected "
                 "one of them: they are the same label"
             )
-    if row.get("max_new_tokens") is not None and row["max_new_tokens"] < 1:
-        raise CaptureError(
-            f"{where}: max_new_tokens is {row['max_new_tokens']}, expected at least 1 token"
-        )
     prefix, is_question = row.get("answer_prefix"), _is_question(row)
     needle, response = row.get("needle"), row.get("response")
-    if isinstance(response, list) and not all(type(token) is int for token in response):
-        raise CaptureError(f"{where}: response is {_short(response)}, expected token ids")
     return Prompt(
         id=name,
         content=_content(row, where),
@@ -226,6 +279,8 @@ def _prompt(row: dict[str, Any], index: int, where: str) -> Prompt:
         metadata=row.get("metadata"),
         writer=check_writer(row.get("writer"), response, f"{where}: "),
         max_new_tokens=row.get("max_new_tokens"),
+        turns=tuple(turns),
+        turn_labels=turn_labels,
     )
 
 

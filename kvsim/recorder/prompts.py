@@ -36,6 +36,26 @@ _SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A question after an answer.
+
+    Attributes:
+        question: text, which follows the answer before it directly, or is the next user's message
+            of a chat; token ids after a prompt of token ids.
+        answer, scorer, answer_prefix, response, max_new_tokens: as those of `Prompt`.
+        labels: of this turn, for tables, beside those of the prompt.
+    """
+
+    question: str | Sequence[int]
+    answer: str | Sequence[str] | None = None
+    scorer: str | None = None
+    answer_prefix: str | None = None
+    response: str | Sequence[int] | None = None
+    max_new_tokens: int | None = None
+    labels: Labels = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One of many prompts, such as a line of a file.
 
@@ -60,6 +80,8 @@ class Prompt:
         answer_prefix: the beginning of the answer, which ends the prompt: of plain text after a
             line end, of a chat after the template's beginning of a response.
         max_new_tokens: tokens of the longest response, unless the option is given.
+        turns: questions after the first one, which is the end of the prompt; all that is said of a
+            response here is then of the first answer. turn_labels: of the first turn alone.
     """
 
     id: str
@@ -75,6 +97,8 @@ class Prompt:
     writer: str | Mapping[str, Any] | None = None
     answer_prefix: str | None = None
     max_new_tokens: int | None = None
+    turns: Sequence[Turn] = ()
+    turn_labels: Labels = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,13 +148,13 @@ def encode(
     if text is not None and whole.answer_prefix is not None:
         text += "\n" * special + whole.answer_prefix
     if text is None:
-        ids = _ids(prompt)
+        ids = ids_of(prompt)
     else:
         ids = tokenize(text, tokenizer, special=special, tiny=is_tiny(model))
     if not ids:
         raise CaptureError("the prompt has no tokens, expected at least one; give some text")
-    given = None if whole.response is None else _response(whole.response, model, tokenizer)
-    _check_ids(ids, given or [], model)
+    given = None if whole.response is None else response_ids(whole.response, model, tokenizer)
+    check_ids(ids, given or [], model)
     notes = [] if text is None else encoding_notes(text, ids, tokenizer)
     notes += _response_notes(whole, given or [], tokenizer)
     spans = located(whole.needle, text, len(ids), tokenizer, special=special)
@@ -204,7 +228,7 @@ def _messages_end(context: list[dict[str, Any]], text: str, tokenizer: Any) -> i
     return len(beginning)
 
 
-def _check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:
+def check_ids(ids: list[int], response: list[int], model: PreTrainedModel) -> None:
     """Raise CaptureError for tokens that the model does not have, or more than it can read."""
     vocab_size = cast("torch.nn.Embedding", model.get_input_embeddings()).weight.shape[0]
     for name, tokens in {"prompt": ids, "response": response}.items():
@@ -244,10 +268,13 @@ def check_writer(writer: object, response: object, where: str = "") -> Any:
     return writer
 
 
-def _response(response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any) -> list[int]:
+def response_ids(
+    response: str | Sequence[int], model: PreTrainedModel, tokenizer: Any
+) -> list[int]:
+    """Return the token ids of a given response; CaptureError for an empty one."""
     if not isinstance(response, str):
         if len(response):
-            return _ids(response, "response")
+            return ids_of(response, "response")
     elif response:
         need_tokenizer(tokenizer, "text", "one that encodes it", "response")
         return tokenize(response, tokenizer, special=False, tiny=is_tiny(model))
@@ -318,7 +345,8 @@ def _text_of(part: object, where: str) -> str:
     return text
 
 
-def _ids(prompt: object, what: str = "prompt") -> list[int]:
+def ids_of(prompt: object, what: str = "prompt") -> list[int]:
+    """Return token ids as a list; CaptureError for anything else, or none."""
     try:
         array = np.asarray(prompt)
     except (ValueError, TypeError, RuntimeError):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvsim.core.checks import DTYPES, compute_dtype, stored_dtype
+from kvsim.core.checks import DTYPES, compute_dtype
 from kvsim.core.header import Header
 from kvsim.core.left_out import left_out_before
 from kvsim.core.probe import ARRAYS as PROBE
@@ -31,22 +30,26 @@ from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, model_notes
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options, Progress, select_layers
-from kvsim.recorder.positions import check_new_tokens, fitting_tokens, indexer_notes, read_ropes
+from kvsim.recorder.positions import check_new_tokens, indexer_notes, read_ropes
 from kvsim.recorder.prompts import Prompt, check_writer, encode
-from kvsim.recorder.provenance import config_differences, versions
+from kvsim.recorder.provenance import versions
 from kvsim.recorder.repetition import check_length, read_probe, repetition
+from kvsim.recorder.resuming import GIVEN, differences
 from kvsim.recorder.sensitivity import LayerEntries, layer_sensitivity
 from kvsim.recorder.sink import MemorySink, arrays_of
 from kvsim.recorder.sizes import as_largest, check_dense, largest, layer_sizes, size_of
-from kvsim.recorder.tokenization import describe_tokenizer, token_strings, tokenizer_difference
+from kvsim.recorder.tokenization import describe_tokenizer, token_strings
+from kvsim.recorder.turns import (
+    describe_turns,
+    encode_turns,
+    fitting_turns,
+    given_response,
+    rows_at_once,
+)
 from kvsim.store import open_trace
-from kvsim.store.metadata import object_at
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import check_answer
-
-#: What ended a response that was given (`generation.stopped`).
-GIVEN = "given"
 
 
 class Session:
@@ -58,6 +61,8 @@ class Session:
     for an unknown scorer, or an answer of which it cannot score responses.
     """
 
+    probe: Probe | None = None
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -68,10 +73,11 @@ class Session:
         described: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.prompt, self.options = model, tokenizer, prompt, options
-        self.own_length = None if options.max_new_tokens is not None else prompt.max_new_tokens
+        self.longest = longest = options.max_new_tokens
+        self.own_length = None if longest is not None else prompt.max_new_tokens
         if self.own_length is not None:
             self.options = options = replace(options, max_new_tokens=self.own_length)
-        self._described = described
+        self.described = described
         system = options.system if prompt.system is None else prompt.system
         self.encoded = encoded = encode(prompt, model, tokenizer, system=system, chat=options.chat)
         self.out = None if out is None else Path(out)
@@ -79,16 +85,17 @@ class Session:
         self.notes = [*encoded.notes]
         check_writer(prompt.writer, prompt.response)
         check_answer(prompt.answer, prompt.scorer)
-        self.response, self.logprobs = encoded.response or [], list[float]()
-        self.likeliest: list[bool] = []
+        self.turns = encode_turns(prompt, encoded, longest, model, tokenizer)
+        self.response, spans = given_response(encoded, self.turns)
+        self.questions, self.logprobs, self.likeliest = [*spans], list[float](), list[bool]()
+        self.step = rows_at_once(model, encoded.ids, self.turns)
         #: a response that is known before it is recorded: given, or written in a batch
         self.written = Written(self.response, GIVEN, 0.0) if self.response else None
         check_new_tokens(model, options.max_new_tokens)
         self._entries: dict[int, LayerEntries] = {}  # what the last call of each layer attended to
-        requested = 0 if self.response else options.longest
-        self.new_tokens, notes = fitting_tokens(model, len(encoded.ids), requested)
+        most = 0 if self.response else options.longest
+        self.new_tokens, notes = fitting_turns(model, len(encoded.ids), most, self.turns)
         self.context = encoded.ids[: encoded.context_len]
-        self.probe: Probe | None = None
         n = len(encoded.ids) + len(self.response)
         if options.probe is not None:
             chat, chunk = encoded.messages is not None, options.probe_chunk
@@ -131,7 +138,7 @@ class Session:
         if not self.options.resume or self.out is None or not self.out.exists():
             return None
         trace = open_trace(self.out)
-        differing = self._differences(trace)
+        differing = differences(self, trace)
         if differing:
             raise CaptureError(
                 f"{self.out} is of another capture: {'; '.join(differing)}; --resume keeps traces "
@@ -139,67 +146,7 @@ class Session:
             )
         return trace
 
-    def _differences(self, trace: Trace) -> list[str]:
-        """Return in words how `trace` differs from what this capture would record."""
-        generation, recorded = (object_at(trace.meta, key) for key in ("generation", "model"))
-        if generation.get("stopped") == "interrupted":
-            return ["it was recovered from an interrupted capture and is not complete"]
-        prompt = [] if trace.tokens is None else trace.tokens[: trace.prompt_len].tolist()
-        ids = self.encoded.ids
-        if prompt != ids:
-            pairs = enumerate(zip(prompt, ids, strict=False))
-            first = next((at for at, (a, b) in pairs if a != b), min(len(prompt), len(ids)))
-            expected = f"expected {len(ids)} tokens"
-            text = f"its prompt of {len(prompt)} tokens differs from token {first} on, {expected}"
-            differing = [text]
-        else:
-            differing = self._prompt_differences(trace, given=generation.get("stopped") == GIVEN)
-        model, options, shapes = self._described, self.options, trace.source.shapes
-        dense = shapes.get("attention", shapes.get("attention_window", (0, 0, 0)))[2]
-        exact = DTYPES[stored_dtype(trace.source_dtypes.get("q", "float32"))]
-        stored = DTYPES[stored_dtype(DTYPES[trace.stored("q", slice(0, 1), slice(0, 0)).dtype])]
-        sources = (object_at(each, "source").get("sha256") for each in (recorded, model))
-        weights = model.get("weights")  # not known of a model that is not in memory
-        known = weights if weights is None else recorded.get("weights", weights)
-        keys = {"model": "name", "model's dtype": "dtype", "attention kernel": "attention"}
-        facts = {
-            **{f"its {k} is": (recorded.get(key), model[key]) for k, key in keys.items()},
-            "the SHA-256 of its GGUF file is": tuple(sources),
-            "the digest of its weights is": (known, weights),
-            **{f"its {k} is": (generation.get(k), x) for k, x in self._settings.items()},
-            "its layers are": (list(trace.layer_ids), list(self.layer_ids)),
-            "its rows of dense attention are": (dense, options.dense_rows(trace.n_pos)),
-            "it is stored in": (stored, options.store_dtype or exact),
-            "the rows left out are": (trace.left_out, self.left_out),
-        }
-        differing += [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
-        if config := config_differences(trace.meta, model):
-            differing.append(f"its model has another configuration ({', '.join(config)})")
-        if (other := tokenizer_difference(trace, self.tokenizer)) is not None:
-            differing.append(other)
-        if self.probe is not None and trace.header.probe != self.probe:
-            differing.append(f"it has {'another' if trace.header.probe else 'no'} probe")
-        for name, requested in {"o_proj": options.o_proj, "residual": options.residual}.items():
-            if requested is not None and trace.has(name) != requested:
-                differing.append(f"it has {'no ' if requested else ''}{name}")
-        return differing
-
-    def _prompt_differences(self, trace: Trace, *, given: bool) -> list[str]:
-        facts = {
-            "its labels are": (dict(trace.labels), dict(self.prompt.labels)),
-            "the length of its context is": (trace.context_len, self.encoded.context_len),
-            "its needle is at tokens": (trace.spans.get("needle", ()), tuple(self.encoded.needle)),
-        }
-        differing = [f"{text} {a}, expected {b}" for text, (a, b) in facts.items() if a != b]
-        response = trace.read("tokens")[trace.prompt_len :].tolist() if given else []
-        if response != self.response:
-            differing.append(f"its response was {'given' if given else 'generated'}, not this one")
-        check = self._answer_check(object_at(trace.meta, "text").get("response"))
-        if json.loads(json.dumps(check)) != trace.meta.get("answer_check"):
-            differing.append("its response was compared with another answer")
-        return differing
-
-    def _answer_check(self, response: str | None) -> dict[str, Any] | None:
+    def answer_check(self, response: str | None) -> dict[str, Any] | None:
         """Compare a response whose writer is known with the right one, ready for JSON."""
         if response is None or (self.response and self.prompt.writer is None):
             return None
@@ -230,7 +177,7 @@ class Session:
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         return open_trace(self._writer.path)
 
-    def _forward(self, progress: Progress) -> tuple[list[int], str | None]:
+    def _forward(self, progress: Progress) -> tuple[list[int], Sequence[str | None]]:
         with ExitStack() as stack:
             if self.projections is not None:
                 checked = self.model, self.encoded.ids, self._store_projections
@@ -246,16 +193,18 @@ class Session:
                 tokens = [*self.encoded.ids, *self.written.tokens]
                 found = score(self.model, tokens, len(self.encoded.ids), **ends)
                 self.logprobs, self.likeliest = found[0] if self.response else [], found[1]
-                return tokens, self.written.ended
+                return tokens, [self.written.ended] * (1 + len(self.turns))
             return generate(
                 self.model,
                 self.encoded.ids,
-                new_tokens=self.new_tokens,
+                new_tokens=min(self.new_tokens, self.options.longest),
+                later=[(turn.ids, turn.longest) for turn in self.turns],
+                step=self.step,
                 temperature=self.options.temperature,
                 seed=self.options.seed,
                 stop=stop_tokens(self.model, self.tokenizer),
                 completed=self.stop.completed,
-                sampled=lambda token: self._store_tokens([token]),
+                added=self._add,
                 **ends,
             )
 
@@ -281,6 +230,14 @@ class Session:
         if self._writer is not None:
             self._writer.begin(self._header(), self._recorder.described)
             self._store_tokens([*self.encoded.ids, *(self.written.tokens if self.written else [])])
+
+    def _add(self, ids: list[int], question: int | None) -> None:
+        """Store new tokens; question: where they begin, if they are a question."""
+        if question is not None:
+            self.questions.append((question, question + len(ids)))
+            if self._writer is not None:
+                self._writer.begin(self._header(), self._recorder.described)
+        self._store_tokens(ids)
 
     def _store_tokens(self, ids: list[int]) -> None:
         if self._writer is not None:
@@ -356,11 +313,11 @@ class Session:
     def _header(self) -> Header:
         """Return the header as far as it is known before the model runs."""
         meta: dict[str, Any] = {
-            "model": self._described,
+            "model": self.described,
             **({} if self.tokenizer is None else {"tokenizer": describe_tokenizer(self.tokenizer)}),
             "versions": versions(),
             "text": {"prompt": self.encoded.text, "messages": self.encoded.messages},
-            "generation": self._settings,
+            "generation": self.settings,
             "labels": dict(self.prompt.labels),
             **({KEY: asdict(self._stored)} if self._stored else {}),
             **({"spans": {"needle": self.encoded.needle}} if self.encoded.needle else {}),
@@ -372,15 +329,16 @@ class Session:
             meta=meta,
             context_len=self.encoded.context_len,
             left_out=self.left_out,
+            questions=tuple(self.questions),
         )
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings of generation; of a given response what wrote it, if that is known."""
         given = {} if self.prompt.writer is None else {"writer": self.prompt.writer}
         return given if self.response else self.options.generation
 
-    def _final_header(self, tokens: list[int], ended: str | None) -> Header:
+    def _final_header(self, tokens: list[int], ended: Sequence[str | None]) -> Header:
         """Return the header with the response, and with how close the recording is."""
         self.notes += self._recorder.remarks()
         header, response = self._header(), None
@@ -388,17 +346,19 @@ class Session:
         if self.tokenizer is not None:
             response = str(self.tokenizer.decode(tokens[prompt_len:], skip_special_tokens=True))
         cut = self.new_tokens < self.options.longest
+        agrees = self.likeliest and not self.turns  # questions were not written by the model
         meta = {
             **header.meta,
             "text": {**header.meta["text"], "response": response},
             "generation": {
                 **header.meta["generation"],
                 "new_tokens": len(tokens) - prompt_len,
-                "stopped": ended or ("context" if cut else "length"),
+                "stopped": ended[-1] or ("context" if cut else "length"),
             },
-            "answer_check": self._answer_check(response),
+            "answer_check": None if self.turns else self.answer_check(response),
+            **({"turns": describe_turns(self, header, tokens, ended)} if self.turns else {}),
             **({"response_logprobs": self.logprobs} if self.logprobs else {}),
-            **({"agreement": agreement(self.likeliest, prompt_len)} if self.likeliest else {}),
+            **({"agreement": agreement(self.likeliest, prompt_len)} if agrees else {}),
             **({"probe": self.probe.document()} if self.probe else {}),
         }
         return self._recorder.described(replace(header, meta=meta)).within(len(tokens))
@@ -444,5 +404,6 @@ class Session:
             owners=header.owners,
             sizes=header.sizes,
             left_out=header.left_out,
+            questions=header.questions,
             meta=header.meta,
         )

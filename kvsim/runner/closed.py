@@ -8,9 +8,10 @@ own response, which is compared with the right answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from kvsim.core.trace import Trace
 from kvsim.errors import TraceError
 from kvsim.recorder.batching import Written
 from kvsim.recorder.cache import full_cache
-from kvsim.recorder.generation import evaluating, sample, stop_tokens
+from kvsim.recorder.generation import WHOLE, evaluating, following, sample, stop_tokens
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.layers import Residual
+from kvsim.recorder.resuming import GIVEN
 from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
@@ -47,8 +49,8 @@ class Writing:
     seed: int = 0
 
 
-#: A response and the sequence that it is the end of.
-Own = tuple[Decoding, Written]
+#: Answers, and the sequence that has them.
+Own = tuple[Decoding, list[Written]]
 
 
 class ClosedLoop:
@@ -72,19 +74,24 @@ class ClosedLoop:
         paging: Paging | None = None,
     ) -> None:
         self._ids = check_recorded(trace, running.described, tokenizer)
-        self.running, self.trace, self.writing = running, trace, writing
+        self.running, self.trace = running, trace
         self._tokenizer, self._paging = tokenizer, paging
-        self._check = object_at(trace.meta, "answer_check")
-        longest = self._check.get("max_new_tokens")  # that of the prompt; untrusted input
-        if longest is not None and (type(longest) is not int or longest < 1):
-            raise TraceError(
-                f"{trace.name}: max_new_tokens of its answer_check is {longest!r}, expected a "
-                "number of tokens; record the prompt again"
-            )
-        if writing is not None and longest is not None:
-            self.writing = replace(writing, new_tokens=min(writing.new_tokens, longest))
+        turns = [trace.meta if n is None else trace.header.turn(n) for n, _ in trace.answers]
+        self._checks = [object_at(each, "answer_check") for each in turns]
+        written = [] if writing is None else [writing] * len(turns)
+        self._writings = [*map(self._fitting, written, self._checks)]
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
+
+    def _fitting(self, writing: Writing, check: Mapping[str, Any]) -> Writing:
+        """Return how a turn is written, of which its prompt may state the most tokens."""
+        longest = check.get("max_new_tokens")  # untrusted input
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise TraceError(
+                f"{self.trace.name}: max_new_tokens of its answer_check is {longest!r}, expected a "
+                "number of tokens; record the prompt again"
+            )
+        return replace(writing, new_tokens=min(writing.new_tokens, longest or writing.new_tokens))
 
     def run(
         self,
@@ -100,25 +107,25 @@ class ClosedLoop:
         """
         decoding_of = self._decoding_of(policy, budget, schedule, layers)
         record, forced, peak, full = self._forced(decoding_of)
-        generated = None
-        if self.writing is not None:
-            decoding, written = response or self._alone(decoding_of, self.writing)
-            generated = self._generated(written)
+        answers: list[Generated] = []
+        if self._writings:
+            decoding, written = response or self._alone(decoding_of)
+            answers = [self._generated(each, turn) for turn, each in enumerate(written)]
             peak = max(peak, decoding.decode_peak_bytes)
             full = max(full, decoding.full_bytes)
-            record = replace(record, response=self._response(generated.tokens))
+            record = replace(record, response=self._response([each.tokens for each in answers]))
         record = replace(record, own_schedule=schedule == policy.schedule)
-        return record, Outcome(forced, generated, peak, full)
+        first = answers[0] if answers else None
+        return record, Outcome(forced, first, peak, full, tuple(answers[1:]))
 
     def begin(self, *cell: Any) -> tuple[Decoding, Tensor]:
-        """Run the prompt under the terms of `run`; returns the logits of its last row, [V], too."""
-        with self._decoding_of(*cell)(n_pos=self._longest) as decoding:
-            return decoding, self._prompt(decoding)
+        """Run the prompt under the terms of `run`; returns the logits of its last row, [V], too.
 
-    @property
-    def _longest(self) -> int:
-        """Tokens of the prompt and the longest response."""
-        return self.trace.prompt_len + (0 if self.writing is None else self.writing.new_tokens)
+        Of a trace with one turn, whose response a batch writes.
+        """
+        n_pos = self.trace.prompt_len + sum(each.new_tokens for each in self._writings)
+        with self._decoding_of(*cell)(n_pos=n_pos) as decoding:
+            return decoding, self._prompt(decoding)
 
     def _decoding_of(
         self, policy: Policy, budget: int, schedule: Schedule, layers: Sequence[int] | None
@@ -171,7 +178,7 @@ class ClosedLoop:
         def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
 
-        decoding = decoding_of(n_pos=trace.n_pos, observe=observe)
+        decoding = decoding_of(n_pos=trace.n_pos, observe=observe, questions=trace.questions)
         response = self._ids[trace.prompt_len :]
         with decoding:
             first = self._prompt(decoding)
@@ -202,23 +209,58 @@ class ClosedLoop:
                 added[at] = torch.linalg.vector_norm(stream, dim=-1).cpu().numpy()
         return OutputDeviation(error, np.full(shape, np.nan, np.float32), added=added)
 
-    def _alone(self, decoding_of: Callable[..., Decoding], writing: Writing) -> Own:
-        with decoding_of(n_pos=self._longest) as decoding:
-            logits = self._prompt(decoding)
-            start = time.perf_counter()
-            tokens = self._write(writing, logits, lambda token: decoding.feed([token])[-1])
-            return decoding, Written([*tokens], None, time.perf_counter() - start)
+    def _alone(self, decoding_of: Callable[..., Decoding]) -> Own:
+        spans, end = list[tuple[int, int]](), self.trace.prompt_len
+        for question, writing in zip(self._questions, self._writings, strict=False):
+            start = end + writing.new_tokens
+            end = start + len(question) + 1
+            spans.append((start, end))
+        decoding = decoding_of(n_pos=end + self._writings[-1].new_tokens, questions=spans)
 
-    def _generated(self, written: Written) -> Generated:
+        def feed(tokens: Sequence[int], *, asks: bool) -> Tensor:
+            if asks:
+                decoding.ask(len(decoding.tokens) + len(tokens))
+            return decoding.feed(tokens)[-1]
+
+        with decoding:
+            return decoding, self._answers(self._prompt(decoding), feed)
+
+    def _generated(self, written: Written, turn: int) -> Generated:
         tokens = tuple(written.tokens)
         return Generated(
             tokens=tokens,
-            right=self._right(tokens),
-            answered=self._answered(tokens),
-            full_right=self._full_right,
+            right=self._right(tokens, turn),
+            answered=self._answered(tokens, turn),
+            full_right=self._full_right(turn),
             seconds=written.seconds,
-            score=self._score(tokens) if "scorer" in self._check else None,
+            score=self._score(tokens, turn) if "scorer" in self._checks[turn] else None,
         )
+
+    @cached_property
+    def _questions(self) -> list[list[int]]:
+        """Tokens of later questions, with the one that ended the answer before by itself."""
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        return [
+            self._ids[start - (self._ids[start - 1] in stop) : end]
+            for start, end in self.trace.questions
+        ]
+
+    def _answers(self, logits: Tensor, feed: Callable[..., Tensor]) -> list[Written]:
+        """Return each answer.
+
+        logits: [V] of the first token. feed: runs tokens, which end a question or not (`asks`), and
+        returns the logits of the next one. The last token of an answer runs with what follows it.
+        """
+        out: list[Written] = []
+        stop = stop_tokens(self.running.model, self._tokenizer)
+        for turn, writing in enumerate(self._writings):
+            if turn:
+                question = following(self._questions[turn - 1], out[-1].tokens[-1], stop)
+                logits = feed([out[-1].tokens[-1], *question], asks=True)
+            start = time.perf_counter()
+            tokens = self._write(writing, logits, lambda token: feed([token], asks=False))
+            out.append(Written([*tokens], None, time.perf_counter() - start))
+        return out
 
     def _write(
         self, writing: Writing, logits: Tensor, feed: Callable[[int], Tensor]
@@ -235,57 +277,65 @@ class ClosedLoop:
         return tuple(tokens)
 
     @cached_property
-    def _full_response(self) -> tuple[int, ...]:
-        """Tokens that the model writes with the full cache: the recorded ones if they are those."""
-        trace, writing = self.trace, self.writing
-        if writing is None:
-            return ()
-        generation, recorded = object_at(trace.meta, "generation"), self._ids[trace.prompt_len :]
-        greedy = writing.temperature == 0 == generation.get("temperature")
-        stopped, long = generation.get("stopped"), len(recorded) >= writing.new_tokens
-        if greedy and (stopped == "eos" or (long and stopped != "given")):
-            return tuple(recorded[: writing.new_tokens])
+    def _full_response(self) -> list[tuple[int, ...]]:
+        """Tokens of each answer with the full cache: the recorded ones if they are those."""
+        trace, writings = self.trace, self._writings
+        generation, after = object_at(trace.meta, "generation"), self._ids[trace.prompt_len :]
+        recorded = [tuple(after[rows]) for _, rows in trace.answers]
+        ends = [trace.header.turn(n).get("stopped") for n in range(1, len(writings))]
+        answers = [x[: each.new_tokens] for x, each in zip(recorded, writings, strict=True)]
+        whole = all(
+            end == "eos" or len(tokens) == each.new_tokens
+            for end, tokens, each in zip(
+                [*ends, generation.get("stopped")], answers, writings, strict=True
+            )
+        )
+        greedy = writings[0].temperature == 0 == generation.get("temperature")
+        if greedy and whole and answers[:-1] == recorded[:-1]:
+            return answers
+        step = WHOLE if self.running.continues else 1
         model, prompt = self.running.model, self._ids[: trace.prompt_len]
         cache, chunk = full_cache(model), self.running.chunk(prompt)
 
-        def feed(token: int) -> Tensor:
-            row = cache.get_seq_length()
-            return self.running.forward([token], row, cache, 1)[-1]
+        def feed(tokens: Sequence[int], **_: bool) -> Tensor:
+            return self.running.run(tokens, cache, 1, step, cache.get_seq_length())[-1]
 
         with torch.inference_mode(), evaluating(model):
-            return self._write(writing, self.running.run(prompt, cache, 1, chunk)[-1], feed)
+            logits = self.running.run(prompt, cache, 1, chunk)[-1]
+            return [tuple(each.tokens) for each in self._answers(logits, feed)]
 
-    @property
-    def _full_right(self) -> bool | None:
-        """Whether the response with the full cache is right; the recorded one unless given."""
-        right = self._check.get("right")
-        given = object_at(self.trace.meta, "generation").get("stopped") == "given"
-        return self._right(self._full_response) if given and right is not None else right
+    def _full_right(self, turn: int) -> bool | None:
+        """Whether an answer with the full cache is right; the recorded one unless given."""
+        right = self._checks[turn].get("right")
+        given = object_at(self.trace.meta, "generation").get("stopped") == GIVEN
+        if not given or right is None:
+            return right
+        return self._right(self._full_response[turn], turn)
 
-    def _response(self, tokens: tuple[int, ...]) -> Response:
-        full = self._full_response
-        return Response(
-            tokens=tokens,
-            text=self._text(tokens),
-            right=self._right(tokens),
-            full_tokens=full,
-            full_text=self._text(full),
-            full_right=self._right(full),
-        )
+    def _response(self, answers: Sequence[tuple[int, ...]]) -> Response:
+        """Return what was written, of several turns one after the other, next to the full cache."""
+
+        def of(answers: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+            texts = [self._text(tokens) for tokens in answers]
+            rights = {self._right(tokens, turn) for turn, tokens in enumerate(answers)} - {None}
+            text = None if None in texts else "\n".join(map(str, texts))
+            return tuple(chain(*answers)), text, all(rights) if rights else None
+
+        return Response(*of(answers), *of(self._full_response))
 
     def _text(self, tokens: Sequence[int]) -> str | None:
         if self._tokenizer is None:
             return None
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _right(self, tokens: Sequence[int]) -> bool | None:
+    def _right(self, tokens: Sequence[int], turn: int) -> bool | None:
         """Whether a response has the right answer; None where the trace does not say what is."""
-        value = self._score(tokens)
+        value = self._score(tokens, turn)
         return None if value is None else value == 1
 
-    def _score(self, tokens: Sequence[int]) -> float | None:
+    def _score(self, tokens: Sequence[int], turn: int) -> float | None:
         """The score of a response, 1 where it is right; None as for `_right`."""
-        check, text = self._check, self._text(tokens)
+        check, text = self._checks[turn], self._text(tokens)
         if text is None or check.get("right") is None:
             return None
         if (kind := str(check.get("kind"))) in LANGUAGES:
@@ -295,11 +345,11 @@ class ClosedLoop:
             return None if value is None else float(value)
         return text_score(text, check)
 
-    def _answered(self, tokens: Sequence[int]) -> int | None:
+    def _answered(self, tokens: Sequence[int], turn: int) -> int | None:
         """Tokens until the response has the right answer."""
-        if not self._right(tokens):
+        if not self._right(tokens, turn):
             return None
-        return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n]))
+        return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n], turn))
 
 
 def _moved_streams(rows: FullRows, full: FullRows, n_rows: int) -> Any:

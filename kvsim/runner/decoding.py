@@ -27,12 +27,13 @@ from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.runner.cache import LiveLayer, LiveSource, repeat_context
-from kvsim.runner.checks import check_live
+from kvsim.runner.checks import check_layers, check_live
 from kvsim.runner.decoder import Decoder
 from kvsim.runner.descent import prefill_in_depth
 from kvsim.runner.model import Prefix, RunningModel, prefill
 from kvsim.runner.paged import PagedSource, Paging
 from kvsim.runner.reading import LiveReads
+from kvsim.schema import Compress, Spans
 
 __all__ = ["Decoding", "Prefix", "RunningModel", "prefill"]
 
@@ -47,6 +48,7 @@ class Decoding:
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
     receives are then those of new rows alone. probe: what
     `repeat_context` returns, for policies that score by it; by default of the repetition alone.
+    questions: where later ones are, at the latest (`ask`).
 
     Several can be open on one model, each in the `with` block of the one before.
 
@@ -70,13 +72,14 @@ class Decoding:
         context_len: int | None = None,
         interval: int | None = None,
         prefill: bool | None = None,
-        compress: Literal["prompt", "context", "both"] | None = None,
+        compress: Compress | None = None,
         prefill_chunk: int | None = None,
         layers: Sequence[int] | None = None,
         name: str = "live",
         observe: Callable[[KernelCall], None] | None = None,
         paging: Paging | None = None,
         probe: ProbeRows | None = None,
+        questions: Spans = (),
     ) -> None:
         check_live(policy, paged=paging is not None)
         policy = policy.at(whole(budget))
@@ -84,15 +87,16 @@ class Decoding:
         self.schedule: Schedule = policy.schedule.override(
             interval, prefill, compress, prefill_chunk
         )
-        sketch = running.sketch(policy, prompt_len, n_pos, context_len, name)
+        sketch = running.sketch(policy, prompt_len, n_pos, context_len, name, questions)
         self.sketch, self._row_size = sketch.evicting, sketch.row_size
         check_cell(self.sketch, policy, self.budget, None, self.schedule)
         chosen, owners = replayed(self.sketch, layers), self.sketch.owners
         # what leaves a layer leaves all that read its entries
         more = {i for layer in chosen for i in self.sketch.header.readers(owners[layer])}
         self.layers = (*chosen, *sorted(more - {*chosen}))
-        self.events = self.schedule.rows(prompt_len, n_pos, context_len)
+        self.events = self.schedule.rows(*self.sketch.extent)
         self._events = deque(self.events)  # that have not fired
+        self._questions, self._asked = [*questions], 0
         self.tokens: list[int] = []
         self.peak_bytes = 0
         #: from the end of the prompt on, after the event there
@@ -117,19 +121,7 @@ class Decoding:
         self._evicting: dict[int, LiveLayer] = {}
         self._descent: Descent | None = None
         self._single = not running.continues  # rows after the first go one by one
-        if policy.propagation is not None and running.has_states:
-            raise PolicyError(
-                f"{policy.name}: drops rows of the prompt, and layers of the model pass a state "
-                "from row to row; expected attention alone; take a policy that cuts each layer by "
-                "itself, such as snapkv"
-            )
-        together = policy.positions == "slot" or policy.propagation is not None
-        if together and self.layers != tuple(range(self.sketch.n_layers)):
-            raise PolicyError(
-                f"{policy.name}: rotates keys to their slot or drops rows for all layers, and "
-                f"layers {list(self.layers)} of {self.sketch.n_layers} evict; expected all; replay "
-                "single layers"
-            )
+        check_layers(policy, self.layers, self.sketch.n_layers, states=running.has_states)
         # windows bound the caches of their layers by themselves
         self._parts: list[Any] = DynamicCache(config=running.model.config).layers
         self.cache = Cache(self._parts)
@@ -258,6 +250,13 @@ class Decoding:
                 self.tokens += piece
                 self._end()
         return torch.cat(parts)
+
+    def ask(self, stop: int) -> None:
+        """Say that the next question ends before row `stop`, earlier than it might have."""
+        self._questions[self._asked] = len(self.tokens), stop
+        self._asked += 1
+        rows = self.schedule.rows(*self.sketch.extent[:3], self._questions)
+        self._events = deque(row for row in rows if row >= len(self.tokens))
 
     @contextmanager
     def receiving(self, ids: Sequence[int]) -> Iterator[None]:

@@ -36,6 +36,7 @@ from kvsim.recorder.positions import indexed, steady_length
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
+from kvsim.schema import Spans
 from kvsim.store.metadata import object_at
 
 #: Tokens of the capture that shows the formulas of a model's layers.
@@ -153,7 +154,13 @@ class RunningModel:
         return None if trace.has("gate") else trace
 
     def sketch(
-        self, policy: Policy, prompt_len: int, n_pos: int, context_len: int | None, name: str
+        self,
+        policy: Policy,
+        prompt_len: int,
+        n_pos: int,
+        context_len: int | None,
+        name: str,
+        questions: Spans = (),
     ) -> Trace:
         """Return a sequence that is to be run as a Trace: sizes, formulas, and zeros as q, k, v."""
         self.check_length(n_pos)
@@ -180,9 +187,8 @@ class RunningModel:
             rows = context_len or prompt_len  # about as many as will run
             meta[KEY] = Probe("repeat", (Chunk(0, rows, rows),), (0,) * rows).document()
             arrays |= {f"probe_{x}": arrays[x][:, :, :1].expand(-1, -1, rows, -1) for x in "qk"}
-        header = replace(
-            example.header, prompt_len=prompt_len, context_len=context_len, name=name, meta=meta
-        )
+        facts: Any = {"prompt_len": prompt_len, "context_len": context_len, "name": name}
+        header = replace(example.header, **facts, meta=meta, questions=tuple(questions))
         header.check({key: tuple(array.shape) for key, array in arrays.items()}, name)
         return Trace(InMemory(arrays), header.within(n_pos), dtype=example.dtype)
 

@@ -23,7 +23,7 @@ from kvsim.store.place import damaged
 ATTRIBUTES = frozenset(
     (
         *("kvsim_format", "complete", "n_tokens", "committed_tokens", "prompt_len", "context_len"),
-        *("owners", "sizes", "left_out"),
+        *("questions", "owners", "sizes", "left_out"),
         *("attention", "ropes", "digest", "checksums", "name", "meta", "chunks", "seal"),
     )
 )

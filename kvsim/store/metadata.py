@@ -14,7 +14,6 @@ from typing import Any
 from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
 from kvsim.core.left_out import LeftOut
-from kvsim.core.sources import Size
 from kvsim.errors import TraceError, error_line
 from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION
 from kvsim.store.chunks import read_part
@@ -129,6 +128,7 @@ def attributes_of(header: Header, version: int) -> dict[str, Any]:
         "name": header.name,
         "prompt_len": header.prompt_len,
         **({} if header.context_len is None else {"context_len": header.context_len}),
+        **({"questions": [*map(list, header.questions)]} if header.questions else {}),
         **({"owners": list(header.owners)} if header.owners else {}),
         **({"sizes": [*map(list, header.sizes)]} if header.sizes else {}),
         **({"left_out": list(header.left_out)} if header.left_out else {}),
@@ -187,14 +187,15 @@ def read_header(
             _get(attributes, "context_len", int, where) if "context_len" in attributes else None
         ),
         owners=tuple(_get(attributes, "owners", list, where) if "owners" in attributes else ()),
-        sizes=_sizes(attributes, where) if "sizes" in attributes else (),
+        sizes=_lists(attributes, "sizes", where),
+        questions=_lists(attributes, "questions", where),
         left_out=left_out_of(attributes, where),
     )
 
 
-def _sizes(attributes: Mapping[str, Any], where: str) -> tuple[Size, ...]:
-    sizes = _get(attributes, "sizes", list, where)
-    return tuple(tuple(each) if isinstance(each, list) else () for each in sizes)
+def _lists(attributes: Mapping[str, Any], key: str, where: str) -> tuple[Any, ...]:
+    lists = _get(attributes, key, list, where) if key in attributes else ()
+    return tuple(tuple(each) if isinstance(each, list) else () for each in lists)
 
 
 def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:

@@ -388,6 +388,7 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
     }
     if spans != {name: [*map(list, each)] for name, each in header.spans.items()}:
         notes.append("spans behind the recovered prompt were left out")
+    questions = tuple(each for each in header.questions if each[1] < committed)
     logprobs = header.response_logprobs[: committed - prompt_len]
     generation = {"new_tokens": committed - prompt_len, "stopped": INTERRUPTED}
     response = None if texts is None else "".join(texts[prompt_len:])
@@ -402,7 +403,11 @@ def _cut(header: Header, committed: int, n_pos: int, texts: list[str] | None) ->
         del meta["response_logprobs"]
     return _noted(
         replace(
-            header.within(committed), prompt_len=prompt_len, context_len=context_len, meta=meta
+            header.within(committed),
+            prompt_len=prompt_len,
+            context_len=context_len,
+            questions=questions,
+            meta=meta,
         ),
         *notes,
     )

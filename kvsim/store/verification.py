@@ -317,6 +317,10 @@ def describe(path: str | Path) -> dict[str, Any]:
     notes = meta.get("notes")
     n_layers, n_qheads, n_pos, dim = stored.shapes["q"]
     latent = stored.header.latent
+    turns = [
+        {"answer": span, "right": object_at(stored.header.turn(n), "answer_check").get("right")}
+        for n, span in enumerate(map(list, stored.header.answers(n_pos)), start=1)
+    ]
     return {
         "path": stored.where,
         "name": stored.header.name,
@@ -325,6 +329,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": n_pos,
         "prompt_len": stored.header.prompt_len,
         "context_len": stored.header.context_len,
+        **({"turns": turns} if stored.header.questions else {}),
         **({"left_out": list(left_out)} if (left_out := stored.header.left_out) else {}),
         "layers": n_layers,
         "layer_ids": list(stored.header.layer_ids),

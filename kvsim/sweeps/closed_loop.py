@@ -134,7 +134,8 @@ def plan_live(
     running = RunningModel(model)
     for trace in traces:
         check_recorded(trace, running.described, tokenizer)
-        running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens))
+        later = sum(new_tokens + 1 + stop - start for start, stop in trace.questions)
+        running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens + later))
     parameters: dict[str, Any] = {
         "loop": "closed",
         "weights": running.described.get("weights"),
@@ -201,8 +202,10 @@ def _batched(
     longest = max(cell.trace.prompt_len for cell in cells) + given["max_new_tokens"]
     whole = separate(running.model, longest)
     reasons = {cell.policy.name: whole or unbatched(cell.policy) for cell in cells}
+    reasons |= {cell.trace.name: "it has several turns" for cell in cells if cell.trace.questions}
     notes = [f"{name} writes one by one: {reason}" for name, reason in reasons.items() if reason]
-    return [cell for cell in cells if not reasons[cell.policy.name]], notes
+    alone = {name for name, reason in reasons.items() if reason}
+    return [cell for cell in cells if not {cell.policy.name, cell.trace.name} & alone], notes
 
 
 class Loops:
@@ -284,7 +287,8 @@ class Loops:
         except Exception:  # noqa: BLE001, S110  a policy is anybody's code
             pass
         else:
-            self._responses |= zip(lanes, zip(sequences, written, strict=True), strict=True)
+            answers = ([each] for each in written)
+            self._responses |= zip(lanes, zip(sequences, answers, strict=True), strict=True)
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure what the model did."""

@@ -72,7 +72,7 @@ def _work(plan: Plan, task: Task, rates: Rates) -> tuple[float, float]:
     small = 0.0
     flops, work = once, plan.model
     for cell in task.cells:
-        events = cell.schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+        events = cell.schedule.rows(*trace.extent)
         of_event = _EVENT + _METRIC * len(task.metrics)
         small += layers * len(events) * (_ROW if cell.schedule.interval == 1 else of_event)
         kept = min(trace.n_pos, cell.budget + (cell.schedule.interval or trace.n_pos) / 2)

@@ -67,9 +67,7 @@ def paper_remark(cells: Sequence[Cell]) -> str:
         ):
             continue
         rows = np.arange(trace.prompt_len, trace.n_pos)
-        events = np.array(
-            [-1, *cell.schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)]
-        )
+        events = np.array([-1, *cell.schedule.rows(*trace.extent)])
         last = events[np.searchsorted(events, rows) - 1]
         seen = np.minimum(cell.budget, last + 1) + rows - last
         if rows.size:

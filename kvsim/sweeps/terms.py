@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvsim.analysis.definition import Metric
 from kvsim.analysis.table import BESIDE, REGRET, check_arrays, choose, names_of
 from kvsim.core.policy import Policy
 from kvsim.core.trace import Trace
 from kvsim.errors import ConfigError, PolicyError
-from kvsim.schema import PREFILL, schedule
+from kvsim.schema import PREFILL, Compress, schedule
 
 #: Rows between events of policies that are compared, unless an interval is given.
 INTERVAL = 32
 
 #: What replaces the schedules of policies: interval, prefill, compress and prefill_chunk, each None
 #: where a policy's own stays.
-Terms = tuple[int | None, bool | None, Literal["prompt", "context", "both"] | None, int | None]
+Terms = tuple[int | None, bool | None, Compress | None, int | None]
 
 
 def described(terms: Terms) -> dict[str, Any]:

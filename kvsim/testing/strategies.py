@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvsim.core.attention import Rope
 from kvsim.core.probe import KEY, Chunk, Probe
 from kvsim.core.trace import Trace
+from kvsim.schema import Spans
 
 T = TypeVar("T")
 
@@ -86,20 +87,22 @@ class Case:
             return (Chunk(0, end, rows),)
         return Chunk(0, middle, rows // 2), Chunk(middle, end, rows - rows // 2)
 
-    def trace(self, context_len: int | None = None) -> Trace:
-        """The arrays as a Trace, with a context of the prompt's first rows if it is given.
+    def trace(self, context_len: int | None = None, questions: Spans = ()) -> Trace:
+        """The arrays as a Trace, with a context of the prompt's first rows, and later questions.
 
         The same one each time: what it computes of its arrays is computed once.
         """
-        if context_len not in self._traces:
+        key = context_len, tuple(questions)
+        if key not in self._traces:
             end = self.prompt_len if context_len is None else context_len
             probe = Probe("repeat", self.chunks(end), (0,) * self.probe_q.shape[2])
-            self._traces[context_len] = Trace.from_arrays(
+            self._traces[key] = Trace.from_arrays(
                 self.q,
                 self.k,
                 self.v,
                 prompt_len=self.prompt_len,
                 context_len=context_len,
+                questions=questions,
                 rope=self.rope,
                 scale=self.scale,
                 o_proj=self.o_proj,
@@ -108,10 +111,10 @@ class Case:
                 name=repr(self),
                 meta={KEY: probe.document()},
             )
-        return self._traces[context_len]
+        return self._traces[key]
 
     @cached_property
-    def _traces(self) -> dict[int | None, Trace]:
+    def _traces(self) -> dict[tuple[int | None, Spans], Trace]:
         return {}
 
     @property

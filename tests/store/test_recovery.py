@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
-from interrupted_captures import PROMPT, check_prefix, interrupted, names, record, stopping
+from interrupted_captures import PROMPT, check_prefix, ids, interrupted, names, record, stopping
 
 from damage import edit_header
 from kvsim.cli import main
 from kvsim.errors import CaptureError, NeedsError, TraceError, TraceExistsError, TraceNotFoundError
-from kvsim.recorder import capture, load_model
+from kvsim.recorder import Turn, capture, load_model
 from kvsim.store import (
     TraceWriter,
     describe,
@@ -46,6 +46,20 @@ def test_a_recovered_trace_is_the_committed_prefix(tmp_path, whole):
     for key in ("model", "versions", "labels"):
         assert found.meta[key] == whole.meta[key]
     assert found.name == "a"
+
+
+@pytest.mark.parametrize(("size", "expected"), [(3, ((500, 503),)), (15, ())])
+def test_questions_that_were_committed_are_recovered(size, expected, tmp_path):
+    """A later question whose answer began is one; of a question that was cut the rows remain."""
+    turns = [Turn(ids(size)), Turn(ids(size))]
+    options = {"prompt": 490, "max_new_tokens": 10, "turns": turns}
+
+    interrupted(tmp_path / "t.zarr", 512 if size == 3 else 515, **options)
+    recover(tmp_path / "t.zarr")
+
+    found = open_trace(tmp_path / "t.zarr")
+    assert (found.n_pos, found.prompt_len, found.questions) == (512, 490, expected)
+    assert found.tokens[500:512].tolist()[:size] == ids(size)[:12]
 
 
 def test_a_prompt_that_was_cut_is_shorter(tmp_path, whole, monkeypatch):

@@ -138,6 +138,28 @@ def schedule_one_late(patch: Patch) -> None:
     patch.setattr(Schedule, "rows", wrong)
 
 
+def questions_one_late(patch: Patch) -> None:
+    """Events fire after the first row behind a later question, which its answer decides."""
+    right = Schedule.rows
+
+    def wrong(self: Schedule, *sizes: Any) -> list[int]:
+        *before, questions = sizes
+        return right(self, *before, [(start, stop + 1) for start, stop in questions])
+
+    patch.setattr(Schedule, "rows", wrong)
+
+
+def last_question_alone(patch: Patch) -> None:
+    """An event follows the last of the later questions alone, which later rows decide."""
+    right = Schedule.rows
+
+    def wrong(self: Schedule, *sizes: Any) -> list[int]:
+        *before, questions = sizes
+        return right(self, *before, questions[-1:])
+
+    patch.setattr(Schedule, "rows", wrong)
+
+
 def query_heads_mixed_up(patch: Patch) -> None:
     """Query head i is read as belonging to KV head i % H instead of i // G."""
     right = TraceSource.queries
@@ -250,6 +272,8 @@ CAUGHT: list[tuple[Bug, str, dict[str, Any], tuple[str, ...]]] = [
     (quota_drift, "tova@kvpress", {}, ("exact_size",)),
     (schedule_one_late, "tova", {}, ("exact_size", "naive_replay")),
     (schedule_one_late, "snapkv@kvpress", {"window": 4}, ("exact_size", "naive_replay")),
+    (questions_one_late, "tova", {}, ("later_questions",)),
+    (last_question_alone, "knorm", {}, ("later_questions",)),
     (query_heads_mixed_up, "h2o", {}, ("head_permutation", "naive_replay")),
     (query_heads_mixed_up, "snapkv", {"window": 4}, ("head_permutation",)),
     (higher_position_wins_ties, "tova", {}, ("tie_rule", "naive_replay")),

@@ -26,18 +26,29 @@ def _forced(value: Callable[[Forced], Floats]) -> Values:
         forced, trace = subject.outcome.forced, subject.trace
         ends = subject.record.schedule.ends(trace.prompt_len, trace.context_len)
         first = int(ends[0] == trace.prompt_len)
-        if forced is not None and len(forced.nll) > first:
-            yield Cells(None, np.array([value(forced)[first:].mean()]))
+        values = np.empty(0) if forced is None else value(forced)
+        for turn, rows in trace.answers:
+            of_turn = values[rows][first if turn in (None, 1) else 0 :]
+            if len(of_turn):
+                yield Cells(None, np.array([of_turn.mean()]), turn=turn)
 
     return cells
 
 
+def _written(subject: LiveSubject) -> Iterator[tuple[int | None, Generated]]:
+    outcome = subject.outcome
+    written = outcome.generated, *outcome.later
+    for (turn, _), generated in zip(subject.trace.answers, written, strict=False):
+        if generated is not None:
+            yield turn, generated
+
+
 def _generated(value: Callable[[Generated], float | None]) -> Values:
     def cells(subject: LiveSubject) -> Iterator[Cells]:
-        generated = subject.outcome.generated
-        number = None if generated is None else value(generated)
-        if number is not None and not np.isnan(number):
-            yield Cells(None, np.array([float(number)]))
+        for turn, generated in _written(subject):
+            number = value(generated)
+            if number is not None and not np.isnan(number):
+                yield Cells(None, np.array([float(number)]), turn=turn)
 
     return cells
 
@@ -47,15 +58,17 @@ def _residual(subject: LiveSubject) -> Iterator[Cells]:
     if forced is None or not forced.stream_error.shape[1]:
         return
     for layer, rows in enumerate(forced.stream_error):
-        yield Cells(layer, np.array([rows.mean()]))
+        for turn, of_turn in subject.trace.answers:
+            yield Cells(layer, np.array([rows[of_turn].mean()]), turn=turn)
 
 
 def _repetition(subject: LiveSubject) -> Iterator[Cells]:
-    if subject.outcome.generated is not None:
-        tokens = np.array(subject.outcome.generated.tokens)
+    for turn, generated in _written(subject):
+        tokens = np.array(generated.tokens)
         for n in NGRAMS:
             if len(tokens) >= n:
-                yield Cells(None, np.array([repetition(tokens, n)]), variant=f"n={n}")
+                value = np.array([repetition(tokens, n)])
+                yield Cells(None, value, variant=f"n={n}", turn=turn)
 
 
 def _peak(*, share: bool) -> Values:

@@ -237,6 +237,4 @@ def _rows_of(
             yield from ((number, rows) for rows in by_slot(layer, of_record))
     else:
         schedule = replace(first.schedule, prefill=True)
-        yield from seen(
-            layer, gone, schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
-        )
+        yield from seen(layer, gone, schedule.rows(*trace.extent))

@@ -36,7 +36,9 @@ def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         for variant, part in _parts(subject):
             values = getattr(part, name).astype(np.float64)
-            yield Cells(subject.record.layers, mean_known(values).ravel(), "qhead", variant)
+            for turn, rows in [(None, slice(None))] if variant else subject.trace.answers:
+                of_turn = mean_known(values[..., rows]).ravel()
+                yield Cells(subject.record.layers, of_turn, "qhead", variant, turn=turn)
 
     return cells
 
@@ -95,16 +97,22 @@ def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
 
 
 def _means(
-    values: Callable[[Subject], Floats | None], *, squared: bool = False
+    values: Callable[[Subject], Floats | None], *, squared: bool = False, turns: bool = True
 ) -> Callable[[Subject], Iterator[Cells]]:
-    """Means over rows of values [layer, row], or roots of the mean squares; none without rows."""
+    """Means over rows of values [layer, row], or roots of the mean squares; none without rows.
+
+    turns: of the rows of each turn, of a trace with several.
+    """
 
     def cells(subject: Subject) -> Iterator[Cells]:
         numbers = values(subject)
-        if numbers is not None and numbers.shape[-1]:
-            means = np.sqrt((numbers**2).mean(-1)) if squared else numbers.mean(-1)
+        if numbers is None or not numbers.shape[-1]:
+            return
+        for turn, rows in subject.trace.answers if turns else ((None, slice(None)),):
+            part = numbers[..., rows]
+            means = np.sqrt((part**2).mean(-1)) if squared else part.mean(-1)
             for layer, mean in zip(subject.record.layers, means, strict=True):
-                yield Cells(layer, np.array([mean]))
+                yield Cells(layer, np.array([mean]), turn=turn)
 
     return cells
 
@@ -162,6 +170,10 @@ def _relative(moved: Floats, length: Floats) -> Floats:
     return np.divide(moved, length, out=np.zeros_like(moved), where=(length > 0) | (moved > 0))
 
 
+def _bytes(name: str) -> Callable[[Subject], Floats]:
+    return lambda subject: getattr(subject.walk(cache_bytes), name).sum(-1, keepdims=True)
+
+
 def _concat_error(subject: Subject) -> Floats:
     return _relative(_moved(subject), np.sqrt((subject.walk(head_lengths) ** 2).sum(1)))
 
@@ -197,11 +209,12 @@ METRICS: Mapping[str, Metric] = {
     "regret_gap": Metric(
         "mass that other kept sets could retain beyond those of the optimum, as far as its proof "
         "leaves that open; needs --regret",
-        "rows", "share", "lower", "kvsim", _means(_regret_gap), beside="optimum"),
+        "rows", "share", "lower", "kvsim", _means(_regret_gap, turns=False), beside="optimum"),
     "possible_share": Metric(
         "retained mass beyond that of random kept sets, over that of the best possible ones beyond "
         "it, nothing protected in either, all heads of a layer together; needs --regret",
-        "rows", "share", "higher", "kvsim", _means(_possible_share), beside="unprotected"),
+        "rows", "share", "higher", "kvsim",
+        _means(_possible_share, turns=False), beside="unprotected"),
     "oracle_regret": Metric(
         "mass that a mass oracle retains on the same terms, minus retained mass; needs --regret",
         "rows", "share", "lower", "kvsim", _regret("oracle"), beside="oracle", default=False),
@@ -226,13 +239,13 @@ METRICS: Mapping[str, Metric] = {
         "bytes of the cache that a row after the prompt attends with: 16 bits for a number that no "
         "codec has rounded, scales and summaries of pages included; summaries add up the layers",
         "rows", "bytes", "lower", "kvsim",
-        _means(lambda subject: subject.walk(cache_bytes).resident.sum(-1, keepdims=True)),
+        _means(_bytes("resident"), turns=False),
         default=False, layers="sum"),
     "bytes_read": Metric(
         "bytes of the cache that a row after the prompt reads: entries that any query head of a KV "
         "head reads, and what choosing them reads; summaries add up the layers",
         "rows", "bytes", "lower", "as bytes_held",
-        _means(lambda subject: subject.walk(cache_bytes).read.sum(-1, keepdims=True)),
+        _means(_bytes("read"), turns=False),
         default=False, layers="sum"),
     "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "

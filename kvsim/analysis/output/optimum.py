@@ -70,7 +70,7 @@ class OptimumTerms:
         """The terms of a record that the policy left."""
         policy = policy.at(record.budget)
         schedule = record.schedule
-        events = schedule.rows(trace.prompt_len, trace.n_pos, trace.context_len)
+        events = schedule.rows(*trace.extent)
         end = schedule.ends(trace.prompt_len, trace.context_len)[-1]
         places, least = _places(policy, record, events)
         protection = policy.protection(least)

@@ -66,7 +66,7 @@ def _late(case: DumpCase) -> DumpCase | None:
 
 def _shifted(by: int, case: DumpCase) -> DumpCase | None:
     last, trace = max(case.kept), case.trace
-    rows = case.schedule.rows(trace.prompt_len, last + 2, trace.context_len)
+    rows = case.schedule.rows(trace.prompt_len, last + 2, *trace.extent[2:])
     return replace(case, events=tuple(row + by for row in rows if 0 <= row + by <= last))
 
 

@@ -79,7 +79,7 @@ class DumpCase:
                 "later rows; expected a policy with a set for each KV head of each layer"
             )
         last = max(dump.kept)
-        rows = schedule.rows(trace.prompt_len, last + 1, trace.context_len)
+        rows = schedule.rows(trace.prompt_len, last + 1, *trace.extent[2:])
         replace(dump, trace=trace).checked()
         layers = tuple(trace.layer_ids.index(number) for number in dump.layers)
         replayed(trace, layers)

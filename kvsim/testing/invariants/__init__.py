@@ -29,6 +29,7 @@ INVARIANTS: Mapping[str, Invariant] = {
         independence.same_events,
         independence.unknown_question,
         independence.chunked_prompt,
+        independence.later_questions,
         independence.no_peeking_at_the_dead,
         independence.absent_rows,
         independence.isolation,

@@ -156,10 +156,36 @@ def chunked_prompt(trial: Trial) -> None:
     cut.same(alone, f"chunks of {chunk}: the first {end} rows as a prompt", until=end)
 
 
+def later_questions(trial: Trial) -> None:
+    """Events after later questions evict what the naive replay does, and are causal.
+
+    Another last question, or none, changes nothing before it; with one turn they are none.
+    """
+    case, asked = trial.case, replace(trial, compress="questions")
+    same = (asked.replay().evicted_at == trial.record.evicted_at).all()
+    require(same, "compress 'questions': other than the prompt where there is one turn")
+    if case.n - case.prompt_len < 5:
+        return
+    rng, places = np.random.default_rng(trial.salt), range(case.prompt_len + 1, case.n)
+    a, b, c, d = sorted(rng.choice(places, 4, replace=False).tolist())
+    cut = replace(asked, questions=((a, b), (c, d)))
+    if not _has_rule(cut):
+        return
+    if True in cut.ways:
+        cut.same(cut.replay(by_row=False).evicted_at, "after questions: event by event")
+    if trial.salt % 4 == 1:  # as slow as all the rest
+        naive_replay(cut)
+    later = trial.noise((np.arange(case.n) >= c)[None, None])
+    changed = replace(cut, case=replace(case, **later), questions=((a, b),))
+    if not trial.policy.scorer.clairvoyant and _has_rule(changed):
+        cut.same(changed.replay().evicted_at, "another last question", until=c)
+
+
 def _has_rule(trial: Trial) -> bool:
     """Whether the policy has a rule for the budget, the context and the length of a trial."""
     trace = trial.case.trace(trial.context_len)
     try:
+        trace = trial.case.trace(trial.context_len, trial.questions)
         check_cell(trace, trial.policy, trial.budget, None, trial.schedule)
     except (BudgetError, PolicyError):
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from kvsim.core.record import Plans, Record
 from kvsim.core.trace import Trace
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import BudgetError
-from kvsim.schema import NEVER
+from kvsim.schema import NEVER, Compress
 from kvsim.testing import loops
 from kvsim.testing.strategies import Case
 
@@ -34,8 +34,8 @@ class Broken(AssertionError):  # noqa: N818  an outcome of a check, not an error
 class Trial:
     """A policy on a generated trace. `salt` varies what an invariant changes.
 
-    rule: the same policy as a rule of the naive replay, where there is one. context_len, compress,
-    chunk: of the trace, and of the schedule.
+    rule: the same policy as a rule of the naive replay, where there is one. context_len, questions,
+    compress, chunk: of the trace, and of the schedule.
     """
 
     policy: Policy
@@ -46,7 +46,8 @@ class Trial:
     salt: int
     rule: loops.Rule | None = None
     context_len: int | None = None
-    compress: Literal["prompt", "context", "both"] = "prompt"
+    compress: Compress = "prompt"
+    questions: tuple[tuple[int, int], ...] = ()
     chunk: int | None = None
 
     def __repr__(self) -> str:
@@ -61,7 +62,7 @@ class Trial:
 
     def replay(self, trace: Trace | None = None, **options: Any) -> Record:
         """The policy's Record of the trace, by default the case's; `options` of the engine."""
-        trace = self.case.trace(self.context_len) if trace is None else trace
+        trace = self.case.trace(self.context_len, self.questions) if trace is None else trace
         return run(trace, self.policy, self.budget, self.schedule, ReplayOptions(**options))
 
     @property
@@ -177,7 +178,7 @@ class Trial:
     def naive(self) -> loops.Outcome | None:
         """The naive replay of the rule; None without a rule, or with room for everything."""
         # its loops know no context, and no codec
-        if self.compress != "prompt" or self.policy.codec is not None:
+        if self.compress not in ("prompt", "questions") or self.policy.codec is not None:
             return None
         if self.rule is None or (self.budget >= self.case.n and self.policy.bounded):
             return None
@@ -197,6 +198,7 @@ class Trial:
             probe=(case.probe_q, case.probe_k, case.chunks(self.context_len or case.prompt_len)),
             protect=(protect.sink, protect.recent, protect.prompt),
             chunk=self.chunk,
+            asked=[stop - 1 for _, stop in self.questions],
         )
 
     def noise(self, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:

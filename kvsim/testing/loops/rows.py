@@ -102,6 +102,7 @@ class _Run:
     protect: tuple[int, int, bool]
     evicted_at: Ints
     store: Callable[[Event], None] | None = None
+    asked: Sequence[int] = ()  # rows after which events fire, too
     events: list[Event] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
 
@@ -114,6 +115,7 @@ class _Run:
         n, prefill = layer.logits.shape[1], layer.fires_at_prefill
         fires: dict[str, Any] = {"interval": layer.interval, "prefill": prefill}
         due, prompt = event_rows(n, layer.prompt_len, chunk=layer.chunk, **fires), layer.prompt_len
+        due += [row - (self.evicted_at.shape[-1] - n) for row in self.asked]
         for row in range(n):
             for event in events:
                 if layer.chunk is not None and row in due and row < prompt:
@@ -278,6 +280,7 @@ def replay(
     protect: tuple[int, int, bool] = (0, 0, False),
     store: Callable[[Event], None] | None = None,
     chunk: int | None = None,
+    asked: Sequence[int] = (),
 ) -> Outcome:
     """Replay a rule on one trace and return when each entry leaves.
 
@@ -289,7 +292,7 @@ def replay(
     (start, stop, rows) of its chunks. protect: (sink, recent, prompt), protected in addition to
     what the rule protects. store: called after each row, and the event after it, for each layer; it
     may change the event's keys, values and logits, as a codec does. chunk: rows of the prompt
-    between events.
+    between events. asked: the last rows of later questions, after which events fire, too.
     """
     queries, keys, values = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     if values.shape[:3] != keys.shape[:3]:
@@ -343,7 +346,7 @@ def replay(
         for layer in (range(n_layers) if layers is None else layers)
     ]
     evicted_at = np.full((n_layers, heads, n), NEVER, dtype=np.int32)
-    run = _Run(rule, budgets, protect, evicted_at, store)
+    run = _Run(rule, budgets, protect, evicted_at, store, asked)
     if rule.propagate is None:
         run.through(events)
         return Outcome(run.evicted_at, tuple(run.cuts))

@@ -1,0 +1,184 @@
+"""Later turns of a prompt: questions that follow the answer before them, as token ids."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvsim.core.header import Header
+from kvsim.errors import CaptureError
+from kvsim.recorder.generation import WHOLE, continues
+from kvsim.recorder.models import is_tiny
+from kvsim.recorder.options import Options
+from kvsim.recorder.positions import fitting_tokens
+from kvsim.recorder.prompts import (
+    Encoded,
+    Prompt,
+    Turn,
+    check_ids,
+    check_labels,
+    ids_of,
+    rendered,
+    response_ids,
+)
+from kvsim.recorder.tokenization import tokenize
+from kvsim.schema import Spans
+from kvsim.text.answers import text_check
+
+# The content of an answer that is not known yet, where a template renders what follows it.
+_ANSWER = "x"
+
+
+@dataclass(frozen=True)
+class EncodedTurn:
+    """A question after an answer as token ids, the given answer to it, and its most new tokens."""
+
+    ids: list[int]
+    response: list[int]
+    longest: int
+
+
+def encode_turns(
+    whole: Prompt, encoded: Encoded, longest: int | None, model: PreTrainedModel, tokenizer: Any
+) -> list[EncodedTurn]:
+    """Return the later turns of a prompt.
+
+    A question in text follows the answer as it is; in a chat it is the next user's message, with
+    all that the template puts between the answer and the next one. longest: most tokens of each
+    answer, None for what the turns say.
+
+    Raises CaptureError for a question of another kind than the prompt, or without tokens; answers
+    of some turns alone; a template that renders an answer otherwise where another turn follows;
+    unknown ids or words; more tokens than the model's context. TextError for a scorer that is not
+    of free text.
+    """
+    if not all(isinstance(turn, Turn) for turn in whole.turns):
+        raise CaptureError(
+            f"turns are {reprlib.repr(whole.turns)}, expected a list of kvsim.recorder.Turn"
+        )
+    answers = [(whole.answer, whole.scorer), *((x.answer, x.scorer) for x in whole.turns)]
+    for answer, scorer in answers if whole.turns else ():
+        text_check("", answer or "", scorer)
+    given = {turn.response is not None for turn in whole.turns}
+    if given - {whole.response is not None}:
+        raise CaptureError(
+            "responses of some turns are given and of others not, expected all or none of them"
+        )
+    out: list[EncodedTurn] = []
+    messages, text, prefix = encoded.messages, encoded.text, whole.answer_prefix
+    for number, turn in enumerate(whole.turns, start=2):
+        question: Any = turn.question
+        check_labels(turn.labels, f"turn {number}: ")
+        fits = isinstance(question, str) == (text is not None)
+        if not fits or question is None or not len(question):
+            kind = "token ids" if text is None else "text"
+            raise CaptureError(
+                f"turn {number} has the question {reprlib.repr(question)}, expected {kind}, as the "
+                "prompt is"
+            )
+        if isinstance(question, str) and text is not None:
+            if messages is not None:
+                messages = [
+                    *messages,
+                    {"role": "assistant", "content": f"{prefix or ''}{_ANSWER}"},
+                    {"role": "user", "content": question},
+                ]
+                question = _after(text + _ANSWER, rendered(messages, tokenizer, generation=True))
+            prefix = turn.answer_prefix
+            if prefix is not None:
+                question += "\n" * (messages is None) + prefix
+            text += _ANSWER + question
+            ids = tokenize(question, tokenizer, special=False, tiny=is_tiny(model))
+        else:
+            ids = ids_of(question, "question")
+        response = [] if turn.response is None else response_ids(turn.response, model, tokenizer)
+        own = turn.max_new_tokens or whole.max_new_tokens
+        most = longest if longest is not None else own or Options().longest
+        if not ids or most < 1:
+            what = "a question without tokens" if not ids else "no tokens for its answer"
+            raise CaptureError(f"turn {number} has {what}, expected some; give at least one")
+        out.append(EncodedTurn(ids, response, most))
+    later = [token for each in out for token in (*each.ids, *each.response)]
+    check_ids(encoded.ids, [*(encoded.response or []), *later] if out else [], model)
+    return out
+
+
+def _after(beginning: str, text: str) -> str:
+    """Return what a chat template puts behind an answer, up to the beginning of the next one."""
+    if not text.startswith(beginning):
+        raise CaptureError(
+            "the chat template renders a turn otherwise where another turn follows it, expected "
+            "the beginning of the whole text; leave --chat out, or give token ids"
+        )
+    return text[len(beginning) :]
+
+
+def fitting_turns(
+    model: PreTrainedModel, start: int, first: int, turns: Sequence[EncodedTurn]
+) -> tuple[int, list[str]]:
+    """Return the new tokens after a prompt of `start`, as `fitting_tokens`; all turns must fit.
+
+    first: most tokens of the first answer, 0 where answers are given.
+    """
+    most = first + (sum(len(turn.ids) + turn.longest for turn in turns) if first else 0)
+    count, notes = fitting_tokens(model, start, most)
+    if turns and count < most:
+        raise CaptureError(
+            f"questions and answers of all turns take up to {most} tokens after a prompt of "
+            f"{start}, and the model has room for {count}; expected turns that fit; give a smaller "
+            "--max-new-tokens, or fewer turns"
+        )
+    return count, notes
+
+
+def rows_at_once(model: PreTrainedModel, ids: Sequence[int], turns: Sequence[EncodedTurn]) -> int:
+    """Return how many rows of a later question a model can run in one forward."""
+    asks = bool(turns) and not next(model.parameters()).is_meta
+    return WHOLE if not asks or continues(model, ids) else 1
+
+
+def given_response(encoded: Encoded, turns: Sequence[EncodedTurn]) -> tuple[list[int], Spans]:
+    """Return all tokens after a prompt whose answers are given, and spans of later questions."""
+    ids, spans = [*(encoded.response or [])], []
+    for turn in turns if ids else ():
+        start = len(encoded.ids) + len(ids)
+        spans.append((start, start + len(turn.ids)))
+        ids += [*turn.ids, *turn.response]
+    return ids, spans
+
+
+def describe_turns(
+    session: Any, header: Header, tokens: Sequence[int], ended: Sequence[str | None]
+) -> list[dict[str, Any]]:
+    """Return what the trace of a capture (`Session`) says of each turn, ready for JSON.
+
+    ended: what ended each answer, None for its length.
+    """
+    prompt, tokenizer = session.prompt, session.tokenizer
+    content: Any = prompt.content
+    first = Turn(content, prompt.answer, prompt.scorer, labels=prompt.turn_labels)
+    out, answers = [], header.answers(len(tokens))
+    for turn, span, end in zip((first, *prompt.turns), answers, ended, strict=True):
+        text, check = None, None
+        if tokenizer is not None:
+            answer = list(tokens[slice(*span)])
+            text = str(tokenizer.decode(answer, skip_special_tokens=True))
+        checked = prompt.response is None or prompt.writer is not None
+        if checked and turn.answer is not None and text is not None:
+            check = text_check(text, turn.answer, turn.scorer)
+            own = turn.max_new_tokens or prompt.max_new_tokens
+            check |= {"max_new_tokens": own} if own and session.longest is None else {}
+        out.append(
+            {
+                "question": turn.question if isinstance(turn.question, str) else None,
+                "response": text,
+                "stopped": end or "length",
+                "labels": {**prompt.labels, **turn.labels},
+                "answer_check": check,
+            }
+        )
+    return out
