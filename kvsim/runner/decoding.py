@@ -105,11 +105,9 @@ class Decoding:
         self._repeats, self._probe = "probe_q" in policy.scorer.needs, probe
         #: the first row that may read a part, or see rounded entries
         self._first = self.schedule.ends(prompt_len, context_len)[0]
-        self._reads = (
-            None
-            if policy.reader is None
-            else LiveReads(ended(self.sketch, self._first), policy.reader, self.budget, self.layers)
-        )
+        reader, terms = policy.reader, (self.budget, self.layers)
+        first = ended(self.sketch, self._first)
+        self._reads = None if reader is None else LiveReads(first, reader, *terms)
         #: after which row entries are first rounded
         self._stores = None if policy.codec is None else self._first - 1
         self._open = False
@@ -430,6 +428,7 @@ class Decoding:
             by_layer.update(zip(source.layers, last, strict=True))
         evicted_at = np.stack([by_layer[self.sketch.owners[layer]] for layer in self.layers])
         reads = None if self._reads is None else self._reads.record(n)
+        cell = self.sketch, policy, self.budget, schedule, descent
         return Record(
             evicted_at=evicted_at,
             **fields_of(policy),
@@ -444,9 +443,7 @@ class Decoding:
             positions=self._positions,
             selection=None if descent is None else descent.selection,
             own_schedule=schedule == policy.schedule,
-            remark=remark(
-                *(self.sketch, policy, self.budget, schedule, descent), evicted_at, reads
-            ),
+            remark=remark(*cell, evicted_at, reads),
             closed=True,
             reads=reads,
             layer_ids=tuple(self.sketch.layer_ids[layer] for layer in self.layers),
