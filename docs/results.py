@@ -5,7 +5,7 @@
     python docs/results.py --smallest        2 short prompts: a minute; what a test runs
     python docs/results.py --model smollm2   46 prompts of up to 1,024 tokens: hours; resumes
     python docs/results.py --model 8k        6 prompts of 8,192 tokens of SmolLM2: an hour; resumes
-    python docs/results.py --model qwen --file FILE.gguf    answers of Qwen2.5-Coder; resumes
+    python docs/results.py --model qwen-1.5b --file FILE.gguf    answers of Qwen2.5-Coder; resumes
     python docs/results.py --stored          the pages of the values that are there: seconds
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 

@@ -69,8 +69,8 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
             f"of {min(prompt)} to {max(prompt)}, right with the full cache ([how often](qwen.md)). "
             f"Policies evict after the prompt and after each {r.plan.interval} rows of the answer. "
             "So few answers distinguish policies that are far apart, not neighbours, and say "
-            "nothing of other tasks or longer answers. Whether the model still ends with the right "
-            "answer was not measured."
+            "nothing of other tasks or longer answers. [How many stay right]"
+            "(qwen.md#answers-under-policies) was measured live."
         )
         return f"# Results on {model}: answers that need reasoning", about
     model = _NAMES.get(r.plan.model, r.plan.model) if r.plan.lengths else "the shipped model"
@@ -294,7 +294,7 @@ _ANSWERS = (
     "* Prompts are the first questions of the [card](qwen.md) that the model answered right, in at "
     "least {least} tokens. The answer, written greedily in bfloat16, is recorded in one pass in "
     "float32. Answers this short leave little to evict, so the larger budgets of the papers are "
-    "not measured; nor is the 1.5B (`--model qwen-1.5b`)."
+    "not measured."
 )
 _TEXTS = (
     "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "

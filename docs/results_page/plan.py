@@ -68,7 +68,7 @@ class Plan:
     called: str = ""
     once: bool = False
     solved: str = ""
-    least: int = 100
+    least: int = 200
     file: Path | None = field(default=None, compare=False)
     device: str = field(default="cpu", compare=False)
     sizes: Sizes = field(default=SMALL, hash=False)
@@ -142,36 +142,24 @@ LONG = Plan(
 )
 #: Answers that need reasoning, and are right with the full cache.
 QWEN = Plan(
-    model="Qwen2.5-Coder-0.5B-Instruct",
-    prompts=7,
+    model="Qwen2.5-Coder-1.5B-Instruct",
+    prompts=12,
     budgets=(64, 128),
     interval=32,
     prefill=True,
     only=(*LONG.only, "rkv"),
-    called="qwen",
-    solved="0.5B",
+    called="qwen-1.5b",
+    solved="1.5B",
     sizes=Sizes(),
     cost=(),
 )
-QWEN_LARGER = replace(
-    QWEN,
-    model="Qwen2.5-Coder-1.5B-Instruct",
-    prompts=12,
-    called="qwen-1.5b",
-    solved="1.5B",
-    least=200,
-)
 QWEN_LONG = replace(
-    LONG,
-    model=QWEN_LARGER.model,
-    prompts=12,
-    lengths=(8192, 8192, 4096, 4096),
-    called="qwen-1.5b-8k",
+    LONG, model=QWEN.model, prompts=12, lengths=(8192, 8192, 4096, 4096), called="qwen-1.5b-8k"
 )
 PLANS = {
     "tiny": FULL,
     "smollm2": SMOLLM2,
-    **{plan.called: plan for plan in (LONG, QWEN, QWEN_LARGER, QWEN_LONG)},
+    **{plan.called: plan for plan in (LONG, QWEN, QWEN_LONG)},
 }
 _FEW = ("full", "random", "snapkv", "tova")
 _LEAST = Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=_FEW, cost=())
@@ -190,6 +178,6 @@ SMALLEST = {
     "8k": replace(_LEAST, only=LONG.only, called="8k", once=True),
     **{
         plan.called: replace(_LEAST, called=plan.called, once=plan.once)
-        for plan in (QWEN, QWEN_LARGER, QWEN_LONG)
+        for plan in (QWEN, QWEN_LONG)
     },
 }

@@ -227,9 +227,9 @@ def test_a_page_of_long_prompts_has_its_parts(long):
 def test_a_page_of_answers_has_its_parts(tmp_path):
     """Events go on during the answer; other results predict the ranking, and none is claimed."""
     places = f"--out={tmp_path / 'page.md'}", f"--traces={tmp_path / 'traces'}"
-    results.main(["--model=qwen", "--smallest", "--jobs=1", *places])
+    results.main(["--model=qwen-1.5b", "--smallest", "--jobs=1", *places])
 
-    text, plan = (tmp_path / "page.md").read_text("utf-8"), SMALLEST["qwen"]
+    text, plan = (tmp_path / "page.md").read_text("utf-8"), SMALLEST["qwen-1.5b"]
     head, *rows = tables(text)["Which policy is best"]
     kl = [number(row[head.index(f"KL {plan.budget}")]) for row in rows]
     assert {row[0].strip("`") for row in rows} == set(plan.only)
@@ -245,7 +245,7 @@ def test_a_page_of_answers_has_its_parts(tmp_path):
 
 def test_recorded_answers_are_right_and_of_their_model():
     """Of the card's answers those count that are right, ended and long; each has a task."""
-    plan = PLANS["qwen"]
+    plan = PLANS["qwen-1.5b"]
     rows = [json.loads(line) for line in ANSWERS.read_text("utf-8").splitlines()]
 
     answers = samples(plan)[1:]
