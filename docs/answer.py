@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 import kvsim
+from drawing import small
 from kvsim.recorder import load_model
 from kvsim.runner.decoding import Decoding, RunningModel
 from qwen_card import encoded, final
@@ -146,7 +148,10 @@ def piece_at(pieces: Sequence[str], character: int) -> int:
 def main() -> None:
     """Write the figure."""
     model, tokenizer = load_model(sys.argv[1])
-    figure(model, tokenizer, read(ANSWERS)).savefig(FIGURE)
+    with TemporaryDirectory() as folder:
+        drawn = Path(folder, FIGURE.name)
+        figure(model, tokenizer, read(ANSWERS)).savefig(drawn)
+        small(drawn, FIGURE)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ REFUSED = {
     "info nowhere.zarr": "nowhere.zarr does not exist, expected a trace",
     "compare file.parquet": "file.parquet is missing; expected",
     "compare BROKEN": "broken.parquet",
-    "table RUN --by stages": "--by is 'stages'; expected stage, layer, task",
+    "table RUN --by stages": "--by is 'stages'; expected stage, layer, turn, task",
     "table RUN --by level": "no value of entries_seen, output_error, wipeout has one",
     "table RUN --metric regret": "--metric regret: the runs have no value of it; they have entries",
     "table RUN --metric eror": "unknown metric 'eror'",
