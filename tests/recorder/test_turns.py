@@ -242,6 +242,13 @@ def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("turn", [Turn(5), Turn(None), Turn([]), Turn([1], max_new_tokens="5")])
+def test_turns_of_another_kind_are_refused(turn):
+    """After token ids, too, before the model runs."""
+    with pytest.raises(CaptureError, match="turn 2 has|the question is"):
+        kvsim.capture("tiny", None, [1, 2, 3], turns=[turn])
+
+
 def test_a_template_of_unequal_shape_is_refused():
     """One that renders the last turn otherwise than earlier ones."""
     unequal = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else 'w1' }}")
