@@ -82,11 +82,10 @@ def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]
             differing.append("its later questions are others")
         else:
             ended = [turn.get("stopped") for turn in turns]
-            spans = trace.header.answers(trace.n_pos)[1:]
-            for turn, (start, stop), end in zip(session.turns, spans, ended[1:], strict=True):
-                over = stop - start - turn.longest
-                if end != GIVEN and (over > 0 or (over < 0 and end == "length")):
-                    differing.append(f"an answer has {stop - start} of {turn.longest} tokens")
+            lengths = [b - a for a, b in trace.header.answers(trace.n_pos)[1:]]
+            for turn, n, end in zip(session.turns, lengths, ended[1:], strict=True):
+                if end != GIVEN and (n > turn.longest or (n < turn.longest and end == "length")):
+                    differing.append(f"an answer has {n} of {turn.longest} tokens")
             described = describe_turns(session, trace.header, tokens, ended)
             if json.loads(json.dumps(described)) != turns:
                 differing.append("its turns have other labels or answers")

@@ -245,7 +245,7 @@ def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):
 @pytest.mark.parametrize("turn", [Turn(5), Turn(None), Turn([]), Turn([1], max_new_tokens="5")])
 def test_turns_of_another_kind_are_refused(turn):
     """After token ids, too, before the model runs."""
-    with pytest.raises(CaptureError, match="turn 2 has|the question is"):
+    with pytest.raises(CaptureError, match=r"turn 2 has|the question is"):
         kvsim.capture("tiny", None, [1, 2, 3], turns=[turn])
 
 

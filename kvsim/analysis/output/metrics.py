@@ -19,9 +19,7 @@ from kvsim.core.outcome import OutputDeviation
 _LEAST_LEAD = 1e-5
 
 
-def _parts(
-    subject: Subject,
-) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
+def _parts(subject: Subject) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
     """Rows after the prompt, of each turn, and by variant those of it behind an event, if any."""
     trace, output = subject.trace, subject.output()
     parts = {"": output, "rows=prompt": output.before}
@@ -100,10 +98,7 @@ def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
 def _means(
     values: Callable[[Subject], Floats | None], *, squared: bool = False, turns: bool = True
 ) -> Callable[[Subject], Iterator[Cells]]:
-    """Means over rows of values [layer, row], or roots of the mean squares; none without rows.
-
-    turns: of the rows of each turn, of a trace with several.
-    """
+    """Means of values [layer, row] over rows, of each turn if `turns`, or roots of mean squares."""
 
     def cells(subject: Subject) -> Iterator[Cells]:
         numbers = values(subject)
