@@ -60,7 +60,7 @@ class Header:
 
     def labels_of(self, turn: int) -> dict[str, str | int | float]:
         """Labels of a turn, from 1: its own, and those of the prompt."""
-        return self._labels(self.turn(turn))
+        return self.labels | self._labels(self.turn(turn))
 
     def turn(self, turn: int) -> Mapping[str, Any]:
         """What `meta` says of a turn, from 1: its labels, question, response, answer check."""

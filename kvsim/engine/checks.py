@@ -144,7 +144,7 @@ def _chunk_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
 def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     """Remark on the event of the prefill; empty if it compresses the prompt."""
     if schedule.compress.endswith("questions") and not trace.questions:
-        return f"{trace.name} has one turn, so that no event follows a later question"
+        return f"{trace.name}: it has one turn, so that no event follows a later question"
     alone = not schedule.compress.startswith(("context", "both"))
     if alone or trace.context_len == trace.prompt_len:
         return ""

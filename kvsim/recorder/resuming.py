@@ -73,7 +73,7 @@ def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]
     response = trace.read("tokens")[trace.prompt_len :].tolist() if given else []
     if response != session.response:
         differing.append(f"its response was {'given' if given else 'generated'}, not this one")
-    if session.turns:
+    if session.turns or trace.questions:
         tokens, stop = trace.read("tokens").tolist(), stop_tokens(session.model, session.tokenizer)
         asked = zip(session.turns, trace.questions, strict=False)
         expected = [following(turn.ids, tokens[start - 1], stop) for turn, (start, _) in asked]
@@ -82,6 +82,10 @@ def _prompt_differences(session: Any, trace: Trace, *, given: bool) -> list[str]
             differing.append("its later questions are others")
         else:
             ended = [turn.get("stopped") for turn in turns]
+            lengths = [b - a for a, b in trace.header.answers(trace.n_pos)[1:]]
+            for turn, n, end in zip(session.turns, lengths, ended[1:], strict=True):
+                if end != GIVEN and (n > turn.longest or (n < turn.longest and end == "length")):
+                    differing.append(f"an answer has {n} of {turn.longest} tokens")
             described = describe_turns(session, trace.header, tokens, ended)
             if json.loads(json.dumps(described)) != turns:
                 differing.append("its turns have other labels or answers")

@@ -74,7 +74,7 @@ def encode_turns(
         question: Any = turn.question
         check_labels(turn.labels, f"turn {number}: ")
         fits = isinstance(question, str) == (text is not None)
-        if not fits or question is None or not len(question):
+        if not fits or (hasattr(question, "__len__") and not len(question)):
             kind = "token ids" if text is None else "text"
             raise CaptureError(
                 f"turn {number} has the question {reprlib.repr(question)}, expected {kind}, as the "
@@ -98,7 +98,7 @@ def encode_turns(
         response = [] if turn.response is None else response_ids(turn.response, model, tokenizer)
         own = turn.max_new_tokens or whole.max_new_tokens
         most = longest if longest is not None else own or Options().longest
-        if not ids or most < 1:
+        if not ids or type(most) is not int or most < 1:
             what = "a question without tokens" if not ids else "no tokens for its answer"
             raise CaptureError(f"turn {number} has {what}, expected some; give at least one")
         out.append(EncodedTurn(ids, response, most))

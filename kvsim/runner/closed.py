@@ -213,7 +213,7 @@ class ClosedLoop:
         spans, end = list[tuple[int, int]](), self.trace.prompt_len
         for question, writing in zip(self._questions, self._writings, strict=False):
             start = end + writing.new_tokens
-            end = start + len(question) + 1
+            end = start + len(question)
             spans.append((start, end))
         decoding = decoding_of(n_pos=end + self._writings[-1].new_tokens, questions=spans)
 

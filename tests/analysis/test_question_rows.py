@@ -20,6 +20,7 @@ CASES = [
     ("snapkv", {"prefill_chunk": 60}, {}),
     ("tova", {"prefill_chunk": 15, "compress": "both"},
      {"rows=context": (15, 40), "rows=question": (40, 50)}),
+    ("tova", {"prefill_chunk": 15, "compress": "questions"}, {"rows=prompt": (15, 50)}),
     ("quest", {"compress": "context"}, {"rows=question": (40, 50)}),
     ("tova+quest", {"compress": "context"}, {"rows=question": (40, 50)}),
     ("int4", {"compress": "context"}, {"rows=question": (40, 50)}),

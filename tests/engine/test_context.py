@@ -103,6 +103,8 @@ def test_remarks():
         trace(), kvsim.policy("knorm"), 20, interval=10, prefill=False, compress="context"
     )
     assert "no event ends the prefill in its schedule" in never.remark
+    one = kvsim.replay(trace(), "knorm", 20, compress="questions").remark
+    assert f"{trace().name}: it has one turn, so that no event" in one  # one line for all traces
 
 
 def test_lengths_of_a_reader_that_do_not_fit_are_remarked_on():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 import kvsim
 from kvsim.errors import CaptureError, TextError, TraceError
-from kvsim.recorder import Turn, read_prompts
+from kvsim.recorder import Prompt, Turn, read_prompts
+from kvsim.recorder.capturing import capture_one
+from kvsim.recorder.options import Options
 from small_model import small, words_tokenizer
 
 #: A chat whose answers end with w9, as the tokenizer's own end of an answer.
@@ -114,7 +117,7 @@ def test_an_answer_that_ends_itself_is_not_ended_twice():
 
 def test_right_answers_and_labels_belong_to_their_turn():
     """Each turn has its own check, and a Table has the values of each with its own labels."""
-    trace = capture(labels={"task": "get"})
+    trace = capture(labels={"task": "get"}, o_proj=True)
 
     rights = [
         turn["answer_check"] and turn["answer_check"]["right"] for turn in trace.meta["turns"]
@@ -122,14 +125,43 @@ def test_right_answers_and_labels_belong_to_their_turn():
     assert rights == [False, rights[1], None]
     assert trace.meta["answer_check"] is None
     table = kvsim.measure(
-        trace, [kvsim.replay(trace, "knorm", 20)], ["output_error", "retained_iou"]
+        trace,
+        [kvsim.replay(trace, "knorm", 20)],
+        ["output_error", "layer_error", "retained_iou"],
     )
-    rows = table.filter(metric="output_error")
-    assert rows["turn"].unique().sort().to_list() == [1, 2, 3]
-    assert rows.filter(turn=3)["depth"].unique().to_list() == [0.5]
-    assert rows.filter(turn=2)["depth"].is_null().all()
-    assert set(rows["task"]) == {"get"}
+    for metric in ("output_error", "layer_error"):
+        rows = table.filter(metric=metric)
+        assert rows["turn"].unique().sort().to_list() == [1, 2, 3]
+        assert rows.filter(turn=3)["depth"].unique().to_list() == [0.5]
+        assert rows.filter(turn=2)["depth"].is_null().all()
+        assert set(rows["task"]) == {"get"}
     assert table.filter(metric="retained_iou")["turn"].is_null().all()
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "its later questions are others"),
+        ([Turn([11, 12])], "its later questions are others"),
+        ([Turn([11], max_new_tokens=4)], "an answer has 3 of 4 tokens"),
+        ([Turn([11], max_new_tokens=2)], "an answer has 3 of 2 tokens"),
+    ],
+)
+def test_a_trace_of_other_turns_is_not_kept(turns, message, tmp_path):
+    """Fewer turns, and another length of an answer, are another capture."""
+    whole = Prompt("a", [5, 6, 7], max_new_tokens=3)
+    out = tmp_path / "a.zarr"
+    capture_one("tiny", None, replace(whole, turns=[Turn([11])]), out, Options())
+    with pytest.raises(CaptureError, match=message):
+        capture_one("tiny", None, replace(whole, turns=turns), out, Options(resume=True))
+
+
+def test_turns_without_labels_of_their_own_have_those_of_the_prompt():
+    """An interrupted capture, and arrays of one's own, say nothing of each turn."""
+    trace = capture(labels={"task": "get"}, max_new_tokens=3)
+    meta = {name: value for name, value in trace.meta.items() if name != "turns"}
+
+    assert replace(trace.header, meta=meta).labels_of(2) == {"task": "get"}
 
 
 def test_a_file_of_turns_is_recorded_and_split_by_turn(run, tmp_path):
@@ -208,6 +240,13 @@ def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):
     with pytest.raises((CaptureError, TextError), match=message) as caught:
         capture(turns=turns, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("turn", [Turn(5), Turn(None), Turn([]), Turn([1], max_new_tokens="5")])
+def test_turns_of_another_kind_are_refused(turn):
+    """After token ids, too, before the model runs."""
+    with pytest.raises(CaptureError, match=r"turn 2 has|the question is"):
+        kvsim.capture("tiny", None, [1, 2, 3], turns=[turn])
 
 
 def test_a_template_of_unequal_shape_is_refused():

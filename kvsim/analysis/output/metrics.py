@@ -19,35 +19,34 @@ from kvsim.core.outcome import OutputDeviation
 _LEAST_LEAD = 1e-5
 
 
-def _parts(subject: Subject) -> Iterator[tuple[str, OutputDeviation]]:
-    """Rows after the prompt, and by variant the rows of it behind an event; none without rows."""
+def _parts(subject: Subject) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
+    """Rows after the prompt, of each turn, and by variant those of it behind an event, if any."""
     trace, output = subject.trace, subject.output()
     parts = {"": output, "rows=prompt": output.before}
-    if output.before is not None and subject.record.compress != "prompt":
+    if output.before is not None and subject.record.compress.startswith(("context", "both")):
         question = trace.prompt_len - (trace.context_len or trace.prompt_len)
         last = output.before.parted(output.before.error.shape[-1] - question)
         parts = {"": output, "rows=context": last.before, "rows=question": last}
     for variant, part in parts.items():
         if part is not None and part.error.shape[-1]:
-            yield variant, part
+            for turn, rows in ((None, slice(None)),) if variant else trace.answers:
+                yield variant, turn, rows, part
 
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
-        for variant, part in _parts(subject):
-            values = getattr(part, name).astype(np.float64)
-            for turn, rows in [(None, slice(None))] if variant else subject.trace.answers:
-                of_turn = mean_known(values[..., rows]).ravel()
-                yield Cells(subject.record.layers, of_turn, "qhead", variant, turn=turn)
+        for variant, turn, rows, part in _parts(subject):
+            values = mean_known(getattr(part, name)[..., rows].astype(np.float64)).ravel()
+            yield Cells(subject.record.layers, values, "qhead", variant, turn=turn)
 
     return cells
 
 
 def _layer_error(subject: Subject) -> Iterator[Cells]:
-    for variant, part in _parts(subject):
-        added = np.asarray(part.added, np.float64)  # computed where a metric reads `o_proj`
+    for variant, turn, rows, part in _parts(subject):
+        added = np.asarray(part.added, np.float64)[:, rows]  # where a metric reads `o_proj`
         for layer, values in zip(subject.record.layers, added, strict=True):
-            yield Cells(layer, np.sqrt((values**2).mean(keepdims=True)), variant=variant)
+            yield Cells(layer, np.sqrt((values**2).mean(keepdims=True)), variant=variant, turn=turn)
 
 
 def _sparsity_compressed(subject: Subject) -> Iterator[Cells]:
@@ -99,10 +98,7 @@ def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
 def _means(
     values: Callable[[Subject], Floats | None], *, squared: bool = False, turns: bool = True
 ) -> Callable[[Subject], Iterator[Cells]]:
-    """Means over rows of values [layer, row], or roots of the mean squares; none without rows.
-
-    turns: of the rows of each turn, of a trace with several.
-    """
+    """Means of values [layer, row] over rows, of each turn if `turns`, or roots of mean squares."""
 
     def cells(subject: Subject) -> Iterator[Cells]:
         numbers = values(subject)
