@@ -9,9 +9,8 @@ import torch
 from recorder_models import build
 
 from kvsim.errors import CaptureError, MemoryLimitError, OutputError
-from kvsim.recorder import Options, Prompt, capture, capture_many
+from kvsim.recorder import Options, Prompt, capture, capture_many, generation
 from kvsim.recorder import forecast as forecasts
-from kvsim.recorder import generation
 from kvsim.recorder.generation import on_meta
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.sizes import calls_of_two
