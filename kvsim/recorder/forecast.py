@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
             products += each.limit * work.row
         flops += products + each.new_tokens * (work.row + work.logits)
         seconds += work.seconds(products, each.new_tokens / together, rates)
-        peak = max(peak, _memory(each, call, work, together))
+        peak = max(peak, _memory(each, call, work, together, spares=not on_device))
     first = sessions[0] if sessions else None
     if projected := first is not None and first.projections is not None:
         shape = (len(first.layer_ids), len(call.q), call.v.shape[2], call.hidden.shape[1])
@@ -138,7 +139,9 @@ def _copies(session: Session, work: ModelWork) -> int:
     return ROWS * (work.layers + 1) if measured else 0
 
 
-def _memory(session: Session, call: KernelCall, work: ModelWork, together: int) -> float:
+def _memory(
+    session: Session, call: KernelCall, work: ModelWork, together: int, *, spares: bool
+) -> float:
     """Return the most bytes at once, besides the weights; together: responses of a batch.
 
     That is the cache (of a batch that of each sequence, and what their prompts left), blocks that
@@ -156,7 +159,7 @@ def _memory(session: Session, call: KernelCall, work: ModelWork, together: int) 
     cache = n * work.layers * kv_heads * entry * item * (1 if together == 1 else 2 * together)
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
     of_head = n * heads // kv_heads * entry * item
-    most = of_head * kv_heads if eager else max(of_head, REPEATED)
+    most = max(of_head, REPEATED) if spares and not eager else inf
     repeated = min(of_head * kv_heads, most) if heads > kv_heads else 0
     masked = rows * n * (1 + item) + repeated if session.chunk < n or eager else 0
     kernel = of_rows * item + masked + 8 * heads * rows * n * eager

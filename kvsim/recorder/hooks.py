@@ -398,10 +398,10 @@ def _sparing(original: Kernel) -> Kernel:
         *args: Any,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        (_, heads, rows, _), group = key.shape, query.shape[1] // key.shape[1]
+        heads, group = key.shape[1], query.shape[1] // key.shape[1]
         each = max(1, REPEATED * heads // max(1, group * (key.nbytes + value.nbytes)))
         whole = mask is None or each >= heads or group == 1 or query.device.type != "cpu"
-        if whole or rows == 1 or options.get("position_bias") is not None:
+        if whole or options.get("position_bias") is not None:
             return original(module, query, key, value, mask, *args, **options)
         keys, values = key.split(each, 1), value.split(each, 1)
         masks = [mask] * len(keys) if mask.shape[1] == 1 else mask.split(each * group, 1)

@@ -91,11 +91,15 @@ def live(
     """
     show = check_progress(progress)
     given = given_options(LiveOptions, options, "live", PolicyError)
-    plan, paging = plan_live(model, traces, policies, budgets, tokenizer=tokenizer, **options)
-    kept = kept_in(given["out"])
+    plan, loops = plan_live(model, traces, policies, budgets, tokenizer=tokenizer, **options)
+    kept, size = kept_in(given["out"]), given["batch"]
     begin(plan, kept, resume=given["resume"])
+    kept.scan()
+    left = {cell.number for task in plan.left(kept) for cell in task.cells}
+    rest = [cell for cell in loops.joined if cell.number in left]
+    loops.batches = [rest[at : at + size] for at in range(0, len(rest), size)]
     run = finish(plan, kept, progress=show and (lambda now: show(*now.steps, now.label)))
-    return replace(run, notes=(*run.notes, *([] if paging is None else paging.notes)))
+    return replace(run, notes=(*run.notes, *([] if loops.paging is None else loops.paging.notes)))
 
 
 def plan_live(
@@ -106,8 +110,8 @@ def plan_live(
     *,
     tokenizer: Any = None,
     **options: Unpack[LiveOptions],
-) -> tuple[Plan, Paging | None]:
-    """Return the plan of `live`, which computes it, and its blocks, if any; raises as that does.
+) -> tuple[Plan, Loops]:
+    """Return the plan of `live`, and what computes it; raises as that does.
 
     model: without weights it can be planned alone.
     """
@@ -149,7 +153,7 @@ def plan_live(
         "device": str(running.device),
         "regret": False,
     }
-    together, alone = _batched(running, cells, given)
+    joined, alone = _batched(running, cells, given)
     paging = None
     if given["paged"] is not None:
         paging = Paging(given["paged"], given["block_tables"])
@@ -167,8 +171,7 @@ def plan_live(
     executor = Loops(loop_of, traces, list(chosen), layers, events=given["events"])
     stop = stop_tokens(running.model, tokenizer)
     executor.sampling = {"stop": stop, "temperature": given["temperature"], "seed": given["seed"]}
-    size = given["batch"]
-    executor.batches = [together[at : at + size] for at in range(0, len(together), size)]
+    executor.joined, executor.paging = joined, paging
     plan = Plan(
         traces=traces,
         policies=policies,
@@ -182,7 +185,7 @@ def plan_live(
         compute=executor.compute,
         check=executor.check,
     )
-    return plan, paging
+    return plan, executor
 
 
 def _batched(
@@ -227,7 +230,9 @@ class Loops:
         self._traces = {trace.name: trace for trace in traces}
         self._loop: ClosedLoop | None = None  # of the trace at hand, with what its cells share
         self._outcomes: dict[int, Outcome] = {}
-        #: cells whose responses are written at once, and how
+        self.paging: Paging | None = None
+        #: cells that can share a batch, those whose responses are written at once, and how
+        self.joined: list[Cell] = []
         self.batches: list[list[Cell]] = []
         self.sampling: dict[str, Any] = {}
         self._responses: dict[int, Own | MemoryLimitError] = {}

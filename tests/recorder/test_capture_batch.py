@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvsim.errors import MemoryLimitError
-from kvsim.recorder import Prompt, capture_many, capturing, load_model
+from kvsim.recorder import Prompt, Turn, capture_many, capturing, load_model
 from kvsim.recorder.forecast import planned
 from kvsim.recorder.options import Options
 from kvsim.store import describe, verify
@@ -62,14 +64,19 @@ def test_traces_of_a_batch_are_those_of_one_by_one(tmp_path, temperature):
 
 
 def test_what_a_batch_cannot_hold_is_written_alone_with_a_note(tmp_path):
-    """A sliding window that masks out entries."""
-    model = small(kind="Mistral", sliding_window=20)
-    together, alone = both(tmp_path, PROMPTS[:3], model, max_new_tokens=12)
+    """A sliding window that masks out entries, and several turns."""
+    window, turns = small(kind="Mistral", sliding_window=20), [Turn("w4 w5")]
+    asked = [replace(each, id=f"t{each.id}", turns=turns) for each in PROMPTS[:2]]
+    for model, prompts, reason in [
+        (window, PROMPTS[:3], "a window of 20 tokens masks out"),
+        (small(), asked, "it has several turns"),
+    ]:
+        together, alone = both(tmp_path, prompts, model, max_new_tokens=12)
 
-    for ours, theirs in zip(together, alone, strict=True):
-        assert torch.equal(ours.tokens, theirs.tokens)
-        note = "the response was written alone, not in a batch: a window of 20 tokens masks out"
-        assert any(note in text for text in describe(str(ours.path))["notes"])
+        for ours, theirs in zip(together, alone, strict=True):
+            assert torch.equal(ours.tokens, theirs.tokens)
+            note = f"the response was written alone, not in a batch: {reason}"
+            assert any(note in text for text in describe(str(ours.path))["notes"])
 
 
 def test_the_plan_states_the_memory_of_a_batch(tmp_path):

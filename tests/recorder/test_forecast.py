@@ -9,7 +9,7 @@ import torch
 from recorder_models import build
 
 from kvsim.errors import CaptureError, MemoryLimitError, OutputError
-from kvsim.recorder import Options, Prompt, capture, capture_many
+from kvsim.recorder import Options, Prompt, capture, capture_many, generation
 from kvsim.recorder import forecast as forecasts
 from kvsim.recorder.generation import on_meta
 from kvsim.recorder.models import load_outline
@@ -108,6 +108,19 @@ def test_other_devices_keep_their_autocast_beside_a_plan():
         assert not torch.is_autocast_enabled("meta")
 
     assert torch.is_autocast_enabled is asked
+
+
+def test_keys_are_repeated_for_all_heads_on_a_gpu(tmp_path, monkeypatch):
+    """Chunks of a prompt go over a mask there whole, whatever the CPU takes at once."""
+    monkeypatch.setattr(generation, "PAIRS", 1 << 12)
+    captures = [(Prompt("p", [5] * 900), tmp_path / "p.zarr")]
+    options, peaks = Options(max_new_tokens=0, sensitivity=False), set()
+    for size in (0, 1 << 40):
+        monkeypatch.setattr(forecasts, "REPEATED", size)
+        plan = forecasts.planned("tiny", captures, options, device="cuda")
+        peaks.add(plan.device_memory)
+
+    assert len(peaks) == 1
 
 
 def test_the_flops_of_a_prompt_are_those_of_the_closed_form(tmp_path):

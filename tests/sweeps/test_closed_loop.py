@@ -106,6 +106,22 @@ def test_responses_of_a_batch_are_those_of_one_by_one(model, monkeypatch):
     assert any("quest writes one by one: its rows read" in note for note in both.notes)
 
 
+def test_a_run_that_goes_on_writes_only_what_is_left(model, trace, tmp_path, monkeypatch):
+    """Responses of cells that are done are in no batch."""
+    from kvsim.sweeps import closed_loop
+
+    joined, respond = [], closed_loop.respond
+    monkeypatch.setattr(
+        closed_loop, "respond", lambda *x, **more: joined.append(len(x[0])) or respond(*x, **more)
+    )
+    options = {"max_new_tokens": 4, "batch": 3, "out": tmp_path / "run", "interval": 8}
+    kvsim.live(model, [trace], ["tova"], [16, 20], **options)
+    run = kvsim.live(model, [trace], ["tova", "knorm"], [16, 20], resume=True, **options)
+
+    assert joined == [2, 2]
+    assert len(run.records) == 4
+
+
 def test_a_batch_beyond_the_memory_fails_in_a_line(model, trace, monkeypatch):
     """Each of its cells says what to make smaller."""
     from kvsim.sweeps import closed_loop

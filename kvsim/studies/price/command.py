@@ -26,12 +26,14 @@ def price(
 
     from kvsim.analysis.table import measure
     from kvsim.core.threads import threads_for
+    from kvsim.engine.source import ended
     from kvsim.errors import KvsimError
     from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, terms_of
 
     rows: list[dict[str, Any]] = []
     measured = ("missing_mass", "output_error")
-    remarks, opened = [], shared.open_traces(traces)
+    # the optimum is of all rows after the prompt, those of later questions too
+    remarks, opened = [], [ended(x, x.prompt_len) for x in shared.open_traces(traces)]
     for name, constraint in CONSTRAINTS.items():
         try:
             with threads_for(opened):
@@ -44,7 +46,8 @@ def price(
                 raise
             remarks.append(f"{name}: {error}")
             continue
-        means = dict(pl.concat(tables).group_by("metric").agg(pl.mean("value")).rows())
+        of_traces = [x.group_by("metric").agg(pl.mean("value")) for x in tables]
+        means = dict(pl.concat(of_traces).group_by("metric").agg(pl.mean("value")).rows())
         rows.append({"constraint": name, **means, "summary": constraint.summary})
         rows[-1]["cost"] = means["missing_mass"] - rows[0]["missing_mass"]
     if as_json:

@@ -92,8 +92,10 @@ def threshold_of_size(
         size: of a record; by default the mean entries that a row sees.
 
     Raises:
-        PolicyError: a policy without a threshold, or none with such a size.
+        PolicyError: a policy without a threshold, a threshold given, or none with such a size.
     """
+    if "threshold" in params:
+        raise PolicyError(f"{name}: its threshold is searched; expected other parameters alone")
 
     def size_at(place: int) -> float:
         built = policy(name, threshold=_number(place), **params).fitted()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvsim
+from kvsim.core.trace import Trace
 from kvsim.errors import MemoryLimitError, PolicyError
 from kvsim.studies.price import constraints
 from kvsim.studies.price.constraints import CONSTRAINTS, optimum_under, solved, terms_of
@@ -138,8 +139,10 @@ def test_errors_say_what_is_missing(monkeypatch):
 
 
 def test_the_command_shows_every_constraint(run, tmp_path):
-    """Means over traces with text and JSON alike; what has no rule for the budget is a note."""
+    """Means over traces of any turns and labels; what has no rule for the budget is a note."""
     each = [random_trace(n=80, dim=8, prompt_len=30, seed=x, name=f"p{x}") for x in range(2)]
+    two_turns = replace(each[1].header, questions=((50, 55),), meta={"labels": {"depth": 0.5}})
+    each[1] = Trace(each[1].source, two_turns, dtype=each[1].dtype)
     for trace in each:
         trace.save(tmp_path / f"{trace.name}.zarr")
     arguments = ["price", tmp_path, "--budget", "12", "--interval", "8"]

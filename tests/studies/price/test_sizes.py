@@ -69,7 +69,7 @@ def test_the_command_measures_what_it_did_not_search_on(run, traces, tmp_path):
 
 
 def test_what_has_no_such_size_is_refused(traces):
-    """A size beyond the text, or below the window, and a policy without a threshold."""
+    """A size beyond the text or below the window, a threshold that is given or that is none."""
     for name, wanted, message in [
         ("dms+h2o", 500, "expected 500.0 between them"),
         ("dms+h2o", 5, "such as a window"),
@@ -77,3 +77,5 @@ def test_what_has_no_such_size_is_refused(traces):
     ]:
         with pytest.raises(PolicyError, match=message):
             threshold_of_size(name, {}, traces[:1], wanted, **TERMS)
+    with pytest.raises(PolicyError, match="its threshold is searched"):
+        threshold_of_size("dms+h2o", {"threshold": 0.1}, traces[:1], 30, **TERMS)
