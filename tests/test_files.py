@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_earlier_file(
         assert [p.name for p in out.parent.iterdir()] == ([file] if overwrite else [])
         assert (out.read_bytes() if overwrite else None) == before
 
-    for room in (0, 4096, size // 2, size - 1):
+    for room in (0, size // 4, size // 2, size - 1):
         with limit(room):
             outcome = run(*arguments)
         check(*outcome)

@@ -29,7 +29,6 @@ from kvsim.recorder.prompts import (
     Labels,
     Prompt,
     PromptLike,
-    Turn,
     check_labels,
     file_name,
     with_distinct_ids,
@@ -45,7 +44,7 @@ from kvsim.store.publication import check_target, check_writable
 def capture(
     model: PreTrainedModel | str | Path,
     tokenizer: Any,
-    prompt: PromptLike,
+    prompt: PromptLike | Prompt,
     *,
     out: str | Path | None = None,
     answer: str | Sequence[str] | None = None,
@@ -56,7 +55,6 @@ def capture(
     response: str | Sequence[int] | None = None,
     context: str | int | None = None,
     name: str | None = None,
-    turns: Sequence[Turn] = (),
     **options: Any,
 ) -> Trace:
     """Run a model over a prompt and record what its attention sees.
@@ -65,7 +63,8 @@ def capture(
         model: a decoder model of transformers, or what `load_model` takes: a local folder, a hub
             id, or one of `kvsim.tiny.MODELS`.
         tokenizer: the model's tokenizer; None if the prompt is token ids, or if `model` is a name.
-        prompt: text, chat messages, or token ids.
+        prompt: text, chat messages, or token ids; or a `Prompt`, which may have `turns`, questions
+            that follow the answer before them. What it says is not given again.
         out: where to write the trace; None keeps it in memory.
         answer: the expected answer, or several, for the answer check.
         scorer: what decides whether a response is right, as `Prompt.scorer`.
@@ -78,8 +77,6 @@ def capture(
             of them greedy decoding would have chosen (`meta["agreement"]`).
         writer: what wrote the response, as `Prompt.writer`.
         name: the trace's name; by default from `out`.
-        turns: questions that follow the answer before them; the trace keeps where they are
-            (`Trace.segments`), for ``kvsim.replay(..., compress="questions")``.
         **options: the fields of `kvsim.recorder.Options`.
 
     Returns:
@@ -99,9 +96,17 @@ def capture(
         TraceExistsError: something is at `out`.
         TypeError: an unknown keyword.
     """
-    given: dict[str, Any] = {"needle": needle, "response": response, "context": context}
-    given |= {"scorer": scorer, "writer": writer, "turns": turns}
-    whole = Prompt(name or "", prompt, answer=answer, labels=labels or {}, **given)
+    given: dict[str, Any] = {"answer": answer, "labels": labels, "needle": needle or None}
+    given |= {"response": response, "context": context, "scorer": scorer, "writer": writer}
+    given = {key: value for key, value in {**given, "name": name}.items() if value is not None}
+    if isinstance(prompt, Prompt):
+        if given:
+            raise CaptureError(
+                f"{', '.join(given)} and a Prompt are given, expected the Prompt alone"
+            )
+        whole = prompt
+    else:
+        whole = Prompt(given.pop("name", ""), prompt, **given)
     return capture_one(model, tokenizer, whole, out, Options.of(options))
 
 

@@ -53,7 +53,7 @@ BUDGET, POSITIONS = 48, 300
 COMPARED = {
     *("prompt_len", "context_len", "formulas", "ropes", "layer_ids", "labels", "source_dtypes"),
     *("spans", "name", "meta", "layer_sensitivity", "owners", "latent", "other_layers"),
-    *("sizes", "left_out"),
+    *("sizes", "left_out", "questions"),
     "readers",  # of the owners
 }
 
@@ -200,6 +200,7 @@ def content(trace: Trace) -> dict[str, Any]:
     facts = [header.prompt_len, header.formulas, header.ropes, header.layer_ids]
     facts += [header.labels, header.spans, header.context_len, header.layer_sensitivity]
     facts += [header.owners, header.latent, header.other_layers, header.sizes, header.left_out]
+    facts += [header.questions]
     return {**arrays, "facts": facts, "sources": header.source_dtypes, "text": trace.token_text}
 
 

@@ -305,7 +305,7 @@ def test_no_regret_is_below_zero(model):
 def test_kept_answers_of_judged_rows_are_those_of_a_live_run(tmp_path):
     """With one event, after the prompt, greedy decoding writes what the judged rows predict."""
     only = ("snapkv", "tova", "expected_attention", "knorm")
-    plan = replace(SMALLEST["smollm2"], budgets=(48, 128), only=only)
+    plan = replace(SMALLEST["smollm2"], budgets=(48, 128), only=only, once=True)
     (path,) = record(plan, tmp_path, [2])
     model, tokenizer = load_model("smollm2")
     schedule = Schedule(None, prefill=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,8 +27,14 @@ TURNS = [Turn("w4 w5", answer="w1"), Turn("w6 w2 w1", labels={"depth": 0.5})]
 
 def capture(turns=TURNS, **options):
     """A trace of a context, its question, and later ones."""
-    given = {"context": f"{CONTEXT} ", "answer": "w5", "max_new_tokens": 8}
-    return kvsim.capture(small(), words_tokenizer(), "w1 w2 w3", turns=turns, **given | options)
+    given = {"context": f"{CONTEXT} ", "answer": "w5", "max_new_tokens": 8} | options
+    of = {
+        name: given.pop(name)
+        for name in {x.name for x in fields(Prompt)} & {*given}
+        if name != "max_new_tokens"
+    }
+    prompt = Prompt("", of.pop("content", "w1 w2 w3"), turns=turns, **of)
+    return kvsim.capture(small(), words_tokenizer(), prompt, **given)
 
 
 def test_segments_are_contiguous_and_hold_the_questions():
@@ -90,7 +96,8 @@ def test_turns_of_a_chat_are_rendered_by_the_template():
     tokenizer = words_tokenizer(CHAT)
     turns = [Turn("w20 w21"), Turn("w22")]
 
-    trace = kvsim.capture(small(), tokenizer, "w3", turns=turns, chat=True, max_new_tokens=3)
+    prompt = Prompt("", "w3", turns=turns)
+    trace = kvsim.capture(small(), tokenizer, prompt, chat=True, max_new_tokens=3)
 
     words = [trace.tokens[a:b].tolist() for kind, a, b in trace.segments if kind == "question"]
     assert words == [[7, 3, 9, 8], [9, 7, 20, 21, 9, 8], [9, 7, 22, 9, 8]]
@@ -105,7 +112,7 @@ def test_an_answer_that_ends_itself_is_not_ended_twice():
 
     turns = [Turn("w20")]
     trace = kvsim.capture(
-        model, words_tokenizer(chat), "w3", turns=turns, chat=True, max_new_tokens=40
+        model, words_tokenizer(chat), Prompt("", "w3", turns=turns), chat=True, max_new_tokens=40
     )
 
     for (_, _, stop), turn in zip(trace.segments[1::2], trace.meta["turns"], strict=True):
@@ -246,15 +253,17 @@ def test_turns_that_cannot_be_recorded_are_refused(turns, options, message):
 def test_turns_of_another_kind_are_refused(turn):
     """After token ids, too, before the model runs."""
     with pytest.raises(CaptureError, match=r"turn 2 has|the question is"):
-        kvsim.capture("tiny", None, [1, 2, 3], turns=[turn])
+        kvsim.capture("tiny", None, Prompt("", [1, 2, 3], turns=[turn]))
 
 
 def test_a_template_of_unequal_shape_is_refused():
     """One that renders the last turn otherwise than earlier ones."""
     unequal = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else 'w1' }}")
 
+    prompt = Prompt("", "w3", turns=[Turn("w4")])
+
     with pytest.raises(CaptureError, match="renders a turn otherwise where another turn follows"):
-        kvsim.capture(small(), words_tokenizer(unequal), "w3", turns=[Turn("w4")], chat=True)
+        kvsim.capture(small(), words_tokenizer(unequal), prompt, chat=True)
 
 
 @pytest.mark.parametrize(
@@ -267,3 +276,10 @@ def test_questions_outside_the_response_are_refused(questions):
 
     with pytest.raises(TraceError, match=r"questions are .*, expected a list of"):
         kvsim.Trace.from_arrays(**arrays, prompt_len=33, questions=questions, rope=trace.rope)
+
+
+def test_what_a_prompt_says_is_not_given_again():
+    """A Prompt has its own answer, labels and name; a second one is refused in a line."""
+    with pytest.raises(CaptureError, match="answer, name and a Prompt are given") as caught:
+        kvsim.capture(small(), None, Prompt("p", [1, 2]), answer="w1", name="q")
+    assert "\n" not in str(caught.value)

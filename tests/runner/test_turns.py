@@ -10,7 +10,7 @@ import pytest
 
 import kvsim
 from kvsim.core.policy import Schedule
-from kvsim.recorder.prompts import Turn
+from kvsim.recorder.prompts import Prompt, Turn
 from kvsim.runner.closed import ClosedLoop, Writing
 from kvsim.runner.decoding import Decoding, RunningModel
 from live_runs import live_policies
@@ -24,8 +24,8 @@ NEW = 8
 @functools.cache
 def trace():
     """Three turns on one context."""
-    options = {"context": f"{CONTEXT} ", "answer": "w5", "max_new_tokens": NEW}
-    return kvsim.capture(small(), words_tokenizer(), "w1 w2 w3", turns=TURNS, **options)
+    prompt = Prompt("p", "w1 w2 w3", answer="w5", context=f"{CONTEXT} ", turns=TURNS)
+    return kvsim.capture(small(), words_tokenizer(), prompt, max_new_tokens=NEW)
 
 
 @functools.cache
@@ -102,7 +102,8 @@ def test_turns_that_fill_the_context_of_a_model_run_live():
     """Questions and answers take the rows that they have in the trace, and no more."""
     turns = [Turn([4, 5]), Turn([6])]
     options = {"max_position_embeddings": 40 + 3 * 4 + 3}
-    full = kvsim.capture(small(**options), None, [*range(40)], turns=turns, max_new_tokens=4)
+    prompt = Prompt("", [*range(40)], turns=turns)
+    full = kvsim.capture(small(**options), None, prompt, max_new_tokens=4)
 
     loop = ClosedLoop(RunningModel(small(**options)), full, None, Writing(4))
     _, outcome = loop.run(kvsim.policy("full"), 40, Schedule(None, compress="questions"))
