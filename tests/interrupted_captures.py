@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvsim.core.trace import Trace
-from kvsim.recorder import capture
+from kvsim.recorder import Prompt, capture
 from kvsim.store import find_drafts, verify
 from small_model import small
 
@@ -20,10 +20,11 @@ def ids(n):
     return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def record(path, *, model=None, prompt=PROMPT, **options):
+def record(path, *, model=None, prompt=PROMPT, turns=(), **options):
     """Record a prompt of more than one block, and a response that ends one and begins another."""
     settings = {"max_new_tokens": RESPONSE, **options}
-    return capture(model or small(), None, ids(prompt), out=path, **settings)
+    whole = Prompt(path.stem, ids(prompt), turns=turns)
+    return capture(model or small(), None, whole, out=path, **settings)
 
 
 def stopping(at, error=KeyboardInterrupt):
