@@ -27,10 +27,10 @@ from kvsim.recorder import load_model
 from kvsim.recorder.prompts import token_count
 from kvsim.sweeps import replay_all
 from kvsim.text.tasks import sample
+from smollm2_card import filled
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "chunks-results.jsonl", HERE / "benchmarks.md"
-BEGIN, END = "<!-- chunks.py writes this -->", "<!-- until here, chunks -->"
 LENGTH, BUDGET, CHUNKS = 512, 96, (None, 256, 128)
 POLICIES = ("streaming_llm", "h2o", "tova", "snapkv", "expected_attention")
 #: A text that goes on, and a code in the middle of a text that the last words ask for.
@@ -122,9 +122,7 @@ def _values(rows: list[dict[str, Any]], policy: str, name: str, chunk: int | Non
 
 def page(text: str) -> str:
     """Return the page with the table of all values so far."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(results())}\n\n{END}{after}"
+    return filled(text, {"chunks": table(results()).splitlines()})
 
 
 if __name__ == "__main__":

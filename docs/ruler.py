@@ -27,11 +27,11 @@ from kvsim.recorder.prompts import encode, token_count
 from kvsim.text.answers import score
 from kvsim.text.ruler import RULER, ruler_sample
 from qwen_card import responses
+from smollm2_card import filled
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "ruler-results.jsonl", HERE / "benchmarks.md"
 LENGTHS = (1024, 2048, 4096)
-BEGIN, END = "<!-- ruler.py writes this -->", "<!-- until here -->"
 
 
 def results() -> list[dict[str, Any]]:
@@ -98,9 +98,7 @@ def table(scores: list[Mapping[str, Any]]) -> str:
 
 def page(text: str) -> str:
     """Return the page with the table of all scores so far."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(results())}\n\n{END}{after}"
+    return filled(text, {"ruler": table(results()).splitlines()})
 
 
 def main() -> None:

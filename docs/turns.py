@@ -28,10 +28,10 @@ from kvsim.recorder.capturing import capture_one
 from kvsim.recorder.prompts import token_count
 from kvsim.schema import plural
 from kvsim.text.haystack import draw
+from smollm2_card import filled
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "turns-results.jsonl", HERE / "turns.md"
-BEGIN, END = "<!-- turns.py writes this -->", "<!-- until here -->"
 LENGTH, BUDGET, NEW_TOKENS = 900, 225, 12
 DEPTHS = (0.2, 0.5, 0.8)
 THINGS = ("red door", "blue gate", "green box", "white tower", "black vault", "silver drawer")
@@ -146,9 +146,7 @@ def table(answers: list[Mapping[str, Any]]) -> str:
 
 def page(text: str) -> str:
     """Return the page with the table of all answers so far."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table(results())}\n\n{END}{after}"
+    return filled(text, {"turns": table(results()).splitlines()})
 
 
 if __name__ == "__main__":
