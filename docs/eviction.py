@@ -246,7 +246,11 @@ def page(found: Found) -> str:
     """Tables and statements, for the card."""
     (n,) = {count.n for counts in found.values() for count in counts}
     known = ", ".join(proportion(n * share // 4, n) for share in range(5))
-    parts = [METHOD, f"Counts are of {n} samples; Wilson's 95 % intervals: {known}."]
+    counted = (
+        f"Counts are of {n} samples; Wilson's 95 % intervals: {known}. A policy of the last table "
+        "that another table does not list keeps none."
+    )
+    parts = [METHOD, counted]
     for cell, counts in found.items():
         parts += [f"{_title(cell)}:", _chains(counts)]
     parts += [_separate(found), OTHERS, _others(found)]
@@ -254,22 +258,17 @@ def page(found: Found) -> str:
 
 
 METHOD = (
-    "Samples of which exact chains remain when a policy has evicted. The model reads prompt and "
-    "right response; in every layer and KV head, rows of the response see only what the policy "
-    "left, and what one layer loses reaches the next. A chain is exact if each of its words is the "
-    "most likely one after the right words before it; then greedy decoding under the same "
-    "evictions writes it too. **Fidelity:** policies decide in a replay of the full cache's trace "
-    "(open loop), so what eviction does to the model does not reach them, as it would in a live "
-    "run. Budgets are shares of the whole length, for each layer and KV head. All policies evict "
-    f"after the prompt and every {INTERVAL} rows, with windows of {WINDOW['window']} rows, smaller "
-    "sizes for `lagkv` and `ams`, and otherwise the parameters of the catalogue. `oracle` ranks by "
-    "the attention of later rows. Levels and budgets were chosen, on other samples, where policies "
-    "differ."
+    "Samples whose chain stays exact when a policy has evicted: the model reads prompt and right "
+    "response, and in every layer and KV head rows of the response see only what the policy left. "
+    "A chain is exact if each of its words is the most likely one after the right words before it; "
+    "then greedy decoding under the same evictions writes it too. **Fidelity:** policies decide in "
+    "a replay of the full cache's trace (open loop), so what eviction does to the model does not "
+    "reach them, as it would in a live run. Budgets are shares of the whole length. All policies "
+    f"evict after the prompt and every {INTERVAL} rows, with windows of {WINDOW['window']} rows, "
+    "smaller sizes for `lagkv` and `ams`, and otherwise the parameters of the catalogue. Levels "
+    "and budgets were chosen, on other samples, where policies differ."
 )
-OTHERS = (
-    "Mean share of the chain before its first wrong word, and mean share of the response's words "
-    "that are right, each given the right words before it:"
-)
+OTHERS = "Mean share of the chain before its first wrong word, given the right words before it:"
 
 
 def _title(cell: tuple[str, int]) -> str:
@@ -295,12 +294,13 @@ def _by_policy(counts: Sequence[Count]) -> dict[str, dict[float, Count]]:
 
 
 def _chains(counts: Sequence[Count]) -> str:
-    """Exact chains by policy and budget; policies with the same numbers share a row."""
+    """Exact chains by policy and budget, without policies that keep none; equal ones share rows."""
     shares = budgets_of(counts)
     same: dict[tuple[str, ...], list[str]] = {}
     for name, cells in _by_policy(counts).items():
         row = [str(cells[b].chain) if b in cells else "" for b in shares]
-        same.setdefault(tuple(row), []).append(f"`{name}`")
+        if name in (FULL, ORACLE) or {*row} != {"0"}:
+            same.setdefault(tuple(row), []).append(f"`{name}`")
     rows = [[", ".join(names), *row] for row, names in same.items()]
     return table(["policy", *(f"{b:.0%}" for b in shares)], rows)
 
@@ -329,7 +329,7 @@ def _others(found: Found) -> str:
         shares = budgets_of(counts)
         middle = shares[len(shares) // 2]
         columns[f"{_title(cell)}, {middle:.0%}"] = {
-            count.policy: f"{count.reached:.2f}, {count.right:.3f}"
+            count.policy: f"{count.reached:.2f}"
             for count in counts
             if count.budget == middle or count.policy == FULL
         }

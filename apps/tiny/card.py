@@ -19,7 +19,7 @@ from scipy.stats import binomtest
 
 from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
 from apps.tiny.model import SHAPES
-from apps.tiny.probes import FIGURES, FIRST, LAST
+from apps.tiny.probes import FIRST, LAST
 from apps.tiny.results import Row, best, heads
 from kvsim.studies.language.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
@@ -324,15 +324,13 @@ def attention(rows: Sequence[Row]) -> str:
         [
             str(same[0]["layer"]),
             ", ".join(str(each["head"]) for each in same),
-            *(_range(same, name, ".2f") for name in FIGURES[:-1]),
             _range(same, "effective", ".1f"),
             ", ".join(roles(same[0])),
             _finds(same[0]),
         ]
         for same in rows_of.values()
     ]
-    first = ["layer", "query head", f"first {FIRST}", "marks", f"last {LAST}", "chain before"]
-    head = [*first, "effective tokens", "role", "retrieves"]
+    head = ["layer", "query head", "effective tokens", "role", "retrieves"]
     means = (
         f"Roles: *sink*, *marks* and *local* have at least {RESTS:.2f} of the attention on the "
         f"first {FIRST} positions, on marks and on the last {LAST}; *retrieval* has at least "
