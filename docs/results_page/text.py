@@ -15,7 +15,7 @@ from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import REAL, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies, table_policies
-from results_page.ranking import Row, opening, shown, table
+from results_page.ranking import Row, best, opening, shown, table
 from results_page.statistics import Results
 from results_page.traces import ANSWER, DEPTHS, VERBS, labels
 
@@ -40,16 +40,16 @@ def page(
         groups(r),
         "## Across layers",
         _across(r),
-        *(_of_a_real_model(r, policies) if r.plan.lengths else []),
+        *(_of_a_real_model(r, by_budget[r.plan.budget]) if r.plan.lengths else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _of_a_real_model(r: Results, policies: Mapping[str, Policy]) -> list[str]:
+def _of_a_real_model(r: Results, ranked: Sequence[Row]) -> list[str]:
     """Sections that tiny has no layers and no needles for."""
     return [
         "## What is left of the needle",
-        _needle(r, policies),
+        _needle(r, [*(row.label for row in best(ranked)), "oracle"]),
         "## Where ASL selects",
         _selection(r),
     ]
@@ -229,7 +229,7 @@ def _across(r: Results) -> str:
     return "\n".join([text, "", *lines])
 
 
-def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
+def _needle(r: Results, policies: Sequence[str]) -> str:
     """Recall of the needle by policy and budget, and the share of needles that are wiped out."""
     heads = [*(f"recall {n}" for n in r.plan.budgets), f"wiped out {r.plan.budget}"]
     lines = [f"| policy | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
@@ -245,7 +245,8 @@ def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
         "*Recall*: share of the needle's tokens that the rows of the answer still see, mean over "
         f"layers and heads; random sets of the same size have {_and(chance)}. *Wiped out*: share "
         "of layers and heads that see nothing of it. A head that never reads the needle loses "
-        "nothing with it, so a low recall need not be a wrong answer.\n\n"
+        "nothing with it, so a low recall need not be a wrong answer. The best preset or "
+        "combination of each policy:\n\n"
     ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
 
 
