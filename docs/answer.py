@@ -15,21 +15,19 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from study import picture, read
 
 import kvsim
-from drawing import small
 from kvsim.recorder import load_model
 from kvsim.runner.decoding import Decoding, RunningModel
 from qwen_card import encoded, final
 from qwen_live import INTERVAL
-from smollm2_card import read
 
 HERE = Path(__file__).parent
 ANSWERS, FIGURE = HERE / "answer.jsonl", HERE / "figures" / "answer.png"
@@ -148,10 +146,7 @@ def piece_at(pieces: Sequence[str], character: int) -> int:
 def main() -> None:
     """Write the figure."""
     model, tokenizer = load_model(sys.argv[1])
-    with TemporaryDirectory() as folder:
-        drawn = Path(folder, FIGURE.name)
-        figure(model, tokenizer, read(ANSWERS)).savefig(drawn)
-        small(drawn, FIGURE)
+    picture(figure(model, tokenizer, read(ANSWERS)), FIGURE)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from pathlib import Path
 import polars as pl
 import torch
 from scipy.stats import fisher_exact
+from study import ROOT, finished, picture
 
 import kvsim
 from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
-from drawing import small
 from kvsim import Policy
 from kvsim.plots.haystack import needle as haystack
 from kvsim.recorder import Prompt, load_model
@@ -39,7 +39,6 @@ from results_page.plan import SMALL, Plan, Sizes
 from results_page.policies import scaled
 from results_page.traces import DEPTHS, weights
 
-ROOT = Path(__file__).resolve().parent.parent
 #: Policies of four kinds: by position, by the question's attention, by expected queries, and by
 #: segments.
 NAMES = ("streaming_llm", "snapkv", "expected_attention", "ams")
@@ -192,10 +191,8 @@ def _measure(grid: Grid, prompt: Prompt) -> pl.DataFrame:
         max_new_tokens=grid.new_tokens,
         metrics=METRICS,
     )
-    if run.failures:
-        raise SystemExit(f"{prompt.id}: {run.failures[0]}")
     check = trace.meta["answer_check"]
-    return run.table.with_columns(
+    return finished(run).table.with_columns(
         tokens=pl.lit(trace.prompt_len), full_right=pl.lit(check["right"])
     )
 
@@ -389,9 +386,7 @@ def _unread(model: str, rows: pl.DataFrame) -> str:
 
 def draw(rows: pl.DataFrame, path: Path) -> None:
     """The figure of a model: that of `kvsim plot needle --metric answer_right`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    haystack(rows, ["answer_right"]).savefig(path, dpi=100, metadata={"Software": None})
-    small(path, path)
+    picture(haystack(rows, ["answer_right"]), path, dpi=100, metadata={"Software": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

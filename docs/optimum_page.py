@@ -14,9 +14,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from study import picture, put
 
 from apps.tiny.card import table as markdown
-from drawing import small
 from kvsim.analysis.significance import ALPHA, holm, sign_flip
 from kvsim.analysis.summaries import Interval
 from kvsim.plots.style import COLOURS
@@ -320,7 +320,6 @@ def knowledge(rows: pl.DataFrame) -> Figure:
 def write(lines: Sequence[dict[str, Any]], page: Path) -> None:
     """Put tables and the figure into the page."""
     rows = with_intervals(lines)
-    text = page.read_text("utf-8")
     parts = {
         "shares": shares(rows),
         "paired": paired(rows),
@@ -330,14 +329,5 @@ def write(lines: Sequence[dict[str, Any]], page: Path) -> None:
         "tasks": tasks(rows),
         "closed": closed(rows),
     }
-    for name, content in parts.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        before, _, rest = text.partition(begin)
-        _, marker, after = rest.partition(end)
-        if not marker:
-            raise SystemExit(f"{page} has no {begin} with {end} behind it")
-        text = f"{before}{begin}\n{content}\n{end}{after}"
-    page.write_text(text, "utf-8")
-    picture = page.parent / "figures/knowledge.png"
-    knowledge(rows).savefig(picture, dpi=120)
-    small(picture, picture)
+    put(page, parts)
+    picture(knowledge(rows), page.parent / "figures/knowledge.png", dpi=120)

@@ -32,7 +32,7 @@ from browsing import PAGES, Tab, chromium, home, serve  # noqa: E402 - found by 
 
 SIZE, SCHEMES = {"width": 1440, "height": 900}, ("light", "dark")
 #: Bytes of all pictures, at most.
-ALL = 800_000
+ALL = 900_000
 #: The first page in a folder without a run.
 START = "start"
 #: The page of retention behind a reader.

@@ -15,7 +15,7 @@ from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import REAL, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies, table_policies
-from results_page.ranking import Row, best, opening, shown, table
+from results_page.ranking import Row, best, opening, shown, table, usual_entries
 from results_page.statistics import Results
 from results_page.traces import ANSWER, DEPTHS, VERBS, labels
 
@@ -33,7 +33,7 @@ def page(
     parts = [
         _introduction(r, opening(by_budget, figure)) + unmeasured,
         "## What policies keep and lose",
-        reading(r, policies),
+        reading(r, policies, usual_entries(by_budget[r.plan.budget])),
         table(by_budget, r.plan.budget),
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
@@ -152,7 +152,7 @@ def _smollm2(r: Results) -> tuple[str, str]:
     return beginning, prompts
 
 
-def reading(r: Results, policies: Mapping[str, Policy]) -> str:
+def reading(r: Results, policies: Mapping[str, Policy], entries: str) -> str:
     """Explain the columns of the tables."""
     gaps = [r.of(label, n, "regret_gap") for label in policies for n in r.plan.budgets]
     gap = np.nanmax(gaps)
@@ -162,8 +162,8 @@ def reading(r: Results, policies: Mapping[str, Policy]) -> str:
         f"{r.plan.budget}, by whose KL rows are sorted. *Regret* is the mass that the "
         f"[optimum](optimum.md) retains minus retained mass; its proof leaves {left_open} open. "
         f"{_of_fewer(r)}*Wipe-out 32* is the share of regions of 32 tokens of which nothing is "
-        "left after the last event, *IoU by chance* what random sets of the same sizes have, "
-        "*entries* what a row sees, mean over rows."
+        "left after the last event, *IoU by chance* what random sets of the same sizes have. "
+        f"A row sees {entries} entries, mean over rows, where the name of a policy says no other."
         "\n\n" + _sizes(r.plan)
     )
 
