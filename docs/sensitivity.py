@@ -13,7 +13,6 @@ others. Live KL is that of `validity-results.parquet`, of the same prompts.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,10 +24,7 @@ from scipy.optimize import nnls
 from scipy.stats import spearmanr
 
 import kvsim
-from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all
-from results_page.policies import scaled
-from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("sensitivity-results.parquet")
 _KEYS = ("model", "prompt", "policy", "budget")
@@ -96,16 +92,9 @@ def part() -> Iterator[str]:
 def measure() -> pl.DataFrame:
     """Record the prompts and replay the policies of `validity` again; takes ten minutes."""
     out = []
-    for name, (plan, budgets, tokens) in validity.STUDIES.items():
-        model, tokenizer = load_model(name)
-        policies = [scaled(plan.sizes, each) for each in validity.POLICIES]
-        terms = {"interval": plan.interval, "prefill": plan.prefill, "metrics": ["layer_error"]}
-        for prompt in samples(plan)[1:]:
-            writes = {} if prompt.response is not None else {"max_new_tokens": tokens}
-            with tempfile.TemporaryDirectory() as folder:
-                (trace,) = capture_many(model, tokenizer, [prompt], folder, **writes)
-                table = replay_all([trace], policies, budgets, **terms).table
-            out.append(_stored(name, trace, table))
+    for name, _, trace, cells, terms in validity.recorded():
+        table = replay_all([trace], *cells, metrics=["layer_error"], **terms).table
+        out.append(_stored(name, trace, table))
     known = pl.read_parquet(RESULTS).select(*_KEYS, "part")
     return pl.concat(out).join(known, on=_KEYS, nulls_equal=True, maintain_order="left")
 
