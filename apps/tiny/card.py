@@ -25,7 +25,6 @@ from kvsim.studies.language.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 
 MISSING = "Not measured for these weights."
-POINTS = 6  # rows of the table of a training curve, at most
 #: The role of a head is where it puts at least this share of its attention: sink on the first
 #: positions, marks on punctuation, local on the last positions (all three `RESTS`), retrieval on
 #: the position that some word needs.
@@ -50,7 +49,6 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
         "accuracy": accuracy,
         "layers": layers,
         "attention": attention,
-        "curve": curve,
     }
     return {
         "architecture": architecture(model),
@@ -222,22 +220,6 @@ def guided(shape: str) -> str:
 
 def _span(pair: Sequence[int]) -> str:
     return f"{pair[0]}-{pair[1]}"
-
-
-def curve(rows: Sequence[Row]) -> str:
-    """Return for each seed a table of exact chains of development samples during training."""
-    runs = {row["seed"]: row["curve"] for row in rows if row["part"] == "curve"}
-    parts = []
-    for seed, points in sorted(runs.items()):
-        step = -(-len(points) // POINTS)
-        shown = points[::-1][::step][::-1]  # with the last point
-        body = [
-            [f"{point['tokens'] / 1e6:.1f}", str(point["stage"])]
-            + [f"{100 * point['exact'][task]:.0f}" for task in TASKS]
-            for point in shown
-        ]
-        parts.append(f"Seed {seed}:\n\n" + table(["million tokens", "stage", *TASKS], body))
-    return "\n\n".join(parts)
 
 
 # --- measurements ---
