@@ -88,8 +88,8 @@ def measure(model: str, traces: Path) -> None:
     folder, count = MODELS[model]
     paths = traces_in(traces / folder, 3)[:count]
     for name in KIND:
-        wanted = BUDGETS[:1] if name in FREE else BUDGETS
-        budgets = [budget for budget in wanted if (model, name, budget) not in done]
+        of_policy = BUDGETS[:1] if name in FREE else BUDGETS
+        budgets = [budget for budget in of_policy if (model, name, budget) not in done]
         if not budgets:
             continue
         run = kvsim.sweep(

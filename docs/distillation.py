@@ -413,14 +413,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="of the adapted model")
     parser.add_argument("--trial", help="the name of a run that is not the main one")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    if given.folder is None:
+    if args.folder is None:
         write()
         return
-    for folder in (given.folder,) if given.trial else (PATH, given.folder):
-        measure(folder, given.trial)
+    for folder in (args.folder,) if args.trial else (PATH, args.folder):
+        measure(folder, args.trial)
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ class Model:
             scores = describe(name).kind in ("scorer", "propagation") or name.startswith("ams")
             whole = name if scores else f"{name}+snapkv"
             options = {"calibration": self.sets["learned"][0], "protect_prompt": False}
-            given = {key: x for key, x in options.items() if key in parameters(whole)}
-            built.append(kvsim.policy(whole, **given).fitted())
+            options_of = {key: x for key, x in options.items() if key in parameters(whole)}
+            built.append(kvsim.policy(whole, **options_of).fitted())
         return {
             policy.name: policy
             for policy in built
@@ -278,12 +278,12 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=ROOT / "traces/optimum")
     parser.add_argument("--models", nargs="*", choices=NAMED, default=[*NAMED])
     parser.add_argument("--write-only", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     results = Results(RESULTS)
-    if not given.write_only:
+    if not args.write_only:
         torch.set_num_threads(1)
-        every = {name: Model(name, given.traces) for name in NAMED}
-        for name in given.models:
+        every = {name: Model(name, args.traces) for name in NAMED}
+        for name in args.models:
             (other,) = (model for model in every.values() if model.name != name)
             measure(results, every[name], other)
     write(results.rows, PAGE)

@@ -358,17 +358,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, default=ROOT / "traces" / "needle", metavar="DIR")
     parser.add_argument("--models", choices=GRIDS, nargs="+", default=list(GRIDS))
     parser.add_argument("--rounds", type=int, metavar="N", help="the first so many of each model")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     start = time.perf_counter()
-    grids = [GRIDS[model] for model in given.models]
-    grids = [replace(grid, rounds=given.rounds or grid.rounds) for grid in grids]
-    found = {
-        grid.model: measured(grid, given.traces, measure=not given.write_only) for grid in grids
+    grids = [GRIDS[model] for model in args.models]
+    grids = [replace(grid, rounds=args.rounds or grid.rounds) for grid in grids]
+    by_model = {
+        grid.model: measured(grid, args.traces, measure=not args.write_only) for grid in grids
     }
-    for model, rows in found.items():
-        draw(rows, given.out.parent / f"figures/needle-{model}.png")
-    given.out.write_text(fill(PAGE.read_text("utf-8"), parts(found)), "utf-8")
-    print(f"{given.out} written after {time.perf_counter() - start:.0f} s")
+    for model, rows in by_model.items():
+        draw(rows, args.out.parent / f"figures/needle-{model}.png")
+    args.out.write_text(fill(PAGE.read_text("utf-8"), parts(by_model)), "utf-8")
+    print(f"{args.out} written after {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -183,9 +183,9 @@ class Tested:
         self.columns = columns
         self.gaps: dict[tuple[str, int], np.ndarray] = {}
         for name, (at, key) in product(names, enumerate(columns)):
-            one, other = (_values(rows, each, key) for each in (first, name))
-            if name != first and len(one) == len(other) > 0:
-                self.gaps[name, at] = one - other
+            first_values, other_values = (_values(rows, each, key) for each in (first, name))
+            if name != first and len(first_values) == len(other_values) > 0:
+                self.gaps[name, at] = first_values - other_values
         corrected = holm(np.array([sign_flip(gap[None])[0] for gap in self.gaps.values()]))
         self.p = dict(zip(self.gaps, corrected, strict=True))
 

@@ -117,8 +117,8 @@ def errors(model: str) -> Lines:
         evicted_at[layer, :, : trace.prompt_len] = np.where(best, NEVER, trace.prompt_len - 1)
         for head in range(trace.n_heads) if layer in bounded else ():
             starts = {name: x[layer, head] for name, x in kept.items()} | {"searched": best[head]}
-            own = searched_alone(heads, head, [*starts.values()])
-            for name, x in (starts | {"searched alone": own}).items():
+            alone_best = searched_alone(heads, head, [*starts.values()])
+            for name, x in (starts | {"searched alone": alone_best}).items():
                 alone[name] += heads.alone(head, x)
             alone["bound"] += bound(heads, head, SMALL)
     records["searched"] = replace(records[names[0]], evicted_at=evicted_at)
@@ -234,8 +234,8 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write-only", action="store_true")
-    given, rows = parser.parse_args(), measured()
-    if not given.write_only:
+    args, rows = parser.parse_args(), measured()
+    if not args.write_only:
         torch.set_num_threads(1)
         measure(rows)
     write(rows, PAGE)

@@ -144,10 +144,10 @@ def measure(args: argparse.Namespace) -> None:
         )
     ]
     turns = [one for each in zip(*groups, strict=True) for one in each]
-    wanted = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
+    missing = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
     limit = 24 if args.length else args.new_tokens
-    for start in range(0, len(wanted), args.batch):
-        batch = wanted[start : start + args.batch]
+    for start in range(0, len(missing), args.batch):
+        batch = missing[start : start + args.batch]
         prompts = [encoded(one["content"], tokenizer) for one in batch]
         rows = []
         for one, ids, new in zip(batch, prompts, responses(model, prompts, limit), strict=True):

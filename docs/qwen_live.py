@@ -75,9 +75,9 @@ class Writer:
         for row in rows:
             for policy in policies:
                 for budget in budgets:
-                    one = {**row, "model": self.name, "policy": policy, "budget": budget}
-                    if key(one) not in self.done:
-                        yield one
+                    cell = {**row, "model": self.name, "policy": policy, "budget": budget}
+                    if key(cell) not in self.done:
+                        yield cell
 
     def write(self, cells: Sequence[dict[str, Any]]) -> None:
         """Write the answers of cells, as long as another batch fits into the time."""
@@ -105,13 +105,13 @@ class Writer:
                 lanes.append(lane)
                 logits.append(run_prompt(lane, ids, self.prefix))
         written = respond(lanes, logits, [new] * len(lanes), stop=self.stop)
-        for each, lane, one in zip(cells, lanes, written, strict=True):
-            response = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+        for each, lane, answer in zip(cells, lanes, written, strict=True):
+            response = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             yield {name: each[name] for name in each if name != "prompt"} | {
                 "prompt_tokens": lane.sketch.prompt_len,
-                "tokens": len(one.tokens),
-                "ended": one.ended is not None,
-                "seconds": round(one.seconds, 3),
+                "tokens": len(answer.tokens),
+                "ended": answer.ended is not None,
+                "seconds": round(answer.seconds, 3),
                 "batch": len(cells),
                 "response": response,
             }
@@ -144,10 +144,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     policies, budgets = (sorted({each[at] for each in of}) for at in (0, 1))
     right = [key(row)[-2:] for row in rows if row["policy"] == "full" and row["right"]]
     cells = [(policy, budget) for policy in policies for budget in budgets]
-    asked = [prompt for prompt in right if all((*each, *prompt) in of for each in cells)]
+    common = [prompt for prompt in right if all((*each, *prompt) in of for each in cells)]
 
     def answers(policy: str, budget: int) -> list[dict[str, Any]]:
-        return [of[policy, budget, *prompt] for prompt in asked]
+        return [of[policy, budget, *prompt] for prompt in common]
 
     heads = [f"right at {budget}" for budget in budgets] + [f"tokens at {n}" for n in budgets]
     lines = []
@@ -163,8 +163,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def score(args: argparse.Namespace) -> None:
     """Store which answers of a file are right, by the scorers of reasoning-gym."""
     stored = read(RESULTS)
-    known = {key(row) for row in stored}
-    rows = [row for row in read(args.out) if key(row) not in known]
+    scored = {key(row) for row in stored}
+    rows = [row for row in read(args.out) if key(row) not in scored]
     for task in {row["task"] for row in rows}:
         of = [row for row in rows if row["task"] == task]
         prompts = [*reasoning(task, 1 + max(row["index"] for row in of))]

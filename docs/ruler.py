@@ -88,8 +88,8 @@ def table(scores: list[Mapping[str, Any]]) -> str:
         values = np.array([each["score"] for each in scores if each["length"] == n])
         measured = {each["task"] for each in scores if each["length"] == n}
         whole = Interval.of(values) if measured == {*RULER} else None
-        known = whole is not None and not np.isnan(whole.low)
-        ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and known else ""
+        has_interval = whole is not None and not np.isnan(whole.low)
+        ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and has_interval else ""
         means.append("-" if whole is None else f"{100 * whole.mean:.0f}{ends} ({whole.n})")
     whole_lengths = [["all prompts", *means]] * any(x != "-" for x in means)
     return markdown(["task", *(f"{n:,}" for n in lengths)], [*lines, *whole_lengths])

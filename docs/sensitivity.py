@@ -70,9 +70,9 @@ def scores(model: str) -> dict[str, Score]:
 
 def cell(rows: pl.DataFrame, score: Score) -> str:
     """Rank correlation with live KL of means over prompts, and mean of those within prompts."""
-    found = score(*(np.array(rows[name].to_list()) for name in ("layers", "sensitivity")))
+    predicted = score(*(np.array(rows[name].to_list()) for name in ("layers", "sensitivity")))
     shape = rows["prompt"].n_unique(), -1
-    x, y = found.reshape(shape), rows["kl"].to_numpy().reshape(shape)
+    x, y = predicted.reshape(shape), rows["kl"].to_numpy().reshape(shape)
     within = np.mean([spearmanr(*pair).statistic for pair in zip(x, y, strict=True)])
     return f"{spearmanr(x.mean(0), y.mean(0)).statistic:.2f}, {within:.2f}"
 
@@ -95,8 +95,8 @@ def measure() -> pl.DataFrame:
     for name, _, trace, cells, terms in validity.recorded():
         table = replay_all([trace], *cells, metrics=["layer_error"], **terms).table
         out.append(_stored(name, trace, table))
-    known = pl.read_parquet(RESULTS).select(*_KEYS, "part")
-    return pl.concat(out).join(known, on=_KEYS, nulls_equal=True, maintain_order="left")
+    parts = pl.read_parquet(RESULTS).select(*_KEYS, "part")
+    return pl.concat(out).join(parts, on=_KEYS, nulls_equal=True, maintain_order="left")
 
 
 def _stored(model: str, trace: kvsim.Trace, table: pl.DataFrame) -> pl.DataFrame:
@@ -106,8 +106,12 @@ def _stored(model: str, trace: kvsim.Trace, table: pl.DataFrame) -> pl.DataFrame
         .agg(layers=pl.col("value").cast(pl.Float32))
         .with_columns(pl.col("budget").cast(pl.Int32))
     )
-    own = {"policy": [None], "budget": [None], "layers": [[*trace.header.layer_sensitivity]]}
-    both = pl.concat([errors, pl.DataFrame(own, schema=errors.schema)])
+    sensitivity = {
+        "policy": [None],
+        "budget": [None],
+        "layers": [[*trace.header.layer_sensitivity]],
+    }
+    both = pl.concat([errors, pl.DataFrame(sensitivity, schema=errors.schema)])
     named = both.with_columns(model=pl.lit(model), prompt=pl.lit(trace.name))
     return named.select(*_KEYS, "layers")
 

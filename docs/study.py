@@ -97,11 +97,11 @@ def of_models(
     parser.add_argument("--write-only", action="store_true")
     if prompts:
         parser.add_argument("--prompts", type=int, metavar="N", help="the first so many of each")
-    given = parser.parse_args()
-    if not given.write_only:
+    args = parser.parse_args()
+    if not args.write_only:
         torch.set_num_threads(1)
-        for model in given.models:
-            measure(model, given.traces, *([given.prompts] if prompts else []))
+        for model in args.models:
+            measure(model, args.traces, *([args.prompts] if prompts else []))
     write()
 
 

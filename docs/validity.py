@@ -145,9 +145,9 @@ def part() -> str:
 def measure() -> pl.DataFrame:
     """Record every prompt, replay, judge and run live every policy at every budget."""
     parts = []
-    given: dict[str, Any] = {"metrics": OFFLINE, "regret": True}
+    options: dict[str, Any] = {"metrics": OFFLINE, "regret": True}
     for name, loaded, trace, cells, terms in recorded(residual=True, o_proj=True):
-        replayed = replay_all([trace], *cells, judge=name, **given, **terms)
+        replayed = replay_all([trace], *cells, judge=name, **options, **terms)
         live = kvsim.live(loaded[0], [trace], *cells, tokenizer=loaded[1], **terms)
         parts += [_stored(replayed.table, trace, name), _stored(live.table, trace, name)]
         print(f"{trace.name} is done")
@@ -173,9 +173,9 @@ def recorded(**options: Any) -> Iterator[tuple[str, Any, kvsim.Trace, Any, dict[
 def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame:
     """One value for each policy, budget and metric."""
     closed = pl.col("fidelity") == "closed"
-    asked = ~closed & pl.col("metric").is_in(OFFLINE) | pl.col("metric").is_in(PREDICTIONS)
+    chosen = ~closed & pl.col("metric").is_in(OFFLINE) | pl.col("metric").is_in(PREDICTIONS)
     main = {name: METRICS[name].main for name in (*OFFLINE, *PREDICTIONS)}
-    rows = table.filter(pl.col("policy").is_not_null(), asked).filter(
+    rows = table.filter(pl.col("policy").is_not_null(), chosen).filter(
         pl.col("variant") == pl.col("metric").replace_strict(main)
     )
     way = pl.when(pl.col("fidelity").is_in(("judged", "closed"))).then(
