@@ -24,7 +24,7 @@ from typing import Any
 
 import polars as pl
 import torch
-from study import ROOT, append, finished, read
+from study import NAMED, ROOT, append, finished, read
 
 import kvsim
 from kvsim.analysis.output.optimum import OptimumTerms
@@ -37,7 +37,7 @@ from kvsim.recorder import load_model
 from kvsim.store.opening import as_traces
 from kvsim.studies.learning.learn import CAUSAL, learn
 from kvsim.studies.tuning.search import tune
-from optimum_page import BUDGETS, FULL, KINDS, NAMED, PROJECTIONS, SEEDED, write
+from optimum_page import BUDGETS, FULL, KINDS, PROJECTIONS, SEEDED, write
 
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/optimum-results.jsonl"
 INTERVAL = 32

@@ -23,7 +23,7 @@ from pathlib import Path
 import polars as pl
 import torch
 from scipy.stats import fisher_exact
-from study import ROOT, finished, picture
+from study import NAMED, ROOT, finished, picture
 
 import kvsim
 from apps.tiny.card import fill, proportion
@@ -200,7 +200,6 @@ def _measure(grid: Grid, prompt: Prompt) -> pl.DataFrame:
 
 # ---------------------------------------------------------------------------------------- the page
 
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 #: Depths of each place; the middle is what models and policies are said to lose.
 PLACES = {"beginning": (0.0, 0.2), "middle": (0.3, 0.7), "end": (0.8, 1.0)}
 #: Chance of one false difference or more among those that the page names.

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
-from study import picture, put
+from study import NAMED, picture, put
 
 from apps.tiny.card import table as markdown
 from kvsim.analysis.significance import ALPHA, holm, sign_flip
@@ -24,7 +24,6 @@ from kvsim.policies import describe
 from kvsim.policies import names as catalogue
 
 BUDGETS = (64, 128)
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 #: The scorer that is called learned; those of the same features, with which it is compared.
 FULL = "+ values"
 KINDS = (FULL, "linear", "random features")

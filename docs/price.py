@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
-from study import ROOT, append, put, read
+from study import NAMED, ROOT, append, put, read
 from study import Rows as Lines
 
 import kvsim
@@ -38,7 +38,6 @@ from kvsim.text.tasks import sample as draw
 from prices import SCORERS, prices, summary
 
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/price-results.jsonl"
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 BUDGET, INTERVAL = 128, 32
 BUDGETS = (64, 96, 128)
 #: Policies that have a threshold, with their other parameters, and those that have a budget.

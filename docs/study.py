@@ -19,6 +19,9 @@ from kvsim.sweeps import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
+#: Models as tables call them.
+NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
+
 Rows = list[dict[str, Any]]
 
 

@@ -11,6 +11,7 @@ from kvsim.policies import CATALOGUE
 from kvsim.studies.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
 from kvsim.studies.claims.ams import around
 from kvsim.studies.claims.claim import MATTERS, OF_TEN
+from results_page.ranking import markdown
 from results_page.statistics import Results
 
 
@@ -67,14 +68,14 @@ def _rules(results: Mapping[str, Results]) -> str:
 def _count(tested: Mapping[str, Mapping[str, Mapping[tuple[str, str], Claim]]]) -> str:
     models = list(next(iter(tested.values())))
     titles = [f"{model}: {verdict}" for model in models for verdict in (HOLDS, NOT, OPEN)]
-    lines = [f"| paper | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
+    lines = []
     for paper, by_model in tested.items():
         counts = []
         for claims in by_model.values():
             verdicts = [claim.verdict for claim in claims.values()]
             counts += [str(verdicts.count(verdict)) for verdict in (HOLDS, NOT, OPEN)]
-        lines.append(f"| {paper} | {' | '.join(counts)} |")
-    return "\n".join(lines)
+        lines.append([paper, *counts])
+    return markdown(["paper", *titles], lines)
 
 
 def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:

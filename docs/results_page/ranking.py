@@ -205,12 +205,16 @@ def table(by_budget: Mapping[int, Sequence[Row]], budget: int) -> str:
         if (seen := f"{row.mean(ENTRIES):.1f}") != most:
             notes.append(f"{seen} entries")
         note = f" ({', '.join(notes)})" if notes else ""
-        lines.append(f"| {shown(row.label)}{note} | " + " | ".join(cells) + " |")
+        lines.append([f"{shown(row.label)}{note}", *cells])
     titles = [title for title, *_ in others]
     titles.insert(titles.index("IoU") + 1, "IoU by chance")
-    titles = [f"KL {n}" for n in by_budget] + titles
-    head = "| policy | " + " | ".join(titles) + " |"
-    return "\n".join([head, "| --- |" + " ---: |" * len(titles), *lines])
+    return markdown(["policy", *(f"KL {n}" for n in by_budget), *titles], lines)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of numbers: a label in the first column, the others to the right."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(head) - 1), *lines[1:]])
 
 
 def usual_entries(of_budget: Sequence[Row]) -> str:

@@ -15,7 +15,7 @@ from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import REAL, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies, table_policies
-from results_page.ranking import Row, best, opening, shown, table, usual_entries
+from results_page.ranking import Row, best, markdown, opening, shown, table, usual_entries
 from results_page.statistics import Results
 from results_page.traces import ANSWER, DEPTHS, VERBS, labels
 
@@ -206,15 +206,13 @@ def _sizes(plan: Plan) -> str:
 
 def _across(r: Results) -> str:
     """Policies that drop rows of the prompt, and what they are beside."""
-    head = "| policy | " + " | ".join(f"budget {n}" for n in r.plan.budgets) + " | entries |"
-    lines = [head, "| --- |" + " ---: |" * (len(r.plan.budgets) + 1)]
-    for one in across_policies(r.plan.sizes):
-        errors = (r.of(one.name, n, "output_error") for n in r.plan.budgets)
+    lines = []
+    for each in across_policies(r.plan.sizes):
+        errors = (r.of(each.name, n, "output_error") for n in r.plan.budgets)
         cells = [Interval.of(error).text(".3f") for error in errors]
-        entries = [np.nanmean(r.of(one.name, n, "entries_seen")) for n in r.plan.budgets]
+        entries = [np.nanmean(r.of(each.name, n, "entries_seen")) for n in r.plan.budgets]
         seen = f"{min(entries):.0f} to {max(entries):.0f}"
-        label = shown(one.name.removeprefix(ACROSS))
-        lines.append(f"| {label} | {' | '.join(cells)} | {seen} |")
+        lines.append([shown(each.name.removeprefix(ACROSS)), *cells, seen])
     forced = (
         "Windows are 8 rows; ASL is forced to select (tau 1.01) before the last of three layers. "
         if r.plan.sizes.across
@@ -226,19 +224,19 @@ def _across(r: Results) -> str:
         f"prompt. {forced}*Entries* is what a row sees from the smallest budget to the largest, "
         "mean over layers. Dropping rows also [saves time](cost.md)."
     )
-    return "\n".join([text, "", *lines])
+    head = ["policy", *(f"budget {n}" for n in r.plan.budgets), "entries"]
+    return f"{text}\n\n{markdown(head, lines)}"
 
 
 def _needle(r: Results, policies: Sequence[str]) -> str:
     """Recall of the needle by policy and budget, and the share of needles that are wiped out."""
     heads = [*(f"recall {n}" for n in r.plan.budgets), f"wiped out {r.plan.budget}"]
-    lines = [f"| policy | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
     rows = []
     for label in policies:
         recall = [Interval.of(r.of(label, n, "needle_recall")) for n in r.plan.budgets]
         gone = Interval.of(r.of(label, r.plan.budget, "needle_wipeout"))
-        cells = [f"{one.mean:.2f}" if one.n else "" for one in (*recall, gone)]
-        rows.append((-recall[0].mean, f"| {shown(label)} | {' | '.join(cells)} |"))
+        cells = [f"{each.mean:.2f}" if each.n else "" for each in (*recall, gone)]
+        rows.append((-recall[0].mean, [shown(label), *cells]))
     by_chance = (r.chance("random", n, "needle_recall") for n in r.plan.budgets)
     chance = [f"{np.nanmean(x):.2f}" for x in by_chance if not np.isnan(x).all()]
     return (
@@ -247,7 +245,7 @@ def _needle(r: Results, policies: Sequence[str]) -> str:
         "of layers and heads that see nothing of it. A head that never reads the needle loses "
         "nothing with it, so a low recall need not be a wrong answer. The best preset or "
         "combination of each policy:\n\n"
-    ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
+    ) + markdown(["policy", *heads], [row for _, row in sorted(rows)])
 
 
 def _selection(r: Results) -> str:
