@@ -11,27 +11,23 @@ in `docs/access-results.jsonl`, a line each.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import polars as pl
-import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
+from study import ROOT, Rows, append, finished, of_models, picture, put, read, traces_in
 
 import kvsim
 from apps.tiny.card import table as markdown
-from drawing import small
 from kvsim.analysis.fronts import COSTS, front
 from kvsim.analysis.summaries import averages
 from kvsim.core.policy import Policy
 from kvsim.plots.style import COLOURS
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/access.md", ROOT / "docs/access-results.jsonl"
 FIGURE = "figures/access.png"
 #: Prompts of each model: a folder of traces, and how many of it.
@@ -90,12 +86,10 @@ def measure(model: str, traces: Path) -> None:
     """Measure what is missing of a model, a policy at a time, and write each down."""
     done = {(row["model"], row["name"], row["budget"]) for row in lines()}
     folder, count = MODELS[model]
-    paths = sorted((traces / folder).glob("*.zarr"), key=lambda path: path.name[-8:])[:count]
-    if not paths:
-        raise SystemExit(f"{traces / folder} has no traces; the page says how they are recorded")
+    paths = traces_in(traces / folder, 3)[:count]
     for name in KIND:
-        wanted = BUDGETS[:1] if name in FREE else BUDGETS
-        budgets = [budget for budget in wanted if (model, name, budget) not in done]
+        of_policy = BUDGETS[:1] if name in FREE else BUDGETS
+        budgets = [budget for budget in of_policy if (model, name, budget) not in done]
         if not budgets:
             continue
         run = kvsim.sweep(
@@ -105,22 +99,16 @@ def measure(model: str, traces: Path) -> None:
             intervals=INTERVAL,
             metrics=METRICS,
         )
-        if run.failures:
-            raise SystemExit(str(run.failures[0]))
-        means = averages(run.table, metrics=list(METRICS))
+        means = averages(finished(run).table, metrics=list(METRICS))
         budget = pl.col("requested").cast(pl.Int64)
         rows = means.select("metric", "mean", "low", "high", "n", budget=budget).to_dicts()
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.writelines(
-                json.dumps({"model": model, "name": name, **row}) + "\n" for row in rows
-            )
+        append(RESULTS, ({"model": model, "name": name, **row} for row in rows))
         print(f"{model}: {name}", flush=True)
 
 
-def lines() -> list[dict[str, Any]]:
+def lines() -> Rows:
     """Return the measured lines of the results file."""
-    text = RESULTS.read_text("utf-8") if RESULTS.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    return read(RESULTS)
 
 
 def points(rows: pl.DataFrame, model: str) -> pl.DataFrame:
@@ -255,30 +243,9 @@ def drawn(rows: pl.DataFrame) -> Figure:
 def write() -> None:
     """Put the tables and the figure into the page."""
     rows = pl.DataFrame(lines(), infer_schema_length=None)
-    text, begin, end = PAGE.read_text("utf-8"), "<!-- begin table -->", "<!-- end table -->"
-    before, _, rest = text.partition(begin)
-    _, mark, after = rest.partition(end)
-    if not mark:
-        raise SystemExit(f"{PAGE} has no {begin} with {end} behind it")
-    PAGE.write_text(f"{before}{begin}\n{table(rows)}\n{end}{after}", "utf-8")
-    picture = PAGE.parent / FIGURE
-    drawn(rows).savefig(picture, dpi=120)
-    small(picture, picture)
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--traces", type=Path, default=ROOT / "traces/optimum")
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--write-only", action="store_true")
-    given = parser.parse_args()
-    if not given.write_only:
-        torch.set_num_threads(1)
-        for model in given.models:
-            measure(model, given.traces)
-    write()
+    put(PAGE, {"table": table(rows)})
+    picture(drawn(rows), PAGE.parent / FIGURE, dpi=120)
 
 
 if __name__ == "__main__":
-    main()
+    of_models(__doc__, "optimum", [*MODELS], measure, write)

@@ -11,21 +11,19 @@ each prompt and cell.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
 from scipy.stats import rankdata
+from study import Rows, append, finished, of_models, put, read, traces_in
 
 import access
 import kvsim
 from access import BUDGETS, FREE, INTERVAL, MODELS, PAGE, ROOT, TITLES
-from apps.tiny.card import fill, proportion
+from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import Interval, averages
 from kvsim.core.policy import Policy
@@ -62,17 +60,14 @@ def best(model: str) -> list[tuple[str, int]]:
 
 def measure(model: str, folder: Path, most: int | None) -> None:
     """Measure the prompts that are missing, and write each down."""
-    paths = sorted((folder / model).glob("*.zarr"), key=lambda path: path.stem[-3:])[:most]
-    if not paths:
-        raise SystemExit(f"{folder / model} has no traces; the page says how they are recorded")
+    paths = traces_in(folder / model, 3)[:most]
     done = {(row["model"], row["prompt"]) for row in lines()}
     running, tokenizer = load_model(model)
     for path in paths:
         if (model, path.stem) in done:
             continue
         rows = _measure(running, tokenizer, kvsim.open_trace(path), model)
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append(RESULTS, rows)
         print(f"{model}: {path.stem}", flush=True)
 
 
@@ -156,19 +151,16 @@ def _values(
         for budgets in budgets_of.values()
     }
     for budgets, policies in calls.items():
-        done = run(policies, list(budgets))
-        if done.failures:
-            raise SystemExit(str(done.failures[0]))
+        done = finished(run(policies, list(budgets)))
         for row in averages(done.table, metrics=list(metrics)).iter_rows(named=True):
             values = by_cell.setdefault((row["policy"], int(row["requested"])), {})
             values[row["metric"]] = row["mean"]
     return [by_cell[policy.name, budget] for policy, budget in cells]
 
 
-def lines() -> list[dict[str, Any]]:
+def lines() -> Rows:
     """Return the measured lines of the results file."""
-    text = RESULTS.read_text("utf-8") if RESULTS.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    return read(RESULTS)
 
 
 def cells(rows: pl.DataFrame) -> pl.DataFrame:
@@ -264,23 +256,8 @@ def page() -> str:
 
 def write() -> None:
     """Put the tables into the page."""
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), {"loop": page()}), "utf-8")
-
-
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--traces", type=Path, default=ROOT / "traces/access")
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--prompts", type=int, metavar="N", help="the first so many of each model")
-    parser.add_argument("--write-only", action="store_true")
-    given = parser.parse_args()
-    if not given.write_only:
-        torch.set_num_threads(1)
-        for model in given.models:
-            measure(model, given.traces, given.prompts)
-    write()
+    put(PAGE, {"loop": page()})
 
 
 if __name__ == "__main__":
-    main()
+    of_models(__doc__, "access", [*MODELS], measure, write, prompts=True)

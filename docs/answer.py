@@ -15,21 +15,19 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from study import picture, read
 
 import kvsim
-from drawing import small
 from kvsim.recorder import load_model
 from kvsim.runner.decoding import Decoding, RunningModel
 from qwen_card import encoded, final
 from qwen_live import INTERVAL
-from smollm2_card import read
 
 HERE = Path(__file__).parent
 ANSWERS, FIGURE = HERE / "answer.jsonl", HERE / "figures" / "answer.png"
@@ -42,8 +40,8 @@ def break_of(response: str, *known: str) -> int | None:
     """Return where the first number begins that the known texts do not have; None without one."""
     number = r"\d+(?:\.\d+)?"
     numbers = {float(each) for text in known for each in re.findall(number, text)}
-    new = (found for found in re.finditer(number, response) if float(found[0]) not in numbers)
-    return next((found.start() for found in new), None)
+    new = (match for match in re.finditer(number, response) if float(match[0]) not in numbers)
+    return next((match.start() for match in new), None)
 
 
 def held(
@@ -102,8 +100,8 @@ def figure(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Figure
     question, right = full["prompt"], full["answer"]
     chat = [{"role": "user", "content": question}] if tokenizer.chat_template else question
     prompt = encoded(chat, tokenizer)
-    asked = [tokenizer.decode([token]) for token in prompt]
-    first = max(at for at in range(len(asked)) if question in "".join(asked[at:]))
+    prompt_pieces = [tokenizer.decode([token]) for token in prompt]
+    first = max(at for at in range(len(prompt_pieces)) if question in "".join(prompt_pieces[at:]))
     texts = {policy: of[policy]["response"] for policy in POLICIES}
     ids = {x: tokenizer(texts[x], add_special_tokens=False)["input_ids"] for x in POLICIES}
     pieces = {x: [tokenizer.decode([token]) for token in ids[x]] for x in POLICIES}
@@ -117,19 +115,19 @@ def figure(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]]) -> Figure
     axes, heights = canvas.subplots(1, 2), []
     for axis, policy in zip(axes, POLICIES, strict=True):
         row = len(prompt) + until
-        left = held(running, prompt, ids[policy], policy, BUDGET)
-        kept = (left[..., :row] >= row).mean((0, 1))
+        evicted_at = held(running, prompt, ids[policy], policy, BUDGET)
+        kept = (evicted_at[..., :row] >= row).mean((0, 1))
         shares = [*kept[first:], *[np.nan] * (len(ids[policy]) - until)]
         color, box = RED if wrong[policy] else GREEN, texts[policy].rfind("boxed{") + 6
         marked = [(box, box + len(final(texts[policy])))]
         if (start := breaks[policy]) is not None:
             marked.append((start, start + 2))
         marks = {
-            len(asked) - first + piece_at(pieces[policy], at): color
+            len(prompt_pieces) - first + piece_at(pieces[policy], at): color
             for begin, end in marked
             for at in range(begin, end)
         }
-        heights.append(panel(axis, [*asked[first:], *pieces[policy]], shares, marks))
+        heights.append(panel(axis, [*prompt_pieces[first:], *pieces[policy]], shares, marks))
         axis.set_title(f"{policy}, {BUDGET} entries: {final(texts[policy])}", color=color, size=8)
     height = max(heights) * LINE
     for axis in axes:
@@ -148,10 +146,7 @@ def piece_at(pieces: Sequence[str], character: int) -> int:
 def main() -> None:
     """Write the figure."""
     model, tokenizer = load_model(sys.argv[1])
-    with TemporaryDirectory() as folder:
-        drawn = Path(folder, FIGURE.name)
-        figure(model, tokenizer, read(ANSWERS)).savefig(drawn)
-        small(drawn, FIGURE)
+    picture(figure(model, tokenizer, read(ANSWERS)), FIGURE)
 
 
 if __name__ == "__main__":

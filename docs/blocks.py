@@ -27,7 +27,7 @@ class Block:
 
 def blocks(page: str, text: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = []
+    out = []
     for match in _FENCE.finditer(text):
         language, _, run = match["info"].strip().partition(" ")
         reason = _REASON.search(text, 0, match.start())
@@ -35,5 +35,5 @@ def blocks(page: str, text: str) -> list[Block]:
         runs = run == "exec" or file is not None
         how = "run" if runs else reason["reason"] if reason and not run else None
         line = text.count("\n", 0, match.start("body")) + 1
-        found.append(Block(page, line, language, how, match["body"], file))
-    return found
+        out.append(Block(page, line, language, how, match["body"], file))
+    return out

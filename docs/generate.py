@@ -230,18 +230,18 @@ def _help(command: Any, path: list[str]) -> str:
 
 def census() -> str:
     """Families of the last census: recorded, refused with the reason, and not built."""
-    found = json.loads((ROOT / "docs/families-census.json").read_text("utf-8"))
+    last_census = json.loads((ROOT / "docs/families-census.json").read_text("utf-8"))
     kinds = {"": "causal language models", "vl": "multimodal, text alone"}
     names = (*kinds.values(), "variants")
     groups: dict[str, dict[str, Any]] = {kind: {} for kind in names}
-    for name, each in found["families"].items():
+    for name, each in last_census["families"].items():
         groups[kinds.get(name.partition("#")[2], "variants")][name] = each
     results = ("recorded", "refused", "foreign", "wrong", "not built")
     lines = [f"| | total | {' | '.join(results)} |", "| --- |" + " ---: |" * 6]
     for kind, families in groups.items():
         counts = (sum(x["result"] == result for x in families.values()) for result in results)
         lines.append(f"| {kind} | {len(families)} | {' | '.join(map(str, counts))} |")
-    lines += ["", f"transformers {found['transformers']}.", ""]
+    lines += ["", f"transformers {last_census['transformers']}.", ""]
     every = {name: each for families in groups.values() for name, each in families.items()}
     recorded = [name for name, each in every.items() if each["result"] == "recorded"]
     plain = [name for name in recorded if not {"others", "notes"} & every[name].keys()]

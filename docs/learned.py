@@ -24,6 +24,7 @@ from typing import Any
 
 import polars as pl
 import torch
+from study import NAMED, ROOT, append, finished, read
 
 import kvsim
 from kvsim.analysis.output.optimum import OptimumTerms
@@ -36,9 +37,8 @@ from kvsim.recorder import load_model
 from kvsim.store.opening import as_traces
 from kvsim.studies.learning.learn import CAUSAL, learn
 from kvsim.studies.tuning.search import tune
-from optimum_page import BUDGETS, FULL, KINDS, NAMED, PROJECTIONS, SEEDED, write
+from optimum_page import BUDGETS, FULL, KINDS, PROJECTIONS, SEEDED, write
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/optimum-results.jsonl"
 INTERVAL = 32
 METRIC = "possible_share"
@@ -108,8 +108,8 @@ class Model:
             scores = describe(name).kind in ("scorer", "propagation") or name.startswith("ams")
             whole = name if scores else f"{name}+snapkv"
             options = {"calibration": self.sets["learned"][0], "protect_prompt": False}
-            given = {key: x for key, x in options.items() if key in parameters(whole)}
-            built.append(kvsim.policy(whole, **given).fitted())
+            options_of = {key: x for key, x in options.items() if key in parameters(whole)}
+            built.append(kvsim.policy(whole, **options_of).fitted())
         return {
             policy.name: policy
             for policy in built
@@ -125,8 +125,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        text = path.read_text("utf-8") if path.exists() else ""
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+        self.rows = read(path)
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Whether there are lines with these values."""
@@ -135,8 +134,7 @@ class Results:
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write lines, and keep them."""
         self.rows += rows
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append(self._path, rows)
         print(*(f"{row['model']}: {row['part']}, {row['name']}" for row in rows[:1]), flush=True)
 
 
@@ -268,10 +266,10 @@ def live(model: Model, metric: str, name: str) -> list[dict[str, Any]]:
         max_new_tokens=new_tokens,
         metrics=[metric],
     )
-    if run.failures:
-        raise SystemExit(f"{model.name}: {run.failures[0]}")
     key = {"model": model.name, "part": "live", "test": test}
-    return [{**key, **row} for row in lines(per_prompt(main_variants(run.table, [metric])))]
+    return [
+        {**key, **row} for row in lines(per_prompt(main_variants(finished(run).table, [metric])))
+    ]
 
 
 def main() -> None:
@@ -280,12 +278,12 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=ROOT / "traces/optimum")
     parser.add_argument("--models", nargs="*", choices=NAMED, default=[*NAMED])
     parser.add_argument("--write-only", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     results = Results(RESULTS)
-    if not given.write_only:
+    if not args.write_only:
         torch.set_num_threads(1)
-        every = {name: Model(name, given.traces) for name in NAMED}
-        for name in given.models:
+        every = {name: Model(name, args.traces) for name in NAMED}
+        for name in args.models:
             (other,) = (model for model in every.values() if model.name != name)
             measure(results, every[name], other)
     write(results.rows, PAGE)

@@ -23,11 +23,11 @@ from pathlib import Path
 import polars as pl
 import torch
 from scipy.stats import fisher_exact
+from study import NAMED, ROOT, finished, picture
 
 import kvsim
-from apps.tiny.card import proportion
+from apps.tiny.card import fill, proportion
 from apps.tiny.card import table as markdown
-from drawing import small
 from kvsim import Policy
 from kvsim.plots.haystack import needle as haystack
 from kvsim.recorder import Prompt, load_model
@@ -39,7 +39,7 @@ from results_page.plan import SMALL, Plan, Sizes
 from results_page.policies import scaled
 from results_page.traces import DEPTHS, weights
 
-ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "needle.md"
 #: Policies of four kinds: by position, by the question's attention, by expected queries, and by
 #: segments.
 NAMES = ("streaming_llm", "snapkv", "expected_attention", "ams")
@@ -192,17 +192,14 @@ def _measure(grid: Grid, prompt: Prompt) -> pl.DataFrame:
         max_new_tokens=grid.new_tokens,
         metrics=METRICS,
     )
-    if run.failures:
-        raise SystemExit(f"{prompt.id}: {run.failures[0]}")
     check = trace.meta["answer_check"]
-    return run.table.with_columns(
+    return finished(run).table.with_columns(
         tokens=pl.lit(trace.prompt_len), full_right=pl.lit(check["right"])
     )
 
 
 # ---------------------------------------------------------------------------------------- the page
 
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 #: Depths of each place; the middle is what models and policies are said to lose.
 PLACES = {"beginning": (0.0, 0.2), "middle": (0.3, 0.7), "end": (0.8, 1.0)}
 #: Chance of one false difference or more among those that the page names.
@@ -227,66 +224,26 @@ def answers(table: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def page(found: Mapping[str, pl.DataFrame], images: Mapping[str, str]) -> str:
-    """The whole page; found: the rows of each model; images: its figure."""
+def parts(found: Mapping[str, pl.DataFrame]) -> dict[str, str]:
+    """The parts of the page; found: the rows of each model."""
     of = {model: answers(rows) for model, rows in found.items()}
     kept = {model: rows.filter("full_right") for model, rows in of.items()}
-    parts = [_head(of)]
-    for model, rows in of.items():
-        parts += [f"## {NAMED[model]}", _full(rows), f"![{_ALT}]({images[model]})"]
-        parts += [_places(kept[model])]
+    by_model = {model: f"{_full(rows)}\n\n{_places(kept[model])}" for model, rows in of.items()}
     lines = [f"* {NAMED[model]}: {_middle(rows)}" for model, rows in kept.items()]
-    parts += ["## The middle against the ends", _MIDDLE, "\n".join(lines)]
-    parts += ["## Does the recall tell which answers are right?", _RECALL, _recall(kept)]
-    parts += [*filter(None, map(_unread, kept, kept.values())), _LIMITS]
-    return "\n\n".join(parts) + "\n"
+    unread = filter(None, map(_unread, kept, kept.values()))
+    recall = "\n\n".join([_recall(kept), *unread])
+    prompts = "\n".join(map(_prompts, of, of.values()))
+    return {"prompts": prompts, **by_model, "middle": "\n".join(lines), "recall": recall}
 
 
-def _head(of: Mapping[str, pl.DataFrame]) -> str:
-    lines = []
-    for model, rows in of.items():
-        grid = GRIDS[model]
-        prompts = rows["trace"].n_unique()
-        each = prompts // rows.select("length", "depth").n_unique()
-        lines.append(
-            f"* {NAMED[model]}: {prompts} prompts, {each} of each length and depth; budgets "
-            f"{' and '.join(grid.budgets)} of prompt and response; an event after the prompt, and "
-            f"every {grid.interval} rows."
-        )
-    return "\n".join([_HEAD, *lines, "", _TASKS, "", _BY_PLACE])
-
-
-_HEAD = """# Needles by depth and length
-
-A fact stands somewhere in a long text, and the end of the prompt asks for it (Kamradt's needle in a haystack). Does the model still answer when a policy has evicted? [`kvsim live`](live.md) runs each policy on the model itself, so every value here has the [fidelity](concepts.md#fidelity) `closed`.
-
-<!-- not run: takes half an hour, and this page is what it writes -->
-```bash
-python docs/needle.py
-```
-"""
-_TASKS = """The text for SmolLM2 is Python's documentation, and the needle one sentence with a code (task `needle` of [`kvsim prompts`](quickstart.md#prompts-on-real-text)). For `tiny` it is a page of filler with 12 facts, of which the question asks for two, next to each other or nearly so; depth is the share of the page before them, up to 0.12 off. Responses are greedy.
-
-`streaming_llm` keeps the first and the most recent entries, `snapkv` what the question attends to, `expected_attention` what expected queries attend to; `ams` gives each segment its quota."""
-_ALT = "Share of right answers by depth of the needle and length of the prompt, a panel for each policy and budget"
-_BY_PLACE = (
-    "The tables have right answers and needle recall by place: the *beginning* is depth 0.1, the "
-    "*middle* 0.3 to 0.7, the *end* 0.9. Counts have Wilson's 95 % interval. Recall is the share of "
-    "the needle's entries that rows of the response see, mean over layers, heads and prompts."
-)
-_MIDDLE = (
-    "Wrong answers in the middle against both ends together; p is Fisher's exact test, two-sided. A "
-    f"difference is named where p is below {LEVEL} divided by the number of tests of the model."
-)
-_RECALL = (
-    "Of all pairs of a right and a wrong answer under one policy and budget: the share in which the "
-    "right one has more of its needle left (ties half). 50 % is chance."
-)
-_LIMITS = """## Limits
-
-* A needle is a single fact that stands out from its text. The results say nothing about tasks that need much of the text.
-* The question is at the end of the prompt when the policy evicts, which favours policies that look at the last rows. `--compress context` evicts [before the question](concepts.md#context-and-question).
-* Two small models, short texts and few prompts: read the intervals."""
+def _prompts(model: str, rows: pl.DataFrame) -> str:
+    grid, prompts = GRIDS[model], rows["trace"].n_unique()
+    each = prompts // rows.select("length", "depth").n_unique()
+    return (
+        f"* {NAMED[model]}: {prompts} prompts, {each} of each length and depth; budgets "
+        f"{' and '.join(grid.budgets)} of prompt and response; an event after the prompt, and "
+        f"every {grid.interval} rows."
+    )
 
 
 def _full(rows: pl.DataFrame) -> str:
@@ -389,31 +346,28 @@ def _unread(model: str, rows: pl.DataFrame) -> str:
 
 def draw(rows: pl.DataFrame, path: Path) -> None:
     """The figure of a model: that of `kvsim plot needle --metric answer_right`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    haystack(rows, ["answer_right"]).savefig(path, dpi=100, metadata={"Software": None})
-    small(path, path)
+    picture(haystack(rows, ["answer_right"]), path, dpi=100, metadata={"Software": None})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and write the page and its figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write-only", action="store_true", help="of what is measured already")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "needle.md", metavar="FILE")
+    parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE")
     parser.add_argument("--traces", type=Path, default=ROOT / "traces" / "needle", metavar="DIR")
     parser.add_argument("--models", choices=GRIDS, nargs="+", default=list(GRIDS))
     parser.add_argument("--rounds", type=int, metavar="N", help="the first so many of each model")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     start = time.perf_counter()
-    grids = [GRIDS[model] for model in given.models]
-    grids = [replace(grid, rounds=given.rounds or grid.rounds) for grid in grids]
-    found = {
-        grid.model: measured(grid, given.traces, measure=not given.write_only) for grid in grids
+    grids = [GRIDS[model] for model in args.models]
+    grids = [replace(grid, rounds=args.rounds or grid.rounds) for grid in grids]
+    by_model = {
+        grid.model: measured(grid, args.traces, measure=not args.write_only) for grid in grids
     }
-    images = {model: f"figures/{given.out.stem}-{model}.png" for model in found}
-    for model, rows in found.items():
-        draw(rows, given.out.parent / images[model])
-    given.out.write_text(page(found, images), "utf-8")
-    print(f"{given.out} written after {time.perf_counter() - start:.0f} s")
+    for model, rows in by_model.items():
+        draw(rows, args.out.parent / f"figures/needle-{model}.png")
+    args.out.write_text(fill(PAGE.read_text("utf-8"), parts(by_model)), "utf-8")
+    print(f"{args.out} written after {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from study import NAMED, picture, put
 
 from apps.tiny.card import table as markdown
-from drawing import small
 from kvsim.analysis.significance import ALPHA, holm, sign_flip
 from kvsim.analysis.summaries import Interval
 from kvsim.plots.style import COLOURS
@@ -24,7 +24,6 @@ from kvsim.policies import describe
 from kvsim.policies import names as catalogue
 
 BUDGETS = (64, 128)
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 #: The scorer that is called learned; those of the same features, with which it is compared.
 FULL = "+ values"
 KINDS = (FULL, "linear", "random features")
@@ -183,9 +182,9 @@ class Tested:
         self.columns = columns
         self.gaps: dict[tuple[str, int], np.ndarray] = {}
         for name, (at, key) in product(names, enumerate(columns)):
-            one, other = (_values(rows, each, key) for each in (first, name))
-            if name != first and len(one) == len(other) > 0:
-                self.gaps[name, at] = one - other
+            first_values, other_values = (_values(rows, each, key) for each in (first, name))
+            if name != first and len(first_values) == len(other_values) > 0:
+                self.gaps[name, at] = first_values - other_values
         corrected = holm(np.array([sign_flip(gap[None])[0] for gap in self.gaps.values()]))
         self.p = dict(zip(self.gaps, corrected, strict=True))
 
@@ -320,7 +319,6 @@ def knowledge(rows: pl.DataFrame) -> Figure:
 def write(lines: Sequence[dict[str, Any]], page: Path) -> None:
     """Put tables and the figure into the page."""
     rows = with_intervals(lines)
-    text = page.read_text("utf-8")
     parts = {
         "shares": shares(rows),
         "paired": paired(rows),
@@ -330,14 +328,5 @@ def write(lines: Sequence[dict[str, Any]], page: Path) -> None:
         "tasks": tasks(rows),
         "closed": closed(rows),
     }
-    for name, content in parts.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        before, _, rest = text.partition(begin)
-        _, marker, after = rest.partition(end)
-        if not marker:
-            raise SystemExit(f"{page} has no {begin} with {end} behind it")
-        text = f"{before}{begin}\n{content}\n{end}{after}"
-    page.write_text(text, "utf-8")
-    picture = page.parent / "figures/knowledge.png"
-    knowledge(rows).savefig(picture, dpi=120)
-    small(picture, picture)
+    put(page, parts)
+    picture(knowledge(rows), page.parent / "figures/knowledge.png", dpi=120)

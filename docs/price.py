@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 import torch
+from study import NAMED, ROOT, append, put, read
+from study import Rows as Lines
 
 import kvsim
 from apps.tiny.card import table as markdown
@@ -35,9 +37,7 @@ from kvsim.studies.price.sizes import at_equal_size
 from kvsim.text.tasks import sample as draw
 from prices import SCORERS, prices, summary
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs/optimum.md", ROOT / "docs/price-results.jsonl"
-NAMED = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 BUDGET, INTERVAL = 128, 32
 BUDGETS = (64, 96, 128)
 #: Policies that have a threshold, with their other parameters, and those that have a budget.
@@ -47,8 +47,6 @@ SMALL, BOUNDED = 64, {"tiny": (0, 1, 2), "smollm2": (7, 17, 28)}
 #: Kept sets that the table of errors lists.
 LISTED = 8
 AGAINST = ("h2o", "expected_attention@kvpress")
-
-Lines = list[dict[str, Any]]
 
 
 @cache
@@ -118,8 +116,8 @@ def errors(model: str) -> Lines:
         evicted_at[layer, :, : trace.prompt_len] = np.where(best, NEVER, trace.prompt_len - 1)
         for head in range(trace.n_heads) if layer in bounded else ():
             starts = {name: x[layer, head] for name, x in kept.items()} | {"searched": best[head]}
-            own = searched_alone(heads, head, [*starts.values()])
-            for name, x in (starts | {"searched alone": own}).items():
+            alone_best = searched_alone(heads, head, [*starts.values()])
+            for name, x in (starts | {"searched alone": alone_best}).items():
                 alone[name] += heads.alone(head, x)
             alone["bound"] += bound(heads, head, SMALL)
     records["searched"] = replace(records[names[0]], evicted_at=evicted_at)
@@ -156,8 +154,7 @@ def measure(rows: Lines) -> None:
             continue
         lines = [key | line for line in function()]
         rows += lines
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        append(RESULTS, lines)
         print(*key.values(), flush=True)
 
 
@@ -223,30 +220,21 @@ def lost(rows: Lines) -> str:
 
 def write(rows: Lines, page: Path) -> None:
     """Put the tables into the page."""
-    text = page.read_text("utf-8")
     parts = {"costs": priced(rows), "sizes": sized(rows), "error": lost(rows)}
-    for name, content in parts.items():
-        begin, end = f"<!-- begin price {name} -->", f"<!-- end price {name} -->"
-        before, _, rest = text.partition(begin)
-        _, marker, after = rest.partition(end)
-        if not marker:
-            raise SystemExit(f"{page} has no {begin} with {end} behind it")
-        text = f"{before}{begin}\n{content}\n{end}{after}"
-    page.write_text(text, "utf-8")
+    put(page, {f"price {name}": part for name, part in parts.items()})
 
 
 def measured() -> Lines:
     """What is measured already."""
-    text = RESULTS.read_text("utf-8") if RESULTS.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    return read(RESULTS)
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write-only", action="store_true")
-    given, rows = parser.parse_args(), measured()
-    if not given.write_only:
+    args, rows = parser.parse_args(), measured()
+    if not args.write_only:
         torch.set_num_threads(1)
         measure(rows)
     write(rows, PAGE)

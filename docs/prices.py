@@ -101,8 +101,8 @@ def _obeying(
         name, params = form.format(scorer), settings
         try:
             if constraint == "admission":
-                wanted = terms["budget"]
-                value = threshold_of_size(name, params, [trace], wanted, size=_held, **terms)
+                entries = terms["budget"]
+                value = threshold_of_size(name, params, [trace], entries, size=_held, **terms)
                 params = params | {"threshold": value}
             yield replay(trace, policy(name, **params).fitted(), prefill=True, **terms)
         except KvsimError as error:

@@ -19,7 +19,6 @@ checked by its scorers. Those with `--length` are kvsim's own on real text.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,15 +27,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from study import append, filled, read, run_command
 from transformers import AutoModelForCausalLM
 
 import kvsim
+from apps.tiny.card import table as markdown
 from kvsim.recorder.models import load_model
 from kvsim.recorder.prompts import token_count
 from kvsim.store import verify
 from kvsim.text.answers import is_right
 from kvsim.text.tasks import sample
-from smollm2_card import DEPTHS, cell, filled, read, run_command
+from smollm2_card import DEPTHS, cell
 
 RESULTS = Path(__file__).with_name("qwen-results.jsonl")
 PAGE = Path(__file__).with_name("qwen.md")
@@ -132,7 +133,7 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.file)
     model = model.to(args.device, torch.bfloat16)
-    done = {_key(row) for row in read(args.out)} if args.out.exists() else set()
+    done = {_key(row) for row in read(args.out)}
     tasks = args.task or (LONG if args.length else TASKS)
     groups = [
         list(prompts)
@@ -143,22 +144,23 @@ def measure(args: argparse.Namespace) -> None:
         )
     ]
     turns = [one for each in zip(*groups, strict=True) for one in each]
-    wanted = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
+    missing = [one for one in turns if _key({"model": args.name, **one["row"]}) not in done]
     limit = 24 if args.length else args.new_tokens
-    for start in range(0, len(wanted), args.batch):
-        batch = wanted[start : start + args.batch]
+    for start in range(0, len(missing), args.batch):
+        batch = missing[start : start + args.batch]
         prompts = [encoded(one["content"], tokenizer) for one in batch]
-        with args.out.open("a", encoding="utf-8") as file:
-            for one, ids, new in zip(batch, prompts, responses(model, prompts, limit), strict=True):
-                text = tokenizer.decode(new, skip_special_tokens=True)
-                row = {"model": args.name, "seed": SEED, **one["row"]} | {
-                    "prompt_tokens": len(ids),
-                    "response": text,
-                    "response_tokens": len(new),
-                    "ended": new[-1] == model.generation_config.eos_token_id,
-                    "right": bool(one["right"](text.partition("\n")[0] if args.length else text)),
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        rows = []
+        for one, ids, new in zip(batch, prompts, responses(model, prompts, limit), strict=True):
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            answer = {
+                "prompt_tokens": len(ids),
+                "response": text,
+                "response_tokens": len(new),
+                "ended": new[-1] == model.generation_config.eos_token_id,
+                "right": bool(one["right"](text.partition("\n")[0] if args.length else text)),
+            }
+            rows.append({"model": args.name, "seed": SEED, **one["row"], **answer})
+        append(args.out, rows)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -199,10 +201,10 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in ("model", "task", "length", "index"))
 
 
-def reasoning_table(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[str]:
+def reasoning_table(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> str:
     """Return right answers and lengths of responses: a row per task."""
     heads = [f"{name} {column}" for name in models for column in ("right", "tokens")]
-    lines = [f"| task | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    lines = []
     for task in TASKS:
         cells = []
         for name in models:
@@ -210,19 +212,19 @@ def reasoning_table(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> li
             cells.append(cell([row["right"] for row in found]))
             counts = [row["response_tokens"] for row in found]
             cells.append(f"{min(counts)}, {median(counts):.0f}, {max(counts)}" if counts else "")
-        lines.append(f"| `{task}` | {' | '.join(cells)} |")
-    return lines
+        lines.append([f"`{task}`", *cells])
+    return markdown(["task", *heads], lines)
 
 
-def retrieval_table(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> list[str]:
+def retrieval_table(rows: Sequence[dict[str, Any]], models: Sequence[str]) -> str:
     """Return right answers: a row per task and length."""
-    lines = [f"| task | tokens | {' | '.join(models)} |", "| --- " * (len(models) + 2) + "|"]
+    lines = []
     for task in LONG:
         for length in sorted({row["length"] for row in rows if row["task"] == task}):
             of = [row for row in rows if (row["task"], row["length"]) == (task, length)]
             cells = [cell([row["right"] for row in of if row["model"] == x]) for x in models]
-            lines.append(f"| `{task}` | {length} | {' | '.join(cells)} |")
-    return lines
+            lines.append([f"`{task}`", str(length), *cells])
+    return markdown(["task", "tokens", *models], lines)
 
 
 def page(text: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from study import append, filled, read, run_command
 
 import kvsim
+from apps.tiny.card import table as markdown
 from kvsim.recorder.generation import stop_tokens
 from kvsim.recorder.models import load_model
 from kvsim.runner.batch import respond, run_prompt
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from qwen_card import PAGE, TASKS, encoded, final, reasoning
-from smollm2_card import cell, filled, read
+from smollm2_card import cell
 
 POLICIES = (
     *("streaming_llm", "snapkv", "h2o", "tova", "expected_attention", "keydiff", "rkv", "gkv"),
@@ -73,9 +75,9 @@ class Writer:
         for row in rows:
             for policy in policies:
                 for budget in budgets:
-                    one = {**row, "model": self.name, "policy": policy, "budget": budget}
-                    if key(one) not in self.done:
-                        yield one
+                    cell = {**row, "model": self.name, "policy": policy, "budget": budget}
+                    if key(cell) not in self.done:
+                        yield cell
 
     def write(self, cells: Sequence[dict[str, Any]]) -> None:
         """Write the answers of cells, as long as another batch fits into the time."""
@@ -86,9 +88,7 @@ class Writer:
                 print(f"time is over, {len(cells) - start} answers are left; run it again")
                 return
             batch = cells[start : start + self.args.batch]
-            with self.args.out.open("a", encoding="utf-8") as file:
-                for line in self.batch(batch):
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            append(self.args.out, self.batch(batch))
             took = time.perf_counter() - began
             print(f"{start + len(batch)} of {len(cells)} answers, {took:.1f} s", flush=True)
 
@@ -105,13 +105,13 @@ class Writer:
                 lanes.append(lane)
                 logits.append(run_prompt(lane, ids, self.prefix))
         written = respond(lanes, logits, [new] * len(lanes), stop=self.stop)
-        for each, lane, one in zip(cells, lanes, written, strict=True):
-            response = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+        for each, lane, answer in zip(cells, lanes, written, strict=True):
+            response = self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
             yield {name: each[name] for name in each if name != "prompt"} | {
                 "prompt_tokens": lane.sketch.prompt_len,
-                "tokens": len(one.tokens),
-                "ended": one.ended is not None,
-                "seconds": round(one.seconds, 3),
+                "tokens": len(answer.tokens),
+                "ended": answer.ended is not None,
+                "seconds": round(answer.seconds, 3),
                 "batch": len(cells),
                 "response": response,
             }
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
     writer.write([*writer.cells(chosen, args.policy, args.budget)])
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return right answers by policy and budget, best at the largest budget first.
 
     Of the prompts that the full cache answers, and that all policies answered at all budgets.
@@ -144,27 +144,27 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     policies, budgets = (sorted({each[at] for each in of}) for at in (0, 1))
     right = [key(row)[-2:] for row in rows if row["policy"] == "full" and row["right"]]
     cells = [(policy, budget) for policy in policies for budget in budgets]
-    asked = [prompt for prompt in right if all((*each, *prompt) in of for each in cells)]
+    common = [prompt for prompt in right if all((*each, *prompt) in of for each in cells)]
 
     def answers(policy: str, budget: int) -> list[dict[str, Any]]:
-        return [of[policy, budget, *prompt] for prompt in asked]
+        return [of[policy, budget, *prompt] for prompt in common]
 
     heads = [f"right at {budget}" for budget in budgets] + [f"tokens at {n}" for n in budgets]
-    lines = [f"| policy | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    lines = []
     order = {x: -sum(row["right"] for row in answers(x, budgets[-1])) for x in policies}
     for policy in sorted(policies, key=order.__getitem__):
         each = [answers(policy, budget) for budget in budgets]
         shares = [cell([row["right"] for row in rows]) for rows in each]
         means = [f"{sum(row['tokens'] for row in rows) / len(rows):.0f}" for rows in each]
-        lines.append(f"| `{policy}` | {' | '.join([*shares, *means])} |")
-    return lines
+        lines.append([f"`{policy}`", *shares, *means])
+    return markdown(["policy", *heads], lines)
 
 
 def score(args: argparse.Namespace) -> None:
     """Store which answers of a file are right, by the scorers of reasoning-gym."""
-    stored = read(RESULTS) if RESULTS.exists() else []
-    known = {key(row) for row in stored}
-    rows = [row for row in read(args.out) if key(row) not in known]
+    stored = read(RESULTS)
+    scored = {key(row) for row in stored}
+    rows = [row for row in read(args.out) if key(row) not in scored]
     for task in {row["task"] for row in rows}:
         of = [row for row in rows if row["task"] == task]
         prompts = [*reasoning(task, 1 + max(row["index"] for row in of))]
@@ -186,39 +186,36 @@ def write(_: argparse.Namespace) -> None:
     PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
 
 
+PROMPTS = {"type": Path, "metavar": "PROMPTS.jsonl"}
+OUT = {"type": Path, "metavar": "OUT.jsonl"}
+ARGUMENTS = {
+    "prepare": {
+        "prompts": PROMPTS,
+        "--n": {"type": int, "default": 30},
+        "--task": {"nargs": "+", "default": TASKS},
+    },
+    "run": {
+        "file": {"metavar": "FILE.gguf"},
+        "prompts": PROMPTS,
+        "out": OUT,
+        "--device": {"default": "cpu"},
+        "--dtype": {"default": "bfloat16"},
+        "--seconds": {"type": float, "default": 300, "help": "no batch begins that ends later"},
+        "--batch": {"type": int, "default": 64, "help": "answers at once"},
+        "--new-tokens": {"type": int, "default": 400},
+        "--policy": {"nargs": "+", "default": POLICIES},
+        "--budget": {"type": int, "nargs": "+", "default": BUDGETS},
+        "--all": {"action": "store_true", "help": "also what the full cache gets wrong"},
+        "--threads": {"type": int, "default": 2},
+    },
+    "score": {"out": OUT},
+}
+
+
 def main() -> None:
     """Run one of the commands."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True)
-    first = commands.add_parser("prepare")
-    first.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl")
-    first.add_argument("--n", type=int, default=30)
-    first.add_argument("--task", nargs="+", default=TASKS)
-    first.set_defaults(run=prepare)
-    second = commands.add_parser("run")
-    second.add_argument("file", metavar="FILE.gguf")
-    second.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl")
-    second.add_argument("out", type=Path, metavar="OUT.jsonl")
-    second.add_argument("--device", default="cpu")
-    second.add_argument("--dtype", default="bfloat16")
-    second.add_argument(
-        "--seconds", type=float, default=300, help="no batch begins that ends later"
-    )
-    second.add_argument("--batch", type=int, default=64, help="answers at once")
-    second.add_argument("--new-tokens", type=int, default=400)
-    second.add_argument("--policy", nargs="+", default=POLICIES)
-    second.add_argument("--budget", type=int, nargs="+", default=BUDGETS)
-    second.add_argument("--all", action="store_true", help="also what the full cache gets wrong")
-    second.add_argument("--threads", type=int, default=2)
-    second.set_defaults(run=run)
-    third = commands.add_parser("score")
-    third.add_argument("out", type=Path, metavar="OUT.jsonl")
-    third.set_defaults(run=score)
-    commands.add_parser("write").set_defaults(run=write)
-    args = parser.parse_args()
-    args.run(args)
+    commands = {"prepare": prepare, "run": run, "score": score, "write": write}
+    run_command(__doc__, commands, ARGUMENTS)
 
 
 if __name__ == "__main__":

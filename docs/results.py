@@ -63,9 +63,9 @@ def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
             measured = list(pool.map(work, numbers))
     tools = ", ".join(f"{name} {version(name)}" for name in ("kvsim", "torch", "transformers"))
-    made = {"weights": weights(plan), "tools": f"{tools}, Python {platform.python_version()}"}
-    made |= {} if plan.device == "cpu" else {"device": torch.cuda.get_device_name()}
-    write_values(values, plan, pl.concat(measured), cost(plan.cost), made)
+    facts = {"weights": weights(plan), "tools": f"{tools}, Python {platform.python_version()}"}
+    facts |= {} if plan.device == "cpu" else {"device": torch.cuda.get_device_name()}
+    write_values(values, plan, pl.concat(measured), cost(plan.cost), facts)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,14 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, metavar="N", help="the first so many of them")
     parser.add_argument("--file", type=Path, metavar="FILE.gguf", help="the model, if it is Qwen")
     parser.add_argument("--device", default="cpu", help="what computes: cpu or cuda")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     start = time.perf_counter()
-    plan = SMALLEST[given.model] if given.smallest else PLANS[given.model]
-    plan = replace(plan, prompts=given.prompts or plan.prompts)
-    plan = replace(plan, file=given.file, device=given.device)
-    out = given.out or PAGES[plan.name]
-    if not given.stored:
-        measure_all(plan, given.traces, out.with_suffix(".parquet"), given.jobs)
+    plan = SMALLEST[args.model] if args.smallest else PLANS[args.model]
+    plan = replace(plan, prompts=args.prompts or plan.prompts)
+    plan = replace(plan, file=args.file, device=args.device)
+    out = args.out or PAGES[plan.name]
+    if not args.stored:
+        measure_all(plan, args.traces, out.with_suffix(".parquet"), args.jobs)
     results = {plan.name: write(plan, out)}
     if out == PAGES[plan.name]:
         results = committed()
@@ -111,9 +111,9 @@ def write(plan: Plan, out: Path) -> Results:
     figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
-        others = committed()
-        same = plan.once and plan.model in others
-        compared = [others[plan.model]] if same else [*others.values()]
+        known_results = committed()
+        same = plan.once and plan.model in known_results
+        compared = [known_results[plan.model]] if same else [*known_results.values()]
         text = long_page(results, by_budget, link, compared)
     else:
         text = page(results, policies, by_budget, link)

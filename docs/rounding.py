@@ -9,16 +9,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from study import Rows, finished, of_models, put, read, traces_in
 
 import kvsim
 from access import PAGE, ROOT, TITLES
-from apps.tiny.card import fill
 from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import averages
 from kvsim.core.storing import Codec, round_marked
@@ -57,7 +56,7 @@ def lost(trace: kvsim.Trace, codec: Codec, which: int) -> float:
 
 def measure(model: str, folder: Path) -> None:
     """Measure all codecs on a model, and write them down."""
-    paths = sorted(folder.glob("*.zarr"))
+    paths = traces_in(folder / model, 3)
     policies = {name: kvsim.policy(of, **params) for name, (of, params) in CODECS.items()}
     policies["full"] = kvsim.policy("full")
     run = kvsim.sweep(
@@ -67,11 +66,9 @@ def measure(model: str, folder: Path) -> None:
         metrics=METRICS,
         judge=True,
     )
-    if run.failures:
-        raise SystemExit(str(run.failures[0]))
     rows: dict[str, dict[str, Any]] = {x: {"model": model, "name": x} for x in policies}
     names = {(x.name, json.dumps(dict(x.params))): name for name, x in policies.items()}
-    for mean in averages(run.table, metrics=list(METRICS)).iter_rows(named=True):
+    for mean in averages(finished(run).table, metrics=list(METRICS)).iter_rows(named=True):
         row = rows[names[mean["policy"], mean["params"]]]
         row |= {mean["metric"]: mean["mean"], "n": mean["n"]}
         row |= {"low": mean["low"], "high": mean["high"]} if "kl" in mean["metric"] else {}
@@ -86,10 +83,9 @@ def measure(model: str, folder: Path) -> None:
     RESULTS.write_text(text, "utf-8")
 
 
-def lines() -> list[dict[str, Any]]:
+def lines() -> Rows:
     """Return the measured lines of the results file."""
-    text = RESULTS.read_text("utf-8") if RESULTS.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    return read(RESULTS)
 
 
 def table() -> str:
@@ -117,19 +113,10 @@ def table() -> str:
     return "\n\n".join(parts)
 
 
-def main() -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--traces", type=Path, default=ROOT / "traces/rounding")
-    parser.add_argument("--models", nargs="*", choices=TITLES, default=["tiny"])
-    parser.add_argument("--write-only", action="store_true")
-    given = parser.parse_args()
-    if not given.write_only:
-        torch.set_num_threads(1)
-        for model in given.models:
-            measure(model, given.traces / model)
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), {"codecs": table()}), "utf-8")
+def write() -> None:
+    """Put the table into the page."""
+    put(PAGE, {"codecs": table()})
 
 
 if __name__ == "__main__":
-    main()
+    of_models(__doc__, "rounding", [*TITLES], measure, write, default=["tiny"])

@@ -13,30 +13,30 @@ table into benchmarks.md.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from study import Rows, append, filled, read, run_command
 
+from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import Interval
 from kvsim.recorder import Prompt, load_model
 from kvsim.recorder.prompts import encode, token_count
 from kvsim.text.answers import score
 from kvsim.text.ruler import RULER, ruler_sample
 from qwen_card import responses
-from smollm2_card import filled
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "ruler-results.jsonl", HERE / "benchmarks.md"
 LENGTHS = (1024, 2048, 4096)
 
 
-def results() -> list[dict[str, Any]]:
+def results() -> Rows:
     """Return the scores so far."""
-    return [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()]
+    return read(RESULTS)
 
 
 def measure(count: int, batch: int, device: str) -> Iterator[dict[str, Any]]:
@@ -73,8 +73,7 @@ def table(scores: list[Mapping[str, Any]]) -> str:
     Tasks and lengths without a prompt are left out.
     """
     lengths = [n for n in LENGTHS if any(each["length"] == n for each in scores)]
-    head = f"| task | {' | '.join(f'{n:,}' for n in lengths)} |"
-    lines = [head, "| --- " * (1 + len(lengths)) + "|"]
+    lines = []
     for task in [task for task in RULER if any(each["task"] == task for each in scores)]:
         of_task = [
             [each["score"] for each in scores if (each["task"], each["length"]) == (task, n)]
@@ -83,41 +82,40 @@ def table(scores: list[Mapping[str, Any]]) -> str:
         cells = [
             f"{100 * np.mean(values):.0f} ({len(values)})" if values else "-" for values in of_task
         ]
-        lines.append(f"| `{task}` | {' | '.join(cells)} |")
+        lines.append([f"`{task}`", *cells])
     means = []
     for n in lengths:
         values = np.array([each["score"] for each in scores if each["length"] == n])
         measured = {each["task"] for each in scores if each["length"] == n}
         whole = Interval.of(values) if measured == {*RULER} else None
-        known = whole is not None and not np.isnan(whole.low)
-        ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and known else ""
+        has_interval = whole is not None and not np.isnan(whole.low)
+        ends = f" [{100 * whole.low:.0f}, {100 * whole.high:.0f}]" if whole and has_interval else ""
         means.append("-" if whole is None else f"{100 * whole.mean:.0f}{ends} ({whole.n})")
-    whole_lengths = [f"| all prompts | {' | '.join(means)} |"] * any(x != "-" for x in means)
-    return "\n".join([*lines, *whole_lengths])
+    whole_lengths = [["all prompts", *means]] * any(x != "-" for x in means)
+    return markdown(["task", *(f"{n:,}" for n in lengths)], [*lines, *whole_lengths])
 
 
 def page(text: str) -> str:
     """Return the page with the table of all scores so far."""
-    return filled(text, {"ruler": table(results()).splitlines()})
+    return filled(text, {"ruler": table(results())})
 
 
-def main() -> None:
-    """Run one of the commands."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    commands = parser.add_subparsers(required=True, dest="command")
-    first = commands.add_parser("measure")
-    first.add_argument("count", type=int, help="prompts of each task and length")
-    first.add_argument("--batch", type=int, default=4, help="prompts at once")
-    first.add_argument("--device", default="cpu")
-    commands.add_parser("page")
-    given = parser.parse_args()
-    if given.command == "page":
-        PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
-        return
-    for result in measure(given.count, given.batch, given.device):
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
+def write(_: argparse.Namespace) -> None:
+    """Write the table of the page."""
+    PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
 
+
+def extend(args: argparse.Namespace) -> None:
+    """Add the scores of prompts that have none yet."""
+    for result in measure(args.count, args.batch, args.device):
+        append(RESULTS, [result])
+
+
+MEASURE = {
+    "count": {"type": int, "help": "prompts of each task and length"},
+    "--batch": {"type": int, "default": 4, "help": "prompts at once"},
+    "--device": {"default": "cpu"},
+}
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, {"measure": extend, "page": write}, {"measure": MEASURE})

@@ -1,5 +1,5 @@
 # ruff: noqa: INP001, T201 - a script, not a module, and it says what it did
-"""Make the pictures of the dashboard in images/: every page in two sizes, light and dark.
+"""Make the pictures of the dashboard in images/: every page, light and dark.
 
     python docs/screenshots.py              all of them, in a few minutes
     python docs/screenshots.py PAGE ...     those of some pages, such as start (without a run) or
@@ -30,9 +30,9 @@ DOCS = Path(__file__).resolve().parent
 sys.path.append(str(DOCS.parent / "tests"))
 from browsing import PAGES, Tab, chromium, home, serve  # noqa: E402 - found by the line above
 
-SIZES, SCHEMES = ((1440, 900), (1000, 700)), ("light", "dark")
+SIZE, SCHEMES = {"width": 1440, "height": 900}, ("light", "dark")
 #: Bytes of all pictures, at most.
-ALL = 1_500_000
+ALL = 900_000
 #: The first page in a folder without a run.
 START = "start"
 #: The page of retention behind a reader.
@@ -69,22 +69,21 @@ def prepare(folder: Path) -> None:
 
 
 def shoot(folder: Path, pages: list[str], title: str | None = None, **link: Any) -> None:
-    """Show pages in every size and scheme, and keep what is seen; title: in the names of files."""
+    """Show pages in every scheme, and keep what is seen; title: in the names of files."""
     with serve(folder) as address, chromium(address) as context:
         tab = Tab(context.new_page())
         for scheme in SCHEMES:
             tab.page.emulate_media(color_scheme=scheme)
-            for width, height in SIZES:
-                tab.page.set_viewport_size({"width": width, "height": height})
-                for page in pages:
-                    name = f"images/dashboard-{title or page}-{width}-{scheme}.webp"
-                    tab.open(home(address), page.replace(START, PAGES[0]), **link)
-                    tab.check()
-                    if tab.overflow() > 0:
-                        raise SystemExit(f"{name}: the page is wider than the screen")
-                    image = Image.open(io.BytesIO(tab.page.screenshot()))
-                    image.convert("RGB").save(DOCS / name, quality=50, method=6)
-                    print(name, (DOCS / name).stat().st_size)
+            tab.page.set_viewport_size(SIZE)
+            for page in pages:
+                name = f"images/dashboard-{title or page}-{SIZE['width']}-{scheme}.webp"
+                tab.open(home(address), page.replace(START, PAGES[0]), **link)
+                tab.check()
+                if tab.overflow() > 0:
+                    raise SystemExit(f"{name}: the page is wider than the screen")
+                image = Image.open(io.BytesIO(tab.page.screenshot()))
+                image.convert("RGB").save(DOCS / name, quality=50, method=6)
+                print(name, (DOCS / name).stat().st_size)
 
 
 def main(pages: list[str]) -> None:

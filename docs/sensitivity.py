@@ -13,7 +13,6 @@ others. Live KL is that of `validity-results.parquet`, of the same prompts.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,10 +24,7 @@ from scipy.optimize import nnls
 from scipy.stats import spearmanr
 
 import kvsim
-from kvsim.recorder import capture_many, load_model
 from kvsim.sweeps import replay_all
-from results_page.policies import scaled
-from results_page.traces import samples
 
 RESULTS = Path(__file__).with_name("sensitivity-results.parquet")
 _KEYS = ("model", "prompt", "policy", "budget")
@@ -74,9 +70,9 @@ def scores(model: str) -> dict[str, Score]:
 
 def cell(rows: pl.DataFrame, score: Score) -> str:
     """Rank correlation with live KL of means over prompts, and mean of those within prompts."""
-    found = score(*(np.array(rows[name].to_list()) for name in ("layers", "sensitivity")))
+    predicted = score(*(np.array(rows[name].to_list()) for name in ("layers", "sensitivity")))
     shape = rows["prompt"].n_unique(), -1
-    x, y = found.reshape(shape), rows["kl"].to_numpy().reshape(shape)
+    x, y = predicted.reshape(shape), rows["kl"].to_numpy().reshape(shape)
     within = np.mean([spearmanr(*pair).statistic for pair in zip(x, y, strict=True)])
     return f"{spearmanr(x.mean(0), y.mean(0)).statistic:.2f}, {within:.2f}"
 
@@ -96,18 +92,11 @@ def part() -> Iterator[str]:
 def measure() -> pl.DataFrame:
     """Record the prompts and replay the policies of `validity` again; takes ten minutes."""
     out = []
-    for name, (plan, budgets, tokens) in validity.STUDIES.items():
-        model, tokenizer = load_model(name)
-        policies = [scaled(plan.sizes, each) for each in validity.POLICIES]
-        terms = {"interval": plan.interval, "prefill": plan.prefill, "metrics": ["layer_error"]}
-        for prompt in samples(plan)[1:]:
-            writes = {} if prompt.response is not None else {"max_new_tokens": tokens}
-            with tempfile.TemporaryDirectory() as folder:
-                (trace,) = capture_many(model, tokenizer, [prompt], folder, **writes)
-                table = replay_all([trace], policies, budgets, **terms).table
-            out.append(_stored(name, trace, table))
-    known = pl.read_parquet(RESULTS).select(*_KEYS, "part")
-    return pl.concat(out).join(known, on=_KEYS, nulls_equal=True, maintain_order="left")
+    for name, _, trace, cells, terms in validity.recorded():
+        table = replay_all([trace], *cells, metrics=["layer_error"], **terms).table
+        out.append(_stored(name, trace, table))
+    parts = pl.read_parquet(RESULTS).select(*_KEYS, "part")
+    return pl.concat(out).join(parts, on=_KEYS, nulls_equal=True, maintain_order="left")
 
 
 def _stored(model: str, trace: kvsim.Trace, table: pl.DataFrame) -> pl.DataFrame:
@@ -117,8 +106,12 @@ def _stored(model: str, trace: kvsim.Trace, table: pl.DataFrame) -> pl.DataFrame
         .agg(layers=pl.col("value").cast(pl.Float32))
         .with_columns(pl.col("budget").cast(pl.Int32))
     )
-    own = {"policy": [None], "budget": [None], "layers": [[*trace.header.layer_sensitivity]]}
-    both = pl.concat([errors, pl.DataFrame(own, schema=errors.schema)])
+    sensitivity = {
+        "policy": [None],
+        "budget": [None],
+        "layers": [[*trace.header.layer_sensitivity]],
+    }
+    both = pl.concat([errors, pl.DataFrame(sensitivity, schema=errors.schema)])
     named = both.with_columns(model=pl.lit(model), prompt=pl.lit(trace.name))
     return named.select(*_KEYS, "layers")
 

@@ -15,16 +15,17 @@ prompts of other seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from scipy.stats import binomtest
+from study import append, filled, read, run_command
 
+from apps.tiny.card import table as markdown
 from kvsim.recorder.models import load_model
 from kvsim.recorder.prompts import token_count
 from kvsim.text.answers import is_right
@@ -55,10 +56,8 @@ def measure(args: argparse.Namespace) -> None:
     def ends_line(ids: torch.Tensor, _scores: object) -> torch.Tensor:
         return torch.tensor(["\n" in tokenizer.decode(ids[0, -1:])], device=ids.device)
 
-    done = set()
-    if args.out.exists():
-        for row in read(args.out):
-            done.add((row["length"], row["task"], row["depth"], row["index"]))
+    names = ("length", "task", "depth", "index")
+    done = {tuple(row[name] for name in names) for row in read(args.out)}
     seen: dict[Any, int] = {}
     for cell in cells(args.length, args.task, args.n):
         length, task, depth = cell
@@ -94,22 +93,18 @@ def measure(args: argparse.Namespace) -> None:
         row |= {"seed": SEED, "tokens": drawn.tokens, "answer": drawn.answer}
         row |= {"response": response, "right": is_right(response, drawn.answer or "")}
         row["seconds"] = round(time.perf_counter() - began, 2)
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(args.out, [row])
 
 
-def table(rows: Sequence[dict[str, Any]], column: str, tasks: Sequence[str]) -> list[str]:
-    """Return the lines of a table of right answers: a row per task, a column per value."""
+def table(rows: Sequence[dict[str, Any]], column: str, tasks: Sequence[str]) -> str:
+    """Return a table of right answers: a row per task, a column per value."""
     values = sorted({row[column] for row in rows if row[column] is not None})
     counts: dict[Any, list[bool]] = defaultdict(list)
     for row in rows:
         counts[row["task"], row[column]].append(row["right"])
-    lines = [f"| task | {' | '.join(map(str, values))} |", "| --- " * (len(values) + 1) + "|"]
-    for task in tasks:
-        cells = [cell(counts[task, value]) for value in values]
-        if any(cells):
-            lines.append(f"| `{task}` | {' | '.join(cells)} |")
-    return lines
+    lines = {task: [cell(counts[task, value]) for value in values] for task in tasks}
+    shown = [[f"`{task}`", *cells] for task, cells in lines.items() if any(cells)]
+    return markdown(["task", *map(str, values)], shown)
 
 
 def cell(right: Sequence[bool]) -> str:
@@ -128,40 +123,9 @@ def page(text: str, rows: Sequence[dict[str, Any]]) -> str:
     return filled(text, {"lengths": table(rows, "length", TASKS), "depths": depths})
 
 
-def filled(text: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """Return a page with the lines of its generated parts, by the names in their marks."""
-    for name, lines in parts.items():
-        mark, end = f"<!-- measured: {name} -->\n", "<!-- /measured -->"
-        before, _, rest = text.partition(mark)
-        text = "\n".join([before + mark + lines[0], *lines[1:], end + rest.partition(end)[2]])
-    return text
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the results."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def write(_: argparse.Namespace) -> None:
     """Write the generated parts of the page."""
     PAGE.write_text(page(PAGE.read_text(), read(RESULTS)))
-
-
-def run_command(
-    doc: str | None,
-    commands: Mapping[str, Callable[[argparse.Namespace], None]],
-    arguments: Mapping[str, Mapping[str, Mapping[str, Any]]],
-) -> None:
-    """Run the command that the command line names; arguments: of each, with argparse's keywords."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    subparsers = parser.add_subparsers(required=True)
-    for name, run in commands.items():
-        command = subparsers.add_parser(name)
-        command.set_defaults(run=run)
-        for flag, keywords in arguments.get(name, {}).items():
-            command.add_argument(flag, **keywords)
-    args = parser.parse_args()
-    args.run(args)
 
 
 MEASURE = {

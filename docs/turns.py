@@ -10,16 +10,17 @@ minutes on a free core.
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from study import Rows, by_prompt, filled, read
 
 import kvsim
+from apps.tiny.card import table as markdown
 from kvsim.analysis.results import BEYOND
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import Interval
@@ -28,7 +29,6 @@ from kvsim.recorder.capturing import capture_one
 from kvsim.recorder.prompts import token_count
 from kvsim.schema import plural
 from kvsim.text.haystack import draw
-from smollm2_card import filled
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "turns-results.jsonl", HERE / "turns.md"
@@ -43,10 +43,9 @@ POLICIES = (
 )
 
 
-def results() -> list[dict[str, Any]]:
+def results() -> Rows:
     """Return the answers so far."""
-    lines = RESULTS.read_text("utf-8").splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
+    return read(RESULTS)
 
 
 def document(index: int, tokenizer: Any) -> tuple[str, list[Turn]]:
@@ -125,34 +124,24 @@ def table(answers: list[Mapping[str, Any]]) -> str:
     """Return the right answers in percent by schedule, policy and turn."""
     turns = (1, 2, 3)
     heads = [f"{name}, turn {turn}" for name in SCHEDULES.values() for turn in turns]
-    lines = [f"| policy | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
-    for policy in POLICIES:
-        cells = [
-            cell(
-                [
-                    each["value"]
-                    for each in answers
-                    if (each["policy"], each["compress"], each["turn"]) == (policy, compress, turn)
-                ]
-            )
-            for compress in SCHEDULES
-            for turn in turns
-        ]
-        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+    values: dict[tuple[str, str, int], list[float]] = {}
+    for each in answers:
+        key = each["policy"], each["compress"], each["turn"]
+        values.setdefault(key, []).append(each["value"])
+    columns = [*product(SCHEDULES, turns)]
+    lines = [
+        [f"`{policy}`", *(cell(values.get((policy, *column), [])) for column in columns)]
+        for policy in POLICIES
+    ]
     count = len({each["index"] for each in answers})
     few = ", which decides nothing" if count < FEWEST else ""
-    return "\n".join([*lines, "", f"Of {plural(count, 'prompt')}{few}."])
+    return f"{markdown(['policy', *heads], lines)}\n\nOf {plural(count, 'prompt')}{few}."
 
 
 def page(text: str) -> str:
     """Return the page with the table of all answers so far."""
-    return filled(text, {"turns": table(results()).splitlines()})
+    return filled(text, {"turns": table(results())})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--page"]:
-        PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
-    else:
-        for rows in measure(int(sys.argv[1])):
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
+    by_prompt(measure, RESULTS, PAGE, page)

@@ -145,30 +145,37 @@ def part() -> str:
 def measure() -> pl.DataFrame:
     """Record every prompt, replay, judge and run live every policy at every budget."""
     parts = []
+    options: dict[str, Any] = {"metrics": OFFLINE, "regret": True}
+    for name, loaded, trace, cells, terms in recorded(residual=True, o_proj=True):
+        replayed = replay_all([trace], *cells, judge=name, **options, **terms)
+        live = kvsim.live(loaded[0], [trace], *cells, tokenizer=loaded[1], **terms)
+        parts += [_stored(replayed.table, trace, name), _stored(live.table, trace, name)]
+        print(f"{trace.name} is done")
+    return pl.concat(parts)
+
+
+def recorded(**options: Any) -> Iterator[tuple[str, Any, kvsim.Trace, Any, dict[str, Any]]]:
+    """Yield the name of a model, the model, a trace, policies with budgets, and the schedule.
+
+    A trace is there until the next one is recorded. options: of the capture.
+    """
     for name, (plan, budgets, tokens) in STUDIES.items():
         model, tokenizer = load_model(name)
-        policies = [scaled(plan.sizes, each) for each in POLICIES]
-        terms: dict[str, Any] = {"interval": plan.interval, "prefill": plan.prefill}
+        cells = [scaled(plan.sizes, each) for each in POLICIES], budgets
+        terms = {"interval": plan.interval, "prefill": plan.prefill}
         for prompt in samples(plan)[1:]:
             writes = {} if prompt.response is not None else {"max_new_tokens": tokens}
             with tempfile.TemporaryDirectory() as folder:
-                (trace,) = capture_many(
-                    model, tokenizer, [prompt], folder, residual=True, o_proj=True, **writes
-                )
-                given = {"metrics": OFFLINE, "regret": True, "judge": name}
-                replayed = replay_all([trace], policies, budgets, **given, **terms)
-                live = kvsim.live(model, [trace], policies, budgets, tokenizer=tokenizer, **terms)
-                parts += [_stored(replayed.table, trace, name), _stored(live.table, trace, name)]
-            print(f"{trace.name} is done")
-    return pl.concat(parts)
+                (trace,) = capture_many(model, tokenizer, [prompt], folder, **options, **writes)
+                yield name, (model, tokenizer), trace, cells, terms
 
 
 def _stored(table: pl.DataFrame, trace: kvsim.Trace, model: str) -> pl.DataFrame:
     """One value for each policy, budget and metric."""
     closed = pl.col("fidelity") == "closed"
-    asked = ~closed & pl.col("metric").is_in(OFFLINE) | pl.col("metric").is_in(PREDICTIONS)
+    chosen = ~closed & pl.col("metric").is_in(OFFLINE) | pl.col("metric").is_in(PREDICTIONS)
     main = {name: METRICS[name].main for name in (*OFFLINE, *PREDICTIONS)}
-    rows = table.filter(pl.col("policy").is_not_null(), asked).filter(
+    rows = table.filter(pl.col("policy").is_not_null(), chosen).filter(
         pl.col("variant") == pl.col("metric").replace_strict(main)
     )
     way = pl.when(pl.col("fidelity").is_in(("judged", "closed"))).then(

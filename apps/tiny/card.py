@@ -19,13 +19,12 @@ from scipy.stats import binomtest
 
 from apps.tiny.curriculum import MIX_FACTS, MIX_HAYSTACK, MIX_LINES, MIX_NEEDLE, SHARES
 from apps.tiny.model import SHAPES
-from apps.tiny.probes import FIGURES, FIRST, LAST
+from apps.tiny.probes import FIRST, LAST
 from apps.tiny.results import Row, best, heads
 from kvsim.studies.language.tasks import LEVELS, TASKS, prompts
 from kvsim.tiny.vocabulary import DOMAINS, VERBS, VOCAB
 
 MISSING = "Not measured for these weights."
-POINTS = 6  # rows of the table of a training curve, at most
 #: The role of a head is where it puts at least this share of its attention: sink on the first
 #: positions, marks on punctuation, local on the last positions (all three `RESTS`), retrieval on
 #: the position that some word needs.
@@ -50,7 +49,6 @@ def sections(rows: Sequence[Row], model: Path) -> dict[str, str]:
         "accuracy": accuracy,
         "layers": layers,
         "attention": attention,
-        "curve": curve,
     }
     return {
         "architecture": architecture(model),
@@ -224,22 +222,6 @@ def _span(pair: Sequence[int]) -> str:
     return f"{pair[0]}-{pair[1]}"
 
 
-def curve(rows: Sequence[Row]) -> str:
-    """Return for each seed a table of exact chains of development samples during training."""
-    runs = {row["seed"]: row["curve"] for row in rows if row["part"] == "curve"}
-    parts = []
-    for seed, points in sorted(runs.items()):
-        step = -(-len(points) // POINTS)
-        shown = points[::-1][::step][::-1]  # with the last point
-        body = [
-            [f"{point['tokens'] / 1e6:.1f}", str(point["stage"])]
-            + [f"{100 * point['exact'][task]:.0f}" for task in TASKS]
-            for point in shown
-        ]
-        parts.append(f"Seed {seed}:\n\n" + table(["million tokens", "stage", *TASKS], body))
-    return "\n\n".join(parts)
-
-
 # --- measurements ---
 
 
@@ -324,15 +306,13 @@ def attention(rows: Sequence[Row]) -> str:
         [
             str(same[0]["layer"]),
             ", ".join(str(each["head"]) for each in same),
-            *(_range(same, name, ".2f") for name in FIGURES[:-1]),
             _range(same, "effective", ".1f"),
             ", ".join(roles(same[0])),
             _finds(same[0]),
         ]
         for same in rows_of.values()
     ]
-    first = ["layer", "query head", f"first {FIRST}", "marks", f"last {LAST}", "chain before"]
-    head = [*first, "effective tokens", "role", "retrieves"]
+    head = ["layer", "query head", "effective tokens", "role", "retrieves"]
     means = (
         f"Roles: *sink*, *marks* and *local* have at least {RESTS:.2f} of the attention on the "
         f"first {FIRST} positions, on marks and on the last {LAST}; *retrieval* has at least "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 
 from kvsim.analysis.significance import ALPHA, FEWEST
+from kvsim.policies import CATALOGUE
 from kvsim.studies.claims import CLAIMS, HOLDS, NOT, OPEN, Claim
+from kvsim.studies.claims.ams import around
 from kvsim.studies.claims.claim import MATTERS, OF_TEN
+from results_page.ranking import markdown
 from results_page.statistics import Results
 
 
@@ -42,7 +46,8 @@ def _rules(results: Mapping[str, Results]) -> str:
         "short may hold on larger ones.\n\n"
         "Each claim becomes a number per prompt that is above 0 where the claim is right, mostly "
         "the difference between two policies on the same prompt. Where a paper speaks of accuracy, "
-        "*better* means a lower judged KL here. Cases are budgets, unless the test says otherwise. "
+        "*better* means a lower judged KL here. P is each policy in the rows below a claim. "
+        "Cases are budgets, unless the test says otherwise. "
         "Each is tested by sign flips over prompts, and its p corrected for the number of cases "
         f"(Holm). It counts with p up to {ALPHA:g} and a mean that matters: at least {MATTERS:g} "
         "of the mean of two settings that are compared, or of the unit of any other number. These "
@@ -63,25 +68,51 @@ def _rules(results: Mapping[str, Results]) -> str:
 def _count(tested: Mapping[str, Mapping[str, Mapping[tuple[str, str], Claim]]]) -> str:
     models = list(next(iter(tested.values())))
     titles = [f"{model}: {verdict}" for model in models for verdict in (HOLDS, NOT, OPEN)]
-    lines = [f"| paper | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
+    lines = []
     for paper, by_model in tested.items():
         counts = []
         for claims in by_model.values():
             verdicts = [claim.verdict for claim in claims.values()]
             counts += [str(verdicts.count(verdict)) for verdict in (HOLDS, NOT, OPEN)]
-        lines.append(f"| {paper} | {' | '.join(counts)} |")
-    return "\n".join(lines)
+        lines.append([paper, *counts])
+    return markdown(["paper", *titles], lines)
 
 
 def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:
+    """A row for each claim; claims that differ in a policy alone are rows below one with P."""
     titles = ["", "claim", "test", *by_model]
-    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    lines = [titles, ["---"] * len(titles)]
+    similar: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    texts = {}
     for key in dict.fromkeys(key for claims in by_model.values() for key in claims):
-        found = {model: claims[key] for model, claims in by_model.items() if key in claims}
-        tests = dict.fromkeys(claim.tested for claim in found.values())
-        results = [_result(found[model]) if model in found else "not tested" for model in by_model]
-        lines.append("| " + " | ".join(map(_escaped, [*key, "; ".join(tests), *results])) + " |")
-    return "\n".join(lines)
+        tests = dict.fromkeys(claims[key].tested for claims in by_model.values() if key in claims)
+        whole = *key, "; ".join(tests).replace("KL to the full cache", "KL")
+        policy, pattern = _pattern(*whole)
+        texts[pattern] = whole
+        similar.setdefault(pattern, {})[policy] = [
+            _result(claims[key]) if key in claims else "not tested" for claims in by_model.values()
+        ]
+    for pattern, results in similar.items():
+        if len(results) == 1:
+            lines.append([*texts[pattern], *next(iter(results.values()))])
+            continue
+        lines.append([*pattern, *[""] * len(by_model)])
+        lines += [["", f"`{policy}`", "", *cells] for policy, cells in results.items()]
+    return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
+
+
+def _pattern(number: str, says: str, tested: str) -> tuple[str, tuple[str, str, str]]:
+    """The last policy that a claim names, and the claim and its test with P instead."""
+    words = re.findall(r"[\w@+]+", says)
+    policy = next((x for x in reversed(words) if re.split("[@+]", x)[0] in CATALOGUE), "")
+    if not policy:
+        return "", (number, says, tested)
+
+    def hidden(text: str) -> str:
+        text = re.sub(rf"(?<![\w@+]){re.escape(around(policy))}(?![\w@+])", "AMS around P", text)
+        return re.sub(rf"(?<![\w@]){re.escape(policy)}(?![\w@+])", "P", text)
+
+    return policy, (number, hidden(says), hidden(tested))
 
 
 def _result(claim: Claim) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.analysis.summaries import STAGES, Interval, stage_of
+from results_page.ranking import markdown
 from results_page.statistics import Floats, Results
 from results_page.traces import labels
 
@@ -18,7 +19,7 @@ def groups(r: Results) -> str:
     """A row for each stage, domain and task, and one for all."""
     budget = r.plan.budget
     head = ("group", f"`{BASE}`", f"`{MADE}`", "difference", "segments", "prompts")
-    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    lines = []
     for name, chosen, layers in _groups(r):
         base, made = (
             _mean(r, label, budget, "retained_iou", layers)[chosen] for label in (BASE, MADE)
@@ -26,13 +27,13 @@ def groups(r: Results) -> str:
         cut = _mean(r, MADE, budget, "segment_count", layers)[chosen]
         cells = [Interval.of(x).text(".3f") for x in (base, made)]
         cells += [Interval.of(made - base).text("+.3f"), Interval.of(cut).text(".1f")]
-        lines.append(f"| {name} | {' | '.join(cells)} | {chosen.sum()} |")
+        lines.append([name, *cells, str(chosen.sum())])
     chance = Interval.of(r.chance(BASE, budget, "retained_iou")).mean
     return (
         "The layout of AMS, Table 14: intersection over union of consecutive kept sets, for "
         f"`{BASE}` alone and under `{MADE}`, at budget {budget}; random sets of these sizes have "
         f"{chance:.3f}. A stage is two sevenths of the layers at either end, and what lies "
-        f"between{_three(r)}. The difference is paired by prompt.\n\n" + "\n".join(lines)
+        f"between{_three(r)}. The difference is paired by prompt.\n\n" + markdown(head, lines)
     )
 
 

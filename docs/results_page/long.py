@@ -12,7 +12,7 @@ from scipy.stats import rankdata
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.schema import plural
-from results_page.ranking import Row, shown
+from results_page.ranking import Row, markdown, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
 from results_page.text import command, sources
@@ -113,11 +113,6 @@ def _compared(r: Results) -> list[int]:
     return [budget for budget in r.plan.budgets if _count(r, budget) == most]
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(head) - 1), *lines[1:]])
-
-
 def _table(r: Results, policies: Sequence[str]) -> str:
     """KL at each budget, and the other metrics at the middle one."""
     rows = []
@@ -132,7 +127,7 @@ def _table(r: Results, policies: Sequence[str]) -> str:
         ]
         rows.append([shown(label), *kl, *cells])
     head = ["policy", *(f"KL {budget}" for budget in r.plan.budgets), *(x for x, *_ in _COLUMNS)]
-    return _markdown(head, rows)
+    return markdown(head, rows)
 
 
 _DIFFERENT = (
@@ -179,7 +174,7 @@ def _groups(r: Results, policies: Sequence[str]) -> str:
         rows.append([shown(label), *(f"{x.mean:.3f}" if x.n else "" for x in means)])
     count = ", ".join(f"{n} of `{kind}`" for kind, n in Counter(found).items())
     head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
-    return f"Mean KL (prompts: {count}).\n\n" + _markdown(head, rows)
+    return f"Mean KL (prompts: {count}).\n\n" + markdown(head, rows)
 
 
 def _prediction(r: Results, others: Sequence[Results], policies: Sequence[str]) -> str:
@@ -208,7 +203,7 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     return (
         f"On [{shorter.plan.prompts} prompts of {tokens.min()} to {tokens.max()} tokens of "
         f"{_NAMES[shorter.plan.name]}]({shorter.plan.page}):\n\n"
-    ) + _markdown(["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows)
+    ) + markdown(["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows)
 
 
 _NAMES = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
@@ -246,7 +241,7 @@ def _needles(r: Results, policies: Sequence[str]) -> list[str]:
         "decoding from the evicted cache, no token of the answer changes. *Recall*: share of the "
         "needle's tokens that rows of the response still see, mean over layers and heads."
     )
-    return ["## Needles", text, _markdown(["policy", *titles], rows)]
+    return ["## Needles", text, markdown(["policy", *titles], rows)]
 
 
 def _stages(r: Results) -> str:
@@ -257,7 +252,7 @@ def _stages(r: Results) -> str:
         sizes = [f"{x / 2**30:.2f}" for x in (min(before), min(peak))]
         rows.append([stage, f"{np.mean(seconds):.0f}", f"{max(seconds):.0f}", *sizes])
     head = ["stage", "seconds, mean", "seconds, most", "GiB before", "GiB at its peak"]
-    return _STAGES + "\n\n" + _markdown(head, rows)
+    return _STAGES + "\n\n" + markdown(head, rows)
 
 
 _STAGES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ COLUMNS = (
     ("entries", "entries_seen", None, ".1f"),
 )
 KL, LAYER_ERROR, ERROR, WIPED = "KL", "layer error", "output error", "wipe-out 32"
+ENTRIES = "entries"
 #: Of the budgets in the figures, from the smallest on.
 COLORS = ("#c8102e", "#e08a1e", "#7a9cc6", "#1f4e79")
 #: Places of the ranking.
@@ -182,8 +184,11 @@ def _correlation(leaders: Sequence[Row], title: str) -> str:
 
 
 def table(by_budget: Mapping[int, Sequence[Row]], budget: int) -> str:
-    """All rows, ranked by KL at this budget: KL at each budget, then the other columns at this."""
-    others = COLUMNS[1:]
+    """All rows, ranked by KL at this budget: KL at each budget, then the other columns at this.
+
+    A policy whose rows see another number of entries than those of most policies says so.
+    """
+    others, most = COLUMNS[1:-1], usual_entries(by_budget[budget])
     elsewhere = {n: {row.label: row for row in rows} for n, rows in by_budget.items()}
     lines = []
     for row in by_budget[budget]:
@@ -196,13 +201,25 @@ def table(by_budget: Mapping[int, Sequence[Row]], budget: int) -> str:
             cells.append(f"{one.mean:{form}}" if one.n else "")
             if title == "IoU":
                 cells.append(f"{row.chance.mean:{form}}" if row.chance.n else "")
-        note = "" if row.bounded else " (no budget binds)"
-        lines.append(f"| {shown(row.label)}{note} | " + " | ".join(cells) + " |")
+        notes = [] if row.bounded else ["no budget binds"]
+        if (seen := f"{row.mean(ENTRIES):.1f}") != most:
+            notes.append(f"{seen} entries")
+        note = f" ({', '.join(notes)})" if notes else ""
+        lines.append([f"{shown(row.label)}{note}", *cells])
     titles = [title for title, *_ in others]
     titles.insert(titles.index("IoU") + 1, "IoU by chance")
-    titles = [f"KL {n}" for n in by_budget] + titles
-    head = "| policy | " + " | ".join(titles) + " |"
-    return "\n".join([head, "| --- |" + " ---: |" * len(titles), *lines])
+    return markdown(["policy", *(f"KL {n}" for n in by_budget), *titles], lines)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of numbers: a label in the first column, the others to the right."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "| --- |" + " ---: |" * (len(head) - 1), *lines[1:]])
+
+
+def usual_entries(of_budget: Sequence[Row]) -> str:
+    """Return the number of entries that rows see under most policies, as text."""
+    return Counter(f"{row.mean(ENTRIES):.1f}" for row in of_budget).most_common(1)[0][0]
 
 
 def shown(label: str) -> str:

@@ -15,7 +15,7 @@ from kvsim.policies import parameters
 from results_page.groups import groups
 from results_page.plan import REAL, Plan
 from results_page.policies import ACROSS, PAPER, RELEASE, across_policies, table_policies
-from results_page.ranking import Row, opening, shown, table
+from results_page.ranking import Row, best, markdown, opening, shown, table, usual_entries
 from results_page.statistics import Results
 from results_page.traces import ANSWER, DEPTHS, VERBS, labels
 
@@ -33,23 +33,23 @@ def page(
     parts = [
         _introduction(r, opening(by_budget, figure)) + unmeasured,
         "## What policies keep and lose",
-        reading(r, policies),
+        reading(r, policies, usual_entries(by_budget[r.plan.budget])),
         table(by_budget, r.plan.budget),
         *changed,
         "## By " + _and(["stage", *labels(r.plan, 1)]),
         groups(r),
         "## Across layers",
         _across(r),
-        *(_of_a_real_model(r, policies) if r.plan.lengths else []),
+        *(_of_a_real_model(r, by_budget[r.plan.budget]) if r.plan.lengths else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _of_a_real_model(r: Results, policies: Mapping[str, Policy]) -> list[str]:
+def _of_a_real_model(r: Results, ranked: Sequence[Row]) -> list[str]:
     """Sections that tiny has no layers and no needles for."""
     return [
         "## What is left of the needle",
-        _needle(r, policies),
+        _needle(r, [*(row.label for row in best(ranked)), "oracle"]),
         "## Where ASL selects",
         _selection(r),
     ]
@@ -152,7 +152,7 @@ def _smollm2(r: Results) -> tuple[str, str]:
     return beginning, prompts
 
 
-def reading(r: Results, policies: Mapping[str, Policy]) -> str:
+def reading(r: Results, policies: Mapping[str, Policy], entries: str) -> str:
     """Explain the columns of the tables."""
     gaps = [r.of(label, n, "regret_gap") for label in policies for n in r.plan.budgets]
     gap = np.nanmax(gaps)
@@ -162,8 +162,8 @@ def reading(r: Results, policies: Mapping[str, Policy]) -> str:
         f"{r.plan.budget}, by whose KL rows are sorted. *Regret* is the mass that the "
         f"[optimum](optimum.md) retains minus retained mass; its proof leaves {left_open} open. "
         f"{_of_fewer(r)}*Wipe-out 32* is the share of regions of 32 tokens of which nothing is "
-        "left after the last event, *IoU by chance* what random sets of the same sizes have, "
-        "*entries* what a row sees, mean over rows."
+        "left after the last event, *IoU by chance* what random sets of the same sizes have. "
+        f"A row sees {entries} entries, mean over rows, where the name of a policy says no other."
         "\n\n" + _sizes(r.plan)
     )
 
@@ -206,15 +206,13 @@ def _sizes(plan: Plan) -> str:
 
 def _across(r: Results) -> str:
     """Policies that drop rows of the prompt, and what they are beside."""
-    head = "| policy | " + " | ".join(f"budget {n}" for n in r.plan.budgets) + " | entries |"
-    lines = [head, "| --- |" + " ---: |" * (len(r.plan.budgets) + 1)]
-    for one in across_policies(r.plan.sizes):
-        errors = (r.of(one.name, n, "output_error") for n in r.plan.budgets)
+    lines = []
+    for each in across_policies(r.plan.sizes):
+        errors = (r.of(each.name, n, "output_error") for n in r.plan.budgets)
         cells = [Interval.of(error).text(".3f") for error in errors]
-        entries = [np.nanmean(r.of(one.name, n, "entries_seen")) for n in r.plan.budgets]
+        entries = [np.nanmean(r.of(each.name, n, "entries_seen")) for n in r.plan.budgets]
         seen = f"{min(entries):.0f} to {max(entries):.0f}"
-        label = shown(one.name.removeprefix(ACROSS))
-        lines.append(f"| {label} | {' | '.join(cells)} | {seen} |")
+        lines.append([shown(each.name.removeprefix(ACROSS)), *cells, seen])
     forced = (
         "Windows are 8 rows; ASL is forced to select (tau 1.01) before the last of three layers. "
         if r.plan.sizes.across
@@ -226,27 +224,28 @@ def _across(r: Results) -> str:
         f"prompt. {forced}*Entries* is what a row sees from the smallest budget to the largest, "
         "mean over layers. Dropping rows also [saves time](cost.md)."
     )
-    return "\n".join([text, "", *lines])
+    head = ["policy", *(f"budget {n}" for n in r.plan.budgets), "entries"]
+    return f"{text}\n\n{markdown(head, lines)}"
 
 
-def _needle(r: Results, policies: Mapping[str, Policy]) -> str:
+def _needle(r: Results, policies: Sequence[str]) -> str:
     """Recall of the needle by policy and budget, and the share of needles that are wiped out."""
     heads = [*(f"recall {n}" for n in r.plan.budgets), f"wiped out {r.plan.budget}"]
-    lines = [f"| policy | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
     rows = []
     for label in policies:
         recall = [Interval.of(r.of(label, n, "needle_recall")) for n in r.plan.budgets]
         gone = Interval.of(r.of(label, r.plan.budget, "needle_wipeout"))
-        cells = [f"{one.mean:.2f}" if one.n else "" for one in (*recall, gone)]
-        rows.append((-recall[0].mean, f"| {shown(label)} | {' | '.join(cells)} |"))
+        cells = [f"{each.mean:.2f}" if each.n else "" for each in (*recall, gone)]
+        rows.append((-recall[0].mean, [shown(label), *cells]))
     by_chance = (r.chance("random", n, "needle_recall") for n in r.plan.budgets)
     chance = [f"{np.nanmean(x):.2f}" for x in by_chance if not np.isnan(x).all()]
     return (
         "*Recall*: share of the needle's tokens that the rows of the answer still see, mean over "
         f"layers and heads; random sets of the same size have {_and(chance)}. *Wiped out*: share "
         "of layers and heads that see nothing of it. A head that never reads the needle loses "
-        "nothing with it, so a low recall need not be a wrong answer.\n\n"
-    ) + "\n".join([*lines, *(row for _, row in sorted(rows))])
+        "nothing with it, so a low recall need not be a wrong answer. The best preset or "
+        "combination of each policy:\n\n"
+    ) + markdown(["policy", *heads], [row for _, row in sorted(rows)])
 
 
 def _selection(r: Results) -> str:

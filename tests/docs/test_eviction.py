@@ -71,7 +71,7 @@ def test_it_writes_card_and_figure_from_what_it_measured(model, tmp_path, capsys
     assert text.endswith("\n<!-- end eviction -->\nbehind\n")
     lines = text.splitlines()
     assert lines.count("| policy | 15% | 30% |") == 2
-    for policies in ("`full`", "`oracle`, `random`, `snapkv`"):
+    for policies in ("`full`", "`oracle`"):
         assert sum(line.startswith(f"| {policies} | 0 |") for line in lines) == 2
     assert text.count("left out between them: nowhere.") == 1
     assert (tmp_path / "f.png").stat().st_size > 10_000

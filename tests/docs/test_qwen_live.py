@@ -53,7 +53,7 @@ def test_live_answers_are_compared_on_the_same_prompts():
     first = [row | {"policy": "a", "index": i, "right": i < 2} for i in range(4)]
     second = [row | {"policy": "b", "index": i, "right": True, "tokens": 20} for i in range(3)]
 
-    head, _, *lines = qwen_live.table([*full, *first, *second])
+    head, _, *lines = qwen_live.table([*full, *first, *second]).splitlines()
 
     assert head == "| policy | right at 8 | tokens at 8 |"
     assert lines == [

@@ -23,7 +23,7 @@ def test_intervals_are_those_of_wilson(good, n):
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
 
-    cell = card.table(rows(needle=(good, n - good)), "length", ["needle"])[-1]
+    cell = card.table(rows(needle=(good, n - good)), "length", ["needle"]).splitlines()[-1]
 
     bold = "**" if p >= 0.8 else ""
     text = f"{p:.0%} ({abs(centre - half):.0%} to {centre + half:.0%}; {n})"
