@@ -61,10 +61,10 @@ class ModelWork:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.widest = max((max(each.shape) for each in matrices), default=1)
 
-    def seconds(self, flops: float, tokens: float, rates: Rates) -> float:
-        """Return the time of FLOPs of long products and of so many tokens one by one."""
+    def seconds(self, flops: tuple[float, float], tokens: float, rates: Rates) -> float:
+        """Return the time of attention and of long products, and of so many tokens one by one."""
         of_token = self.read / rates.stream + self.layers * _CALLS * rates.call
-        return flops / rates.products + tokens * of_token
+        return flops[0] / rates.attention + flops[1] / rates.products + tokens * of_token
 
 
 def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -> Forecast:
@@ -86,11 +86,11 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
-        products = _flops(each, call, work)
+        attention, products = _flops(each, call, work)
         if together > 1 and each.new_tokens:  # the prompt once more, and the response in rows
             products += each.limit * work.row
-        flops += products + each.new_tokens * (work.row + work.logits)
-        seconds += work.seconds(products, each.new_tokens / together, rates)
+        flops += attention + products + each.new_tokens * (work.row + work.logits)
+        seconds += work.seconds((attention, products), each.new_tokens / together, rates)
         peak = max(peak, _memory(each, call, work, together, spares=not on_device))
     first = sessions[0] if sessions else None
     if projected := first is not None and first.projections is not None:
@@ -117,8 +117,8 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
     )
 
 
-def _flops(session: Session, call: KernelCall, work: ModelWork) -> float:
-    """Return the FLOPs of what runs many rows at once."""
+def _flops(session: Session, call: KernelCall, work: ModelWork) -> tuple[float, float]:
+    """Return the FLOPs of attention, and of products, of what runs many rows at once."""
     heads, entry = len(call.q), call.k.shape[2] + call.v.shape[2]
     n, given, recorded = len(session.encoded.ids), len(session.response), len(session.layer_ids)
     probe = 0 if session.probe is None else len(session.probe.tokens) + len(session.context)
@@ -127,9 +127,9 @@ def _flops(session: Session, call: KernelCall, work: ModelWork) -> float:
     # the recorder computes the attention of its layers again, and the log-sum-exp of what it
     # rounds; a copy differs from the full rows from its own layer on
     passes = work.layers + recorded * (2 if session.options.store_dtype else 1)
-    flops = attention_flops(pairs * passes + copies * n * work.layers / 2, heads, entry)
+    attention = attention_flops(pairs * passes + copies * n * work.layers / 2, heads, entry)
     rows = n + given + probe + copies
-    return flops + rows * work.row + (1 + given + copies) * work.logits
+    return attention, rows * work.row + (1 + given + copies) * work.logits
 
 
 def _copies(session: Session, work: ModelWork) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvsim.core.flops import attention_flops
 from kvsim.core.lazy import torch
 from kvsim.errors import MemoryLimitError, OutputError
 from kvsim.store.layout import StoredArray
@@ -37,19 +38,27 @@ PROCESS = 400 << 20
 class Rates:
     """Speed of a device now: FLOPs of a matrix product and bytes that are read, per second.
 
-    call: seconds of an operation on a few numbers.
+    attention: FLOPs of a kernel of attention over a mask. call: seconds of an operation on a few
+    numbers.
     """
 
     products: float
+    attention: float
     stream: float
     call: float
 
     @classmethod
     @cache
     def measured(cls, device: str = "cpu") -> Rates:
-        """Measure a product of 1,024 x 1,024, one of 16 MiB by a vector, and small additions."""
+        """Measure a product of 1,024 x 1,024, one of 16 MiB by a vector, and small additions.
+
+        Attention is that of 256 rows and 2 heads of dimension 128 over 2,048 positions.
+        """
         square, wide = torch.ones(1024, 1024, device=device), torch.ones(2048, 2048, device=device)
         few = torch.ones(64, device=device)
+        rows, keys = (torch.ones(1, 2, n, 128, device=device) for n in (256, 2048))
+        kernel = torch.nn.functional.scaled_dot_product_attention
+        mask = torch.ones(256, 2048, dtype=torch.bool, device=device)
 
         def seconds(compute: Callable[[], object], times: int = 1) -> float:
             took = []
@@ -64,6 +73,7 @@ class Rates:
 
         return cls(
             2 * 1024**3 / seconds(lambda: square @ square),
+            attention_flops(mask.numel(), 2, 256) / seconds(lambda: kernel(rows, keys, keys, mask)),
             wide.nbytes / seconds(lambda: wide @ wide[0]),
             seconds(lambda: few + 1, 100),
         )
