@@ -403,24 +403,3 @@ def test_a_prompt_without_a_value_is_left_out(missing):
     assert comparison.traces == ("t0", "t2")
     assert "t1 (tova at budget 64 has none)" in comparison.remarks[0]
     assert comparison.table["mean"].to_list() == pytest.approx([0.2, 0.3])
-
-
-def test_rows_of_earlier_events_change_nothing(real, tmp_path):
-    """Of wipe-out the last event counts, whether a run lists all events or not."""
-    from kvsim.studies.language.tasks import prompts
-    from kvsim.sweeps import replay_all
-
-    (one,) = prompts(1, task="walk", level=1)
-    trace = kvsim.capture("tiny", None, one.prompt, max_new_tokens=40, out=tmp_path / "a.zarr")
-    policies = [kvsim.policy(name) for name in ("tova", "h2o")]
-    rows = [
-        compare(
-            replay_all(
-                [trace], policies, [48], interval=16, metrics=["wipeout"], events=events
-            ).table,
-            "wipeout",
-        ).table
-        for events in (False, True)
-    ]
-
-    assert rows[0].equals(rows[1])

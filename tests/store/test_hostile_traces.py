@@ -504,31 +504,6 @@ def test_an_array_that_is_gone_is_refused(stored, name):
         open_trace(stored)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("fault", ["flipped", "truncated", "empty", "missing"])
-def test_verify_finds_every_fault_of_every_array(stored, fault):
-    """A fault of any chunk of any array is found, on opening or by verifying."""
-    for chunk in sorted(stored.glob("*/c/**/*")):
-        if chunk.is_dir():
-            continue
-        data = chunk.read_bytes()
-        bits = bytearray(data)
-        bits[len(data) // 3] ^= 1
-        left = {"flipped": bytes(bits), "truncated": data[:-9], "empty": b""}
-        if fault == "missing":
-            chunk.unlink()
-        else:
-            chunk.write_bytes(left[fault])
-        try:
-            problems = verify(stored).problems
-        except TraceError as error:
-            problems = (str(error),)
-        assert problems, chunk
-        assert chunk.relative_to(stored).parts[0] in problems[0]
-        chunk.write_bytes(data)
-    assert verify(stored).ok
-
-
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
     """The traces that the fuzzer damages."""
