@@ -32,7 +32,6 @@ FIGURES = {
         {"ams", "expected_attention", "gkv", "adakv+tova", ...},
     ),
     "optimum": (lambda script: (script.SMALLEST,), {"events", "tokens", "gap"}),
-    "against": (lambda script: (script.SMALLEST, script.HERE), {"tova after every row", ...}),
     "cells": (
         lambda script: (script.SMALLEST, (64,)),
         {"replays", "output errors", "other metrics", "all", "ms on the sample"},
@@ -77,7 +76,7 @@ HOLDS = {
 def test_benchmark_prints_its_figures(capsys, monkeypatch, warm_python, name):
     """Each script runs at its smallest size, and has a figure of everything that it names."""
     module, (arguments, expected) = load(name), FIGURES[name]
-    if name in ("capture", "against"):
+    if name == "capture":
         monkeypatch.setattr(module.sys, "executable", warm_python)
 
     figures, lines = module.run(*arguments(module))
