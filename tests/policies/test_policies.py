@@ -462,23 +462,6 @@ def test_what_comes_late_is_refused_early():
         kvsim.replay(trace, pinned, budget=enough - 1, interval=16)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"interval": 2.5}, "interval is 2.5; expected an integer of at least 1 and at most"),
-        ({"interval": "32"}, "interval is '32'"),
-        ({"layers": []}, "expected some layers"),
-        ({"layers": [1.0]}, "layer is 1.0; expected 0..0"),
-    ],
-)
-def test_what_is_no_schedule_and_no_layer_is_refused(given, message):
-    """With one line, and not from deep inside."""
-    trace = make_case("normal", n=30, prompt_len=4).trace()
-
-    with pytest.raises(PolicyError, match=message):
-        kvsim.replay(trace, kvsim.policy("tova"), 8, **given)
-
-
 @pytest.mark.parametrize("name", ["criticalkv+tova", "global+expected_attention"])
 def test_a_wrapper_refuses_logarithms(name):
     """Wrappers divide and subtract scores, which logarithms of nothing do not bear."""

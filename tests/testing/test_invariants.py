@@ -152,6 +152,9 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
         ("union+keydiff", {"across": "layers", "reduction": "rank"}),
         ("paged+h2o", {"heads": "group", "reduction": "max", "prompt": "pages", "page": 4}),
         ("tova", {"protect": {"sink": 1, "recent": 1, "prompt": True}}),
+        ("asl", {"window": 1, "tau": 1.1, "first_layer": 0, "kv_before": "full"}),
+        ("asl+expected_attention", {"window": 2, "tau": 1.1}),
+        ("fastkv+adakv+snapkv", {"window": 2, "rows": 14, "layer": 0}),
     ],
 )
 def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
