@@ -5,13 +5,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import kvsim
 from kvsim.core.policy import Policy, Protection, Schedule, Scorer
 from kvsim.core.record import NEVER
-from kvsim.policies.ams import AMS, cuts
+from kvsim.policies.ams import AMS, SegmentSums, cuts
 from kvsim.testing.strategies import Case, make_case
+from reference import allocation
 
 #: Parameters small enough to bind on a few dozen entries.
 SMALL = {
@@ -34,6 +37,29 @@ def test_multiples_that_rounding_leaves_unreached(strict):
 
     cut = [{slot for slot in row if slot < 8} for row in starts[0].tolist()]
     assert cut == ([{0}, {3}] if strict else [{0, 7}, {3, 7}])
+
+
+@pytest.mark.parametrize("mode", ["strict", "reference"])
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 64)), min_size=1, max_size=8),
+    st.integers(0, 4),
+    st.data(),
+)
+def test_quotas_are_those_of_the_loops(mode, segments, min_quota, data):
+    """With protected entries, tied weights, and minima that do not fit."""
+    lengths, units = zip(*segments, strict=True)
+    assume(sum(units) > 0)
+    kept = [data.draw(st.integers(0, length)) for length in lengths]
+    budget = data.draw(st.integers(max(1, sum(kept)), sum(lengths)))
+    mass = [each / 64 for each in units]  # whose sums are exact
+    sizes = (torch.tensor(x).view(1, 1, -1) for x in (lengths, kept))
+    parts = SegmentSums(torch.zeros(1, 1, 1), *sizes, torch.tensor(mass).double().view(1, 1, -1))
+
+    found = AMS(min_quota=min_quota, mode=mode).share(parts, torch.tensor([[budget]]))
+
+    naive = allocation.strict_quotas if mode == "strict" else allocation.reference_quotas
+    quotas, _ = naive([*lengths], mass, mass, kept, budget, min_quota)
+    assert found.units[0, 0].tolist() == quotas
 
 
 def worked_example() -> tuple[Tensor, Tensor, Tensor]:

@@ -134,6 +134,7 @@ def test_rope_is_the_one_in_effect(rope):
 
 def test_an_entry_of_the_table_is_put_back():
     """A kernel that someone else set locally is called, and is there again afterwards."""
+    attention_modules(small("llama"))  # measured by a forward
     calls = []
     library = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
