@@ -3,11 +3,8 @@
 import pytest
 
 import kvsim
-import reference
-from kvsim.errors import PolicyError, TraceNotFoundError
-from kvsim.policies import CATALOGUE
+from kvsim.errors import TraceNotFoundError
 from kvsim.samples import SAMPLES
-from kvsim.schema import NEVER
 from kvsim.store import describe, open_trace, verify
 from kvsim.store.place import Folder
 
@@ -17,14 +14,6 @@ DIGESTS = {
     "smollm2": "sha256:7feb3aeba68ec2658316e2e1ef581f9625a2224fabe89b4b582edd2639f0b842",
 }
 LAYERS = (7, 17, 28)
-#: Policies whose names say all that they need, but for those that need a calibration or a probe.
-ALONE = [
-    name
-    for name, entry in CATALOGUE.items()
-    if entry.kind in ("scorer", "propagation")
-    and not hasattr(entry.piece, "calibration")
-    and name not in ("kvcompose", "kvzip")
-]
 
 
 @pytest.fixture(scope="module")
@@ -93,22 +82,6 @@ def test_a_head_reads_the_needle_again(trace):
         assert weights.mean(-1).max() > expected
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_policies_replay_the_sample(trace, name):
-    """Policies that keep to a layer replay; those across layers say which layers the trace has."""
-    # raas protects the prompt, which is over this budget
-    policy = kvsim.policy(name, **({"protect_prompt": False} if name == "raas" else {}))
-    if policy.propagation is not None:
-        with pytest.raises(PolicyError, match=r"trace has layers \[7, 17, 28\]; expected 0, 1, 2"):
-            kvsim.replay(trace, policy, budget=128)
-        return
-    record = kvsim.replay(trace, policy, budget=128, interval=32)
-
-    kept = (record.evicted_at == NEVER).sum(-1)
-    assert record.layers == (0, 1, 2)
-    assert (kept.sum() == kept.size * 401) == (name == "full")
-
-
 @pytest.mark.parametrize("name", ["pyramidkv", "cake"])
 def test_shared_budgets_say_that_layers_are_missing(name, run):
     """A policy that shares its budget among layers remarks that these are not all."""
@@ -116,26 +89,6 @@ def test_shared_budgets_say_that_layers_are_missing(name, run):
 
     assert status == 0
     assert "shared over the 3 layers of the trace, which are not all of the model's" in out + err
-
-
-@pytest.mark.parametrize(("name", "params"), [("tova", {}), ("snapkv", {"window": 32})])
-def test_replay_of_the_sample_equals_the_naive_replay(trace, name, params):
-    """The engine evicts what plain loops in float64 evict, up to near-ties."""
-    record = kvsim.replay(trace, kvsim.policy(name, **params), budget=64, interval=64)
-    outcome = reference.replay(
-        trace.q,
-        trace.k,
-        trace.v,
-        policy=name,
-        params=params,
-        budget=64,
-        interval=64,
-        prompt_len=trace.prompt_len,
-        rope=(list(trace.rope.inv_freq), trace.rope.attention_scaling),
-    )
-
-    assert outcome.agrees(record.evicted_at, 1e-5)
-    assert (outcome.sure_until(1e-5) > trace.prompt_len).mean() > 0.5
 
 
 def test_commands_know_the_sample_by_its_name(run, tmp_path, monkeypatch):

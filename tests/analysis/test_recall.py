@@ -13,10 +13,10 @@ from kvsim.analysis.attention import windows
 from kvsim.analysis.output.recall import attended, strongest
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.table import available
-from kvsim.core.record import Record
 from kvsim.schema import NEVER
 from kvsim.testing.strategies import cases, make_case
 from reference import metrics
+from tests.analysis.test_sparsity import some
 from traces import changed
 
 
@@ -38,17 +38,8 @@ def some_record(case, seed, *, per_query_head=False, layers=None):
     first = np.searchsorted(rows, np.arange(case.n))
     at = rng.integers(first, len(choices), size=(len(layers), heads, case.n))
     at = np.where(rng.random(at.shape) < rng.choice([0.1, 0.6]), len(rows), at)
-    return Record(
-        choices[at].astype(np.int32),
-        policy="some",
-        params={},
-        budget=4,
-        interval=None,
-        prefill=True,
-        prompt_len=case.prompt_len,
-        layers=layers,
-        layer_ids=layers,
-        per_query_head=per_query_head,
+    return some(
+        choices[at].astype(np.int32), case.prompt_len, layers, per_query_head=per_query_head
     )
 
 

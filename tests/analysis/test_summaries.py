@@ -276,6 +276,7 @@ def test_listed_events_leave_every_summary_as_it_is():
     assert averages(each).equals(averages(plain))
     assert averages(each, metrics="wipeout").equals(averages(plain, metrics="wipeout"))
     assert compare(each, "tova").equals(compare(plain, "tova"))
+    assert kvsim.compare(each, "wipeout").table.equals(kvsim.compare(plain, "wipeout").table)
     assert summarise(each, ["wipeout"]).equals(summarise(plain, ["wipeout"]))
     by_event = averages(each, "event", metrics="wipeout").filter(policy="tova")
     assert by_event.height == each["event"].n_unique() > 1

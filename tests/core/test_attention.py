@@ -57,16 +57,6 @@ def test_attention_with_a_mask_is_the_softmax_over_what_a_row_sees(kernel):
     assert bool((out[1, :, 4] == 0).all())
 
 
-def test_attention_over_no_entries_is_zero_with_a_log_sum_exp_of_minus_infinity():
-    """The neutral element of merge."""
-    q, k, v = example()
-
-    out, lse = attend(q, k[:, :, :0], v[:, :, :0], Formula(0.3))
-
-    assert bool((out == 0).all())
-    assert bool(lse.isneginf().all())
-
-
 def test_causal_attention_needs_as_many_rows_as_entries():
     """Anything else would align rows and entries by guesswork."""
     q, k, v = example()

@@ -147,12 +147,3 @@ def test_oracle_and_optimum_beside_chunks_have_their_events():
     values = run.table.filter(metric="regret")["value"].drop_nulls()
     assert len(values)
     assert (values >= -1e-6).all()
-
-
-@pytest.mark.parametrize("name", ["h2o", "tova", "knorm", "keydiff"])
-def test_chunks_of_one_row_follow_every_row(name):
-    """A cache that is cut after each row of the prompt never holds more than one row beyond."""
-    record = kvsim.replay(TRACE, name, 20, prefill_chunk=1)
-
-    assert all((record.kept(row).sum(-1) <= 21).all() for row in range(50))
-    assert record.events[:30] == [*range(20, 50)]

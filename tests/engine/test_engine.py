@@ -1,4 +1,4 @@
-"""Replay: worked examples, schedules, blocks, and the path for an interval of 1."""
+"""Replay: schedules, blocks, and the path for an interval of 1."""
 
 import os
 import subprocess
@@ -30,77 +30,6 @@ def replay_by_event(trace, name, budget):
     return run(trace, policy, budget, policy.schedule, ReplayOptions(by_row=False))
 
 
-def trace_of_logits(logits, prompt):
-    """One layer and head whose logits are those of the matrix [row, pos], exactly."""
-    n = len(logits)
-    eye = torch.eye(n, dtype=torch.float64)
-    q, k = torch.tensor(logits, dtype=torch.float64)[None, None], eye[None, None]
-    return random_trace(
-        layers=1, heads=1, group=1, dim=n, n=n, q=q, k=k, v=k, prompt_len=prompt, scale=1.0
-    )
-
-
-def test_tova_drops_what_the_last_row_attends_to_least():
-    """A worked example: budget 3, one entry leaves after each of the rows 3, 4 and 5."""
-    trace = trace_of_logits(
-        [
-            [0, 0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0, 0],
-            [5, 1, 4, 3, 0, 0],  # position 1 is least
-            [2, 9, 1, 3, 4, 0],  # 2 of {0, 2, 3, 4}; position 1 is gone, whatever its logit
-            [7, 9, 9, 8, 6, 5],  # 5, the current token itself
-        ],
-        prompt=3,
-    )
-
-    record = kvsim.replay(trace, kvsim.policy("tova"), budget=3)
-
-    assert record.evicted_at[0, 0].tolist() == [NEVER, 3, 4, NEVER, NEVER, 5]
-    assert record.events == [3, 4, 5]
-
-
-def test_h2o_keeps_the_recent_and_the_most_attended_so_far():
-    """A worked example: budget 2, one recent entry and one heavy hitter."""
-    big = 50.0
-    trace = trace_of_logits(
-        [
-            [0, 0, 0, 0],
-            [0, big, 0, 0],  # all of row 1 on position 1
-            [0, 0, big, 0],  # acc: 0 has 1, 1 has 1, 2 has 1 and is recent; the tie keeps 0
-            [0, 0, big, 0],  # 2 has gone up to 2, 0 still has 1
-        ],
-        prompt=1,
-    )
-
-    record = kvsim.replay(trace, kvsim.policy("h2o"), budget=2)
-
-    assert record.evicted_at[0, 0].tolist() == [3, 2, NEVER, NEVER]
-
-
-def test_streaming_llm_keeps_sinks_and_the_recent():
-    """Its closed form: after every row the first 2 and the last budget - 2 positions."""
-    trace = make_trace(n=30, prompt_len=12)
-
-    record = kvsim.replay(trace, kvsim.policy("streaming_llm", sink=2), budget=6)
-
-    for row in range(12, 30):
-        expected = [p < 2 or row - 5 < p <= row for p in range(30)]
-        expected[row - 4] = True  # the row itself sees one entry more than the budget
-        assert (record.kept(row)[..., :] == [e and p <= row for p, e in enumerate(expected)]).all()
-        assert (record.retained(row).sum(-1) == 6).all()
-
-
-def test_a_row_sees_one_more_than_the_budget_after_an_event_and_more_until_the_next():
-    """b + 1 to b + s entries between events, as counted by kept."""
-    trace = make_trace(n=60, prompt_len=20)
-
-    record = kvsim.replay(trace, kvsim.policy("random"), budget=9, interval=5)
-
-    counts = [int(record.kept(row)[0, 0].sum()) for row in range(20, 60)]
-    assert counts == [9 + 1 + i % 5 for i in range(40)]
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -123,6 +52,10 @@ def test_events_fire_after_the_prompt_and_every_interval_rows(schedule, expected
     ("given", "error", "message"),
     [
         ({"interval": 0}, PolicyError, "interval is 0; expected an integer of at least 1"),
+        ({"interval": 2.5}, PolicyError, "interval is 2.5; expected an integer of at least 1 and"),
+        ({"interval": "32"}, PolicyError, "interval is '32'"),
+        ({"layers": []}, PolicyError, "expected some layers"),
+        ({"layers": [1.0]}, PolicyError, r"layer is 1.0; expected 0\.\.1"),
         ({"layers": [2]}, PolicyError, r"layer is 2; expected 0\.\.1"),
         ({"layers": [1, 1]}, PolicyError, r"layers are \[1, 1\]; expected some layers, each of th"),
         *(
@@ -359,20 +292,6 @@ def test_an_event_acts_only_on_layers_that_hold_more_than_the_budget(name):
     for layer in range(3):
         alone = kvsim.replay(trace, policy, budget=16, interval=2, layers=[layer])
         assert (together.evicted_at[layer] == alone.evicted_at[0]).all()
-
-
-def test_one_set_per_query_head_on_request():
-    """snapkv@original keeps one for each query head; it equals snapkv where there is no group."""
-    grouped = make_trace(heads=2, group=3)
-    single = make_trace(heads=2, group=1)
-    original = kvsim.policy("snapkv@original", window=4)
-
-    record = kvsim.replay(grouped, original, budget=8)
-
-    assert record.evicted_at.shape == (2, 6, 40)
-    assert record.per_query_head
-    same = kvsim.replay(single, original, budget=8).evicted_at
-    assert (same == kvsim.replay(single, kvsim.policy("snapkv", window=4), 8).evicted_at).all()
 
 
 DIGEST = """

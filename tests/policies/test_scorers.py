@@ -1,4 +1,4 @@
-"""Calibration, CriticalKV around other scorers, and DropKV where weights vanish."""
+"""Calibration, CriticalKV around other scorers, and pooled neighbours."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.core.attention import Formula
 from kvsim.core.entries import Entries
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.view import Setting, View
@@ -17,7 +16,6 @@ from kvsim.errors import PolicyError
 from kvsim.policies import criticalkv as criticalkv_module
 from kvsim.policies.calibration import Calibrated, Calibration, row_blocks
 from kvsim.policies.criticalkv import CriticalKV, projected_size
-from kvsim.policies.dropkv import DropKV
 from kvsim.policies.h2o import H2O
 from kvsim.policies.keydiff import KeyDiff
 from kvsim.policies.qfilter import QFilter
@@ -81,24 +79,6 @@ def scores(scorer, view):
     assert values.shape == view.pos.shape
     assert bool(values[view.live].isfinite().all())
     return values.masked_fill(~view.live, torch.nan)
-
-
-def uneven(row=N - 5):
-    """What is left where each head has lost other entries, and other numbers of them."""
-    keep = torch.rand(LAYERS, HEADS, row + 1, generator=torch.Generator().manual_seed(9)) > 0.3
-    keep[..., row - 3 :] = True
-    keep[0, 1, 10:30] = False
-    assert len(set(keep.sum(-1).flatten().tolist())) == LAYERS * HEADS
-    return keep
-
-
-def heads(view):
-    """(layer, head, positions) of each head of the view, and the slice of its live entries."""
-    n = view.pos.shape[-1]
-    for layer in range(view.pos.shape[0]):
-        for head in range(view.pos.shape[1]):
-            count = int(view.count[layer, head])
-            yield layer, head, view.pos[layer, head, n - count :].tolist(), slice(n - count, n)
 
 
 def test_calibrations_compare_and_show_by_what_they_are(tmp_path):
@@ -327,33 +307,3 @@ def test_neighbours_that_a_max_pool_makes_equal_stay_equal(group):
         unequal += int((plain[..., 1:] != plain[..., :-1])[same].sum())
     if group == 7:  # what a plain sum does
         assert unequal
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("sharp", [1, 30, 1000])
-def test_dropkv_measures_the_output_without_the_entry(sharp, sinks):
-    """The score is the squared move of a row's output when it attends to all entries but one."""
-    queries = make_trace().q * sharp
-    learned = torch.linspace(-3, 2, HEADS * GROUP, dtype=torch.float64) * sharp
-    formula = Formula(DIM**-0.5, sinks=learned.tolist() if sinks else ())
-    trace, window = make_trace(q=queries, formulas=[formula] * LAYERS), 3
-    view = view_of(trace, keep=uneven())
-    found = scores(DropKV(window=window, pool_kernel=1), view)
-
-    for layer, head, positions, held in heads(view):
-        z = view.logits(window)[layer, head, ..., held].double()  # [G, w, n]
-        values = view.values[layer, head, held].double()
-        if sinks:  # an entry more, whose value is 0
-            sink = learned.view(HEADS, GROUP)[head, :, None, None].expand(-1, window, 1)
-            z = torch.cat([z, sink], -1)
-            values = torch.cat([values, torch.zeros(1, DIM, dtype=torch.float64)])
-        for slot, pos in enumerate(positions):
-            if pos >= view.first(window):
-                continue
-            without = z.clone()
-            without[..., slot] = -torch.inf
-            moved = (without.softmax(-1) - z.softmax(-1)) @ values
-            expected = moved.square().sum((-1, -2)).mean()
-            torch.testing.assert_close(
-                found[layer, head, held][slot], expected, rtol=1e-5, atol=1e-12
-            )

@@ -210,28 +210,6 @@ def test_a_table_of_results_takes_two_commands(tmp_path, run):
     assert set(table["task"]) == {"get"}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"scorer": "f1"}, "scorer is 'f1', expected one of contained, string_match_all"),
-        ({"answer": "a", "answers": ["a"]}, "'answer' and 'answers' are given"),
-        ({"answer": []}, r"answer is \[\], expected text, several or no answer"),
-        ({"answers": ["a", {}]}, "answers is .*, expected text, several"),
-        ({"answer_prefix": 3}, "answer_prefix is 3, expected text"),
-        ({"max_new_tokens": "many"}, "max_new_tokens is .*, expected a number of tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected at least 1 token"),
-    ],
-)
-def test_bad_rows_are_one_line(row, message, tmp_path):
-    """With the place in the file."""
-    source = tmp_path / "p.jsonl"
-    source.write_text(json.dumps({"context": "c", "question": "q", **row}))
-
-    with pytest.raises(CaptureError, match=f"line 1: {message}") as caught:
-        read_prompts(source)
-    assert "\n" not in str(caught.value)
-
-
 def test_sources_that_cannot_be_read_are_one_line(tmp_path, monkeypatch):
     """A Parquet file that is none, a malformed name, no package, and no network or data set."""
 

@@ -127,15 +127,14 @@ def broken(row, value):
     return model
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("row", [1, 2, 60, 201])
+@pytest.mark.parametrize(("row", "value"), [(1, "nan"), (2, "inf"), (60, "-inf"), (201, "nan")])
 def test_logits_that_are_not_finite_are_refused(row, value):
     """Of a response that is written or given, in any row that was computed, which is named."""
     message = rf"^row {row} has NaN or infinity in its logits \(1 of 64\), expected finite numbers"
 
     for options in ({"max_new_tokens": 200}, {"response": ids(200)}):
         with pytest.raises(CaptureError, match=message) as caught:
-            capture(broken(row, value), None, [1, 2], **options)
+            capture(broken(row, float(value)), None, [1, 2], **options)
         assert "\n" not in str(caught.value)
 
 

@@ -207,12 +207,8 @@ def test_small_blocks_of_rows_change_nothing(name, data):
         ("h2o", {}, None),
         ("h2o", {"recent": 10}, 33),
         ("tova", {}, None),
-        ("random", {}, None),
-        ("streaming_llm", {}, None),
-        ("snapkv", {}, 100),
         ("snapkv@kvpress", {}, 20),
         ("snapkv@original", {}, 150),
-        ("h2o@kvpress", {}, 70),
     ],
 )
 def test_replay_of_a_longer_trace_equals_the_naive_replay(name, params, interval, tmp_path):

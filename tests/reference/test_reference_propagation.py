@@ -277,19 +277,11 @@ def test_replay_of_narrow_floats_equals_the_naive_replay():
 @pytest.mark.parametrize(
     ("name", "params"),
     [
-        ("asl", {"tau": 1.5, "window": 4, "pool": "avg"}),
-        ("asl", {"tau": 0.9, "window": 8}),
-        ("asl", {"first_layer": 0, "kv_before": "full", "window": 8}),
         ("asl+adakv+snapkv", {"tau": 1.5, "window": 4, "pool": "avg", "scorer__window": 4}),
-        ("asl+expected_attention", {"tau": 1.5, "window": 4, "pool": "avg", "n_future": 8}),
         ("asl_2pass", {"window": 8}),
-        ("fastkv", {"rows": 60, "pool": "avg"}),
-        ("fastkv@proportional", {"pool": "avg"}),
-        ("fastkv+tova", {"rows": 50, "pool": "avg"}),
         ("fastkv+h2o", {"rows": 60, "layer": 1}),
         ("gemfilter", {}),
         ("pyramidinfer", {"least": 16}),
-        ("pyramidinfer", {"ratio": 0.5}),
     ],
 )
 def test_replay_of_the_sample_equals_the_naive_replay(name, params):

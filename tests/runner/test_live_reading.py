@@ -87,7 +87,7 @@ def rounded(live, layer, record, which, end=None):
     return new.double(), torch.arange(LENGTH)[:, None] > after[:, None]
 
 
-@pytest.mark.parametrize("step", [None, 1, 5])
+@pytest.mark.parametrize("step", [None, 3])
 def test_a_layer_that_alone_reads_is_its_replay(running, step):
     """Each reader reads the pages of the replay of the same q, k, v; outputs are by definition."""
     for i, (name, parameters) in enumerate(POLICIES.items()):

@@ -89,16 +89,6 @@ def test_a_trace_in_32_bits_is_the_same_trace(saved, wide):
         assert kvsim.measure(old, records[0]).equals(kvsim.measure(new, records[1]))
 
 
-def test_a_sweep_takes_16_bits(saved, wide):
-    """Its plan counts their bytes, and its values are those of the trace in 32 bits."""
-    grid = {"policies": ["tova", "snapkv"], "budgets": [40], "metrics": ["output_error"]}
-
-    tables = [kvsim.sweep(traces=[str(path)], **grid).table for path in (saved, wide)]
-
-    assert tables[0].height > 0
-    assert tables[0].equals(tables[1])
-
-
 def test_bfloat16_is_sharded_too(saved, tmp_path, monkeypatch):
     """Both at once: files for each layer, of the same bits."""
     monkeypatch.setattr(layout, "MOST_FILES", 0)

@@ -89,11 +89,8 @@ BLOSC = ("codecs", 1, "configuration")
         ("q", {("shape",): [2, 4, N]}, "q has shape"),
         ("q", {("shape", 0): True}, "q has shape"),
         ("q", {("shape", 0): 0}, "q has shape"),
-        ("q", {("shape", 0): -1}, "q has shape"),
         ("q", {("shape", 0): 1.5}, "q has shape"),
-        ("q", {("shape",): "2,4,300,8"}, "q has shape"),
         ("q", {(*GRID, 2): 1}, "q has chunk_grid"),
-        ("q", {(*GRID, 2): 0}, "q has chunk_grid"),
         ("q", {("chunk_grid", "name"): "rectilinear"}, "q has chunk_grid"),
         ("q", {("chunk_key_encoding", "name"): "v2"}, "q has chunk_key_encoding"),
         ("q", {("chunk_key_encoding", "configuration", "separator"): "."}, "chunk_key_encoding"),
@@ -111,37 +108,24 @@ BLOSC = ("codecs", 1, "configuration")
         ("q", {("attributes", "source_dtype"): "int4"}, "q has source_dtype 'int4'"),
         ("q", {("attributes", "source_dtype"): ["float32"]}, "q has source_dtype"),
         ("q", {("data_type",): "int32"}, "q has data type 'int32'"),
-        ("q", {("data_type",): ["float32"]}, "q has data type"),
         ("q", {("data_type",): {"name": "struct", "configuration": {}}}, "q has data type"),
         ("tokens", {("data_type",): "float32"}, "tokens has data type 'float32'"),
         ("token_text", {("data_type",): "float32"}, "token_text has data type 'float32'"),
         ("q", {("codecs",): []}, "q has codecs"),
-        ("q", {("codecs",): 3}, "q has codecs 3"),
         ("q", {("codecs",): [*CODECS, {"name": "numcodecs.pickle"}]}, "'numcodecs.pickle'"),
         ("q", {("data_type",): "object"}, "q has data type 'object'"),
         ("q", {("dimension_names", 1): "head"}, "dimension_names.1 'head', expected 'qhead'"),
         ("q", {("codecs",): CODECS[:2]}, r"q has codecs \[.*\], expected"),
-        ("q", {("codecs",): CODECS[1:]}, "q has codecs"),
-        ("q", {("codecs",): [CODECS[0], CODECS[2], CODECS[1]]}, "q has codecs"),
-        ("q", {("codecs",): [*CODECS[:2], *CODECS[1:]]}, "q has codecs"),
         ("q", {("codecs", 0, "name"): "vlen-utf8"}, "q has codecs.0.name"),
-        ("q", {("codecs", 0, "name"): "transpose"}, "q has codecs.0.name 'transpose'"),
         ("q", {("codecs", 0, "name"): "sharding_indexed"}, "q has codecs.0.name 'sharding_in"),
-        ("q", {("codecs", 0, "name"): ["bytes"]}, "q has codecs.0.name"),
         ("q", {("codecs", 0, "configuration", "endian"): "big"}, "endian 'big', expected 'little'"),
-        ("q", {(*BLOSC, "typesize"): 8}, "typesize 8, expected 4"),
         *(
             ("q", {(*BLOSC, "cname"): name}, f"cname '{name}', expected 'lz4'")
             for name in ("zlib", "zstd")
         ),
         ("q", {(*BLOSC, "shuffle"): "noshuffle"}, "q has codecs.1.configuration.shuffle"),
         ("q", {(*BLOSC, "later"): 7}, r"q has codecs\.1\.configuration\.later 7, expected None"),
-        *(("q", {("codecs", 1): {"name": name}}, "q has codecs.1") for name in ("zstd", "gzip")),
-        ("q", {("codecs",): [CODECS[0], CODECS[2]]}, "q has codecs"),
-        ("q", {("codecs", 2): "crc32c"}, "q has codecs.2 'crc32c'"),
-        ("q", {("chunk_key_encoding",): "default"}, "q has chunk_key_encoding 'default'"),
         ("q", {("codecs", 1, "configuration"): 7}, "q has codecs.1.configuration 7"),
-        ("q", {("codecs", 1, "later"): 7}, "q has codecs.1.later 7"),
     ],
 )
 def test_metadata_of_an_array_that_is_refused(stored, array, changes, message):
@@ -502,31 +486,6 @@ def test_an_array_that_is_gone_is_refused(stored, name):
 
     with pytest.raises(TraceError, match=f"{name} has checksums and is not there"):
         open_trace(stored)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("fault", ["flipped", "truncated", "empty", "missing"])
-def test_verify_finds_every_fault_of_every_array(stored, fault):
-    """A fault of any chunk of any array is found, on opening or by verifying."""
-    for chunk in sorted(stored.glob("*/c/**/*")):
-        if chunk.is_dir():
-            continue
-        data = chunk.read_bytes()
-        bits = bytearray(data)
-        bits[len(data) // 3] ^= 1
-        left = {"flipped": bytes(bits), "truncated": data[:-9], "empty": b""}
-        if fault == "missing":
-            chunk.unlink()
-        else:
-            chunk.write_bytes(left[fault])
-        try:
-            problems = verify(stored).problems
-        except TraceError as error:
-            problems = (str(error),)
-        assert problems, chunk
-        assert chunk.relative_to(stored).parts[0] in problems[0]
-        chunk.write_bytes(data)
-    assert verify(stored).ok
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from kvsim.store.packing import pack, unpack
 from kvsim.store.place import Folder
 from kvsim.store.shards import crc32c
 from kvsim.store.writer import TraceWriter
+from saved_traces import files
 from traces import random_trace
 from web import Quiet, served
 
@@ -67,13 +68,6 @@ def stored(saved, tmp_path):
 def counting():
     """A server of parts that counts from zero."""
     return type("Counting", (Ranges,), {"sent": {}})
-
-
-def files(folder):
-    """The files of a folder by their keys."""
-    return {
-        x.relative_to(folder).as_posix(): x.read_bytes() for x in folder.rglob("*") if x.is_file()
-    }
 
 
 def same(trace, expected):

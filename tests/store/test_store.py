@@ -61,17 +61,6 @@ def test_the_output_projection_comes_back(dtype, tmp_path):
     assert torch.equal(again.o_proj, opened.o_proj)
 
 
-def test_dtypes_on_disk(tmp_path):
-    """bfloat16 is stored as its 16 bits with its source dtype, float16 as float16."""
-    half = zarr.open_group(make(torch.float16).save(tmp_path / "half.zarr"), mode="r")
-    brain = zarr.open_group(make(torch.bfloat16).save(tmp_path / "brain.zarr"), mode="r")
-
-    assert half["q"].dtype == np.float16
-    assert half["q"].attrs["source_dtype"] == "float16"
-    assert brain["q"].dtype == np.uint16
-    assert brain["q"].attrs["source_dtype"] == "bfloat16"
-
-
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 512])
 def test_lengths_around_the_block(n, tmp_path):
     """Traces that end at, before or after a block of 256 come back whole."""
