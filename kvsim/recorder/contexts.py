@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.recorder.generation import one_piece
-from kvsim.schema import CHUNK, SUMS
+from kvsim.schema import CHUNK
 from kvsim.store import open_trace
 from kvsim.store.layout import DENSE
 from kvsim.store.writer import TraceWriter
@@ -22,11 +22,9 @@ class SharedContext:
 
     left: captures that have not begun. path: the latest trace with the context, None before the
     first. layers: of its recorder (`kvsim.recorder.blocks.BlockRecorder.saved`), once it has run.
-    without: what that trace was recorded without.
     """
 
     layers: Any = None
-    without: Collection[str] = frozenset()
     _cache: Cache | None = None
 
     def __init__(self, left: int, path: Path | None) -> None:
@@ -52,9 +50,11 @@ class SharedContext:
             raise RuntimeError("no trace has the context")
         source = open_trace(self.path).source
         for name in names:
-            if name not in source.shapes and name in SUMS:
+            if name in (*DENSE, *PROBE):
+                continue
+            if name not in source.shapes:
                 writer.drop(name)
-            elif name not in (*DENSE, *PROBE):
+            else:
                 writer.copy(source, [name], n // CHUNK * CHUNK)
 
 
@@ -75,12 +75,12 @@ def share_contexts(sessions: Sequence[Any], traces: Sequence[Any]) -> list[int]:
             continue
         longest = max(([*x.encoded.ids, *x.response] for x in new), key=len)
         reason = one_piece(new[0].model, longest, len(context))
-        how = "by itself" if reason is None else f"with each: {reason}"
+        how = "in a forward of its own" if reason is None else f"with each: {reason}"
         shared = SharedContext(len(new), next((traces[x].path for x in places if traces[x]), None))
         for each in new:
             each.shared = shared if reason is None else None
             each.notes.append(
-                f"the context of {len(context)} tokens, which {len(places)} prompts have, was run "
+                f"the context of {len(context)} tokens, which {len(places)} prompts share, was run "
                 f"{how}"
             )
     return [place for places in groups.values() for place in places]

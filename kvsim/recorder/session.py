@@ -189,7 +189,7 @@ class Session:
                 self._writer.write_attention(self._attention_array, header.formulas)
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
         if self.shared is not None:
-            self.shared.path, self.shared.without = self._writer.path, self._without
+            self.shared.path = self._writer.path
         return open_trace(self._writer.path)
 
     def _forward(self, progress: Progress) -> tuple[list[int], Sequence[str | None]]:
@@ -231,9 +231,6 @@ class Session:
         cache = self.shared.take()
         if cache is not None:
             self._recorder.restore(self.shared.layers)
-            for name in {*self.shared.without} - self._without:
-                with self._leaving_out(name):
-                    raise CaptureError(f"the rows of the context have no {name}")
             return cache, len(self.context)
         cache = full_cache(self.model)
         with torch.no_grad(), evaluating(self.model):

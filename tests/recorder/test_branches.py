@@ -76,8 +76,10 @@ def test_branch_is_the_trace_recorded_whole(prompt, branches, tmp_path):
     assert branch.digest == alone.digest
     assert branch.header.questions == alone.header.questions
     assert branch.response_logprobs == alone.response_logprobs
-    assert any("4 prompts have, was run by itself" in note for note in branch.meta["notes"])
-    assert not any("prompts have" in note for note in alone.meta["notes"])
+    assert any(
+        "4 prompts share, was run in a forward of its own" in note for note in branch.meta["notes"]
+    )
+    assert not any("prompts share" in note for note in alone.meta["notes"])
     assert verify(branch.path, deep=True).ok
     for name in ARRAYS:
         assert torch.equal(branch.read(name), alone.read(name))
@@ -205,6 +207,7 @@ def test_interrupted_capture_resumes(branches, tmp_path, monkeypatch):
     traces = recorded(tmp_path, resume=True)
 
     assert [trace.digest for trace in traces] == [trace.digest for trace in branches]
+    assert all(verify(trace.path).ok for trace in traces)
     assert {k: v[0] for k, v in files(traces[0]).items()} == {k: v[0] for k, v in before.items()}
     assert all(shared(trace) >= shared(branches[0]) for trace in traces)
 
