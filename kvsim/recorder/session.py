@@ -62,6 +62,10 @@ from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import check_answer
 
+# Of the header, by the names that `Trace.from_arrays` has for them.
+_IN_MEMORY = ("prompt_len", "context_len", "formulas", "name", "layer_ids", "owners", "sizes")
+_IN_MEMORY += ("left_out", "questions", "meta")
+
 
 class Session:
     """One capture, checked as far as possible before the model runs.
@@ -430,17 +434,8 @@ class Session:
             arrays["o_proj"] = torch.stack(parts)
         return Trace.from_arrays(
             **arrays,
-            prompt_len=header.prompt_len,
-            context_len=header.context_len,
+            **{name: getattr(header, name) for name in _IN_MEMORY},
             rope=header.ropes,
-            formulas=header.formulas,
             tokens=tokens,
             token_text=texts,
-            name=header.name,
-            layer_ids=header.layer_ids,
-            owners=header.owners,
-            sizes=header.sizes,
-            left_out=header.left_out,
-            questions=header.questions,
-            meta=header.meta,
         )
