@@ -63,8 +63,10 @@ from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import check_answer
 
 # Of the header, by the names that `Trace.from_arrays` has for them.
-_IN_MEMORY = ("prompt_len", "context_len", "formulas", "name", "layer_ids", "owners", "sizes")
-_IN_MEMORY += ("left_out", "questions", "meta")
+_IN_MEMORY = (
+    *("prompt_len", "context_len", "formulas", "name", "layer_ids", "owners", "sizes"),
+    *("left_out", "questions", "meta"),
+)
 
 
 class Session:
