@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -148,9 +149,18 @@ class BlockRecorder:
         self.sizes = sizes
         self.sink: MemorySink | TraceWriter | None = None
         self.layers: dict[int, _Layer] = {}
+        self._begun: Mapping[int, _Layer] = {}
         self.without_moments = False  # queries before RoPE are not known
         self.last: int | None = None
         self.allowed = 0.0
+
+    def saved(self) -> tuple[dict[int, _Layer], float]:
+        """Return a copy of the layers so far, and the tolerance."""
+        return copy.deepcopy(self.layers), self.allowed
+
+    def restore(self, saved: tuple[dict[int, _Layer], float]) -> None:
+        """Go on behind the rows of another recorder (`saved`), whose blocks are in the sink."""
+        self._begun, self.allowed = copy.deepcopy(saved[0]), saved[1]
 
     def finish_at(self, n_pos: int) -> None:
         """Announce, before the last forward, that it brings the sequence to `n_pos` positions."""
@@ -218,7 +228,8 @@ class BlockRecorder:
         """Begin a layer: check its first call before anything is stored."""
         self._check_shapes(call)
         rows = min(CHUNK, call.q.shape[1])
-        self._check_output(call, call.out[:, :rows], *_History(call).attend(call.q[:, :rows], 0))
+        first = _History(call).attend(call.q[:, :rows], call.start)
+        self._check_output(call, call.out[:, :rows], *first)
         ropes, fits = rope_candidates(self.read_ropes()), list[Rope]()
         if call.pre_rope is not None:
             new = call.k[:, call.start : call.start + rows]
@@ -227,9 +238,11 @@ class BlockRecorder:
             self.sink = self.open_sink(call)
             if self.last is not None:
                 self.sink.set_length(self.last)
-        layer = _Layer(call, fits or [NO_ROPE, *ropes], hooked=bool(fits))
-        shared = (at for at, each in self.layers.items() if _same_keys(each.keys, call.k))
-        layer.owner = next(shared, call.layer)
+        layer = self._begun.get(call.layer)
+        if layer is None:
+            layer = _Layer(call, fits or [NO_ROPE, *ropes], hooked=bool(fits))
+            shared = (at for at, each in self.layers.items() if _same_keys(each.keys, call.k))
+            layer.owner = next(shared, call.layer)
         self.layers[call.layer] = layer
         return layer
 

@@ -21,6 +21,7 @@ from kvsim.errors import (
     local_path,
 )
 from kvsim.recorder.batching import Batch, prefilled, separate, write
+from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.forecast import forecast
 from kvsim.recorder.generation import device_of, stop_tokens
 from kvsim.recorder.models import load_model, unwrapped
@@ -145,9 +146,10 @@ def capture_many(
 ) -> list[Trace]:
     """Record one trace for each prompt, as ``out_dir/<id>.zarr``.
 
-    All prompts and paths are checked before the first one runs. A later error or interrupt keeps
-    the finished traces; `resume=True` then records the others. A prompt's own `system` replaces
-    the option.
+    All prompts and paths are checked before the first one runs. Prompts with the same context run
+    one after the other: it goes through the model once, and its complete blocks of 256 rows are
+    stored once, as hard links. A later error or interrupt keeps the finished traces; `resume=True`
+    then records the others. A prompt's own `system` replaces the option.
 
     Args:
         model: as for `capture`.
@@ -186,12 +188,15 @@ def capture_many(
         except CaptureError as error:
             raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
     traces = [session.existing() for session in sessions]
-    new = [each for each, trace in zip(sessions, traces, strict=True) if trace is None]
+    order = share_contexts(sessions, traces)
+    new = [sessions[place] for place in order if traces[place] is None]
+    waiting = [sessions[place] for place in order]
+    del sessions  # one that has run keeps blocks
     _check_fits(model, new, checked)
     together = min(checked.batch, len(new))
     reason = separate(model, max(each.limit for each in new)) if together > 1 else None
-    for place, prompt in enumerate(prompts):
-        session = sessions.pop(0)  # a session that has run keeps blocks
+    for done, place in enumerate(order):
+        session = waiting.pop(0)
         try:
             if traces[place] is None:
                 if together > 1:
@@ -199,10 +204,10 @@ def capture_many(
                 del new[0]
                 traces[place] = session.run()
         except KvsimError as error:
-            before = "the prompts before it are complete and stay" if place else "none is complete"
-            done = f" ({place + 1} of {len(prompts)}, {before})" if len(prompts) > 1 else ""
-            more = "; in the same place resume=True (--resume) records the others" if place else ""
-            raise type(error)(f"prompt {prompt.id!r}{done}: {error}{more}") from error
+            before = "the prompts before it are complete and stay" if done else "none is complete"
+            count = f" ({done + 1} of {len(order)}, {before})" if len(order) > 1 else ""
+            more = "; in the same place resume=True (--resume) records the others" if done else ""
+            raise type(error)(f"prompt {prompts[place].id!r}{count}: {error}{more}") from error
     return [trace for trace in traces if trace is not None]
 
 

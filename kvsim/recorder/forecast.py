@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from kvsim.core.checks import compute_dtype
 from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.threads import threads_for
+from kvsim.recorder.contexts import share_contexts
 from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name
@@ -26,7 +27,7 @@ from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import calls_of_two
 from kvsim.schema import CHUNK
 from kvsim.store.forecast import PROCESS, Forecast, Rates, by_array, memory_of
-from kvsim.store.layout import StoredArray, stored_arrays
+from kvsim.store.layout import DENSE, StoredArray, cut_shape, stored_arrays
 
 #: Small operations in a layer's forward of one row, with what records it.
 _CALLS = 350
@@ -78,15 +79,28 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
     together = min(writing[0].options.batch, len(writing)) if writing else 1
     stored, small = list[StoredArray](), 0.0
     flops = seconds = peak = 0.0
+    begun = set[int]()
     for each in sessions:
+        shared = each.shared
+        ran = len(each.context) if shared and (shared.path or id(shared) in begun) else 0
+        begun |= {id(shared)} if shared else set()
         residual = call.hidden if each.options.residual else None
         norm = None if each.residual is None else call.hidden[:, 0]
         arrays_of = each.arrays(replace(call, residual=residual, residual_norm=norm))
         of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
+        rest = each.limit - ran // CHUNK * CHUNK
+        of_trace = (
+            [
+                replace(x, shape=x.shape if x.name in DENSE else cut_shape(x.name, x.shape, rest))
+                for x in of_trace
+            ]
+            if ran
+            else of_trace
+        )
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
-        attention, products = _flops(each, call, work)
+        attention, products = _flops(each, call, work, ran)
         if together > 1 and each.new_tokens:  # the prompt once more, and the response in rows
             products += each.limit * work.row
         flops += attention + products + each.new_tokens * (work.row + work.logits)
@@ -117,18 +131,18 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
     )
 
 
-def _flops(session: Session, call: KernelCall, work: ModelWork) -> tuple[float, float]:
-    """Return the FLOPs of attention, and of products, of what runs many rows at once."""
+def _flops(session: Session, call: KernelCall, work: ModelWork, ran: int) -> tuple[float, float]:
+    """Return the FLOPs of attention, and of products, of many rows, without the first `ran`."""
     heads, entry = len(call.q), call.k.shape[2] + call.v.shape[2]
     n, given, recorded = len(session.encoded.ids), len(session.response), len(session.layer_ids)
     probe = 0 if session.probe is None else len(session.probe.tokens) + len(session.context)
     copies = _copies(session, work)
-    pairs = causal_pairs(session.limit) + causal_pairs(probe)
+    pairs = causal_pairs(session.limit) - causal_pairs(ran) + causal_pairs(probe)
     # the recorder computes the attention of its layers again, and the log-sum-exp of what it
     # rounds; a copy differs from the full rows from its own layer on
     passes = work.layers + recorded * (2 if session.options.store_dtype else 1)
     attention = attention_flops(pairs * passes + copies * n * work.layers / 2, heads, entry)
-    rows = n + given + probe + copies
+    rows = n - ran + given + probe + copies
     return attention, rows * work.row + (1 + given + copies) * work.logits
 
 
@@ -156,7 +170,8 @@ def _memory(
     rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, work)
     eager, narrow = kernel_name(session.model) == "eager", item < wide
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
-    cache = n * work.layers * kv_heads * entry * item * (1 if together == 1 else 2 * together)
+    caches = max(1 + (session.shared is not None), 1 if together == 1 else 2 * together)
+    cache = n * work.layers * kv_heads * entry * item * caches
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
     of_head = n * heads // kv_heads * entry * item
     most = max(of_head, REPEATED) if spares and not eager else inf
@@ -192,4 +207,5 @@ def planned(
         name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code
     )
     sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
+    share_contexts(sessions, [None] * len(sessions))
     return forecast(model, sessions, device)

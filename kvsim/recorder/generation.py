@@ -56,6 +56,7 @@ def generate(
     chunk: int,
     later: Sequence[tuple[Sequence[int], int]] = (),
     step: int = WHOLE,
+    begun: tuple[Cache, int] | None = None,
 ) -> tuple[list[int], list[Ended | None]]:
     """Return the tokens of prompt and response, and what ended each answer, if anything did.
 
@@ -68,19 +69,21 @@ def generate(
     called with the final length before the last forward. progress: called with (tokens done, most
     tokens possible) after every forward. chunk: the most rows of a forward. later: questions that
     follow an answer, and the most tokens of the answer to each. step: the most rows of a forward of
-    one.
+    one. begun: a cache, and how many rows at the beginning of the prompt have run over it.
     """
     tokens = list(ids)
     start, most = len(tokens), len(tokens) + new_tokens
     total, turns = most + sum(len(question) + n for question, n in later), deque(later)
     ended_by: list[Ended | None] = []
     generator = torch.Generator().manual_seed(seed)
-    cache, inputs = full_cache(model), tokens[:]
+    cache, ran = begun or (full_cache(model), 0)
+    inputs = tokens[ran:]
 
     def forward(*, last: bool) -> Tensor:
         """Run the new tokens; return the logits [V] of the last one."""
         logits, first = Tensor(), len(tokens) - len(inputs)
-        for end, of_chunk in run_chunks(model, cache, inputs, first, 1, step if first else chunk):
+        rows = step if first > ran else chunk
+        for end, of_chunk in run_chunks(model, cache, inputs, first, 1, rows):
             progress(total if last and end == len(tokens) else end, total)
             logits = of_chunk
         return logits[-1]
@@ -125,15 +128,17 @@ def score(
     before_last: Callable[[int], None],
     progress: Callable[[int, int], None],
     chunk: int,
+    begun: tuple[Cache, int] | None = None,
 ) -> tuple[list[float], list[bool]]:
     """Run all tokens; return the log-likelihood of each from `start` on, and if none is likelier.
 
-    Both are given all tokens before it. before_last, progress, chunk: as for `generate`.
+    Both are given all tokens before it. before_last, progress, chunk, begun: as for `generate`.
     """
     n, parts, likeliest = len(ids), list[Tensor](), list[bool]()
+    cache, ran = begun or (full_cache(model), 0)
     with torch.no_grad(), evaluating(model):
         before_last(n)
-        for end, logits in run_chunks(model, full_cache(model), ids, 0, n - start + 1, chunk):
+        for end, logits in run_chunks(model, cache, ids[ran:], ran, n - start + 1, chunk):
             progress(end, n)
             targets = torch.tensor(ids[end - len(logits) + 1 : end + 1], device=logits.device)
             pairs = logits[: len(targets)].split(_ROWS), targets.unsqueeze(-1).split(_ROWS)
@@ -198,11 +203,8 @@ def chunk_rows(
     rows = requested or max(CHUNK, PAIRS // n // CHUNK * CHUNK)
     if rows >= n or (requested is None and n * n <= PAIRS):
         return WHOLE, []
-    if (steady_length(model, rows) or n) < n:
-        reason = "frequencies of its RoPE change with the length"
-    elif not (next(model.parameters()).is_meta or continues(model, ids)):
-        reason = f"{type(model).__name__} starts from empty states in a forward of several rows"
-    else:
+    reason = one_piece(model, ids, rows)
+    if reason is None:
         return rows, []
     if requested is not None:
         raise CaptureError(
@@ -210,6 +212,15 @@ def chunk_rows(
             "for all of them; leave --chunk out"
         )
     return WHOLE, [f"the prompt was run in one piece: {reason}"]
+
+
+def one_piece(model: PreTrainedModel, ids: Sequence[int], rows: int) -> str | None:
+    """Return why `ids` have to run in one forward, and not in one of `rows` and more after it."""
+    if (steady_length(model, rows) or len(ids)) < len(ids):
+        return "frequencies of its RoPE change with the length"
+    if next(model.parameters()).is_meta or continues(model, ids):
+        return None
+    return f"{type(model).__name__} starts from empty states in a forward of several rows"
 
 
 def continues(model: PreTrainedModel, ids: Sequence[int]) -> bool:

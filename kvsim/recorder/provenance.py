@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -121,7 +122,7 @@ _version = cache(version)
 def versions() -> dict[str, str]:
     """Return the versions of kvsim and of the libraries that run the model."""
     return {
-        "kvsim": _version("kvsim"),
+        "kvsim": str(sys.modules["kvsim"].__version__),  # a checkout is not installed
         "torch": str(torch.__version__),
         "transformers": _version("transformers"),
         "tokenizers": _version("tokenizers"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from kvsim.core.checks import DTYPES, compute_dtype
 from kvsim.core.header import Header
@@ -24,7 +25,17 @@ from kvsim.progress import progress_bar
 from kvsim.recorder.answers import agreement, answer_check
 from kvsim.recorder.batching import Written
 from kvsim.recorder.blocks import BlockRecorder
-from kvsim.recorder.generation import StopStrings, chunk_rows, generate, score, stop_tokens
+from kvsim.recorder.cache import full_cache
+from kvsim.recorder.contexts import SharedContext
+from kvsim.recorder.generation import (
+    StopStrings,
+    chunk_rows,
+    evaluating,
+    generate,
+    run_chunks,
+    score,
+    stop_tokens,
+)
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import ProjectionModules, Residual
 from kvsim.recorder.models import is_tiny, model_name, model_notes
@@ -51,6 +62,12 @@ from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import check_answer
 
+# Of the header, by the names that `Trace.from_arrays` has for them.
+_IN_MEMORY = (
+    *("prompt_len", "context_len", "formulas", "name", "layer_ids", "owners", "sizes"),
+    *("left_out", "questions", "meta"),
+)
+
 
 class Session:
     """One capture, checked as far as possible before the model runs.
@@ -62,6 +79,8 @@ class Session:
     """
 
     probe: Probe | None = None
+    #: the context that other prompts have, too
+    shared: SharedContext | None = None
 
     def __init__(
         self,
@@ -175,6 +194,8 @@ class Session:
             if self.options.attention:
                 self._writer.write_attention(self._attention_array, header.formulas)
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
+        if self.shared is not None:
+            self.shared.path = self._writer.path
         return open_trace(self._writer.path)
 
     def _forward(self, progress: Progress) -> tuple[list[int], Sequence[str | None]]:
@@ -189,6 +210,7 @@ class Session:
                 stack.enter_context(following)
             ends: dict[str, Any] = {"progress": progress, "chunk": self.chunk}
             ends["before_last"] = self._recorder.finish_at
+            ends["begun"] = self._context(progress)
             if self.written is not None:
                 tokens = [*self.encoded.ids, *self.written.tokens]
                 found = score(self.model, tokens, len(self.encoded.ids), **ends)
@@ -207,6 +229,21 @@ class Session:
                 added=self._add,
                 **ends,
             )
+
+    def _context(self, progress: Progress) -> tuple[Cache, int] | None:
+        """Run a shared context, or go on behind it; return its cache and length."""
+        if self.shared is None:
+            return None
+        cache = self.shared.take()
+        if cache is not None:
+            self._recorder.restore(self.shared.layers)
+            return cache, len(self.context)
+        cache = full_cache(self.model)
+        with torch.no_grad(), evaluating(self.model):
+            for end, _ in run_chunks(self.model, cache, self.context, 0, 1, self.chunk):
+                progress(end, self.limit)
+        self.shared.keep(cache, self._recorder.saved())
+        return cache, len(self.context)
 
     def _receive(self, call: KernelCall) -> None:
         if self.residual is not None:
@@ -292,15 +329,19 @@ class Session:
         if rows:
             shapes[self._attention_array] = (*shapes["lse"][:2], rows, self.limit)
             dtypes[self._attention_array] = dtypes["lse"]
-        return {"shapes": shapes, "source_dtypes": dtypes, "left_out": self.left_out}
+        # chunks in shards cannot be stored once
+        more = {"left_out": self.left_out, "shards": self.shared is None}
+        return {"shapes": shapes, "source_dtypes": dtypes, **more}
 
     def _open_sink(self, call: KernelCall) -> MemorySink | TraceWriter:
         """Open the destination of blocks; the first kernel call shows the shapes."""
         if self.out is None:
             return MemorySink()
+        arrays, path = self.arrays(call), None if self.shared is None else self.shared.path
         writer = TraceWriter(
             self.out,
-            **self.arrays(call),
+            **arrays,
+            like=path,
             layer_ids=self.layer_ids,
             newest=bool(self.sizes),
             store_dtype=self.options.store_dtype,
@@ -308,6 +349,8 @@ class Session:
             projections=self.projections is not None,
         )
         self._writer = self._stack.enter_context(writer)
+        if call.start and self.shared is not None:
+            self.shared.store(self._writer, arrays["shapes"], call.start)
         return self._writer
 
     def _header(self) -> Header:
@@ -393,17 +436,8 @@ class Session:
             arrays["o_proj"] = torch.stack(parts)
         return Trace.from_arrays(
             **arrays,
-            prompt_len=header.prompt_len,
-            context_len=header.context_len,
+            **{name: getattr(header, name) for name in _IN_MEMORY},
             rope=header.ropes,
-            formulas=header.formulas,
             tokens=tokens,
             token_text=texts,
-            name=header.name,
-            layer_ids=header.layer_ids,
-            owners=header.owners,
-            sizes=header.sizes,
-            left_out=header.left_out,
-            questions=header.questions,
-            meta=header.meta,
         )

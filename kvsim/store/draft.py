@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim.core.left_out import LeftOut
+from kvsim.errors import TraceError
 from kvsim.files import LOCK, Kind, lock
 from kvsim.store.binding import sealed
 from kvsim.store.chunks import Index, encode_chunk, read_crc, read_part
@@ -114,11 +116,13 @@ class Group:
     raise OSError where the disk refuses, and those that read TraceError where a file is damaged or
     of no trace.
 
-    attributes: of the group. arrays: by name.
+    attributes: of the group. arrays: by name. like: another trace; chunks with the bytes of its own
+    are links to them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, like: Path | None = None) -> None:
         self.folder, self.place = folder, Folder(folder)
+        self.like = None if like is None else Folder(like)
         self.attributes: dict[str, Any] = {}
         self.arrays: dict[str, StoredArray] = {}
         self._documents: dict[str, dict[str, Any]] = {}
@@ -220,13 +224,28 @@ class Group:
     def _add(self, array: StoredArray, index: Index, body: bytes, crc: bytes) -> None:
         key = array.key(index)
         if not array.sharded:
-            self._put(key, body, crc)
+            if not self._link(key, body + crc):
+                self._put(key, body, crc)
             return
         bounds = [*array.bounds.get(key, [0])]
         if len(bounds) - 1 != array.rank(index) % array.per_shard:
             raise ValueError(f"{array.name}: chunk {index} is not the next of its shard")
         self._put(key, body, crc, start=bounds[-1])
         array.bounds[key] = [*bounds, bounds[-1] + len(body) + len(crc)]
+
+    def _link(self, key: str, data: bytes) -> bool:
+        """Make a new file a link to that of `like`, if that has the same bytes; whether it did."""
+        if self.like is None:
+            return False
+        try:
+            if self.like.read(key, len(data)) != data:
+                return False
+            path = self.folder / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(self.like.path / key, path)
+        except (OSError, TraceError):  # another file, or a file system without links
+            return False
+        return True
 
     def read(self, name: str, part: Sequence[slice]) -> NDArray[Any]:
         """Return part of an array: a slice for each leading axis."""

@@ -177,13 +177,15 @@ def stored_arrays(
     source_dtypes: Mapping[str, str],
     store_dtype: str | None = None,
     left_out: LeftOut = None,
+    *,
+    shards: bool = True,
 ) -> list[StoredArray]:
     """Return the arrays of a trace as they are stored.
 
     shapes: with the rows that are left out. store_dtype: ``float16`` to store all but lse, sums and
-    attention in half precision.
+    attention in half precision. shards: whether arrays with many chunks are sharded.
     """
-    arrays, sharded = [], to_shard(shapes)
+    arrays, sharded = [], shards and to_shard(shapes)
     for name, shape in shapes.items():
         source = source_dtypes[name]
         narrow = store_dtype is not None and name not in ("lse", *SUMS, *DENSE, *LATER)

@@ -43,7 +43,7 @@ class Verification:
         output_tolerance: its limit.
         lse_error: for each layer, the largest absolute error of the recorded log-sum-exp, which
             is the relative error of attention weights; empty as above.
-        lse_tolerance: its limit.
+        lse_tolerance: its limit, of the layer with the largest.
         attention_error: the same for dense attention, the largest difference of a weight.
         digest: the recorded digest.
         problems: one sentence for each problem.
@@ -110,7 +110,8 @@ class _Check:
         if isinstance(recorded, int | float):
             self.output_tolerance = max(self.output_tolerance, min(float(recorded), 0.5))
         # it was computed from the stored q, k in float32 or float64: their rounding has no effect
-        self.lse_tolerance = tolerance(dtypes.get("lse", "float32"))
+        self.lse_dtype = dtypes.get("lse", "float32")
+        self.lse_tolerance = tolerance(self.lse_dtype)
 
     def layer(self, layer: int) -> None:
         """Check a layer: its keys and values whole, other arrays a block of rows at a time."""
@@ -150,14 +151,15 @@ class _Check:
                 f"{stored.where}: values of layer {layer} are not the latents that end its keys; "
                 "record the trace again"
             )
-        self.lse_tolerance = max(self.lse_tolerance, attention.lse_rounding)
+        of_layer = max(tolerance(self.lse_dtype), attention.lse_rounding)
+        self.lse_tolerance = max(self.lse_tolerance, of_layer)
         for name, error in attention.errors.items():
             if name not in damaged:
-                allowed = self.output_tolerance if name == "attn_out" else self.lse_tolerance
+                allowed = self.output_tolerance if name == "attn_out" else of_layer
                 self._judge(name, layer, error, allowed)
         if attention.recomputed or "lse" not in damaged:
             for name in attention.dense:
-                self._dense(name, layer, k.to(stored.compute_dtype), torch.cat(attention.lse, 1))
+                self._dense(name, layer, k.to(stored.compute_dtype), attention.lse, of_layer)
 
     def _read(self, name: str, layer: int, pos: slice = _ALL) -> torch.Tensor | None:
         """Read one layer of an array; None, and a problem, if it is damaged."""
@@ -168,8 +170,10 @@ class _Check:
             self.problems.append(str(error))
             return None
 
-    def _dense(self, name: str, layer: int, k: torch.Tensor, lse: torch.Tensor) -> None:
-        stored = self.stored
+    def _dense(
+        self, name: str, layer: int, k: torch.Tensor, blocks: list[torch.Tensor], allowed: float
+    ) -> None:
+        stored, lse = self.stored, torch.cat(blocks, 1)
         n_pos, first = k.shape[1], first_row(stored.shapes[name])
         worst, pos = 0.0, torch.arange(n_pos)
         for start in range(first, n_pos, CHUNK):
@@ -182,7 +186,7 @@ class _Check:
                 q.to(k.dtype), k, lse[:, rows], stored.header.formulas[layer], pos[rows], pos
             )
             worst = max(worst, float((recorded - expected).abs().max()))
-        self._judge(name, layer, worst, self.lse_tolerance)
+        self._judge(name, layer, worst, allowed)
 
     def _embeddings(self, tokens: torch.Tensor) -> None:
         """Check that equal tokens have equal embeddings in the residual stream of layer 0.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import LeftOut, held_parts
 from kvsim.core.probe import ARRAYS as PROBE
+from kvsim.core.sources import ArraySource
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError, TraceError, local_path
 from kvsim.files import hidden, unbroken
@@ -51,6 +52,9 @@ class TraceWriter:
         overwrite: replace a trace that is at `path`.
         left_out: rows that are never appended to q, attn_out, lse and gate.
         projections: `write_projections` will be called; a recovery notes it if they are missing.
+        like: a trace in a folder; chunks that are the same in both are stored once, as hard links
+            where the file system has them.
+        shards: whether arrays with many chunks are sharded; chunks in shards are not linked.
 
     Raises:
         TraceExistsError: something is at `path`, and it is not a trace or `overwrite` is False.
@@ -68,6 +72,8 @@ class TraceWriter:
         overwrite: bool = False,
         projections: bool = False,
         left_out: LeftOut = None,
+        like: Path | None = None,
+        shards: bool = True,
     ) -> None:
         if store_dtype not in (None, "float16"):
             raise TraceError(f"store_dtype is {store_dtype!r}, expected None (exact) or 'float16'")
@@ -76,7 +82,7 @@ class TraceWriter:
         self.layer_ids = tuple(layer_ids)
         self.folder = hidden(path, "tmp")
         self._digest, self._left_out = ContentDigest(), left_out
-        self._group = Group(self.folder)
+        self._group = Group(self.folder, like)
         self._next: dict[str, list[int]] = {}
         self._begun = {*shapes, *(["o_proj"] if projections else [])}
         self._file: TokenFile | None = None
@@ -88,7 +94,7 @@ class TraceWriter:
             with self._writing():
                 self.folder.mkdir(parents=True)
                 self._file = TokenFile(self.folder, wait=True)
-                arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out)
+                arrays = stored_arrays(shapes, source_dtypes, store_dtype, left_out, shards=shards)
                 newest |= any(each.sharded or each.number == "bfloat16" for each in arrays)
                 self._group.set(
                     kvsim_format=format_of(shapes, newest=newest),
@@ -213,6 +219,19 @@ class TraceWriter:
         with self._writing():
             self._group.write(name, array[None], layer=layer, pos=start)
         self._digest.update(name, layer, array)
+
+    def copy(self, source: ArraySource, names: Iterable[str], n_pos: int) -> None:
+        """Store arrays of a trace: positions before `n_pos`, and all of those without positions."""
+        for name in names:
+            parts = held_parts(name, range(n_pos), self._left_out)
+            for layer in range(len(self.layer_ids)):
+                only = slice(layer, layer + 1)
+                if "pos" not in AXES[name]:
+                    self.write_layer(name, layer, source.read(name, only, slice(None))[0])
+                    continue
+                for part in parts:
+                    for block in source.read(name, only, part)[0].split(CHUNK, pos_axis(name)):
+                        self.append(name, layer, block)
 
     def write_projections(
         self, shape: Sequence[int], read: Callable[[int], Tensor], source_dtype: str
@@ -345,15 +364,6 @@ def save_trace(trace: Trace, path: str | Path, *, overwrite: bool = False) -> Pa
         overwrite=overwrite,
         left_out=left_out,
     ) as writer:
-        for name in names:
-            for layer in range(trace.n_layers):
-                only = slice(layer, layer + 1)
-                if "pos" not in AXES[name]:
-                    writer.write_layer(name, layer, source.read(name, only, slice(None))[0])
-                    continue
-                axis = pos_axis(name)
-                for part in held_parts(name, range(trace.n_pos), left_out):
-                    for block in source.read(name, only, part)[0].split(CHUNK, axis):
-                        writer.append(name, layer, block)
+        writer.copy(source, names, trace.n_pos)
         tokens = None if trace.tokens is None else trace.tokens.numpy()
         return writer.publish(header, tokens=tokens, token_text=trace.token_text)

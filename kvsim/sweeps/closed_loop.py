@@ -138,7 +138,7 @@ def plan_live(
     running = RunningModel(model)
     for trace in traces:
         check_recorded(trace, running.described, tokenizer)
-        later = sum(new_tokens + 1 + stop - start for start, stop in trace.questions)
+        later = sum(new_tokens + stop - start for start, stop in trace.questions)
         running.check_length(max(trace.n_pos, trace.prompt_len + new_tokens + later))
     parameters: dict[str, Any] = {
         "loop": "closed",

@@ -41,9 +41,9 @@ def saved(tmp_path_factory):
     return make().save(tmp_path_factory.mktemp("bits") / "a.zarr")
 
 
-def in_32_bits(*arguments):
+def in_32_bits(*arguments, **options):
     """The arrays of a trace, with 32 bits for each number."""
-    return [replace(each, dtype=np.dtype("<f4")) for each in stored_arrays(*arguments)]
+    return [replace(each, dtype=np.dtype("<f4")) for each in stored_arrays(*arguments, **options)]
 
 
 @pytest.fixture(scope="module")

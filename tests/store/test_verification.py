@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import zarr
 
+import kvsim
 from damage import flip
 from kvsim.store import describe, open_trace, verification, verify
 from mutations import reseal_folder
-from saved_traces import N
+from saved_traces import N, make
+from traces import random_arrays
 
 
 def test_verify_accepts_what_was_saved(saved):
@@ -39,6 +41,21 @@ def test_verify_recomputes_blocks_of_rows(stored, monkeypatch):
     assert len(damaged.problems) == 1
     assert "of attn_out is damaged" in damaged.problems[0]
     assert (len(damaged.output_error), len(damaged.lse_error)) == (1, 2)
+
+
+def test_each_layer_has_its_own_tolerance(tmp_path):
+    """Logits of thousands in one layer excuse no log-sum-exp of the next."""
+    arrays = random_arrays(layers=2, heads=1, group=1, dim=16, n=40)
+    arrays["q"] = torch.as_tensor(arrays["q"]) * torch.tensor([3000.0, 1.0])[:, None, None, None]
+    made = {"prompt_len": 20, "rope": kvsim.Rope.default(16)}
+    lse = kvsim.Trace.from_arrays(**arrays, **made).lse
+    stored = kvsim.Trace.from_arrays(**arrays, lse=lse, **made).save(tmp_path / "a.zarr")
+    rewrite(stored, "lse", lambda values: np.add.at(values, 1, np.float32(5e-4)))
+
+    report = verify(stored, deep=True)
+
+    assert report.lse_tolerance > 5e-4
+    assert any("lse of layer 1 differs by 0.0005" in problem for problem in report.problems)
 
 
 def test_verify_reports_progress(saved):

@@ -5,10 +5,13 @@ import json
 
 import pytest
 import torch
+from recorder_models import small
 
 import kvsim
+from families import ids
 from kvsim.errors import PolicyError
 from kvsim.policies.catalogue import CATALOGUE
+from kvsim.recorder import Prompt, Turn
 from kvsim.recorder.models import load_outline
 from kvsim.store.forecast import Meter
 from kvsim.sweeps.closed_loop import plan_live
@@ -77,6 +80,18 @@ def test_a_live_run_is_planned_without_weights(tmp_path):
     rows = trace.n_pos + 2 * (trace.n_pos - trace.prompt_len)
     assert planned.flops == pytest.approx(rows * (layers + 2 * embedding), rel=0.5)
     assert planned.flops > rows * layers
+
+
+def test_turns_that_fill_the_context_of_the_model(tmp_path):
+    """A live run of turns that the model has just room for is planned, as it was recorded."""
+    model = small("llama", max_position_embeddings=40 + 8 + 4 + 8)
+    prompt = Prompt("a", ids(40), turns=(Turn([1, 2, 3, 4]),))
+    trace = kvsim.capture(model, None, prompt, max_new_tokens=8, out=tmp_path / "a.zarr")
+
+    plan, _ = plan_live(model, trace, ["tova"], 24, max_new_tokens=8)
+
+    assert trace.n_pos == 60
+    assert len(plan.cells) == 1
 
 
 def test_traces_of_bfloat16_models_are_swept(tmp_path):

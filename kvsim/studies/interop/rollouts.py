@@ -86,9 +86,12 @@ def rollouts(
 
     Raises:
         PolicyError: a policy that a mask cannot express, or that a running model cannot follow.
-        CaptureError: a sequence longer than the model's context, logits that are not finite.
+        CaptureError: no responses, a sequence longer than the model's context, logits that are not
+            finite.
         BudgetError, NeedsError: as `kvsim.replay`.
     """
+    if count < 1:
+        raise CaptureError(f"count is {count}, expected at least 1 response")
     masked = policy.positions == "absolute" and not (policy.reader or policy.codec)
     if not masked or policy.propagation is not None or "probe_q" in policy.scorer.needs:
         raise PolicyError(

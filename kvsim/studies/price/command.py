@@ -97,8 +97,9 @@ def match(
     if any(len(values) > 1 for each in given.values() for values in each.values()):
         raise OptionError("--set of `kvsim match` takes one value of a parameter")
     params = {name: {key: x[0] for key, x in each.items()} for name, each in given.items()}
+    opened = shared.open_traces(traces)
     table = at_equal_size(
-        *(shared.open_traces(traces), params, against or ("h2o", "snapkv")),
+        *(opened, params, against or ("h2o", "snapkv")),
         shared.parse_ranges(",".join(budget), "--budget", "entries, such as 64,128"),
         interval=interval,
         test=None if test is None else shared.open_traces(test),
@@ -113,3 +114,5 @@ def match(
             if row["policy"] in params:
                 size, value = row["budget"], row["params"]["threshold"]
                 show.echo_text(f"{row['policy']}, budget {size}: threshold={value}")
+        if test is None and len(opened) == 1:
+            show.echo_notes(["thresholds are searched and measured on the same trace"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.errors import PolicyError
+from kvsim.errors import CaptureError, PolicyError
 from kvsim.runner.decoding import Decoding, RunningModel
 from kvsim.studies.interop.masks import Masks
 from kvsim.studies.interop.rollouts import advantages, log_likelihoods, objective, rollouts
@@ -16,14 +16,14 @@ PROMPT, NEW, BUDGET, INTERVAL, COUNT = [*range(1, 31)], 30, 20, 8, 3
 STOP = {7, 11}
 
 
-def sampled(name: str = "gkv", **params: int):
+def sampled(name: str = "gkv", count: int = COUNT, **params: int):
     """Rollouts of the small model, with a fixed seed."""
     return rollouts(
         RunningModel(small()),
         PROMPT,
         kvsim.policy(name, **params),
         BUDGET,
-        count=COUNT,
+        count=count,
         new_tokens=NEW,
         stop=STOP,
         generator=torch.Generator().manual_seed(3),
@@ -103,3 +103,9 @@ def test_what_a_mask_cannot_say_is_refused(name):
     """Rounded or rotated keys, readers, dropped rows and repeated contexts have no mask."""
     with pytest.raises(PolicyError, match="expected a policy that evicts alone"):
         sampled(name)
+
+
+def test_no_responses_are_refused():
+    """A count below 1 is one line."""
+    with pytest.raises(CaptureError, match="count is 0, expected at least 1 response"):
+        sampled(count=0)

@@ -65,7 +65,10 @@ def test_the_command_measures_what_it_did_not_search_on(run, traces, tmp_path):
     assert document["averages"] == json.loads(json.dumps(show.cells(summarise(table))))
     threshold = document["averages"][-1]["params"]["threshold"]
     assert run(*arguments[:-1], "30,40", "--set", "dms.window=8,9")[0] == 2
-    assert f"dms+h2o, budget 30: threshold={threshold}\n" in run(*arguments)[1]
+    assert f"dms+h2o, budget 30: threshold={threshold}\n" in (text := run(*arguments)[1])
+    alone = [*arguments[:2], *arguments[4:]]
+    note = "Note: thresholds are searched and measured on the same trace."
+    assert (note in text, note in run(*alone)[1]) == (False, True)
 
 
 def test_what_has_no_such_size_is_refused(traces):

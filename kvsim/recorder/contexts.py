@@ -1,0 +1,86 @@
+"""Contexts that several prompts share: run once, with their complete blocks stored once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.cache_utils import Cache
+
+from kvsim.core.probe import ARRAYS as PROBE
+from kvsim.recorder.generation import one_piece
+from kvsim.schema import CHUNK
+from kvsim.store import open_trace
+from kvsim.store.layout import DENSE
+from kvsim.store.writer import TraceWriter
+
+
+class SharedContext:
+    """The rows of a context, from the prompt that runs it to those that follow.
+
+    left: captures that have not begun. path: the latest trace with the context, None before the
+    first. layers: of its recorder (`kvsim.recorder.blocks.BlockRecorder.saved`), once it has run.
+    """
+
+    layers: Any = None
+    _cache: Cache | None = None
+
+    def __init__(self, left: int, path: Path | None) -> None:
+        self.left, self.path = left, path
+
+    def take(self) -> Cache | None:
+        """Return a cache of the context's rows for the next capture; None if they have to run."""
+        self.left -= 1
+        cache = self._cache
+        if self.left:
+            return copy.deepcopy(cache)
+        self._cache = None
+        return cache
+
+    def keep(self, cache: Cache, layers: Any) -> None:
+        """Keep copies of the cache and of the recorder's layers for the captures that are left."""
+        if self.left:
+            self._cache, self.layers = copy.deepcopy(cache), layers
+
+    def store(self, writer: TraceWriter, names: Iterable[str], n: int) -> None:
+        """Store the complete blocks of the first n rows, arrays `names`, in another trace."""
+        if self.path is None:
+            raise RuntimeError("no trace has the context")
+        source = open_trace(self.path).source
+        for name in names:
+            if name in (*DENSE, *PROBE):
+                continue
+            if name not in source.shapes:
+                writer.drop(name)
+            else:
+                writer.copy(source, [name], n // CHUNK * CHUNK)
+
+
+def share_contexts(sessions: Sequence[Any], traces: Sequence[Any]) -> list[int]:
+    """Let captures (`Session`) with the same context share it; return the order to run them in.
+
+    traces: of each, the one that is there already, or None. Captures of one context follow each
+    other. A model that computes something else in two forwards than in one runs it with each.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, each in enumerate(sessions):
+        n = each.encoded.context_len or 0
+        alone = not 0 < n < len(each.encoded.ids)
+        groups.setdefault((-1, place) if alone else tuple(each.context), []).append(place)
+    for context, places in groups.items():
+        new = [sessions[place] for place in places if traces[place] is None]
+        if len(places) == 1 or not new:
+            continue
+        longest = max(([*x.encoded.ids, *x.response] for x in new), key=len)
+        reason = one_piece(new[0].model, longest, len(context))
+        how = "in a forward of its own" if reason is None else f"with each: {reason}"
+        shared = SharedContext(len(new), next((traces[x].path for x in places if traces[x]), None))
+        for each in new:
+            each.shared = shared if reason is None else None
+            each.notes.append(
+                f"the context of {len(context)} tokens, which {len(places)} prompts share, was run "
+                f"{how}"
+            )
+    return [place for places in groups.values() for place in places]
