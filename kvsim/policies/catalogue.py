@@ -367,6 +367,11 @@ _PRESETS: Mapping[str, Preset] = {
         "whole chunks only, so the size can miss the budget by up to two chunks",
         params={"exact": False},
     ),
+    "paged@release": Preset(
+        "norms averaged over heads first; first and newest page stay, each head its own prompt",
+        params={"reduction": "norms", "prompt": "heads", "ends": True},
+        inner=_PER_HEAD,
+    ),
     "fastkv@proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2}),
 }
 
