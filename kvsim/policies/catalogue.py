@@ -335,8 +335,8 @@ _PRESETS: Mapping[str, Preset] = {
         params={"window": 16, "dispersion": "std", "pool": None, "group": "max", "decoding": True},
     ),
     "lacache@release": Preset(
-        "the offset of the released code: neighbouring layers keep different tokens",
-        params={"offset": "modulo"},
+        "the offset of the released code, whose neighbouring layers differ; one pass for many",
+        params={"offset": "modulo", "passes": "merged"},
     ),
     "rpc@ams": Preset(
         "as in the AMS release: fixed budget, one set per head, sinks kept",

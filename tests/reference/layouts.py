@@ -44,6 +44,11 @@ def lacache(event: Event) -> Scored:
     values = []
     for h, live in enumerate(event.live):
         leave = len(live) - event.budgets[h]  # so many entries leave now
+        if params["passes"] == "merged":
+            order = _merged(event, h, leave, kept, drops, start)
+            order += [p for p in live if p not in order]
+            values.append({p: float(order.index(p)) for p in live})
+            continue
         rest = [p for p in live[: max(0, len(live) - n_layers)] if p >= int(params["sink"])]
         order: list[int] = []
         at = cursor[h].get(-1, -1.0)
@@ -60,6 +65,45 @@ def lacache(event: Event) -> Scored:
         order += [p for p in live if p not in order]
         values.append({p: float(order.index(p)) for p in live})
     return Scored(values, first(event, int(params["sink"])), exact=True)
+
+
+def _merged(event: Event, h: int, leave: int, kept: int, drops: int, start: int) -> list[int]:
+    """What leaves first, in order, if all passes that start over are one of larger chunks.
+
+    What is left over of the last chunk leaves at the next event, before anything else.
+    """
+    cursor, pending = event.column("cursor")[h], event.column("pending")[h]
+    order = [p for p in event.live[h] if p in pending]
+    leave = max(0, leave - len(order))
+    text = [p for p in event.live[h] if p >= int(event.params["sink"]) and p not in pending]
+    if drops and leave:
+        length = kept + drops
+        ahead = [p for p in text if p > cursor.get(-1, -1.0)]
+        fit = max(0, len(ahead) - event.n_layers - leave) // kept
+        over = leave > fit * drops
+        room = max(0, len(text) - event.n_layers - leave) // kept * drops
+        number = fit if over else math.ceil(leave / drops)
+        gone = []
+        for j in range(number):
+            chunk = ahead[j * length : (j + 1) * length]
+            gone += chunk[:start] + chunk[start + kept :]
+            cursor[-1] = float(chunk[-1])
+        order += gone
+        leave -= len(gone)
+        if over and room:
+            times = math.ceil(leave / room)
+            size = times * (length - 1) + 1
+            text = [p for p in text if p not in gone]
+            first_kept = start * times  # with a ladder's offset
+            if event.params["offset"] == "modulo":
+                first_kept = min(times * drops, event.layer % (size - kept + 1))
+            stay = [first_kept + times * k for k in range(kept)]
+            for j in range(math.ceil(leave / (size - kept))):
+                chunk = text[j * size : (j + 1) * size]
+                order += [p for i, p in enumerate(chunk) if i not in stay]
+                cursor[-1] = float((chunk or text)[-1])
+    pending.update(dict.fromkeys(order, 1.0))
+    return order
 
 
 def union(params: Mapping[str, Any], scored: Sequence[Scored]) -> list[Scored]:

@@ -86,7 +86,7 @@ _CAKE = {
     "tau2": 1.0,
 }
 _COMPACTOR = {"chunk": 256, "blending": 0.5, "sink": 8, "recent": 4, "parts": "both"}
-_LADDER = {"span": None, "overlap": 0, "sink": 4, "offset": "ladder"}
+_LADDER = {"span": None, "overlap": 0, "sink": 4, "offset": "ladder", "passes": "each"}
 _PAGED = {"page": 16, "heads": "all", "reduction": "mean", "prompt": "entries", "ends": False}
 _CALIBRATED = {"calibration": None}
 _AMS = {
@@ -214,7 +214,7 @@ RULES: dict[str, Rule] = {
     "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
     "kvzip@kvpress": _alone(repeated.kvzip, {"sink": 4}, layers="pooled"),
     "lacache": Rule(layouts.lacache, _LADDER),
-    "lacache@release": Rule(layouts.lacache, {**_LADDER, "offset": "modulo"}),
+    "lacache@release": Rule(layouts.lacache, {**_LADDER, "offset": "modulo", "passes": "merged"}),
     "raas": Rule(
         windows.raas,
         {"alpha": 1e-4, "share": None, "query_buffer": 256, "protect_prompt": True},

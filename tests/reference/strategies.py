@@ -125,6 +125,7 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
     "share": _one(0.1, 0.5, 1.0),
     "span": _whole(1, 3),
     "offset": _one("ladder", "modulo"),
+    "passes": _one("each", "merged"),
     "across": _one("heads", "layers"),
     "reduction": _one("mean", "max"),
     "first_stage": _one(0.0, 0.5, 1.0),
