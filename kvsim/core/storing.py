@@ -53,6 +53,11 @@ class Codec(Piece, ABC):
         return Clock(), Clock()
 
     @property
+    def behind_window(self) -> tuple[Clock, Clock]:
+        """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
+        return (Clock(self.window),) * 2  # type: ignore[attr-defined]  # of some
+
+    @property
     def groups(self) -> tuple[int, int]:
         """Entries of keys and of values that are rounded together; divisors of their steps."""
         return 1, 1

@@ -33,7 +33,7 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.policy import Scorer, Scores
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 
@@ -54,6 +54,7 @@ class LaCache(Scorer):
     columns: ClassVar[Mapping[str, float]] = {"behind": 0.0}
     per_row: ClassVar[bool] = True
     flops = Scorer.no_flops
+    protection = Scorer.protect_sinks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,10 +112,8 @@ class LaCache(Scorer):
         chunks = after.clamp(min=0) // kept
         over = excess > chunks * drops
         chunks = chunks.where(over, -(-excess // drops))
-        place = ahead.cumsum(-1) - 1
-        done = ahead & (place < chunks * group)
-        inside = place % group - self._offsets(view, drops)
-        leaves = done & ((inside < 0) | (inside >= kept))
+        offset = self._offsets(view, drops)
+        done, leaves, place = _compacted(ahead, chunks, group, offset, kept)
         turns.copy_(torch.where(leaves, place.double(), turns))
         cursor = torch.maximum(cursor, view.pos.where(done, -1).amax(-1, keepdim=True))
         excess = excess - leaves.sum(-1, keepdim=True)
@@ -123,11 +122,9 @@ class LaCache(Scorer):
         times = (-(-excess // room.clamp(min=1))).clamp(min=1)
         size = times * (group - 1) + 1
         rest &= ~leaves
-        place = rest.cumsum(-1) - 1
-        done = rest & again & (place < -(-excess // (size - kept)) * size)
-        inside = place % size - self._offsets(view, size - kept, times)
-        stays = (inside >= 0) & (inside % times == 0) & (inside < times * kept)
-        leaves = done & ~stays
+        chunks = torch.where(again, -(-excess // (size - kept)), 0)
+        offset = self._offsets(view, size - kept, times)
+        done, leaves, place = _compacted(rest, chunks, size, offset, kept, times)
         turns.copy_(torch.where(leaves, place + float(n), turns))
         return view.pos.where(done, -1).amax(-1, keepdim=True).where(again, cursor), 2 * n
 
@@ -146,11 +143,9 @@ class LaCache(Scorer):
         rest = view.live & older & (view.pos >= self.sink)
         ahead = rest & (view.pos > cursor)
         while drops and bool((rest.sum(-1) >= group).logical_and(excess[..., 0] > 0).any()):
-            place = ahead.cumsum(-1) - 1
-            whole = ahead & (place // group < ahead.sum(-1, keepdim=True) // group)
-            inside = place % group - offset
-            done = whole & (place // group < -(-excess // drops))  # until the rest fits
-            leaves = done & ((inside < 0) | (inside >= kept))
+            # whole chunks, until the rest fits
+            chunks = (ahead.sum(-1, keepdim=True) // group).minimum(-(-excess // drops))
+            done, leaves, place = _compacted(ahead, chunks, group, offset, kept)
             turns.copy_(torch.where(leaves, place + float(turn), turns))
             last = view.pos.where(done, -1).amax(-1, keepdim=True)
             cursor = torch.where(last >= 0, last, cursor)
@@ -159,6 +154,20 @@ class LaCache(Scorer):
             turn += n
         return cursor, turn
 
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
+
+def _compacted(
+    entries: Tensor,
+    chunks: Tensor,
+    size: Tensor | int,
+    offset: Tensor,
+    kept: int,
+    times: Tensor | int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first chunks of entries, what leaves of them, bool [L, H, n], and the entries' places.
+
+    Of each chunk every `times`-th entry from the offset on stays, `kept` in all.
+    """
+    place = entries.cumsum(-1) - 1
+    done, inside = entries & (place < chunks * size), place % size - offset
+    stays = (inside >= 0) & (inside % times == 0) & (inside < times * kept)
+    return done, done & ~stays, place

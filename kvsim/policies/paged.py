@@ -43,7 +43,7 @@ from kvsim.core.policy import Allocator, Plan, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.chunkkv import sums
+from kvsim.policies.chunkkv import filled, sums
 
 #: Norms of keys count as at least this.
 _LEAST_NORM = 1e-6
@@ -115,11 +115,8 @@ class Paged(Allocator):
         count = view.count[:, : live.shape[1]].unsqueeze(-1)
         last = place >= (count // self.page - 1) * self.page
         part = torch.where(last, 0, torch.where(place < self.page, 1, 2)).where(live, 2)
-        size, kept = (sums(mask, part, 3) for mask in (live, always & live))
-        room = size - kept
-        spare = (budget - kept.sum(-1)).unsqueeze(-1) - (room.cumsum(-1) - room)
-        quotas = kept + spare.clamp(min=0).minimum(room)
-        return select(shared, quotas, always, live, groups=part)
+        order = torch.arange(3, device=part.device).expand(*budget.shape, -1)
+        return filled(shared, part, order, budget, always & live, live)
 
     def _whole(
         self, view: View, shared: Tensor, cell: Tensor, live: Tensor, always: Tensor
@@ -161,7 +158,7 @@ class Paged(Allocator):
 
     def _norms(self, x: Tensor) -> Tensor:
         """Norms of keys or values [L, H, n, d], summed over heads that share pages; [L, h, n]."""
-        norm = torch.linalg.vector_norm(x.double(), dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
         return norm.sum(1, keepdim=True) if self.heads == "all" else norm
 
     def flops(self, event: Event) -> Flops:
