@@ -119,16 +119,14 @@ def content_digest(
         "layer_ids": list(header.layer_ids),
         "prompt_len": header.prompt_len,
     }
-    if header.context_len is not None:
-        facts["context_len"] = header.context_len
-    if header.questions:
-        facts["questions"] = [*map(list, header.questions)]
-    if header.left_out is not None:
-        facts["left_out"] = list(header.left_out)
-    if header.owners:
-        facts["owners"] = list(header.owners)
-    if header.sizes:
-        facts["sizes"] = [*map(list, header.sizes)]
+    optional = {
+        "context_len": header.context_len,
+        "questions": [*map(list, header.questions)],
+        "left_out": list(header.left_out or ()),
+        "owners": list(header.owners),
+        "sizes": [*map(list, header.sizes)],
+    }
+    facts |= {name: fact for name, fact in optional.items() if fact}
     if header.uniform:
         facts["mask"], facts["rope"] = "causal", _rope_bits(header.ropes[0])
         facts["scale"] = _bits(header.formulas[0].scale)

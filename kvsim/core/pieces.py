@@ -46,6 +46,11 @@ class Piece:
         """Raise PolicyError for a parameter of the wrong type or out of its bounds."""
         check_fields(self, self.label)
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Arrays that a trace must hold beyond q, k and v."""
+        return frozenset()
+
     def flops(self, event: Event) -> Flops | None:
         """FLOPs of the rule at an event, in one layer and without what is inside; None: unknown."""
         return None
@@ -228,11 +233,6 @@ class Scorer(Piece, ABC):
         return self.logarithmic
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Arrays that a trace must hold beyond q, k and v."""
-        return frozenset()
-
-    @property
     def clairvoyant(self) -> bool:
         """Whether rows later than the event are read: a bound, and no policy to deploy."""
         return False
@@ -265,6 +265,10 @@ class Scorer(Piece, ABC):
     def protection(self, budget: int) -> Protection:
         """Entries that the scorer cannot score and therefore protects: its window, its sinks."""
         return _NOTHING
+
+    def protect_sinks(self, budget: int) -> Protection:
+        """`protection` of a scorer with a parameter `sink`."""
+        return Protection(sink=self.sink)  # type: ignore[attr-defined]  # of some
 
 
 @dataclass(frozen=True)

@@ -429,7 +429,7 @@ class Policy(Displayed):
     def query_rows(self) -> tuple[int, int]:
         """First and last rows whose queries an event in decoding reads (`Scorer.query_rows`)."""
         first, last = self.scorer.query_rows
-        return first, max(last, self.rows)
+        return first, max(last, self.rows, 0 if self.codec is None else self.codec.rows)
 
     @property
     def rows(self) -> int:

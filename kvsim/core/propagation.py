@@ -118,6 +118,12 @@ class Propagation(Piece, ABC):
         propagation that restarts, the rows of the second pass.
         """
 
+    def budget_counts(
+        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
+    ) -> list[int]:
+        """`counts` of a propagation that restarts: the budget in each layer of the second pass."""
+        return [min(budget, prompt_len)] * n_layers
+
     # ----------------------------------------------------------------------- what `cost` reads
 
     def keeps_whole(self, budget: int, prompt_len: int) -> bool:

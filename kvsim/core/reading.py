@@ -91,11 +91,6 @@ class Reader(Piece, ABC):
         """Whether the budget says how much is read."""
         return True
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Arrays that a trace must hold beyond q, k and v."""
-        return frozenset()
-
     def check(self, trace: Trace) -> None:
         """Raise PolicyError for a trace that the reader has no rule for."""
 

@@ -1,7 +1,8 @@
 """As what resident entries are stored: a codec, and when an entry leaves the exact window.
 
 An entry is exact when it arrives. After some row it is rounded once, and stays as it is then; rows
-behind that one see the rounded key or value. Keys and values have a clock each.
+behind that one see the rounded key or value. Keys and values have a clock each. Channels of keys
+that a codec prunes are 0 from then on.
 
 Shape letters: L layers, H KV heads, T tokens, d head dimension, g entries of a group.
 """
@@ -22,10 +23,14 @@ from kvsim.schema import NEVER
 
 
 class Clock(NamedTuple):
-    """The `step` oldest exact entries of a head leave its window once at least `exact` stay."""
+    """The `step` oldest exact entries of a head leave its window once at least `exact` stay.
+
+    once: only after the first row that any may leave, so that later entries stay exact.
+    """
 
     exact: int = 0
     step: int = 1
+    once: bool = False
 
 
 class Codec(Piece, ABC):
@@ -48,9 +53,26 @@ class Codec(Piece, ABC):
         return Clock(), Clock()
 
     @property
+    def behind_window(self) -> tuple[Clock, Clock]:
+        """`clocks` of a codec with a parameter `window`, behind which entries leave one by one."""
+        return (Clock(self.window),) * 2  # type: ignore[attr-defined]  # of some
+
+    @property
     def groups(self) -> tuple[int, int]:
         """Entries of keys and of values that are rounded together; divisors of their steps."""
         return 1, 1
+
+    @property
+    def rows(self) -> int:
+        """Rows before rounding begins whose queries say which channels of keys are stored."""
+        return 0
+
+    def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The channels of a layer's keys that are stored, bool [H, d], where `rows` is not 0.
+
+        queries [H, G, w, d] of these rows, after RoPE; keys [H, n, d], 0 where nothing is held.
+        """
+        raise NotImplementedError(f"channels of {self.label}")
 
     def check(self, dim: int) -> None:
         """Raise PolicyError for a head dimension that the codec has no rule for."""
@@ -76,7 +98,7 @@ def stored_after(evicted_at: Tensor, clock: Clock, first: int) -> Tensor:
     out = torch.full_like(evicted_at, NEVER)
     n_pos = evicted_at.shape[-1]
     events = [e for e in evicted_at.unique().tolist() if first < e < n_pos]
-    for start, stop in pairwise([first, *events, n_pos]):
+    for start, stop in pairwise([first, *([first + 1] if clock.once else [*events, n_pos])]):
         advance(out, evicted_at, clock, start, stop)
     return out
 
@@ -104,12 +126,19 @@ def advance(out: Tensor, evicted_at: Tensor, clock: Clock, start: int, stop: int
     return new
 
 
-def round_marked(codec: Codec, which: int, stored: Tensor, marked: Tensor) -> None:
-    """Overwrite keys (0) or values (1) [..., T, d] where marked, in groups of neighbours."""
+def round_marked(
+    codec: Codec, which: int, stored: Tensor, marked: Tensor, channels: Tensor | None = None
+) -> None:
+    """Overwrite keys (0) or values (1) [..., T, d] where marked, in groups of neighbours.
+
+    channels: of keys that are stored, bool [..., d], the others become 0; None for all of them.
+    """
     entries = stored[marked]
     if len(entries):
         groups = entries.to(compute_dtype(entries.dtype)).unflatten(0, (-1, codec.groups[which]))
         stored[marked] = (codec.keys, codec.values)[which](groups).flatten(0, 1).to(stored.dtype)
+    if channels is not None and which == 0:
+        stored.masked_fill_(marked.unsqueeze(-1) & ~channels.unsqueeze(-2), 0.0)
 
 
 class Spec(NamedTuple):

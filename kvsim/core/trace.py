@@ -110,6 +110,8 @@ class Trace(Facts, Displayed):
             source, header.formulas, self.dtype, cache=path is None, base=same
         )
         self._alike: dict[Size, Trace] = {}
+        #: facts of another trace of the same tokens
+        self._same: Any = {"dtype": dtype, "token_text": token_text, "path": path}
 
     @classmethod
     def from_arrays(
@@ -248,10 +250,8 @@ class Trace(Facts, Displayed):
             alike = self._alike[size] = Trace(
                 OneSize(self.source, self.sizes, size),
                 replace(self.header, sizes=()),
-                dtype=self.dtype,
-                token_text=self.token_text,
                 digest=self.digest,
-                path=self.path,
+                **self._same,
             )
             alike.windowed = self.windowed
             alike.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
@@ -272,14 +272,7 @@ class Trace(Facts, Displayed):
         """The trace with a KV head for each query head; nothing is copied before it is read."""
         if self.group == 1:
             return self
-        return Trace(
-            PerQueryHead(self.source, self.group),
-            self.header,
-            dtype=self.dtype,
-            token_text=self.token_text,
-            path=self.path,
-            base=self,
-        )
+        return Trace(PerQueryHead(self.source, self.group), self.header, base=self, **self._same)
 
     def compacted(self, rows: int = 512) -> Trace:
         """Return the trace without rows long before the response, as `kvsim.store.compacted`."""
@@ -292,8 +285,7 @@ class Trace(Facts, Displayed):
         attention, once computed, is kept.
         """
         source = Loaded(self.source, layers, self.dtype, self.left_out, self.name)
-        facts: Any = {"token_text": self.token_text, "digest": self.digest, "path": self.path}
-        same = Trace(source, self.header, dtype=self.dtype, **facts)
+        same = Trace(source, self.header, digest=self.digest, **self._same)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
         return same
 

@@ -14,7 +14,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.policy import Plan, Policy, Scorer, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
-from kvsim.core.storing import advance, round_marked
+from kvsim.core.storing import Codec, advance, round_marked
 from kvsim.core.view import Setting, Source, View
 from kvsim.engine.source import TraceSource
 from kvsim.errors import BudgetError, PolicyError, ScoreError
@@ -251,14 +251,35 @@ class Block:
         codec, start = self.policy.codec, self._stored_to
         if codec is None or row <= start:
             return
+        begins = start == self._settings[0].prompt_len - 1
+        channels = self._channels(codec, start, row) if begins and codec.rows else None
         for which, clock in enumerate(codec.clocks):
-            due = advance(self.stored_after[which], self.evicted_at, clock, start, row)
-            if self.source.compacted:
-                new = torch.arange(self._next, row, device=due.device)
-                pos = torch.cat([self.entries.pos, new.expand(*due.shape[:2], -1)], -1)
-                due = due.gather(-1, pos.clamp(min=0)) & (pos >= 0)
-            round_marked(codec, which, self.source.writable(which), due)
+            if begins or not clock.once:
+                stop = start + 1 if clock.once else row
+                due = advance(self.stored_after[which], self.evicted_at, clock, start, stop)
+                writable = self.source.writable(which)
+                round_marked(codec, which, writable, self._placed(due, row), channels)
         self._stored_to = row
+
+    def _placed(self, marked: Tensor, row: int) -> Tensor:
+        """Positions before row `row`, bool [L, H, T], where the source has them."""
+        if not self.source.compacted:
+            return marked
+        new = torch.arange(self._next, row, device=marked.device)
+        pos = torch.cat([self.entries.pos, new.expand(*marked.shape[:2], -1)], -1)
+        return marked.gather(-1, pos.clamp(min=0)) & (pos >= 0)
+
+    def _channels(self, codec: Codec, last: int, row: int) -> Tensor:
+        """The channels of keys that are stored, bool [L, H, d], by what is held after row `last`.
+
+        row: the first row that the source may not have.
+        """
+        held = self.evicted_at > last
+        held[..., last + 1 :] = False
+        held, keys = self._placed(held, row), self.source.keys
+        queries = self.source.queries(max(0, last + 1 - codec.rows), last + 1)
+        parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
+        return torch.stack([codec.channels(q, k.where(here, 0.0)) for q, k, here in parts])
 
     def _acts(self, view: View) -> Tensor:
         """Which layers hold more than their budget, bool [L]; sets the budgets of the view."""

@@ -116,6 +116,9 @@ def _check_chunks(trace: Trace, policy: Policy, schedule: Schedule) -> None:
         "reads a part of what is held": policy.reader is not None,
         "scores by rows that repeat the whole context": "probe_q" in policy.scorer.needs,
         "weighs values by the mean gate of the whole prompt": gated,
+        "prunes channels by the last rows of the whole prompt": (
+            policy.codec is not None and policy.codec.rows > 0
+        ),
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is not None:

@@ -14,6 +14,7 @@ from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
 from kvsim.policies.pqcache import PQCache
 from kvsim.policies.quest import Quest
 from kvsim.policies.rocketkv import RocketKV
+from kvsim.policies.think import ThinK
 from kvsim.policies.turboquant import TurboQuant
 
 #: Readers and codecs, which stand behind an eviction, or alone.
@@ -71,6 +72,12 @@ ACCESS: Mapping[str, Entry] = {
                 params={"rotation": "hadamard", "unit": True, "uniform_values": True},
             ),
         },
+    ),
+    "think": Entry(
+        "stores the channels of keys that matter to the last queries of the prompt",
+        ThinK,
+        None,
+        presets={"kvpress": Preset("prunes the recent keys, too", params={"recent": 0})},
     ),
     "int8": Entry("stores 8 bits, with a scale per token", Integers, None),
     "int4": Entry(

@@ -58,7 +58,7 @@ from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, in_rounds, select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.window import smooth
+from kvsim.policies.window import Windowed, smooth
 
 # Added to every mass before it is normalised (the release's value; the paper gives none).
 _EPSILON = 1e-12
@@ -110,10 +110,7 @@ class AMS(Allocator):
                 f"{self.min_segment}"
             )
 
-    @property
-    def rows(self) -> int:
-        """Rows of the window."""
-        return self.window
+    rows = Windowed.rows
 
     def protection(self, budget: int) -> Protection:
         """Sinks and recent entries; where the budget is tight, strict mode shortens the recent."""

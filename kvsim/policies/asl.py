@@ -38,7 +38,7 @@ from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Odd
 from kvsim.core.propagation import Propagation, Selection, Step, check_layer, dropped_after
 from kvsim.core.view import View
-from kvsim.policies.window import Pooling, over_heads, pooled_flops, smooth
+from kvsim.policies.window import Pooling, Windowed, over_heads, pooled_flops, smooth
 
 # Mean selection layer by number of layers: Llama-3.1-8B-UL and Qwen2.5-7B on RULER at 128k
 # (appendix B.1), and both as a share of the depth, (L_sel + 1) / L.
@@ -124,10 +124,7 @@ class Selecting(Propagation):
     first_layer: Annotated[int, AtLeast(0)] | None = None
     look_back: Annotated[int, AtLeast(1)] = 8
 
-    @property
-    def window_rows(self) -> int:
-        """Rows of the window."""
-        return self.window
+    window_rows = Windowed.rows
 
     @property
     def least_budget(self) -> int:
@@ -223,8 +220,4 @@ class TwoPass(Selecting):
     restarts: ClassVar[bool] = True
     alone: ClassVar[bool] = True
 
-    def counts(
-        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
-        """The budget in each layer of the second pass."""
-        return [min(budget, prompt_len)] * n_layers
+    counts = Propagation.budget_counts

@@ -87,10 +87,7 @@ class CakeBudgets(LayerBudgets):
 
     across_layers: ClassVar[bool] = True
 
-    @property
-    def rows(self) -> int:
-        """Rows of the window."""
-        return self.window
+    rows = Windowed.rows
 
     def budgets(self, view: View, budget: int) -> Tensor:
         """At least what is protected, at most what there is; together len(layers) x budget."""

@@ -25,7 +25,7 @@ from typing import Annotated, ClassVar
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 from kvsim.policies.expected_attention import quadratic, seen_moments
 
@@ -45,10 +45,8 @@ class CapKV(Scorer):
     n_future: Annotated[int, AtLeast(1)] = 512
     sink: Annotated[int, AtLeast(0)] = 4
 
-    @property
-    def query_rows(self) -> tuple[int, int]:
-        """Those of the buffer."""
-        return 0, _BUFFER
+    query_rows = 0, _BUFFER
+    protection = Scorer.protect_sinks
 
     @property
     def least_rows(self) -> int:
@@ -78,10 +76,6 @@ class CapKV(Scorer):
         capacity.diagonal(dim1=-2, dim2=-1).add_(1.0)
         leverage = quadratic(values, torch.linalg.inv(capacity))
         return (weight * leverage).mean(2).to(view.keys.dtype)
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
 
     def flops(self, event: Event) -> Flops:
         """Mean query; per query head cosines 2 n d, A 2 n d^2 and leverage 2 n d^2; the rest."""

@@ -69,6 +69,13 @@ _PER_HEAD = {**_SHARED, "tova": {"heads": "group"}, "rpc": {"heads": "group"}}
 # One window decides which tokens propagate, and what the caches keep of them.
 _WINDOW = ("window", "pool", "pool_kernel")
 
+
+def _windows(how: str, **params: Any) -> Entry:
+    """The global score of G-KV alone."""
+    summary = f"what windows attended to, {how} over events"
+    return Entry(summary, GKV, _EVERY_128, params={"redundancy": False, **params})
+
+
 _ENTRIES: Mapping[str, Entry] = {
     "full": Entry("everything (reference)", Full, _NEVER, policy={"allocator": Everything()}),
     "random": Entry("a random set (baseline)", Random, _EVERY_ROW),
@@ -140,24 +147,9 @@ _ENTRIES: Mapping[str, Entry] = {
     "gkv": Entry(
         "what recent and earlier windows attended to, less redundancy of keys", GKV, _EVERY_128
     ),
-    "global_max": Entry(
-        "what windows attended to, a decayed maximum over events",
-        GKV,
-        _EVERY_128,
-        params={"redundancy": False},
-    ),
-    "global_mean": Entry(
-        "what windows attended to, a moving average over events",
-        GKV,
-        _EVERY_128,
-        params={"redundancy": False, "fusion": "mean"},
-    ),
-    "global_sum": Entry(
-        "what windows attended to, a decayed sum over events",
-        GKV,
-        _EVERY_128,
-        params={"redundancy": False, "fusion": "sum"},
-    ),
+    "global_max": _windows("a decayed maximum"),
+    "global_mean": _windows("a moving average", fusion="mean"),
+    "global_sum": _windows("a decayed sum", fusion="sum"),
     "rkv": Entry("what a window attends to, less redundancy of keys", RKV, _EVERY_128),
     "morphkv": Entry(
         "what a window attends to, as in G-KV's baseline",
@@ -335,8 +327,8 @@ _PRESETS: Mapping[str, Preset] = {
         params={"window": 16, "dispersion": "std", "pool": None, "group": "max", "decoding": True},
     ),
     "lacache@release": Preset(
-        "the offset of the released code: neighbouring layers keep different tokens",
-        params={"offset": "modulo"},
+        "the offset of the released code, whose neighbouring layers differ; one pass for many",
+        params={"offset": "modulo", "passes": "merged"},
     ),
     "rpc@ams": Preset(
         "as in the AMS release: fixed budget, one set per head, sinks kept",
@@ -360,12 +352,16 @@ _PRESETS: Mapping[str, Preset] = {
         inner={**_SHARED, "tova": {"protect_last": True}},
     ),
     "adakv@kvpress": Preset(
-        "protected entries count among the guaranteed ones",
-        params={"protected_in_floor": True},
+        "protected entries count among the guaranteed ones", params={"protected_in_floor": True}
     ),
     "chunkkv@kvpress": Preset(
         "whole chunks only, so the size can miss the budget by up to two chunks",
         params={"exact": False},
+    ),
+    "paged@release": Preset(
+        "norms averaged over heads first; first and newest page stay, each head its own prompt",
+        params={"reduction": "norms", "prompt": "heads", "ends": True},
+        inner=_PER_HEAD,
     ),
     "fastkv@proportional": Preset("a fifth of the prompt propagates", params={"rows": 0.2}),
 }

@@ -45,7 +45,8 @@ class ChunkKV(Allocator):
         if self.exact:
             shared = scores.double().sum(1, keepdim=True)
             order = _best_first(shared, chunks, live & ~always)
-            chosen = self._fill(view, shared, chunks, order, always)
+            budget = view.budget.minimum(view.count[:, :1])
+            chosen = filled(shared, chunks, order, budget, always, live)
         else:
             top = scores.masked_fill(~view.live, -torch.inf).amax((1, 2), keepdim=True) + 1
             padded = torch.where(protected, top, scores)
@@ -61,19 +62,6 @@ class ChunkKV(Allocator):
     def flops(self, event: Event) -> Flops:
         """Sums over the heads and over the chunks, 2 G n."""
         return Flops(0, 2 * event.model.n_heads * event.entries)
-
-    def _fill(
-        self, view: View, shared: Tensor, chunks: Tensor, order: Tensor, always: Tensor
-    ) -> Tensor:
-        """Chunks in their order until the budget is used, [L, 1, n]."""
-        live = view.live[:, :1]
-        size = sums(live, chunks, order.shape[-1])  # entries of each chunk, [L, 1, C]
-        kept = sums(always, chunks, order.shape[-1])
-        room = (size - kept).gather(-1, order)
-        spare = view.budget.minimum(view.count[:, :1]).unsqueeze(-1) - kept.sum(-1, keepdim=True)
-        share = (spare - (room.cumsum(-1) - room)).clamp(min=0).minimum(room)
-        quotas = kept + torch.zeros_like(kept).scatter(-1, order, share)
-        return select(shared, quotas, always, live, groups=chunks)
 
     def _whole(self, view: View, chunks: Tensor, order: Tensor) -> Tensor:
         """The best floor(chunks x budget / entries) chunks, at least one, [L, 1, n]."""
@@ -91,6 +79,21 @@ def _best_first(shared: Tensor, chunks: Tensor, among: Tensor) -> Tensor:
     number = int(chunks.max()) + 1
     mean = sums(shared.masked_fill(~among, 0.0), chunks, number) / sums(among, chunks, number)
     return mean.nan_to_num(nan=-torch.inf).argsort(dim=-1, descending=True, stable=True)
+
+
+def filled(
+    scores: Tensor, chunks: Tensor, order: Tensor, budget: Tensor, always: Tensor, live: Tensor
+) -> Tensor:
+    """Chunks in their order [L, h, C] until the budget [L, h] is used, bool [L, h, n].
+
+    Of the last chunk, which may not fit whole, the entries with the best scores [L, h, n].
+    """
+    size, kept = (sums(mask, chunks, order.shape[-1]) for mask in (live, always))
+    room = (size - kept).gather(-1, order)
+    spare = (budget - kept.sum(-1)).unsqueeze(-1)
+    share = (spare - (room.cumsum(-1) - room)).clamp(min=0).minimum(room)
+    quotas = kept + torch.zeros_like(kept).scatter(-1, order, share)
+    return select(scores, quotas, always, live, groups=chunks)
 
 
 def sums(values: Tensor, chunks: Tensor, number: int) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Literal
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 from kvsim.policies.chunkkv import sums
 
@@ -39,6 +39,8 @@ class CurDKV(Scorer):
     segment: Annotated[int, AtLeast(1)] | None = 16
     leverage: Literal["product", "mean", "key", "value"] = "product"
 
+    protection = Scorer.protect_sinks
+
     def score(self, view: View) -> Tensor:
         """l_k(j) l_v(j) / sum over the head; [L, H, n]."""
         key, value = (self._share(x.square().sum(-1), view) for x in (view.keys, view.values))
@@ -51,10 +53,6 @@ class CurDKV(Scorer):
             return norms
         segments = view.slot.clamp(min=0) // self.segment
         return _divided(norms, sums(norms, segments, int(segments.max()) + 1).gather(-1, segments))
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
 
     def flops(self, event: Event) -> Flops:
         """Norms of keys and values (2 each), shares, and what is made of them."""

@@ -25,8 +25,9 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Allocator, Plan, Protection
+from kvsim.core.policy import Allocator, Plan
 from kvsim.core.view import View
+from kvsim.policies.window import Windowed
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,4 @@ class DMS(Allocator):
         stay = view.live & (protected | admitted.isfinite())
         return Plan(stay.sum(-1), eligible=stay, columns={"admitted": admitted})
 
-    def protection(self, budget: int) -> Protection:
-        """Protect the entries of the window."""
-        return Protection(recent=self.window)
+    protection = Windowed.protection

@@ -39,7 +39,7 @@ from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.model import described, differ, is_model, model_of
+from kvsim.policies.model import described, differ, is_model, model_of, note_digest
 from kvsim.schema import plural
 
 #: Of the file; another one is refused.
@@ -116,13 +116,7 @@ class Planned(Allocator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        digest = self._plan.digest
-        if self.digest not in ("", digest):
-            raise PolicyError(
-                f"{self.label}: {self.file} has the digest {digest}; expected {self.digest}, give "
-                "the plan that the result names"
-            )
-        object.__setattr__(self, "digest", digest)
+        note_digest(self, self._plan.digest, "the plan that the result names")
 
     def check(self, trace: Trace) -> None:
         """The plan was measured on the same model, as far as it says on which."""

@@ -43,7 +43,7 @@ from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.left_out import SINKS, Moments, merged
 from kvsim.core.parameters import AtLeast, Finite
-from kvsim.core.policy import Protection, Schedule, Scorer
+from kvsim.core.policy import Schedule, Scorer
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
 from kvsim.core.weights import row_grid
@@ -65,6 +65,8 @@ class ExpectedAttention(Scorer):
     rope: Literal["mean", "mixture"] = "mean"
     origin: Literal["next", "buffer"] = "next"
     log: bool = False
+
+    protection = Scorer.protect_sinks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,10 +182,6 @@ class ExpectedAttention(Scorer):
         # ||W v||^2 = v.(W W^T) v, which needs no vector of the hidden size
         gram = view.o_proj @ view.o_proj.mT  # [L, H, G, d, d]
         return quadratic(view.values, gram).clamp_(min=0).sqrt_().mean(2)
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
 
 
 def moments(

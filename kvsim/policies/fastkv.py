@@ -30,7 +30,7 @@ from kvsim.core.propagation import Selection, Step, dropped_after
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.asl import AtLayer, best_and_rest, pooled_scores, ranks
-from kvsim.policies.window import Pooling, pooled_flops
+from kvsim.policies.window import Pooling, Windowed, pooled_flops
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ class FastKV(AtLayer):
     pool_kernel: Annotated[int, AtLeast(1), Odd()] = 7
     kv_before: Literal["budget", "full"] = "budget"
 
-    @property
-    def window_rows(self) -> int:
-        """Rows of the window."""
-        return self.window
+    window_rows = Windowed.rows
 
     @property
     def exact(self) -> bool:

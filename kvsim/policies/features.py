@@ -105,11 +105,7 @@ _PLAIN: dict[str, Callable[[View], list[Tensor]]] = {
 
 
 def features(
-    view: View,
-    groups: Sequence[str],
-    total: Tensor,
-    ahead: int,
-    vectors: Tensor | None = None,
+    view: View, groups: Sequence[str], total: Tensor, ahead: int, vectors: Tensor | None = None
 ) -> Tensor:
     """The features of the groups, in their order; [L, H, n, F], 0 on pads.
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar
 
 from kvsim.core.flops import Event, Flops
 from kvsim.core.parameters import AtLeast, Odd
-from kvsim.core.propagation import Step
+from kvsim.core.propagation import Propagation, Step
 from kvsim.core.view import View
 from kvsim.policies.asl import AtLayer, ranks
 from kvsim.policies.window import smooth
@@ -48,11 +48,7 @@ class GemFilter(AtLayer):
         ranked = ranks(smooth(products.unsqueeze(0), "avg", self.pool_kernel)[0])
         return Step((ranked <= view.setting.budget).nonzero()[:, 0], done=True)
 
-    def counts(
-        self, budget: int, prompt_len: int, n_layers: int, layer: int | None = None
-    ) -> list[int]:
-        """The budget in each layer of the second pass."""
-        return [min(budget, prompt_len)] * n_layers
+    counts = Propagation.budget_counts
 
     def flops(self, event: Event) -> Flops:
         """Products of the last row, summed over the heads, pooled."""

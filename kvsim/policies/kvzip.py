@@ -38,7 +38,7 @@ from typing import Annotated, ClassVar
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Allocator, Plan, Protection, Schedule, Scorer, Scores
+from kvsim.core.policy import Allocator, Plan, Schedule, Scorer, Scores
 from kvsim.core.select import compete
 from kvsim.core.trace import Trace
 from kvsim.core.view import LOGIT_BYTES, View
@@ -59,15 +59,13 @@ class KVzip(Scorer):
     sink: first entries, which stay and join the softmax of later chunks.
     """
 
+    protection = Scorer.protect_sinks
+
     sink: Annotated[int, AtLeast(0)] = 0
 
     #: the score of an entry of the context
     columns: ClassVar[Mapping[str, float]] = {"importance": math.nan}
     needs = frozenset({"probe_q", "probe_k"})
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
 
     def score(self, view: View) -> Scores:
         """s_j of the context, at most 1; 2 + position behind it; [L, H, n]."""

@@ -13,14 +13,16 @@ When no chunk is left before the most recent L entries (L layers), compaction st
 oldest entries, so that older text is thinner. By default the span is half of the layers.
 
 Deviations. The sizes B and A, the sinks and the recent entries are those of the released code
-(GATECH-EIC/LaCache); its offset is l mod (B - A + 1), which `lacache@release` uses and which puts a
-token into layers that are not neighbours. The budget is exact: the last chunk may lose fewer than
-B - A entries, and no chunk is compacted ahead. The release lets the cache exceed its size by
-(B - A) // 2. Where that is 0, as with the default span, `lacache@release` keeps what the release
-keeps if the prompt is at most 1.8 budgets long, and in decoding then. A longer prompt is compacted
-again and again here until it fits, and in larger chunks there: at prompt 1,000 and budget 250 in 28
-layers the sets have an IoU of 0.44. Where no chunk fits, or B = A, the oldest entries are evicted.
-Keys keep their order and RoPE positions; the release rotates by slot.
+(GATECH-EIC/LaCache). The budget is exact: the last chunk may lose fewer than B - A entries, and no
+chunk is compacted ahead. Where no chunk fits, or B = A, the oldest entries are evicted. Keys keep
+their order and RoPE positions; the release rotates by slot.
+
+`@release` differs twice. Its offset is l mod (B - A + 1), which puts a token into layers that are
+not neighbours. And if a long prompt makes it start over m times at once, it compacts once
+(`passes="merged"`): of chunks of m (B - 1) + 1, an offset of at most their size less A, and from
+there on every m-th entry, A in all. What the budget lets stay of the last chunk leaves next. The
+release lets the cache exceed its size by (B - A) // 2, and with A > 1 may keep entries twice, which
+a smaller offset avoids here; with the default span neither happens.
 """
 
 from __future__ import annotations
@@ -29,25 +31,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvsim.core.lazy import torch
+from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer, Scores
+from kvsim.core.policy import Scorer, Scores
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 
 
 @dataclass(frozen=True)
 class LaCache(Scorer):
-    """The turn in which entries leave; `behind` marks those that this pass has compacted."""
+    """The turn in which entries leave.
+
+    `behind` is 1 for those that this pass has compacted, and 2 for those that it would drop.
+    """
 
     span: Annotated[int, AtLeast(1)] | None = None
     overlap: Annotated[int, AtLeast(0)] = 0
     sink: Annotated[int, AtLeast(0)] = 4
     offset: Literal["ladder", "modulo"] = "ladder"
+    passes: Literal["each", "merged"] = "each"
 
     columns: ClassVar[Mapping[str, float]] = {"behind": 0.0}
     per_row: ClassVar[bool] = True
     flops = Scorer.no_flops
+    protection = Scorer.protect_sinks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,34 +73,101 @@ class LaCache(Scorer):
 
     def score(self, view: View) -> Scores:
         """The place of each entry in the order in which they leave; float64 [L, H, n]."""
-        group, kept, step = self.ladder(view.n_layers)
-        drops = group - kept
-        offset = view.layers % (drops + 1) if self.offset == "modulo" else view.layers // step
-        offset = offset.clamp(max=drops).view(-1, 1, 1)
         n = view.pos.shape[-1]
-        older = view.slot < view.count.unsqueeze(-1) - view.n_layers
-        rest = view.live & older & (view.pos >= self.sink)
         cursor = view.pos.where(view["behind"] > 0, -1).amax(-1, keepdim=True)
-        ahead = rest & (view.pos > cursor)
         excess = (view.count - view.budget).clamp(min=0).unsqueeze(-1)  # entries that leave now
         turns = torch.full(view.pos.shape, torch.nan, dtype=torch.float64, device=view.pos.device)
-        turn = 0
+        compact = self._merged if self.passes == "merged" else self._each
+        cursor, turn = compact(view, cursor, excess, turns)
+        behind = (view.pos <= cursor).double()
+        if self.passes == "merged":
+            behind = behind.masked_fill(~turns.isnan(), 2.0)
+        turns = turns.where(~turns.isnan(), view.slot + float(turn)).where(view.live, -torch.inf)
+        places = turns.argsort(dim=-1, stable=True).argsort(dim=-1) - (n - view.count.unsqueeze(-1))
+        return Scores(places.clamp(min=0).double(), {"behind": behind})
+
+    def _offsets(self, view: View, most: Tensor | int, times: Tensor | int = 1) -> Tensor:
+        """Where layers begin to keep entries of chunks that lose `most`; int, to [L, H, 1]."""
+        group, kept, step = self.ladder(view.n_layers)
+        layers = view.layers.view(-1, 1, 1)
+        offset = layers % (most + 1) if self.offset == "modulo" else layers // step * times
+        return offset.minimum(torch.as_tensor(times * (group - kept)))
+
+    def _merged(
+        self, view: View, cursor: Tensor, excess: Tensor, turns: Tensor
+    ) -> tuple[Tensor, int]:
+        """As `_each`, with all passes that start over in one of larger chunks."""
+        group, kept, _ = self.ladder(view.n_layers)
+        drops, n = group - kept, view.pos.shape[-1]
+        due = view.live & (view["behind"] == 2)
+        turns.copy_((view.slot - float(n)).where(due, torch.nan))
+        excess = (excess - due.sum(-1, keepdim=True)).clamp(min=0)
+        if not drops:
+            return cursor, 0
+        rest = view.live & (view.pos >= self.sink) & ~due
+        ahead = rest & (view.pos > cursor)
+        # after this event, behind the cursor and behind the sinks
+        after = ahead.sum(-1, keepdim=True) - view.n_layers - excess
+        most = rest.sum(-1, keepdim=True) - view.n_layers - excess
+        chunks = after.clamp(min=0) // kept
+        over = excess > chunks * drops
+        chunks = chunks.where(over, -(-excess // drops))
+        offset = self._offsets(view, drops)
+        done, leaves, place = _compacted(ahead, chunks, group, offset, kept)
+        turns.copy_(torch.where(leaves, place.double(), turns))
+        cursor = torch.maximum(cursor, view.pos.where(done, -1).amax(-1, keepdim=True))
+        excess = excess - leaves.sum(-1, keepdim=True)
+        room = most.clamp(min=0) // kept * drops  # what one more pass drops
+        again = over & (room > 0)
+        times = (-(-excess // room.clamp(min=1))).clamp(min=1)
+        size = times * (group - 1) + 1
+        rest &= ~leaves
+        chunks = torch.where(again, -(-excess // (size - kept)), 0)
+        offset = self._offsets(view, size - kept, times)
+        done, leaves, place = _compacted(rest, chunks, size, offset, kept, times)
+        turns.copy_(torch.where(leaves, place + float(n), turns))
+        return view.pos.where(done, -1).amax(-1, keepdim=True).where(again, cursor), 2 * n
+
+    def _each(
+        self, view: View, cursor: Tensor, excess: Tensor, turns: Tensor
+    ) -> tuple[Tensor, int]:
+        """Fill in the turns of entries that leave, pass by pass; returns the cursor, and a turn.
+
+        cursor, excess int [L, H, 1]: the last position that a pass has compacted, and how many
+        entries leave now. turns [L, H, n]. The turn is behind all of them.
+        """
+        group, kept, _ = self.ladder(view.n_layers)
+        drops, n, turn = group - kept, view.pos.shape[-1], 0
+        offset = self._offsets(view, drops)
+        older = view.slot < view.count.unsqueeze(-1) - view.n_layers
+        rest = view.live & older & (view.pos >= self.sink)
+        ahead = rest & (view.pos > cursor)
         while drops and bool((rest.sum(-1) >= group).logical_and(excess[..., 0] > 0).any()):
-            place = ahead.cumsum(-1) - 1
-            whole = ahead & (place // group < ahead.sum(-1, keepdim=True) // group)
-            inside = place % group - offset
-            done = whole & (place // group < -(-excess // drops))  # until the rest fits
-            leaves = done & ((inside < 0) | (inside >= kept))
-            turns = torch.where(leaves, place + float(turn), turns)
+            # whole chunks, until the rest fits
+            chunks = (ahead.sum(-1, keepdim=True) // group).minimum(-(-excess // drops))
+            done, leaves, place = _compacted(ahead, chunks, group, offset, kept)
+            turns.copy_(torch.where(leaves, place + float(turn), turns))
             last = view.pos.where(done, -1).amax(-1, keepdim=True)
             cursor = torch.where(last >= 0, last, cursor)
             excess = (excess - leaves.sum(-1, keepdim=True)).clamp(min=0)
             rest = ahead = rest & ~leaves  # the next pass starts over
             turn += n
-        turns = torch.where(turns.isnan(), view.slot + float(turn), turns).where(view.live, -1.0)
-        places = turns.argsort(dim=-1, stable=True).argsort(dim=-1) - (n - view.count.unsqueeze(-1))
-        return Scores(places.clamp(min=0).double(), {"behind": (view.pos <= cursor).double()})
+        return cursor, turn
 
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
+
+def _compacted(
+    entries: Tensor,
+    chunks: Tensor,
+    size: Tensor | int,
+    offset: Tensor,
+    kept: int,
+    times: Tensor | int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first chunks of entries, what leaves of them, bool [L, H, n], and the entries' places.
+
+    Of each chunk every `times`-th entry from the offset on stays, `kept` in all.
+    """
+    place = entries.cumsum(-1) - 1
+    done, inside = entries & (place < chunks * size), place % size - offset
+    stays = (inside >= 0) & (inside % times == 0) & (inside < times * kept)
+    return done, done & ~stays, place

@@ -22,7 +22,7 @@ from typing import Annotated, ClassVar
 from kvsim.core.flops import Event, Flops
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
 
@@ -38,6 +38,8 @@ class LagKV(Scorer):
     sink: Annotated[int, AtLeast(0)] = 4
     lag: Annotated[int, AtLeast(1)] = 128
     cross_scoring: bool = False
+
+    protection = Scorer.protect_sinks
 
     def score(self, view: View) -> Tensor:
         """Rank / lag of (softmax std k' + softmax std v') / 2 in its partition; [L, H, n].
@@ -73,10 +75,6 @@ class LagKV(Scorer):
         gap = scaled.sub_(scaled.mean(-1, keepdim=True))
         variance = gap.square_().sum(-1).div_(x.shape[-1] - 1)
         return torch.softmax(variance.sqrt_(), -1)
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)
 
     def flops(self, event: Event) -> Flops:
         """Of keys and values: range (2), scaling (2), deviation (3)."""

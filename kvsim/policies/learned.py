@@ -34,7 +34,7 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
 from kvsim.policies.features import SIZES, WINDOW, features
-from kvsim.policies.model import described, differ, is_model, model_of
+from kvsim.policies.model import described, differ, is_model, model_of, note_digest
 from kvsim.schema import NEVER
 
 #: Of the file; another one is refused.
@@ -196,13 +196,7 @@ class Learned(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        digest = self._network.digest
-        if self.digest not in ("", digest):
-            raise PolicyError(
-                f"learned: {self.file} has the digest {digest}; expected {self.digest}, give the "
-                "file that was trained"
-            )
-        object.__setattr__(self, "digest", digest)
+        note_digest(self, self._network.digest, "the file that was trained")
 
     @property
     def schedule(self) -> Schedule:

@@ -10,14 +10,7 @@ from typing import Any
 
 from kvsim.core.arguments import listed
 from kvsim.core.parameters import Length, Parameter, parameters
-from kvsim.core.policy import (
-    Even,
-    Everything,
-    Policy,
-    PolicyLike,
-    Protection,
-    Uniform,
-)
+from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Uniform
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import foreign

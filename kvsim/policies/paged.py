@@ -16,12 +16,17 @@ Entries are never moved between pages after the prompt.
 
 Deviations. Scores are summed over the KV heads of a layer, which share their pages
 (`heads="group"`: each KV head has pages of its own). The paper does not say how it combines heads.
-A public port to vLLM averages norms over heads first and divides their sums over a page, always
-keeps the first page and the newest full one, and chooses the entries of a prompt head by head; here
-all three differ. Protected entries stay even if their page does not fit, and are left out of
-the mean because a scorer may have no score for them. If not even the first page fits, its best
-entries stay. `prompt="pages"` evicts whole pages after the prompt, too. `reduction="max"` scores a
-page by its best token. ||k|| is at least 1e-6.
+Protected entries stay even if their page does not fit, and are left out of the mean because a
+scorer may have no score for them. If not even the first page fits, its best entries stay.
+`prompt="pages"` evicts whole pages after the prompt, too. `reduction="max"` scores a page by its
+best token. ||k|| is at least 1e-6.
+
+`@release` is the public port to vLLM (`KVCachePruner`, method "global"). `reduction="norms"`
+averages norms over heads first: a page scores the sum of its ||v|| over that of its ||k||, whatever
+the scorer says. `prompt="heads"`: each head chooses its own entries of the prompt, which share
+cells. `ends=True`: the first page and the newest full one stay, with what follows it; after the
+prompt both are of the prompt's own order. The port keeps as many entries beyond the budget as
+follow the prompt's last full page; here the budget is exact.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from kvsim.core.policy import Allocator, Plan, Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.errors import PolicyError
-from kvsim.policies.chunkkv import sums
+from kvsim.policies.chunkkv import filled, sums
 
 #: Norms of keys count as at least this.
 _LEAST_NORM = 1e-6
@@ -68,8 +73,9 @@ class Paged(Allocator):
 
     page: Annotated[int, AtLeast(1)] = 16
     heads: Literal["all", "group"] = "all"
-    reduction: Literal["mean", "max"] = "mean"
-    prompt: Literal["entries", "pages"] = "entries"
+    reduction: Literal["mean", "max", "norms"] = "mean"
+    prompt: Literal["entries", "pages", "heads"] = "entries"
+    ends: bool = False
 
     columns: ClassVar[Mapping[str, float]] = {"cell": nan}
     exact = False  # whole pages seldom fill the budget
@@ -77,23 +83,40 @@ class Paged(Allocator):
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """The chosen entries as those that may stay, [L, H, n], and their number, [L, H]."""
         heads = slice(None, 1 if self.heads == "all" else None)  # heads that choose
+        written = view.is_prompt and self.prompt != "pages"
+        if written and self.prompt == "heads":
+            heads = slice(None)
         live, always = view.live[:, heads], protected[:, heads]
         shared = scores.double()
         if self.heads == "all":
-            if bool((view.pos != view.pos[:, :1]).any()):
+            alike = view.live if self.prompt == "heads" else view.pos
+            if bool((alike != alike[:, :1]).any()):
                 raise PolicyError(
                     f"paged: heads hold different entries before the event after row {view.row}; "
                     "expected the same, because they share pages; set heads=group"
                 )
-            shared = shared.sum(1, keepdim=True)
-        if view.is_prompt and self.prompt == "entries":
-            chosen = select(shared, view.budget.expand(live.shape[:2]), always, live)
+            if heads.stop:
+                shared = shared.sum(1, keepdim=True)
+        if written:
+            chosen = self._entries(view, shared, live, always)
             cell = chosen.cumsum(-1) - 1.0  # written without gaps
         else:
             cell = _cells(view["cell"][:, heads].double(), live)
             chosen = self._whole(view, shared, cell.long(), live, always)
         chosen, cell = chosen.expand_as(view.live), cell.expand_as(view.live)
         return Plan(chosen.sum(-1), eligible=chosen, columns={"cell": cell})
+
+    def _entries(self, view: View, shared: Tensor, live: Tensor, always: Tensor) -> Tensor:
+        """Single entries: those at the ends as far as they fit, then the best; [L, h, n]."""
+        budget = view.budget.expand(live.shape[:2])
+        if not self.ends:
+            return select(shared, budget, always, live)
+        place = live.cumsum(-1) - 1
+        count = view.count[:, : live.shape[1]].unsqueeze(-1)
+        last = place >= (count // self.page - 1) * self.page
+        part = torch.where(last, 0, torch.where(place < self.page, 1, 2)).where(live, 2)
+        order = torch.arange(3, device=part.device).expand(*budget.shape, -1)
+        return filled(shared, part, order, budget, always & live, live)
 
     def _whole(
         self, view: View, shared: Tensor, cell: Tensor, live: Tensor, always: Tensor
@@ -106,13 +129,21 @@ class Paged(Allocator):
         if self.reduction == "max":
             score = shared.new_full(size.shape, -torch.inf)
             score.scatter_reduce_(-1, pages, shared.masked_fill(~free, -torch.inf), "amax")
+        elif self.reduction == "norms":
+            key, value = (self._norms(x).masked_fill(~free, 0.0) for x in (view.keys, view.values))
+            score = sums(value, pages, number) / sums(key, pages, number).clamp(min=_LEAST_NORM)
+            score = score.masked_fill(sums(free, pages, number) == 0, -torch.inf)
         else:
             score = sums(shared.masked_fill(~free, 0.0), pages, number) / sums(free, pages, number)
             score = score.nan_to_num(nan=-torch.inf)
         last = cell[..., -1:]  # of the newest entry
         newest = torch.arange(number, device=cell.device) == last // self.page
         unfilled = newest & ((last + 1) % self.page != 0)
-        tier = torch.where(unfilled, 2, (kept > 0).long())
+        first = kept > 0
+        if self.ends:
+            page = torch.arange(number, device=cell.device)
+            first = first | (page == 0) | (page == (last + 1) // self.page - 1)
+        tier = torch.where(unfilled, 2, first.long())
         order = score.argsort(dim=-1, descending=True, stable=True)
         order = order.gather(
             -1, tier.gather(-1, order).argsort(dim=-1, descending=True, stable=True)
@@ -125,9 +156,15 @@ class Paged(Allocator):
         quotas = kept + torch.zeros_like(share).scatter(-1, order, share)
         return select(shared, quotas, always, live, groups=pages)
 
+    def _norms(self, x: Tensor) -> Tensor:
+        """Norms of keys or values [L, H, n, d], summed over heads that share pages; [L, h, n]."""
+        norm: Tensor = torch.linalg.vector_norm(x.double(), dim=-1)
+        return norm.sum(1, keepdim=True) if self.heads == "all" else norm
+
     def flops(self, event: Event) -> Flops:
-        """Sums over the heads and over the pages, 2 G n."""
-        return Flops(0, 2 * event.model.n_heads * event.entries)
+        """Sums over the heads and over the pages, 2 G n; with norms, 4 G n d more."""
+        _, g, d, n = event.sizes
+        return Flops(0, 2 * g * n + (4 * g * n * d if self.reduction == "norms" else 0))
 
 
 def _cells(cell: Tensor, live: Tensor) -> Tensor:

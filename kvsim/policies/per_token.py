@@ -7,16 +7,11 @@ from typing import Annotated, ClassVar, Literal
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.storing import Clock, Codec
+from kvsim.core.storing import Codec
 from kvsim.errors import PolicyError
 
 #: Names of dtypes in torch.
-_FORMATS = {
-    "e4m3": "float8_e4m3fn",
-    "e5m2": "float8_e5m2",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-}
+_FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp16": "float16", "bf16": "bfloat16"}
 #: Channels of a block of NVFP4.
 _BLOCK = 16
 
@@ -38,10 +33,7 @@ class Integers(Codec):
     bits_per_number: Annotated[int, AtLeast(2), AtMost(16)] = 8
     window: Annotated[int, AtLeast(0)] = 0
 
-    @property
-    def clocks(self) -> tuple[Clock, Clock]:
-        """One by one, behind the window."""
-        return Clock(self.window), Clock(self.window)
+    clocks = Codec.behind_window
 
     def keys(self, groups: Tensor) -> Tensor:
         """Numbers [N, 1, d], each token by itself."""
@@ -71,10 +63,7 @@ class ShortFloats(Codec):
     format: Literal["e4m3", "e5m2", "fp16", "bf16"] = "e4m3"
     window: Annotated[int, AtLeast(0)] = 0
 
-    @property
-    def clocks(self) -> tuple[Clock, Clock]:
-        """One by one, behind the window."""
-        return Clock(self.window), Clock(self.window)
+    clocks = Codec.behind_window
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -111,10 +100,7 @@ class BlockFloats(Codec):
 
     window: Annotated[int, AtLeast(0)] = 0
 
-    @property
-    def clocks(self) -> tuple[Clock, Clock]:
-        """One by one, behind the window."""
-        return Clock(self.window), Clock(self.window)
+    clocks = Codec.behind_window
 
     def check(self, dim: int) -> None:
         """Raise PolicyError where a head's channels are no whole blocks."""

@@ -29,13 +29,6 @@ from kvsim.core.view import View
 from kvsim.policies.window import Windowed, before_window, shares, smooth
 
 
-def window_flops(event: Event, window: int, kernel: int) -> Flops:
-    """Attention of the window, its sum over the rows, mean over heads, pooled."""
-    h, g, _, n = event.sizes
-    w = event.window(window)
-    return event.attention(w) + Flops(0, h * w * n + h * n + g * n * kernel)
-
-
 @dataclass(frozen=True)
 class RPC(Windowed):
     """Attention of a window on the generated text before it, averaged over heads, pooled."""
@@ -54,7 +47,9 @@ class RPC(Windowed):
 
     def flops(self, event: Event) -> Flops:
         """Attention, its sum over the window, mean over heads, pooling."""
-        return window_flops(event, self.window, self.pool_kernel)
+        h, g, _, n = event.sizes
+        w = event.window(self.window)
+        return event.attention(w) + Flops(0, h * w * n + h * n + g * n * self.pool_kernel)
 
     def protection(self, budget: int) -> Protection:
         """The prompt and the window."""
@@ -97,9 +92,7 @@ class AmsRPC(Windowed):
         """pool_j(sum over the window of the group's mean a_r(j)); [L, H, n]."""
         return smooth(view.attn(self.window, group="mean").sum(2), "avg", self.pool_kernel)
 
-    def flops(self, event: Event) -> Flops:
-        """Attention, its sum over the window, mean over heads, pooling."""
-        return window_flops(event, self.window, self.pool_kernel)
+    flops = RPC.flops
 
     def protection(self, budget: int) -> Protection:
         """Sinks and the window."""

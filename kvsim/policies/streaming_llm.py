@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 
 from kvsim.core.lazy import Tensor
 from kvsim.core.parameters import AtLeast
-from kvsim.core.policy import Protection, Scorer
+from kvsim.core.policy import Scorer
 from kvsim.core.view import View
 
 
@@ -29,11 +29,8 @@ class StreamingLLM(Scorer):
 
     per_row: ClassVar[bool] = True
     flops = Scorer.no_flops
+    protection = Scorer.protect_sinks
 
     def score(self, view: View) -> Tensor:
         """The position: the more recent, the higher; exact in float64. [L, H, n]."""
         return view.pos.double()
-
-    def protection(self, budget: int) -> Protection:
-        """Protect the sinks."""
-        return Protection(sink=self.sink)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, AtMost
-from kvsim.core.storing import Clock, Codec
+from kvsim.core.storing import Codec
 from kvsim.errors import PolicyError
 from kvsim.policies.kivi import between_limits
 
@@ -47,10 +47,7 @@ class TurboQuant(Codec):
     window: Annotated[int, AtLeast(0)] = 0
     seed: Annotated[int, AtLeast(0)] = 0
 
-    @property
-    def clocks(self) -> tuple[Clock, Clock]:
-        """One by one, behind the window."""
-        return Clock(self.window), Clock(self.window)
+    clocks = Codec.behind_window
 
     def check(self, dim: int) -> None:
         """Raise PolicyError where there is no Hadamard matrix."""

@@ -267,6 +267,12 @@ class LiveSource:
         if self.reads_queries:
             self._queries.append(index, queries, self.room)
 
+    def expect(self, room: int, *, reads_queries: bool) -> None:
+        """Make room for rows before the next event; without one that reads queries, free them."""
+        self.room, self.reads_queries = room, reads_queries
+        if not reads_queries:
+            self.drop_queries(max(self.run), 0)
+
     def drop_queries(self, before: int, first: int) -> None:
         """Free the queries of rows before `before`, but those of the first rows of the text."""
         n = before - self._first_row

@@ -46,9 +46,9 @@ class Decoding:
     see the whole text by default. observe: called with each kernel call (`KernelCall`), whose keys
     and values are those that the cache holds, in its slots, with pads. paging: hold the entries in
     blocks (`kvsim.runner.paged`), and attend through block tables; keys and values that `observe`
-    receives are then those of new rows alone. probe: what
-    `repeat_context` returns, for policies that score by it; by default of the repetition alone.
-    questions: where later ones are, at the latest (`ask`).
+    receives are then those of new rows alone. probe: what `repeat_context` returns, for policies
+    that score by it; by default of the repetition alone. questions: where later ones are, at the
+    latest (`ask`).
 
     Several can be open on one model, each in the `with` block of the one before.
 
@@ -99,19 +99,19 @@ class Decoding:
         self._questions, self._asked = [*questions], 0
         self.tokens: list[int] = []
         self.peak_bytes = 0
-        #: from the end of the prompt on, after the event there
-        self.decode_peak_bytes = 0
+        self.decode_peak_bytes = 0  #: from the end of the prompt on, after the event there
         self._observe, self._paging = observe, paging
         self._repeats, self._probe = "probe_q" in policy.scorer.needs, probe
-        #: the first row that may read a part, or see rounded entries
+        # the first row that may read a part, or see rounded entries
         self._first = self.schedule.ends(prompt_len, context_len)[0]
         reader, terms = policy.reader, (self.budget, self.layers)
         first = ended(self.sketch, self._first)
         self._reads = None if reader is None else LiveReads(first, reader, *terms)
         #: after which row entries are first rounded
         self._stores = None if policy.codec is None else self._first - 1
-        self._open = False
-        self._busy = False  # this one's rows are in the model, or an error stopped them there
+        self._prunes = self._first if policy.codec and policy.codec.rows else 0
+        #: in its `with` block; while its rows are in the model, or an error stopped them there
+        self._open = self._busy = False
         self._stack = ExitStack()
         self._blocks: list[tuple[Block, LiveSource]] = []
         self._whole: set[int] = set()  # layers of which nothing is ever evicted
@@ -333,9 +333,9 @@ class Decoding:
 
     def _make_room(self) -> int:
         """Let sources take the rows up to the next event; returns their number."""
-        room = self.room
+        room, reads = self.room, bool(self._events) or len(self.tokens) < self._prunes
         for _, source in self._blocks:
-            source.room, source.reads_queries = room, bool(self._events)
+            source.expect(room, reads_queries=reads)
         return room
 
     def _end(self) -> None:
@@ -433,11 +433,8 @@ class Decoding:
             evicted_at=evicted_at,
             **fields_of(policy),
             budget=self.budget,
-            interval=schedule.interval,
-            prefill=schedule.prefill,
+            **vars(schedule),
             prompt_len=self.sketch.prompt_len,
-            compress=schedule.compress,
-            prefill_chunk=schedule.prefill_chunk,
             layers=self.layers,
             trace=self.sketch.name,
             positions=self._positions,

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.partial import first_row
+from kvsim.analysis.output.partial import first_row, kept_channels
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
@@ -100,9 +100,11 @@ class JudgedRows:
         if self._records[0].codec is None:
             keys, values = tables
             return _Layer(keys, values, at, at, self._pos, first, last)
-        return self._rounded(tables, last, first, at)
+        return self._rounded(layer, tables, last, first, at)
 
-    def _rounded(self, tables: list[Tensor], last: Tensor, first: Tensor, at: Tensor) -> _Layer:
+    def _rounded(
+        self, layer: int, tables: list[Tensor], last: Tensor, first: Tensor, at: Tensor
+    ) -> _Layer:
         """Four candidates for each entry: its key, and its value, exact and rounded."""
         after, places, n = [], [], len(self._pos)
         for which, exact in enumerate(tables):
@@ -112,7 +114,8 @@ class JudgedRows:
                 begin = first_row(record, self._trace) - 1
                 rows.append(stored_after(gone, codec.clocks[which], begin))
                 rounded.append(exact[:, mine])
-                round_marked(codec, which, rounded[-1], rows[-1] != NEVER)
+                channels = kept_channels(codec, self._trace, layer, gone, begin)
+                round_marked(codec, which, rounded[-1], rows[-1] != NEVER, channels)
             tables[which] = torch.cat([exact, *rounded], dim=1)
             after.append(torch.stack(rows))
             copies = torch.arange(len(self._records), device=at.device)[:, None, None] * n

@@ -25,10 +25,12 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsim
+from kvsim.analysis.output.partial import kept_channels
 from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
+from kvsim.schema import NEVER
 from traces import changed
 
 pytestmark = pytest.mark.peers
@@ -677,6 +679,26 @@ def test_dms_masks_what_dms_press_masks(kvpress, recorded, window):
     last = kvsim.policy("dms+knorm", threshold=threshold, window=window + 1)
     other = kvsim.replay(changed(trace, prompt_len=prompt), last, 1)
     assert (other.retained(149) != stays).any()
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.55])
+def test_think_prunes_what_think_press_prunes(kvpress, recorded, family, ratio):
+    """The same channels of each head are 0 after the prompt; those of another window are not."""
+    model, tokens, trace = recorded(family, 150)
+    cache = DynamicCache()
+    with torch.no_grad(), kvpress.ThinKPress(ratio, window_size=20)(model):
+        model(torch.tensor([tokens]), past_key_values=cache)
+    zero = torch.stack([(layer.keys[0] == 0).all(1) for layer in cache.layers])
+
+    def pruned(window: int) -> torch.Tensor:
+        codec = kvsim.policy("think@kvpress", pruned=ratio, window=window).codec
+        gone = torch.full((trace.n_heads, 150), NEVER)
+        layers = range(trace.n_layers)
+        return ~torch.stack([kept_channels(codec, trace, i, gone, 149) for i in layers])
+
+    assert (zero.sum(-1) == int(8 * ratio)).all()
+    assert (pruned(20) == zero).all()
+    assert (pruned(1) != zero).any()
 
 
 def test_page_names_tests_that_exist():

@@ -85,7 +85,7 @@ def test_a_codec_rounds_for_the_rows_of_later_chunks():
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("fastkv", {"window": 4}), ("quest", {}), ("tova+quest", {}), ("kvzip", {})],
+    [("fastkv", {"window": 4}), ("quest", {}), ("tova+quest", {}), ("kvzip", {}), ("think", {})],
 )
 def test_policies_without_a_rule_are_refused_in_one_line(name, params):
     """Unless there is one chunk, where it is the same as ever."""

@@ -158,7 +158,7 @@ class _Pieces:
         if self.chain.allocator == "dms":
             admitted = _memory(event, 0)
             return layouts.dms(event, scored, protected, float(params["threshold"]), admitted)
-        if self.chain.allocator == "paged":
+        if self.chain.allocator in ("paged", "paged@release"):
             cells = _memory(event, 0)
             return layouts.paged(
                 event, scored, protected, budget=budget, params=params, cells=cells

@@ -44,6 +44,11 @@ def lacache(event: Event) -> Scored:
     values = []
     for h, live in enumerate(event.live):
         leave = len(live) - event.budgets[h]  # so many entries leave now
+        if params["passes"] == "merged":
+            order = _merged(event, h, leave, kept, drops, start)
+            order += [p for p in live if p not in order]
+            values.append({p: float(order.index(p)) for p in live})
+            continue
         rest = [p for p in live[: max(0, len(live) - n_layers)] if p >= int(params["sink"])]
         order: list[int] = []
         at = cursor[h].get(-1, -1.0)
@@ -60,6 +65,45 @@ def lacache(event: Event) -> Scored:
         order += [p for p in live if p not in order]
         values.append({p: float(order.index(p)) for p in live})
     return Scored(values, first(event, int(params["sink"])), exact=True)
+
+
+def _merged(event: Event, h: int, leave: int, kept: int, drops: int, start: int) -> list[int]:
+    """What leaves first, in order, if all passes that start over are one of larger chunks.
+
+    What is left over of the last chunk leaves at the next event, before anything else.
+    """
+    cursor, pending = event.column("cursor")[h], event.column("pending")[h]
+    order = [p for p in event.live[h] if p in pending]
+    leave = max(0, leave - len(order))
+    text = [p for p in event.live[h] if p >= int(event.params["sink"]) and p not in pending]
+    if drops and leave:
+        length = kept + drops
+        ahead = [p for p in text if p > cursor.get(-1, -1.0)]
+        fit = max(0, len(ahead) - event.n_layers - leave) // kept
+        over = leave > fit * drops
+        room = max(0, len(text) - event.n_layers - leave) // kept * drops
+        number = fit if over else math.ceil(leave / drops)
+        gone = []
+        for j in range(number):
+            chunk = ahead[j * length : (j + 1) * length]
+            gone += chunk[:start] + chunk[start + kept :]
+            cursor[-1] = float(chunk[-1])
+        order += gone
+        leave -= len(gone)
+        if over and room:
+            times = math.ceil(leave / room)
+            size = times * (length - 1) + 1
+            text = [p for p in text if p not in gone]
+            first_kept = start * times  # with a ladder's offset
+            if event.params["offset"] == "modulo":
+                first_kept = min(times * drops, event.layer % (size - kept + 1))
+            stay = [first_kept + times * k for k in range(kept)]
+            for j in range(math.ceil(leave / (size - kept))):
+                chunk = text[j * size : (j + 1) * size]
+                order += [p for i, p in enumerate(chunk) if i not in stay]
+                cursor[-1] = float((chunk or text)[-1])
+    pending.update(dict.fromkeys(order, 1.0))
+    return order
 
 
 def union(params: Mapping[str, Any], scored: Sequence[Scored]) -> list[Scored]:
@@ -121,27 +165,72 @@ def paged(
     kept: Sets = [set() for _ in heads]
     decisions: list[Decision] = []
     for members in [heads] if params["heads"] == "all" else [[h] for h in heads]:
-        live, required = event.live[members[0]], protected[members[0]]
-        assert all(event.live[h] == live for h in members)
-        if len(required) > budget:
-            raise BudgetError(f"{len(required)} protected entries, budget is {budget}")
-        total = {p: sum(scored.values[h].get(p, 0.0) for h in members) for p in live}
-        free = [p for p in live if p not in required]
-        if event.prefill and params["prompt"] == "entries":
-            chosen, cut = _best(free, budget - len(required), total)
-            stay = required | chosen
-            cell = {p: float(i) for i, p in enumerate(sorted(stay))}
-        else:
-            cell = dict(cells[members[0]])
-            for p in live:
-                cell.setdefault(p, max(cell.values(), default=-1.0) + 1)
-            stay, cut = _whole(live, cell, total, required, budget, params)
-        decisions += cut
-        for h in members:
-            kept[h] = set(stay)
-            cells[h].clear()
-            cells[h].update({p: cell[p] for p in stay})
+        one_by_one = event.prefill and params["prompt"] != "pages"
+        groups = [[h] for h in members] if params["prompt"] == "heads" else [members]
+        for group in groups if one_by_one else [members]:
+            live, required = event.live[group[0]], protected[group[0]]
+            if len(required) > budget:
+                raise BudgetError(f"{len(required)} protected entries, budget is {budget}")
+            # the i-th entries of the heads of a group share a place
+            rows = list(zip(*(event.live[h] for h in group), strict=True))
+            total = {
+                p: sum(scored.values[h].get(x, 0.0) for h, x in zip(group, row, strict=True))
+                for p, row in zip(live, rows, strict=True)
+            }
+            if one_by_one:
+                assert all(event.live[h] == live for h in group)
+                stay, cut = _entries(live, total, required, budget, params)
+                cell = {p: float(i) for i, p in enumerate(sorted(stay))}
+            else:
+                cell = dict(cells[group[0]])
+                for p in live:
+                    cell.setdefault(p, max(cell.values(), default=-1.0) + 1)
+                norms = _norms(event, group) if params["reduction"] == "norms" else None
+                stay, cut = _whole(live, cell, total, required, budget, params, norms)
+            decisions += cut
+            places = [i for i, p in enumerate(live) if p in stay]
+            for column, h in enumerate(group):
+                kept[h] = {rows[i][column] for i in places}
+                cells[h].clear()
+                cells[h].update({rows[i][column]: cell[live[i]] for i in places})
     return kept, decisions
+
+
+def _norms(event: loops.Event, group: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """Lengths of the values and of the keys in a place, over the heads; by the first's position."""
+    return {
+        row[0]: (
+            sum(float(np.linalg.norm(event.values[h, p])) for h, p in zip(group, row, strict=True)),
+            sum(float(np.linalg.norm(event.keys[h, p])) for h, p in zip(group, row, strict=True)),
+        )
+        for row in zip(*(event.live[h] for h in group), strict=True)
+    }
+
+
+def _entries(
+    live: list[int],
+    total: dict[int, float],
+    required: set[int],
+    budget: int,
+    params: Mapping[str, Any],
+) -> tuple[set[int], list[Decision]]:
+    """Single entries: the best; or first the newest full page and what follows it, and the first.
+
+    Of a part that does not fit as a whole, the best.
+    """
+    parts = [live]
+    if params["ends"]:
+        page = int(params["page"])
+        newest = live[max(0, len(live) // page - 1) * page :]
+        first = [p for p in live[:page] if p not in newest]
+        parts = [newest, first, [p for p in live if p not in newest and p not in first]]
+    stay, decisions = set(required), []
+    for part in parts:
+        free = [p for p in part if p not in required]
+        chosen, cut = _best(free, min(len(free), budget - len(stay)), total)
+        stay |= chosen
+        decisions += cut
+    return stay, decisions
 
 
 def _whole(
@@ -151,24 +240,35 @@ def _whole(
     required: set[int],
     budget: int,
     params: Mapping[str, Any],
+    norms: Mapping[int, tuple[float, float]] | None = None,
 ) -> tuple[set[int], list[Decision]]:
     """Protected entries, and the pages that fit, in their order; of the first one at least a part.
 
-    Page by page: the newest while it has room, those with protected entries, the others by score.
+    Page by page: the newest while it has room, those with protected entries (with `ends`, the first
+    and the newest full one, too), the others by score.
     """
     length = int(params["page"])
     pages: dict[int, list[int]] = {}
     for p in live:
         pages.setdefault(int(cell[p]) // length, []).append(p)
-    open_page = None if (cell[live[-1]] + 1) % length == 0 else int(cell[live[-1]]) // length
+    after = int(cell[live[-1]]) + 1
+    open_page = None if after % length == 0 else after // length
+    ends = {0, after // length - 1} if params["ends"] else set()
     score, tier = {}, {}
     for number, entries in pages.items():
-        rated = [total[p] for p in entries if p not in required]
-        reduced = max(rated, default=0.0)
-        if params["reduction"] == "mean":
-            reduced = sum(rated) / max(1, len(rated))
-        score[number] = reduced if rated else -math.inf
-        tier[number] = 2 if number == open_page else int(len(rated) < len(entries))
+        rated = [p for p in entries if p not in required]
+        if not rated:
+            score[number] = -math.inf
+        elif norms is not None:
+            value, key = (sum(norms[p][i] for p in rated) for i in range(2))
+            score[number] = value / max(key, 1e-6)
+        elif params["reduction"] == "mean":
+            score[number] = sum(total[p] for p in rated) / len(rated)
+        else:
+            score[number] = max(total[p] for p in rated)
+        tier[number] = int(len(rated) < len(entries) or number in ends)
+        if number == open_page:
+            tier[number] = 2
     order = sorted(pages, key=lambda number: (-tier[number], -score[number], number))
     decisions = [
         gap(score[a], score[b])

@@ -86,7 +86,8 @@ _CAKE = {
     "tau2": 1.0,
 }
 _COMPACTOR = {"chunk": 256, "blending": 0.5, "sink": 8, "recent": 4, "parts": "both"}
-_LADDER = {"span": None, "overlap": 0, "sink": 4, "offset": "ladder"}
+_LADDER = {"span": None, "overlap": 0, "sink": 4, "offset": "ladder", "passes": "each"}
+_PAGED = {"page": 16, "heads": "all", "reduction": "mean", "prompt": "entries", "ends": False}
 _CALIBRATED = {"calibration": None}
 _AMS = {
     "segment_mass": 0.1,
@@ -213,7 +214,7 @@ RULES: dict[str, Rule] = {
     "kvzip@uniform": _alone(repeated.kvzip, {"sink": 0}),
     "kvzip@kvpress": _alone(repeated.kvzip, {"sink": 4}, layers="pooled"),
     "lacache": Rule(layouts.lacache, _LADDER),
-    "lacache@release": Rule(layouts.lacache, {**_LADDER, "offset": "modulo"}),
+    "lacache@release": Rule(layouts.lacache, {**_LADDER, "offset": "modulo", "passes": "merged"}),
     "raas": Rule(
         windows.raas,
         {"alpha": 1e-4, "share": None, "query_buffer": 256, "protect_prompt": True},
@@ -242,14 +243,20 @@ OUTER: dict[str, Outer] = {
     "global": Outer({"fusion": "max", "decay": 0.8}, windows.global_score, 128),
     "criticalkv": Outer({"epsilon": 1e-4, "first_stage": 0.5}, expected.critical),
     "union": Outer({"across": "heads", "reduction": "max"}, layouts.union),
-    "paged": Outer(
-        {"page": 16, "heads": "all", "reduction": "mean", "prompt": "entries"}, None, 16
+    "paged": Outer(_PAGED, None, 16),
+    "paged@release": Outer(
+        {**_PAGED, "reduction": "norms", "prompt": "heads", "ends": True}, None, 16
     ),
 }
 #: Allocators whose heads hold sets of their own.
-_PER_HEAD = ("ams", "adakv", "adakv@kvpress", "dms")
+_PER_HEAD = ("ams", "adakv", "adakv@kvpress", "dms", "paged@release")
 #: What stands inside where nothing is named.
-INSIDE = {"ams": "tova", "ams@release": "tova", "paged": "norm_ratio"}
+INSIDE = {
+    "ams": "tova",
+    "ams@release": "tova",
+    "paged": "norm_ratio",
+    "paged@release": "norm_ratio",
+}
 
 
 #: Every name that needs nothing put behind it.

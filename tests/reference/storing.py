@@ -26,11 +26,37 @@ class Store:
 
     due: given how many exact entries a head holds after a row, how many of the oldest are rounded.
     rounds: the numbers of these tokens after the round trip. bits: of a token of some channels.
+    prunes: which channels of keys become 0, given the queries of rows up to now and the keys that
+    are held. once: nothing is rounded after later rows.
     """
 
     due: tuple[Callable[[int], int], Callable[[int], int]]
     rounds: tuple[Callable[[list[Token]], list[Token]], Callable[[list[Token]], list[Token]]]
     bits: tuple[Callable[[int], float], Callable[[int], float]]
+    prunes: Callable[[list[list[Token]], list[Token]], list[int]] | None = None
+    once: bool = False
+
+
+def think(share: float, window: int, recent: int) -> Store:
+    """The channels whose outer products of queries and keys are smallest, the last ones first."""
+
+    def prunes(queries: list[list[Token]], keys: list[Token]) -> list[int]:
+        def frobenius(i: int) -> float:
+            rows = [q[i] for of_head in queries for q in of_head[-window:]]
+            return sum((a * k[i]) ** 2 for a in rows for k in keys)
+
+        dim = len(keys[0])
+        order = sorted(range(dim), key=lambda i: (frobenius(i), -i))
+        return order[: int(share * dim)]
+
+    due: Callable[[int], int] = lambda exact: max(0, exact - recent)  # noqa: E731
+    return Store(
+        due=(due, due),
+        rounds=(lambda tokens: tokens, lambda tokens: tokens),
+        bits=(lambda dim: 16 * (dim - int(share * dim)), lambda dim: 16 * dim),
+        prunes=prunes,
+        once=True,
+    )
 
 
 def kivi(bits: int, group: int, window: int) -> Store:
@@ -264,11 +290,13 @@ def limited(numbers: Token, bits: int) -> Token:
 class Stored:
     """Keys and values of layers as they are stored after some row.
 
-    keys, values [layer, head, pos, dim]: rounded where they are, else exact. after [2, layer, head,
-    pos]: the row after which, NEVER before that. first: after no earlier row.
+    queries [layer, qhead, row, dim]. keys, values [layer, head, pos, dim]: rounded where they are,
+    else exact. after [2, layer, head, pos]: the row after which, NEVER before that. first: after no
+    earlier row.
     """
 
     store: Store
+    queries: Floats
     keys: Floats
     values: Floats
     first: int
@@ -280,8 +308,13 @@ class Stored:
 
     def round(self, layer: int, head: int, row: int, live: Sequence[int]) -> None:
         """After row `row`, and the event after it: the oldest exact entries leave the window."""
-        if row < self.first:
+        if row < self.first or (self.store.once and row > self.first):
             return
+        pruned: list[int] = []
+        if self.store.prunes is not None and live:
+            group = self.queries.shape[1] // self.keys.shape[1]
+            queries = self.queries[layer, head * group : (head + 1) * group, : row + 1]
+            pruned = self.store.prunes(queries.tolist(), self.keys[layer, head, live].tolist())
         for which, numbers in enumerate((self.keys, self.values)):
             after = self.after[which, layer, head]
             exact = [p for p in live if after[p] == NEVER]
@@ -290,6 +323,7 @@ class Stored:
                 tokens = [numbers[layer, head, p].tolist() for p in gone]
                 for p, token in zip(gone, self.store.rounds[which](tokens), strict=True):
                     numbers[layer, head, p] = token
+                    numbers[layer, head, p, [] if which else pruned] = 0
                     after[p] = row
 
     def event(self, event: Event) -> None:
@@ -336,7 +370,7 @@ def measured(
     last = np.asarray(evicted_at)
     layers, heads, n, dim = keys.shape
     group = queries.shape[1] // heads
-    stored = Stored(store, keys, values, first)
+    stored = Stored(store, queries, keys, values, first)
     error, mass = (np.zeros((layers, heads * group, n)) for _ in range(2))
     held = np.zeros((layers, n))
     for layer in range(layers):

@@ -119,11 +119,13 @@ _DRAWN: Mapping[str, Callable[[int], st.SearchStrategy[Any]]] = {
     "leverage": _one("product", "mean", "key", "value"),
     "blending": _one(0.0, 0.5, 2.0),
     "heads": _one("all", "group"),
-    "prompt": _one("entries", "pages"),
+    "prompt": _one("entries", "pages", "heads"),
+    "ends": _one(*_SWITCH),
     "alpha": _one(0.01, 0.1, 0.3),
     "share": _one(0.1, 0.5, 1.0),
     "span": _whole(1, 3),
     "offset": _one("ladder", "modulo"),
+    "passes": _one("each", "merged"),
     "across": _one("heads", "layers"),
     "reduction": _one("mean", "max"),
     "first_stage": _one(0.0, 0.5, 1.0),
@@ -157,8 +159,8 @@ def draw_parameters(draw: st.DrawFn, name: str, most: int) -> dict[str, Any]:
         value = draw(_DRAWN[plain](most))
         if key == "threshold" and parts[0] == "dms":
             value = draw(st.sampled_from((0.02, 0.05, value)))
-        if key == "reduction" and parts[0] == "union":
-            value = draw(st.sampled_from((value, "rank")))
+        if key == "reduction":
+            value = draw(st.sampled_from((value, "rank" if parts[0] == "union" else "norms")))
         # half of the budget by default; and a preset that shares between heads is meant to
         drawn[key] = draw(st.sampled_from((None, value))) if default is None and value else value
         if plain == "calibration":

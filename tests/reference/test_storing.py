@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.output.partial import kept_channels
 from kvsim.core.attention import Formula
 from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.replay import ReplayOptions, run
@@ -20,6 +21,7 @@ from kvsim.errors import PolicyError
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.kvquant import KVQuant
 from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
+from kvsim.policies.think import ThinK
 from kvsim.policies.turboquant import TurboQuant, codebook, product
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
@@ -77,6 +79,13 @@ def _turboquant(bits, **variants):
     return draw
 
 
+def _think(data):
+    pruned = data.draw(st.sampled_from((0.3, 0.5, 0.9)))
+    window, recent = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+    of = ThinK(pruned=pruned, window=window, recent=recent)
+    return of, storing.think(pruned, window, recent)
+
+
 def _nvfp4(data):
     window = data.draw(st.integers(0, 5))
     return BlockFloats(window=window), storing.nvfp4(window)
@@ -95,9 +104,10 @@ CODECS = {
     "turboquant": _turboquant(2, vllm=VLLM),
     "turboquant@prod": _turboquant(3, prod={"prod": True}),
     "nvfp4": _nvfp4,
+    "think": _think,
 }
 NAMES = [name for name in CODECS if name != "int2"]  # it is as int4
-COARSE = ("kivi", "int2", "int4", "fp8", "16 bits", "nvfp4", "kvquant", "turboquant@prod")
+COARSE = ("kivi", "int2", "int4", "fp8", "16 bits", "nvfp4", "kvquant", "turboquant@prod", "think")
 
 
 def _evicted(case, rng, share):
@@ -122,7 +132,10 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
         after = stored_after(gone, record.codec.clocks[which], first)
         np.testing.assert_array_equal(after.numpy(), expected.stored.after[which])
         numbers = trace.read(name).clone()
-        round_marked(record.codec, which, numbers, after != NEVER)
+        for layer, of_layer in enumerate(gone):
+            channels = kept_channels(record.codec, trace, layer, of_layer, first)
+            marked = after[layer] != NEVER
+            round_marked(record.codec, which, numbers[layer], marked, channels)
         right = (expected.stored.keys, expected.stored.values)[which]
         np.testing.assert_allclose(numbers.numpy(), right, rtol=tolerance, atol=tolerance)
     (result,) = output_error(trace, [record])
@@ -140,10 +153,11 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
 def test_storing_equals_the_naive_one(name):
     """In 80 generated cases of any evictions, of the prompt's compression before or after it."""
     seen: Counter[str] = Counter()
+    count = 200 if name == "think" else 80
     # the Hadamard matrix takes numbers of a grid to the middle between two levels
     kinds = {"kinds": ("normal", "sharp", "sink", "zero_keys")} if name == "turboquant" else {}
 
-    @settings(QUIET, max_examples=examples(80))
+    @settings(QUIET, max_examples=examples(count))
     @given(st.data())
     def check(data):
         case = data.draw(
@@ -166,7 +180,7 @@ def test_storing_equals_the_naive_one(name):
         seen["ragged"] += bool((counts != counts[..., :1]).any())
 
     check()
-    assert seen["cases"] >= 80
+    assert seen["cases"] >= count
     assert seen["rounded"] >= 24, seen
     assert min(seen["moved"], seen["ragged"]) >= 1, seen
 
@@ -188,7 +202,7 @@ def test_evictions_decide_on_what_is_stored(eviction):
         codec, store = CODECS[data.draw(st.sampled_from(COARSE))](data)
         policy = replace(kvsim.policy(eviction, **setup.params), codec=codec)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
-        stored = storing.Stored(store, case.k, case.v, case.prompt_len - 1)
+        stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
         outcome = naive(case, setup, eviction, store=stored.event)
         record = run(case.trace(), policy, setup.budget, schedule, ReplayOptions())
         # rounded numbers tie often

@@ -41,6 +41,8 @@ ROUNDING = {
     "kvquant": {"group": 4, "outliers": 0.25},
     "turboquant@prod": {"window": 4},
     "nvfp4": {},
+    "think": {"pruned": 0.6},
+    "h2o+think": {"pruned": 0.6, "window": 8, "recent": 4},
     "h2o+kivi": {"group": 4, "window": 8},
     "adakv+expected_attention+kivi": {"group": 8, "window": 8},
 }

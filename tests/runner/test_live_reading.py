@@ -84,6 +84,13 @@ def rounded(live, layer, record, which, end=None):
             at = [pos for pos in range(LENGTH) if rows[pos] == row]
             groups = new[head, at].unflatten(0, (-1, codec.groups[which]))
             new[head, at] = (codec.keys, codec.values)[which](groups).flatten(0, 1)
+            if codec.rows and not which:
+                held = gone[record.layers.index(layer), head, : first + 1] > first
+                q = live.q[layer].unflatten(0, (len(exact), -1))[head, :, : first + 1]
+                outer = q[:, -codec.rows :, None] * exact[head, : first + 1][held]
+                order = outer.double().square().sum((0, 1, 2)).argsort()
+                kept = round(codec.bits(len(order))[0] / 16)
+                new[head, at] = new[head, at].index_fill(-1, order[:-kept], 0.0)
     return new.double(), torch.arange(LENGTH)[:, None] > after[:, None]
 
 
@@ -166,6 +173,9 @@ CODECS = {
     "kvquant": {"group": 8},
     "turboquant": {},
     "tova+nvfp4": {},
+    "think": {"pruned": 0.7, "window": 4, "recent": 8},
+    "h2o+think": {"pruned": 0.6, "recent": 4},
+    "adakv+snapkv+think": {"pruned": 0.6, "window": 8, "recent": 4},
     "quest+int4": {**QUEST, "bits_per_number": 2, "share": 0.5},
 }
 
@@ -205,9 +215,9 @@ def test_rows_behind_the_context_read_a_part(running, step):
 @pytest.mark.parametrize("fires", [True, False])
 def test_rows_behind_the_context_see_rounded_entries(running, fires):
     """From the question on, whether or not an event fires there; outputs are the replay's."""
-    for name in ("int4", "h2o+int4"):
+    for name in ("int4", "h2o+int4", "think", "h2o+think"):
         policy, options = kvsim.policy(name), {"layers": [1], "compress": "context"}
-        options |= {"prefill": fires, "interval": 6 if name == "h2o+int4" else None}
+        options |= {"prefill": fires, "interval": 6 if name.startswith("h2o") else None}
         live = run_live(running, policy, BUDGET, TOKENS, PROMPT, context_len=30, **options)
 
         record = kvsim.replay(live.trace(), policy, BUDGET, **options)

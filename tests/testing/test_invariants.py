@@ -87,6 +87,8 @@ def test_policy_satisfies_every_invariant(name):
         ("tova+kvquant", {"group": 1, "outliers": 0.25}),
         ("nvfp4", {"window": 2}),
         ("turboquant@prod", {}),
+        ("adakv+snapkv+think", {"pruned": 0.5, "window": 3, "recent": 1}),
+        ("think@kvpress", {"window": 3}),
         ("h2o+quest+kivi", {"page": 2, "dense_layers": 0, "group": 1, "window": 2}),
         ("adakv+snapkv+topk", {"window": 2, "share": 0.5}),
     ],

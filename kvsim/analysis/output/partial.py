@@ -17,7 +17,7 @@ from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
-from kvsim.core.storing import round_marked, stored_after
+from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, periods
 from kvsim.policies.naming import codec_of
@@ -61,17 +61,44 @@ class Stored:
         return places
 
 
-def _stored(record: Record, trace: Trace, layer: Layer, gone: Tensor) -> tuple[Stored, Stored]:
-    """The keys and the values of a layer under the record's codec."""
+def _stored(
+    record: Record, index: int, trace: Trace, layer: Layer, gone: Tensor
+) -> tuple[Stored, Stored]:
+    """The keys and the values of a layer, the record's `index`-th, under its codec."""
     if record.codec is None:
         return Stored.as_recorded(layer.k), Stored.as_recorded(layer.v)
     codec, start = codec_of(record.codec), first_row(record, trace) - 1
+    channels = kept_channels(codec, trace, record.layers[index], gone, start)
     stored = []
     for which, exact in enumerate((layer.k, layer.v)):
         after, rounded = stored_after(gone, codec.clocks[which], start), exact.clone()
-        round_marked(codec, which, rounded, after != NEVER)
+        round_marked(codec, which, rounded, after != NEVER, channels)
         stored.append(Stored(exact, rounded, after))
     return stored[0], stored[1]
+
+
+def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: int) -> Tensor | None:
+    """The channels of a layer's keys that a codec stores, bool [H, d]; None for all of them.
+
+    By what is held after row `last`, the first after which entries are rounded. gone: after which
+    row each entry has left, int [H, T].
+    """
+    if not codec.rows:
+        return None
+    owner, pos = trace.owners[layer], torch.arange(last + 1, device=gone.device)
+    computed = (gone[:, : last + 1] >= pos).any(0).nonzero()[-codec.rows :, 0].cpu()  # rows
+    queries = torch.cat(
+        [
+            trace.read("q", slice(i, i + 1), slice(int(computed[0]), last + 1))[0].unflatten(
+                0, (len(gone), -1)
+            )[:, :, computed - computed[0]]
+            for i in trace.header.readers(owner)
+        ],
+        dim=1,
+    )
+    keys = trace.read("k", slice(owner, owner + 1), slice(0, last + 1))[0].to(gone.device)
+    held = (gone[:, : last + 1] > last).unsqueeze(-1)
+    return codec.channels(queries.to(gone.device), keys.where(held, 0.0))
 
 
 def first_row(record: Record, trace: Trace) -> int:
@@ -97,7 +124,7 @@ def partial(
 
     at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
     """
-    keys, values = _stored(record, trace, layer, gone)
+    keys, values = _stored(record, index, trace, layer, gone)
     begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
     for start, stop in pairwise(sorted(cuts)):

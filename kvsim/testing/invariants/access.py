@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.output.partial import kept_channels
 from kvsim.core.reading import Reads
 from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.reading import read
@@ -165,15 +166,22 @@ def storing_is_causal(trial: Trial) -> None:
             alone = stored_after(gone[:, head : head + 1], codec.clocks[which], first)
             require(torch.equal(alone[:, 0], after[:, head]), f"head {head} depends on others")
         require(bool((after.ge(first) & (after.lt(gone) | after.eq(NEVER))).all()), "stored dead")
-        stored = [_rounded(trial, which, x, after) for x in (getattr(case, name), later[name])]
+        stored = [_rounded(trial, name, arrays, after) for arrays in ({}, later)]
         by_now = after <= now
         require(torch.equal(stored[0][by_now], stored[1][by_now]), f"rows after {now} changed")
 
 
-def _rounded(trial: Trial, which: int, array: Any, after: Tensor) -> Tensor:
-    """Keys (0) or values (1) [layer, head, pos, dim] after the round trip of those stored."""
-    assert trial.policy.codec is not None  # noqa: S101  checked by the caller
-    numbers = torch.from_numpy(array).to(trial.case.trace().dtype)[list(trial.record.layers)]
-    numbers = numbers.clone()
-    round_marked(trial.policy.codec, which, numbers, after != NEVER)
+def _rounded(trial: Trial, name: str, arrays: dict[str, Any], after: Tensor) -> Tensor:
+    """Keys k or values v [layer, head, pos, dim] after the round trip of those stored.
+
+    arrays: those of the trace that are others.
+    """
+    codec, record = trial.policy.codec, trial.record
+    assert codec is not None  # noqa: S101  checked by the caller
+    trace, last = replace(trial.case, **arrays).trace(), trial.case.prompt_len - 1
+    numbers = trace.read(name)[list(record.layers)].clone()
+    gone = torch.from_numpy(record.gone_after)
+    for at, layer in enumerate(record.layers):
+        channels = kept_channels(codec, trace, layer, gone[at], last)
+        round_marked(codec, "kv".index(name), numbers[at], after[at] != NEVER, channels)
     return numbers

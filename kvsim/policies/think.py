@@ -1,0 +1,58 @@
+"""ThinK (Xu et al., ICLR 2025, arXiv 2407.21018): channels of keys that few queries use are 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from kvsim.core.lazy import Tensor
+from kvsim.core.parameters import AtLeast, Below
+from kvsim.core.reading import highest
+from kvsim.core.storing import Clock, Codec
+
+
+@dataclass(frozen=True)
+class ThinK(Codec):
+    """After the prompt, each head prunes the channels that matter least to its last queries.
+
+    A channel i scores ||q_i k_i^T||_F = ||q_i|| ||k_i||, by its numbers q_i in the last `window`
+    queries (after RoPE) and k_i in all keys that are held then. The floor(`pruned` d) channels of
+    the lowest scores are not stored; of equal ones the first stay. The `recent` last keys keep all
+    channels, as do those of the response, and values. `pruned` is the paper's lambda; the other
+    defaults are those of the authors' code (SalesforceAIResearch/ThinK), too.
+
+    Query heads of a KV head share its channels, by the norm over all of them, as in kvpress; the
+    authors' code repeats keys for each query head, and prunes each copy by itself. `@kvpress`
+    prunes the recent keys, too. The mask, d bits for a head, does not count as bytes. Not here:
+    pruned values, and pruned keys that are also rounded, both of which the paper tries.
+    """
+
+    pruned: Annotated[float, AtLeast(0), Below(1)] = 0.4
+    window: Annotated[int, AtLeast(1)] = 32
+    recent: Annotated[int, AtLeast(0)] = 32
+
+    @property
+    def clocks(self) -> tuple[Clock, Clock]:
+        """All keys of the prompt but the recent ones at once; values stay as they are."""
+        return (Clock(self.recent, once=True),) * 2
+
+    @property
+    def rows(self) -> int:
+        """The last queries of the prompt."""
+        return self.window
+
+    def channels(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Channels with the largest products of both norms, bool [H, d]."""
+        score = queries.double().square().sum((1, 2)) * keys.double().square().sum(1)
+        return highest(score, self._kept(score.shape[-1]))
+
+    def _kept(self, dim: int) -> int:
+        return dim - int(dim * self.pruned)
+
+    def keys(self, groups: Tensor) -> Tensor:
+        """Keys [N, 1, d] as they are; `channels` prunes them."""
+        return groups
+
+    def bits(self, dim: int) -> tuple[float, float]:
+        """16 bits for each number of a stored channel."""
+        return 16.0 * self._kept(dim), 16.0 * dim
