@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import zarr
 
 import kvsim
 from damage import flip
 from kvsim.store import describe, open_trace, verification, verify
 from mutations import reseal_folder
-from saved_traces import N, make
+from saved_traces import N
 from traces import random_arrays
 
 
