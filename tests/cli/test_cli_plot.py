@@ -135,28 +135,26 @@ def shown(monkeypatch, name):
     return seen
 
 
-def test_policies_and_budgets_of_a_run_can_be_chosen(run, finished, tmp_path, monkeypatch):
+def test_policies_and_budgets_of_a_run_can_be_chosen(printed, finished, tmp_path, monkeypatch):
     """Those asked for; what belongs to no policy stays."""
     seen = shown(monkeypatch, "sparsity_curves")
 
-    status, _, err = run("plot", "sparsity_curves", finished / "three", "--policy", "h2o,tova",
+    printed("plot", "sparsity_curves", finished / "three", "--policy", "h2o,tova",
                          "--budget", "40%", "--out", tmp_path / "out.png")  # fmt: skip
 
-    assert (status, err) == (0, "")
     ((table,),) = seen
     assert set(table["policy"].drop_nulls()) == {"tova", "h2o"}
     assert set(table["share"].drop_nulls()) == {"40%"}
     assert table.filter(pl.col("policy").is_null())["metric"].unique().to_list() == ["sparsity"]
 
 
-def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeypatch):
+def test_results_of_several_runs_are_told_apart(printed, finished, tmp_path, monkeypatch):
     """One policy with two sets of parameters has two lines."""
     seen = shown(monkeypatch, "over_budgets")
 
-    status, _, err = run("plot", "over_budgets", finished / "three", finished / "other",
+    printed("plot", "over_budgets", finished / "three", finished / "other",
                          "--metric", "middle_coverage", "--out", tmp_path / "out.png")  # fmt: skip
 
-    assert (status, err) == (0, "")
     (((table, metrics),)) = seen
     names = table["policy"].drop_nulls().unique().to_list()
     assert len(names) == 4
@@ -187,15 +185,14 @@ def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
         assert found.interval == 8
 
 
-def test_metrics_asked_for_are_measured(run, paths, tmp_path, monkeypatch):
+def test_metrics_asked_for_are_measured(printed, paths, tmp_path, monkeypatch):
     """Each in a panel of its own, also one that needs the oracle."""
     seen = shown(monkeypatch, "over_budgets")
 
-    status, _, err = run("plot", "over_budgets", paths[0], "--policy", "tova", "--budget", "16,32",
+    printed("plot", "over_budgets", paths[0], "--policy", "tova", "--budget", "16,32",
                          "--metric", "regret", "--metric", "burst_length",
                          "--out", tmp_path / "out.png")  # fmt: skip
 
-    assert (status, err) == (0, "")
     (((table, metrics),)) = seen
     assert metrics == ["regret", "burst_length"]
     assert {*metrics} < {*table["metric"]}
@@ -235,13 +232,12 @@ def test_zoom_reaches_the_figure(run, paths, tmp_path, monkeypatch):
     assert seen == [{"zoom": (20, 40)}, {"layer": 1}]
 
 
-def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
+def test_layers_are_drawn_in_any_format(printed, paths, tmp_path):
     """As PNG if nothing else is asked for."""
     given = ["layers", paths[0], "--budget", "32", "--window", "8", "--figures"]
 
-    status, said, _ = run(*given, tmp_path / "svg", "--format", "svg")
+    said = printed(*given, tmp_path / "svg", "--format", "svg")
 
-    assert status == 0
     assert "variance.svg, overlap.svg" in said
     assert all(one.read_text("utf-8").startswith("<?xml") for one in (tmp_path / "svg").iterdir())
 

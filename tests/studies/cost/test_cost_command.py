@@ -14,14 +14,13 @@ def config(tmp_path):
     return path
 
 
-def test_command_prints_a_table(run, config):
+def test_command_prints_a_table(printed, config):
     """The command prints the model, a line per policy, budget and context, and what it assumes."""
-    status, out, err = run(
+    out = printed(
         *("cost", "--model-config", config, "--policy", "full,asl,snapkv"),
         *("--budget", "2048,25%", "--context", "131072"),
     )
 
-    assert (status, err) == (0, "")
     assert "8,030,261,248 parameters, 14.96 GiB" in out
     assert "Full cache at 131072 tokens: 16 GiB" in out
     lines = [line.split() for line in out.splitlines()]
@@ -37,28 +36,26 @@ def test_command_prints_a_table(run, config):
     assert "Note: asl: selection layer 23.9 of 32 is assumed" in out
 
 
-def test_command_prints_json(run, config):
+def test_command_prints_json(printed, config):
     """--json has every number per layer."""
-    status, out, _ = run(
+    out = printed(
         *("cost", "--model-config", config, "--policy", "pyramidkv", "--budget", "512"),
         *("--context", "8192", "--json"),
     )
     document = json.loads(out)
     (cost,) = document["costs"]
 
-    assert status == 0
     assert document["model"]["parameters"] == LLAMA_8B.parameters
     assert len(cost["kv_bytes_per_layer"]) == 32
     assert sum(cost["kv_bytes_per_layer"]) == cost["kv_bytes"]
     assert cost["scoring_prompt"]["total"] > 0
 
 
-def test_command_takes_a_trace(run):
+def test_command_takes_a_trace(printed):
     """A trace gives model, context, prompt, and a measured selection layer."""
-    status, out, _ = run("cost", "--trace", "sample", "--policy", "asl", "--budget", "64", "--json")
+    out = printed("cost", "--trace", "sample", "--policy", "asl", "--budget", "64", "--json")
     (cost,) = json.loads(out)["costs"]
 
-    assert status == 0
     assert (cost["context"], cost["prompt"]) == (472, 226)
     assert (cost["selection"], cost["selection_layer"]) == ("measured on sample", None)
     assert cost["fidelity"] == "exact"
@@ -79,12 +76,11 @@ def test_command_takes_a_trace(run):
         ),
     ],
 )
-def test_command_prints_the_selection_layer(run, arguments, told):
+def test_command_prints_the_selection_layer(printed, arguments, told):
     """Measured, given, assumed or the policy's own, with the fidelity of the numbers."""
     budget = [] if "--budget" in arguments else ["--budget", "64"]
-    status, out, err = run("cost", "--trace", "sample", *budget, *arguments)
+    out = printed("cost", "--trace", "sample", *budget, *arguments)
 
-    assert (status, err) == (0, "")
     (line,) = (line for line in out.splitlines() if line.startswith("Selection layer"))
     assert line.endswith(told)
     assert "Fidelity of sizes and FLOPs: exact" in out
