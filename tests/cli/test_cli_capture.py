@@ -164,8 +164,7 @@ def test_verify_says_complete(printed, trace):
     text = printed("verify", trace, "--deep")
     assert "complete and undamaged" in text
 
-    out = printed("verify", trace, "--deep", "--json")
-    assert json.loads(out)["ok"] is True
+    assert json.loads(printed("verify", trace, "--deep", "--json"))["ok"] is True
 
 
 def chunk(trace, name):

@@ -148,8 +148,7 @@ def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, printed
 
 def test_policies_in_json_have_every_field(printed):
     """Names with kind, schedule, parameters, needs and paper, for scripts."""
-    out = printed("policies", "--json")
-    found = {one["name"]: one for one in json.loads(out)}
+    found = {one["name"]: one for one in json.loads(printed("policies", "--json"))}
 
     assert found["adakv"]["kind"] == "allocator"
     assert not found["adakv"]["own_schedule"]

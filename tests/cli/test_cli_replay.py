@@ -103,8 +103,7 @@ def test_regret_has_a_column(run, printed, trace, tmp_path):
     assert "regret" not in without
 
     more = ["--regret", "--metric", "missing_mass", "--out", tmp_path / "x", "--json"]
-    text = printed(*arguments, *more)
-    full, random = json.loads(text)["cells"]
+    full, random = json.loads(printed(*arguments, *more))["cells"]
     assert full["regret"] is None
     assert 0 < random["regret"] < random["missing_mass"]
     results = pl.read_parquet(tmp_path / "x" / "results.parquet")
