@@ -78,9 +78,7 @@ def test_remarks_of_runs_go_to_standard_error(run, paths, tmp_path):
 
     _, _, err = run("plot", "over_budgets", tmp_path / "run", "--out", tmp_path / "out.png")
 
-    assert (
-        sum("the window of 128 rows is cut to the budget" in note for note in err.splitlines()) == 1
-    )
+    assert err.count("the window of 128 rows is cut to the budget") == 1
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +89,8 @@ def finished(tmp_path_factory, paths):
     from kvsim.sweeps.driver import replay_all
 
     metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
-    metrics += [
-        "weighted_error",
-        "layer_error",
-        "sparsity",
-        "sparsity_compressed",
-        "middle_coverage",
-    ]
-    metrics += ["needle_recall"]
+    metrics += ["weighted_error", "layer_error", "sparsity", "sparsity_compressed"]
+    metrics += ["middle_coverage", "needle_recall"]
     named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
     replay_all(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
     other = kvsim.policy("tova", heads="group")
@@ -165,12 +157,7 @@ def test_results_of_several_runs_are_told_apart(printed, finished, tmp_path, mon
 
 def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
     """No event follows the prompt, in figures of records and of Plans."""
-    seen = []
-    real, plans = plots.error_over_rows, plots.mass_curve
-    monkeypatch.setattr(plots, "error_over_rows", lambda *given: seen.append(given) or real(*given))
-    monkeypatch.setattr(
-        plots, "mass_curve", lambda *given, **more: seen.append(given) or plans(*given, **more)
-    )
+    errors, curves = shown(monkeypatch, "error_over_rows"), shown(monkeypatch, "mass_curve")
     same = [paths[0], "--budget", "32", "--interval", "8", "--no-prefill"]
 
     one = run("plot", "error_over_rows", *same, "--policy", "tova", "--out", tmp_path / "a.png")
@@ -178,7 +165,7 @@ def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
               "--out", tmp_path / "b.png")  # fmt: skip
 
     assert (one[0], two[0]) == (0, 0)
-    (trace, (record,)), (_, planned) = seen
+    ((trace, (record,)),), ((_, planned),) = errors, curves
     for found in (record, planned):
         assert found.prefill is False
         assert found.events[0] > trace.prompt_len - 1
