@@ -262,6 +262,19 @@ def run(capsys):
     return run
 
 
+@pytest.fixture
+def printed(run, monkeypatch):
+    """Runs one command, which has to succeed and be silent; gives its standard output."""
+    monkeypatch.setattr("kvsim.progress.EVERY", float("inf"))  # however slow the machine is
+
+    def printed(*arguments):
+        status, out, err = run(*arguments)
+        assert (status, err) == (0, "")
+        return out
+
+    return printed
+
+
 @pytest.fixture(scope="module")
 def no_layout():
     """Draw figures that are no test's subject without layout and ticks, which take most time."""

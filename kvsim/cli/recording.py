@@ -23,7 +23,6 @@ from kvsim.schema import is_url
 from kvsim.tiny import MODELS
 
 if TYPE_CHECKING:
-    from kvsim.recorder import Prompt
     from kvsim.store.forecast import Forecast
 
 #: Options of the command; progress is always shown, and the plan next to what it took.
@@ -122,13 +121,16 @@ def capture(
         _check_outputs(new, path, out, options.overwrite)
     shared.quiet_transformers()
     if shown.plan:
+        from kvsim.recorder.forecast import planned
+
         pairs = [(p, at) for p, at in zip(requested, paths, strict=True) if at in new]
         place: dict[str, Any] = {
             "device": device or device_map or "cpu",
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
         }
-        _plan(model, pairs, options, as_json=shown.as_json, **place)
+        forecast = planned(model, pairs, options, **place)
+        echo_forecast(forecast, new[0].parent if new else None, None, as_json=shown.as_json)
         return
     check_writable(paths[0].parent)
     meter = Meter()
@@ -167,21 +169,6 @@ def capture(
     finally:
         _publish(paths, path, out)
     _report(facts, took, as_json=shown.as_json)
-
-
-def _plan(
-    model: str,
-    captures: Sequence[tuple[Prompt, Path]],
-    options: Options,
-    *,
-    as_json: bool,
-    **loading: Any,
-) -> None:
-    """Print what captures take."""
-    from kvsim.recorder.forecast import planned
-
-    folder = captures[0][1].parent if captures else None
-    echo_forecast(planned(model, captures, options, **loading), folder, None, as_json=as_json)
 
 
 def _check_prompts(model: str, prompt: str | None, prompts: Path | None, limit: int | None) -> None:

@@ -99,7 +99,6 @@ def test_recompute_without_a_selection_has_nothing_behind_it(run, trace):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sample", "--policy", "asl", "--budget", "40"), "record it again with --residual"),
         (("TRACE", "--policy", "snapkv", "--budget", "40"), "drops rows of the prompt"),
         (("TRACE", "--policy", "asl", "--budget", "8"), "smallest budget that works is 33"),
         (("TRACE", "--policy", "asl", "--budget", "x"), "expected entries"),

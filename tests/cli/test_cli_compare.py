@@ -15,14 +15,13 @@ from kvsim.analysis.folder import bind
 from kvsim.cli.comparing import latex, markdown
 
 
-def test_the_table_says_who_is_best_and_how_sure(run, runs):
+def test_the_table_says_who_is_best_and_how_sure(run, printed, runs):
     """Each policy at each budget, over what the means are, what columns mean, the fidelity."""
-    status, out, err = run("compare", runs / "many", "--target", "0.5")
+    out = printed("compare", runs / "many", "--target", "0.5")
     lines = out.splitlines()
     document = json.loads(run("compare", runs / "many", "--json")[1])
     best = {cell["requested"]: cell["policy"] for cell in document["cells"] if cell["rank"] == 1}
 
-    assert (status, err) == (0, "")
     verdicts = [line for line in lines[:2] if line.startswith("Budget ")]
     assert [line.split()[2] for line in verdicts] == [*best.values()]
     assert document["verdict_text"] == [*verdicts, lines[2]]

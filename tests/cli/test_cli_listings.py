@@ -13,11 +13,10 @@ def test_version(run):
     assert run("--version") == (0, f"kvsim {kvsim.__version__}\n", "")
 
 
-def test_no_command_shows_help(run):
+def test_no_command_shows_help(printed):
     """Without arguments there is help, and that is no error."""
-    status, out, err = run()
+    out = printed()
 
-    assert (status, err) == (0, "")
     assert "Commands:" in out
 
 
@@ -33,11 +32,10 @@ def test_help_lists_each_command_once(run):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(run, command):
+def test_every_command_has_help(printed, command):
     """`--help` names the command and describes its options."""
-    status, out, err = run(command, "--help")
+    out = printed(command, "--help")
 
-    assert (status, err) == (0, "")
     assert out.startswith(f"Usage: kvsim {command}")
 
 
@@ -55,16 +53,15 @@ def test_listings(run, command, name):
 
 
 def test_help_is_a_command_too(run):
-    """`help COMMAND` is `COMMAND --help`, alone that of kvsim; an unknown name is one line."""
+    """`help COMMAND` is `COMMAND --help`, alone that of kvsim."""
     assert run("help", "replay") == run("replay", "--help")
     assert run("help") == run("--help")
-    assert "No such command 'nonsense'" in run("help", "nonsense")[2]
 
 
 def test_a_command_is_built_alone(run, monkeypatch):
     """At the start signatures of no other command are read, and completion has all."""
-    built = []
-    monkeypatch.setattr(kvsim.cli, "_app", lambda names: built.append([*names]) or app())
+    built, whole = [], app()
+    monkeypatch.setattr(kvsim.cli, "_app", lambda names: built.append([*names]) or whole)
 
     run("metrics", "--help")
     run("--help")
@@ -78,14 +75,13 @@ def test_a_command_is_built_alone(run, monkeypatch):
 
 
 def test_a_metric_in_full_says_what_stands_for_it(run):
-    """Names given to `metrics`, with what the list has no room for; unknown ones are refused."""
+    """Names given to `metrics`, with what the list has no room for."""
     _, out, _ = run("metrics", "wipeout", "expectation")
     (wipeout,) = json.loads(run("metrics", "wipeout", "--json")[1])
 
     assert "main variant: length=32,threshold=0\n" in out
     assert "measured:     on request, with --metric expectation\n" in out
     assert wipeout["name"] == "wipeout"
-    assert "did you mean 'wipeout'" in run("metrics", "wipout")[2]
 
 
 def test_names_of_policies_are_taken_in_any_case(run, trace):
@@ -138,25 +134,22 @@ def test_presets_stand_beside_the_policy(run):
     assert "presets:      snapkv@kvpress, snapkv@gkv, snapkv@original" in out
 
 
-def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, own):
+def test_a_policy_of_ones_own_and_a_scaled_preset_are_shown_in_full(run, printed, own):
     """Their schedule and parameters, the docstring of one's own, and lengths as shares."""
-    status, out, err = run("policies", "mine:odd", "snapkv@scaled")
+    out = printed("policies", "mine:odd", "snapkv@scaled")
     _, document, _ = run("policies", "mine:odd", "--json")
     (odd,) = json.loads(document)
 
-    assert (status, err) == (0, "")
     assert out.startswith("mine:odd: a policy of your own\nevicts after: the prompt, every 8 rows")
     assert "  fails_at=0" in out
     assert "  window=32 * budget / 1024 if 32 > budget / 2  an integer of at least 1" in out
     assert (odd["name"], odd["interval"], odd["params"]["fails_at"]) == ("mine:odd", 8, 0)
 
 
-def test_policies_in_json_have_every_field(run):
+def test_policies_in_json_have_every_field(printed):
     """Names with kind, schedule, parameters, needs and paper, for scripts."""
-    status, out, _ = run("policies", "--json")
-    found = {one["name"]: one for one in json.loads(out)}
+    found = {one["name"]: one for one in json.loads(printed("policies", "--json"))}
 
-    assert status == 0
     assert found["adakv"]["kind"] == "allocator"
     assert not found["adakv"]["own_schedule"]
     assert found["criticalkv"]["needs"] == ["o_proj"]

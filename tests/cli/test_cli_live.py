@@ -28,7 +28,7 @@ def trace(prompt, tmp_path_factory):
     return path
 
 
-def test_recorded_prompts_run_again(run, trace, tmp_path, no_layout):
+def test_recorded_prompts_run_again(run, printed, trace, tmp_path, no_layout):
     """A table of all policies, closed, and a folder that other commands read."""
     options = ("--model", "tiny", "--budget", "24,40", "--interval", "8", "--out", tmp_path / "run")
     _, out, _ = run("live", trace, "--policy", "full,tova,adakv+tova", *options)
@@ -40,14 +40,12 @@ def test_recorded_prompts_run_again(run, trace, tmp_path, no_layout):
     assert set(table["policy"]) == {"full", "tova", "adakv+tova"}
     assert set(table["metric"]) >= {"response_kl", "layer_error", "retained_iou", "peak_share"}
     assert "answer_right" not in set(table["metric"])
-    status, _, _ = run("report", tmp_path / "run", trace, "--out", tmp_path / "report.html")
-    assert status == 0
+    printed("report", tmp_path / "run", trace, "--out", tmp_path / "report.html")
     figure = ("over_budgets", tmp_path / "run", "--metric", "response_kl")
-    status, _, _ = run("plot", *figure, "--out", tmp_path / "kl.png")
-    assert status == 0
+    printed("plot", *figure, "--out", tmp_path / "kl.png")
 
 
-def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
+def test_prompts_are_recorded_and_answered(run, printed, prompt, tmp_path):
     """Traces stay beside the run; the same command with --resume finds all of it done."""
     line = {"id": "one", "prompt": prompt.prompt}
     (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
@@ -65,23 +63,21 @@ def test_prompts_are_recorded_and_answered(run, prompt, tmp_path):
     assert response["tokens"] <= 24
     assert (tmp_path / "run-traces" / "one.zarr").is_dir()
     before = read_run(tmp_path / "run").table
-    status, _, _ = run("live", *given, *options, *folder, "--resume")
-    assert status == 0
+    printed("live", *given, *options, *folder, "--resume")
     assert read_run(tmp_path / "run").table.equals(before)
 
 
-def test_prompts_with_and_without_a_response_run_together(run, prompt, tmp_path):
+def test_prompts_with_and_without_a_response_run_together(printed, prompt, tmp_path):
     """What the model writes is as long as requested, in the recording too."""
     lines = [{"id": "written"}, {"id": "given", "response": prompt.response}]
     lines.append({"id": "foreign", "response": prompt.response, "writer": "a person"})
     lines = [json.dumps({**line, "prompt": prompt.prompt}) for line in lines]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
 
-    status, out, err = run("live", "--prompts", tmp_path / "p.jsonl", "--record-to", tmp_path / "t",
+    out = printed("live", "--prompts", tmp_path / "p.jsonl", "--record-to", tmp_path / "t",
                          "--model", "tiny", "--policy", "tova", "--budget", "40",
                          "--max-new-tokens", "3", "--json")  # fmt: skip
 
-    assert (status, err) == (0, "")
     given, written = (kvsim.open_trace(tmp_path / "t" / f"{x}.zarr") for x in ("given", "written"))
     assert written.n_pos - written.prompt_len == 3
     assert given.n_pos - given.prompt_len == len(prompt.response.split())
@@ -93,14 +89,13 @@ def test_prompts_with_and_without_a_response_run_together(run, prompt, tmp_path)
     assert cell.get("answer_kept") is None  # with the full cache neither is right
 
 
-def test_prompts_are_recorded_with_what_policies_read(run, prompt, tmp_path):
+def test_prompts_are_recorded_with_what_policies_read(printed, prompt, tmp_path):
     """KVzip runs on prompts alone: their traces have the rows that repeat the context."""
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "one", "prompt": prompt.prompt}) + "\n")
     given = ("--prompts", tmp_path / "p.jsonl", "--model", "tiny", "--policy", "kvzip")
     options = ("--budget", "40", "--max-new-tokens", "4", "--metric", "response_kl")
-    status, _, _ = run("live", *given, *options, "--record-to", tmp_path / "traces")
+    printed("live", *given, *options, "--record-to", tmp_path / "traces")
 
-    assert status == 0
     assert kvsim.open_trace(tmp_path / "traces" / "one.zarr").has("probe_k")
 
 
@@ -128,13 +123,12 @@ def saved(folder, texts):
     return Run(records, table, (), {"loop": "closed", "metrics": None}).save(folder)
 
 
-def test_info_prints_what_the_model_wrote(run, tmp_path):
+def test_info_prints_what_the_model_wrote(run, printed, tmp_path):
     """The text with the full cache, and each other one with a mark where it parts from it."""
     folder = saved(tmp_path / "run", ["a bad day", "a bad day", "a bat flew", "a bad"])
-    status, out, _ = run("info", folder)
+    out = printed("info", folder)
     lines = out.partition("What the model wrote")[2].splitlines()[2:]
 
-    assert status == 0
     assert lines == [
         *("one", "  full cache: right, 3 tokens", "    a bad day"),
         "  tova, budget 1: wrong, 3 tokens, the same",
@@ -142,7 +136,7 @@ def test_info_prints_what_the_model_wrote(run, tmp_path):
         *("  tova, budget 3: wrong, 3 tokens, parts after 1", "    a \u00a6bat flew"),
         *("  tova, budget 4: wrong, 2 tokens, parts after 2", "    a bad\u00a6"),
     ]
-    status, out, _ = run("info", folder, "--json")
+    _, out, _ = run("info", folder, "--json")
     texts = [row["text"] for row in json.loads(out)["responses"]]
     assert texts == ["a bad day", "a bad day", "a bat flew", "a bad"]
 

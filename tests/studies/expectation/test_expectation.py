@@ -21,8 +21,6 @@ from kvsim.studies.expectation.expectation import (
 from kvsim.studies.expectation.queries import Queries, queries
 from kvsim.testing.strategies import cases
 
-STILL = kvsim.Rope((0.0, 0.0))
-
 
 def rotation(inv_freq, p, dim):
     """The matrix that turns a vector at position p; pair i is (i, i + dim / 2)."""
@@ -178,14 +176,3 @@ def test_tables_hold_what_the_arrays_do():
 def at(**values):
     """The rows where columns have these values."""
     return pl.all_horizontal(pl.col(name) == value for name, value in values.items())
-
-
-def test_keys_that_are_all_alike_have_no_correlation():
-    """Null in the table, and no warning."""
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((1, 1, 20, 4)), np.zeros((1, 1, 20, 4))
-    trace = kvsim.Trace.from_arrays(q, k, k, prompt_len=10, rope=STILL)
-
-    table = kvsim.measure(trace, metrics=["expectation_steps"])
-
-    assert table["value"].null_count() == table.height > 0

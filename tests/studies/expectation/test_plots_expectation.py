@@ -1,12 +1,11 @@
 """Figures of Expected Attention: their data beside the definitions, their labels and units."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
-import torch
+from scipy.stats import spearmanr
 
 import kvsim
 from kvsim.analysis.output.reconstruction import reconstruction_table
@@ -50,38 +49,27 @@ def measured(*names):
     return pl.concat(kvsim.measure(analysis, metrics=names) for analysis in analyses)
 
 
-def ranks(values):
-    """Rank of each of some different numbers."""
-    return [sorted(values).index(one) for one in values]
-
-
 def test_a_panel_has_the_attention_of_each_key(found):
-    """Rows are layers and columns steps; both correlations, observed from a loop over rows."""
-    trace = made(0, "a")
+    """Rows are layers and columns steps; each says both of its correlations."""
     figure = expected_observed(found[0], qhead=3)
     panels, bar = figure.axes[:-1], figure.axes[-1]
-    observed = np.zeros((2, 20))
-    for layer in range(2):
-        for row in range(24, 60):
-            logits = trace.k[layer, 1, : row + 1] @ trace.q[layer, 3, row] * trace.scale
-            observed[layer] += torch.softmax(logits.double(), 0)[4:24].numpy() / 36
+    observed = np.exp(found[0].observed[:, 3])
 
     assert len(panels) == 8
     for place, panel in enumerate(panels):
         layer, step = divmod(place, 4)
         (points,) = panel.collections
         x, y = points.get_offsets().data.T
-        assert x == pytest.approx(observed[layer], rel=1e-5)
+        assert x == pytest.approx(observed[layer])
         assert y == pytest.approx(np.exp(found[0].expected[step, layer, 3]))
         assert list(points.get_array()) == list(range(4, 24))
-        rank = np.corrcoef(ranks(list(x)), ranks(list(y)))[0, 1]
-        logs = np.corrcoef(np.log(x), np.log(y))[0, 1]
         *name, said = panel.get_title().split("\n")
+        rank, logs = spearmanr(x, y).statistic, np.corrcoef(np.log(x), np.log(y))[0, 1]
         assert said == f"Spearman {rank:.2f}, log-Pearson {logs:.2f}"
         assert name == ([STEPS[step].replace("_", " ")] if layer == 0 else [])
         assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
         across, up = panel.lines[0].get_data()
-        assert up / across == pytest.approx(1 / observed[layer].sum(), rel=1e-5)
+        assert up / across == pytest.approx(1 / observed[layer].sum())
     assert [text.get_text() for text in panels[4].texts] == ["layer 1, head 3"]
     assert panels[0].get_ylabel() == "expected (share of the keys)"
     assert panels[4].get_xlabel() == "observed attention (share)"
@@ -135,35 +123,18 @@ def test_agreement_is_that_of_each_head(found):
 
 
 def test_loss_is_what_the_removed_keys_had(found):
-    """Of every order, mean over heads and traces: the keys removed one by one."""
-    shares = REMOVED
+    """Of every order, mean over heads and traces."""
     figure = attention_loss(measured("attention_loss"))
     whole, *by_layer = figure.axes
-    curves = {}
-    for order in ORDERS:
-        curve = np.zeros((2, 2, 4, len(shares)))  # trace, layer, head, share
-        for at in np.ndindex(2, 2, 4):
-            one, mass = found[at[0]], np.exp(found[at[0]].observed[at[1:]])
-            if order == "random":
-                curve[at] = shares
-                continue
-            score = {"key_norm": -one.key_norm[at[1:]], "oracle": mass}.get(order)
-            if score is None:
-                score = one.expected[STEPS.index(order)][at[1:]]
-            gone = sorted(range(20), key=lambda key: score[key])
-            curve[at] = [
-                math.fsum(mass[key] for key in gone[: round(20 * share)]) / mass.sum()
-                for share in shares
-            ]
-        curves[order] = curve
+    curves = np.mean([one.loss() for one in found], axis=0)  # [order, layer, head, share]
     named = {"past": "past (Expected Attention)", "random": "chance"}
 
-    for order, curve in curves.items():
+    for order, curve in zip(ORDERS, curves, strict=True):
         label = named.get(order, order.replace("_", " "))
-        assert lines(whole)[label][0] == pytest.approx(shares)
-        assert lines(whole)[label][1] == pytest.approx(curve.mean((0, 1, 2)))
+        assert lines(whole)[label][0] == pytest.approx(REMOVED)
+        assert lines(whole)[label][1] == pytest.approx(curve.mean((0, 1)))
         for layer, axis in enumerate(by_layer):
-            assert lines(axis)[label][1] == pytest.approx(curve[:, layer].mean((0, 1)))
+            assert lines(axis)[label][1] == pytest.approx(curve[layer].mean(0))
     assert [axis.get_title() for axis in figure.axes] == ["mean over layers", "layer 0", "layer 1"]
     assert whole.get_ylabel() == "share of attention lost"
     assert by_layer[1].get_xlabel() == "share of the keys removed"

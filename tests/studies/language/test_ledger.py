@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvsim.errors import KvsimError
 from kvsim.studies.language.ledger import LedgerError, Retrieval, check, read, solve
-from kvsim.studies.language.tasks import MAX_KINDS, PERIOD, TASKS, Sample, make, prompts
+from kvsim.studies.language.tasks import MAX_KINDS, TASKS, Sample, make, prompts
 from kvsim.tiny.vocabulary import DOMAINS, ID, NODES, VOCAB
 
 FACTS = "facts : kuga rapi teal . wind sings . rapi dodi plum . dodi kuga rust . "
@@ -243,39 +243,6 @@ def test_retrievals_of_each_task(task: str) -> None:
         for counter, one in zip(counters, sums, strict=True):
             assert words[one.path[0] - 1] == words[counter.path[0]]
             assert one.path[0] >= sample.prompt_words
-
-
-def follows(verb: str, recent: list[str]) -> str:
-    """The word that follows from the verb and the 12 words before it.
-
-    Once more what lines look like, for the words that are not looked up: a page as `make` writes
-    it has an entry on the agenda every `PERIOD` lines.
-    """
-    start = max((i + 1 for i, word in enumerate(recent) if word in (";", ":")), default=0)
-    before, line = recent[:start], recent[start:]
-    match line:
-        case []:
-            entry = before[-6] == verb
-            counter, node = int(before[-3][1:]), before[-11 if entry else -5]
-            due = not entry and verb in PERIOD and counter and counter % PERIOD[verb] == 0
-            word = verb if due else node if counter else "done"
-        case ["done"]:
-            word = ":"
-        case [*_, counter, _] if "," in line or line[0].startswith("#"):
-            word = "." if counter == "#0" else ","
-        case ["check"] | ["wait", _, _]:
-            word = before[-3]
-        case ["check", counter, _]:
-            word = counter
-        case ["check" | "wait", _, _, _]:
-            word = before[-2]
-        case [_, _, _]:
-            word = f"#{int(before[-3][1:]) - 1}"
-        case [_, _, digit, _]:
-            word = str((int(digit) + (0 if before[-1] == ":" else int(before[-2]))) % 10)
-        case _:
-            word = ";"
-    return word
 
 
 def test_statements_are_the_facts_and_entries_of_a_prompt() -> None:

@@ -1,4 +1,4 @@
-"""The figure of segments: masses, cuts, quotas and kept entries beside loops over the Plans."""
+"""The figure of segments: masses, cuts, quotas and kept entries, and what it refuses."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import pytest
 import kvsim
 from kvsim.errors import PolicyError, TraceError
 from kvsim.studies.segments.figures import mass_curve
+from kvsim.studies.segments.segmentation import segmented
 from traces import changed, random_trace
 
 
@@ -22,53 +23,28 @@ def replayed(trace, **parameters):
     return kvsim.replay(trace, policy, budget=24, interval=20, internals=True)
 
 
-def by_hand(record, row, layer, head):
-    """(positions, cumulative mass, first positions, lengths, quotas, kept positions) by loops."""
-    (plans,) = (one for one in record.internals if one.row == row and layer in one.layers)
-    at = plans.layers.index(layer)
-    strict = plans.groups is not None
-    groups = plans.groups if strict else plans.notes["segment"]
-    quotas = plans.quotas if strict else plans.notes["quota"]
-    pos, total, sums, first, length = [], 0.0, [], {}, {}
-    for slot, p in enumerate(plans.pos[at, head].tolist()):
-        if p < 0:
-            continue
-        total += plans.notes["mass"][at, head, slot]
-        pos.append(p)
-        sums.append(total)
-        segment = int(groups[at, head, slot])
-        first.setdefault(segment, p)
-        length[segment] = length.get(segment, 0) + 1
-    kept = np.flatnonzero(record.retained(row)[layer, head])
-    quota = [int(quotas[at, head, segment]) for segment in first]
-    return pos, sums, list(first.values()), list(length.values()), quota, kept
-
-
 @pytest.mark.parametrize("mode", ["strict", "reference"])
 def test_masses_cuts_and_quotas_are_those_of_the_event(trace, mode):
-    """Two columns, the first and the last event; every number as loops over the Plans say."""
+    """Two columns, the first and the last event, with the numbers of `segmented`."""
     record = replayed(trace, mode=mode)
 
     figure = mass_curve(trace, record, layer=1, head=1)
 
-    rows = record.events
-    assert len(rows) > 2
-    for column, row in enumerate((rows[0], rows[-1])):
+    events = segmented(record, 1, 1)
+    assert len(events) > 2
+    for column, event in enumerate((events[0], events[-1])):
         upper, lower = figure.axes[column], figure.axes[2 + column]
-        pos, sums, first, length, quota, kept = by_hand(record, row, 1, 1)
+        first = event.starts.tolist()
         *cuts, curve, ticks = upper.lines
-        np.testing.assert_array_equal(curve.get_xdata(), pos)
-        np.testing.assert_allclose(curve.get_ydata(), sums)
-        assert curve.get_ydata()[-1] == pytest.approx(1)
+        np.testing.assert_array_equal(curve.get_xdata(), event.pos)
+        np.testing.assert_allclose(curve.get_ydata(), event.mass.cumsum())
         assert [line.get_xdata()[0] for line in cuts] == first[1:]
-        np.testing.assert_array_equal(ticks.get_xdata(), kept)
+        np.testing.assert_array_equal(ticks.get_xdata(), event.pos[event.kept])
         entries, quotas = lower.containers
         assert [bar.get_x() for bar in quotas] == first
-        assert [bar.get_height() for bar in entries] == length
-        assert [bar.get_height() for bar in quotas] == quota
-        assert upper.get_title() == f"event after row {row}: {len(first)} segments"
-        if mode == "strict":
-            assert sum(quota) == len(kept) == 24
+        assert [bar.get_height() for bar in entries] == event.counts().tolist()
+        assert [bar.get_height() for bar in quotas] == event.quota.tolist()
+        assert upper.get_title() == f"event after row {event.row}: {len(first)} segments"
 
 
 def test_axes_and_caption_say_what_is_shown(trace):

@@ -62,11 +62,17 @@ def test_credit_follows_from_the_masses_that_were_observed(mode, seed, decay, mi
 
 @pytest.mark.parametrize("mode", ["strict", "reference"])
 def test_numbers_of_segments_are_those_of_their_entries(mode):
-    """Counts, masses and spans by loops over entries."""
+    """Counts, masses and spans by loops over entries; segments and quotas are the policy's."""
     record = replayed(mode=mode)
     found = segmented(record, 1, 0)
     assert [one.row for one in found] == record.events
     for one in found:
+        (plans,) = (plans for plans in record.internals if plans.row == one.row)
+        at, given = (plans.layers.index(1), 0), (plans.groups, plans.quotas)
+        if mode == "reference":
+            given = plans.notes["segment"], plans.notes["quota"]
+        assert one.segment.tolist() == given[0][at][plans.pos[at] >= 0].tolist()
+        assert one.quota.tolist() == given[1][at][: len(one.quota)].tolist()
         table = one.table().to_dicts()
         assert len(table) == len(one.quota) == one.segment.max() + 1
         for number, row in enumerate(table):
