@@ -116,12 +116,7 @@ class Facts:
     @property
     def whole(self) -> bool:
         """Whether these are all layers with attention, as far as `meta` says which these are."""
-        model = self.meta.get("model")
-        layers = model.get("layers") if isinstance(model, dict) else None
-        layers = layers if isinstance(layers, int) else self.n_layers
-        others = self.header.other_layers
-        numbers = [x for x in range(layers + len(others)) if x not in others]
-        return [*self.layer_ids] == numbers
+        return self.header.whole
 
     @property
     def labels(self) -> dict[str, str | int | float]:

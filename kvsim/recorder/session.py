@@ -391,19 +391,6 @@ class Session:
             blocks = self.projections.blocks
             parts = [as_largest("o_proj", blocks[x], self.sizes).to("cpu") for x in sorted(blocks)]
             arrays["o_proj"] = torch.stack(parts)
-        return Trace.from_arrays(
-            **arrays,
-            prompt_len=header.prompt_len,
-            context_len=header.context_len,
-            rope=header.ropes,
-            formulas=header.formulas,
-            tokens=tokens,
-            token_text=texts,
-            name=header.name,
-            layer_ids=header.layer_ids,
-            owners=header.owners,
-            sizes=header.sizes,
-            left_out=header.left_out,
-            questions=header.questions,
-            meta=header.meta,
-        )
+        facts = {**vars(header), "rope": header.ropes}
+        del facts["ropes"], facts["source_dtypes"]  # as the arrays are
+        return Trace.from_arrays(**arrays, **facts, tokens=tokens, token_text=texts)
