@@ -36,7 +36,7 @@ from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.full import FullPass, FullRows, compared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 from kvsim.text.answers import LANGUAGES, text_score
 
 

@@ -36,7 +36,7 @@ from kvsim.policies import as_policy
 from kvsim.recorder.provenance import describe_model
 from kvsim.runner.decoder import ComputedLayer, Decoder
 from kvsim.runner.recorded import check_model, relative_change
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 from kvsim.store.opening import TraceLike, as_trace
 
 
