@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
 from kvsim.core.shared_results import MEMO_BYTES
@@ -49,15 +50,18 @@ def read_together(trace: Trace, layer: int) -> Trace:
 
     The heads of a group are those of the layer itself, then of each other reader.
     """
-    header = replace(
+    source = SharedEntries(trace.source, trace.header.readers(layer))
+    return Trace(source, of_layer(trace, layer), dtype=trace.dtype)
+
+
+def of_layer(trace: Trace, layer: int) -> Header:
+    """Return the header of a trace with one of its layers alone."""
+    return replace(
         trace.header,
         formulas=(trace.formulas[layer],),
         ropes=(trace.ropes[layer],),
         layer_ids=(trace.layer_ids[layer],),
         owners=(),
-    )
-    return Trace(
-        SharedEntries(trace.source, trace.header.readers(layer)), header, dtype=trace.dtype
     )
 
 
