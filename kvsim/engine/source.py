@@ -35,14 +35,8 @@ class _Copies:
 
 def isolated(trace: Trace) -> Trace:
     """Return a copy of a trace, for a policy that may write to it."""
-    return Trace(
-        _Copies(trace.source),
-        deepcopy(trace.header),
-        dtype=trace.dtype,
-        token_text=trace.token_text,
-        digest=None if trace.path is None else trace.digest,
-        path=trace.path,
-    )
+    digest = None if trace.path is None else trace.digest
+    return trace.derived(_Copies(trace.source), deepcopy(trace.header), digest=digest)
 
 
 def read_together(trace: Trace, layer: int) -> Trace:
