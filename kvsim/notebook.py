@@ -27,8 +27,7 @@ from kvsim.core.record import Record
 from kvsim.core.storing import Spec
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.schema import plural, schedule, visible
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at, plural, schedule, visible
 from kvsim.sweeps.outcome import Run
 
 #: Rows and columns of the picture of a record, and the shades between gone and retained.

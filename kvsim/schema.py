@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 #: `evicted_at` of an entry that never leaves: the int32 maximum.
 NEVER = 2**31 - 1
@@ -97,6 +97,12 @@ def axes_of(name: str, version: int, *, rows: bool = False) -> tuple[str, ...]:
 def projections_folder(digest: str) -> str:
     """The folder, next to its traces, of the output projections with a digest."""
     return f"projections-{digest.removeprefix('sha256:')[:16]}"
+
+
+def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the object at a key; empty if another writer put something else there."""
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def is_url(path: object) -> bool:

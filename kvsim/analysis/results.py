@@ -20,8 +20,7 @@ import polars as pl
 from kvsim.core.header import printable
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError, TraceError
-from kvsim.schema import first_of, schedule
-from kvsim.store.metadata import object_at
+from kvsim.schema import first_of, object_at, schedule
 
 #: The columns that make a result.
 COLUMNS = ("policy", "params", "interval", "prefill")

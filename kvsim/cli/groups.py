@@ -171,7 +171,7 @@ class Loading:
         """Load the model and its tokenizer in the precision of the recording."""
         from kvsim.cli.show import echo_error
         from kvsim.recorder import load_model
-        from kvsim.store.metadata import object_at
+        from kvsim.schema import object_at
 
         shared.quiet_transformers()
         dtype = object_at(recorded[0].meta, "model").get("dtype") if recorded else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsim.cli import show
-from kvsim.schema import merged, plural, visible
+from kvsim.schema import merged, object_at, plural, visible
 
 if TYPE_CHECKING:
     import polars as pl
@@ -45,8 +45,7 @@ def echo_run(document: dict[str, Any], summary: pl.DataFrame, *, whole: bool) ->
     """Print the parameters and table of a saved run, and the texts of a live run."""
     loop = {"closed": "live, on the running model"}.get(str(document.get("loop")), "replay")
     traces = [show.one_line(name) for name in document.get("traces", {})]
-    versions = document.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
+    versions = object_at(document, "versions")
     first = ", ".join(traces[:3]) + ", ..." * (len(traces) > 3)
     show.echo_fields(
         {

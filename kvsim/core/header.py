@@ -14,7 +14,7 @@ from kvsim.core.parameters import check_fields
 from kvsim.core.probe import Chunk, Probe
 from kvsim.core.sources import Size
 from kvsim.errors import TraceError
-from kvsim.schema import CHUNK, LABELS, SUMS
+from kvsim.schema import CHUNK, LABELS, SUMS, object_at
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class Header:
 
     @staticmethod
     def _labels(document: Mapping[str, Any]) -> dict[str, str | int | float]:
-        labels = document.get("labels")
-        values = labels if isinstance(labels, dict) else {}
+        values = object_at(document, "labels")
         return {
             name: printable(value) if isinstance(value, str) else value
             for name in LABELS
@@ -95,16 +94,13 @@ class Header:
     @property
     def other_layers(self) -> dict[int, str]:
         """Kinds of the model's layers without attention, by number: such as `linear_attention`."""
-        model = self.meta.get("model")
-        kinds = model.get("other_layers") if isinstance(model, dict) else None
-        pairs = kinds.items() if isinstance(kinds, dict) else ()
-        return {number: str(kind) for kind, numbers in pairs for number in numbers}
+        kinds = object_at(object_at(self.meta, "model"), "other_layers")
+        return {number: str(kind) for kind, numbers in kinds.items() for number in numbers}
 
     @property
     def whole(self) -> bool:
         """Whether these are all layers with attention, as far as `meta` says which these are."""
-        model, others = self.meta.get("model"), self.other_layers
-        layers = model.get("layers") if isinstance(model, dict) else None
+        layers, others = object_at(self.meta, "model").get("layers"), self.other_layers
         layers = layers if isinstance(layers, int) else len(self.layer_ids)
         return [*self.layer_ids] == [x for x in range(layers + len(others)) if x not in others]
 

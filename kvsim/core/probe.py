@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from kvsim.core.lazy import Tensor
 from kvsim.errors import TraceError
+from kvsim.schema import object_at
 
 #: Its key in `meta`.
 KEY = "probe"
@@ -60,10 +61,9 @@ class Probe:
 
         Raises TraceError unless its chunks are the context, and its rows have a token each.
         """
-        given = meta.get(KEY)
+        given, document = meta.get(KEY), object_at(meta, KEY)
         if given is None:
             return None
-        document: Mapping[str, Any] = given if isinstance(given, dict) else {}
         chunks: Any = document.get("chunks")
         tokens: Any = document.get("tokens")
         whole = isinstance(chunks, list | tuple) and all(

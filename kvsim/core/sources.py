@@ -38,7 +38,7 @@ class InMemory:
         self, arrays: Mapping[str, Tensor], left_out: LeftOut = None, where: str = "the trace"
     ) -> None:
         self.arrays, self._left_out, self._where = dict(arrays), left_out, where
-        self._versions = {name: _version(array) for name, array in arrays.items()}
+        self._versions = {name: writes_to(array) for name, array in arrays.items()}
         self.shapes = {
             name: whole_shape(name, tuple(array.shape), left_out) for name, array in arrays.items()
         }
@@ -90,7 +90,7 @@ class Loaded:
         if name not in self._arrays:
             with torch.inference_mode(mode=False):  # so that it has a version
                 array = self._whole(name, slice(cached.start, cached.stop)).to(self._dtype)
-            self._arrays[name] = array, _version(array)
+            self._arrays[name] = array, writes_to(array)
         array, version = self._arrays[name]
         _check_unwritten(name, array, version)
         pos = stored_part(name, pos, len(self.positions), self._left_out, self._where)
@@ -116,14 +116,14 @@ def _part(name: str, array: Tensor, layers: slice, pos: slice) -> Tensor:
 
 def _check_unwritten(name: str, array: Tensor, version: int) -> None:
     """Raise TraceError for an array that was written to since it had this version."""
-    if _version(array) != version:
+    if writes_to(array) != version:
         raise TraceError(
             f"{name} was changed in place after the trace was built, expected the arrays that "
             "it was built from; build it again"
         )
 
 
-def _version(tensor: Tensor) -> int:
+def writes_to(tensor: Tensor) -> int:
     """Return how often a tensor was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  it has no other name
 

@@ -111,7 +111,6 @@ class Trace(Facts, Displayed):
         )
         self._alike: dict[Size, Trace] = {}
         #: facts of another trace of the same tokens
-        self._same: Any = {"dtype": dtype, "token_text": token_text, "path": path}
 
     @classmethod
     def from_arrays(
@@ -247,12 +246,8 @@ class Trace(Facts, Displayed):
             return self
         size = self.size_of(layers)
         if size not in self._alike:
-            alike = self._alike[size] = Trace(
-                OneSize(self.source, self.sizes, size),
-                replace(self.header, sizes=()),
-                digest=self.digest,
-                **self._same,
-            )
+            source, header = OneSize(self.source, self.sizes, size), replace(self.header, sizes=())
+            alike = self._alike[size] = self.derived(source, header, digest=self.digest)
             alike.windowed = self.windowed
             alike.readable = tuple(i for i, x in enumerate(self.sizes) if x == size)
         return self._alike[size]
@@ -272,7 +267,12 @@ class Trace(Facts, Displayed):
         """The trace with a KV head for each query head; nothing is copied before it is read."""
         if self.group == 1:
             return self
-        return Trace(PerQueryHead(self.source, self.group), self.header, base=self, **self._same)
+        return self.derived(PerQueryHead(self.source, self.group), base=self)
+
+    def derived(self, source: ArraySource, header: Header | None = None, **more: Any) -> Trace:
+        """The trace with another source, and header if given; more: arguments of `Trace`."""
+        facts: dict[str, Any] = {"token_text": self.token_text, "path": self.path}
+        return Trace(source, header or self.header, dtype=self.dtype, **facts | more)
 
     def compacted(self, rows: int = 512) -> Trace:
         """Return the trace without rows long before the response, as `kvsim.store.compacted`."""
@@ -285,7 +285,7 @@ class Trace(Facts, Displayed):
         attention, once computed, is kept.
         """
         source = Loaded(self.source, layers, self.dtype, self.left_out, self.name)
-        same = Trace(source, self.header, digest=self.digest, **self._same)
+        same = self.derived(source, digest=self.digest)
         same.full_attention = FullAttention(source, self.formulas, self.dtype, cache=True)
         return same
 

@@ -15,13 +15,14 @@ from kvsim.core.budgets import budgeted
 from kvsim.core.checks import check_progress, resolve_device
 from kvsim.core.lazy import torch
 from kvsim.core.policy import Even, Policy, PolicyLike, Schedule, Uniform
+from kvsim.core.reading import Reads
 from kvsim.core.record import Plans, Record, fields_of
 from kvsim.core.shared_results import MEMO_BYTES
 from kvsim.core.trace import Trace
 from kvsim.core.view import Setting
 from kvsim.engine.block import Block
 from kvsim.engine.checks import check_cell, check_options, remark, whole
-from kvsim.engine.depth import descend, recorded
+from kvsim.engine.depth import Descent, descend, recorded
 from kvsim.engine.layers import DEFAULT_MEMORY, LayerRun, layers_per_block, replayed, runs
 from kvsim.engine.reading import read
 from kvsim.engine.rows import replay_rows
@@ -157,22 +158,40 @@ def run(
             )
     # rows that run through all layers again get new positions
     restarted = descent is not None and descent.selection.restarted
+    return record_of_run(
+        *(trace, policy, budget, schedule, descent, evicted_at, reads, chosen),
+        digest=trace.digest if trace.path is not None else "",
+        positions="slot" if restarted else policy.positions,
+        internals=tuple(plans),
+    )
+
+
+def record_of_run(
+    trace: Trace,
+    policy: Policy,
+    budget: int,
+    schedule: Schedule,
+    descent: Descent | None,
+    evicted_at: NDArray[np.int32],
+    reads: Reads | None,
+    layers: Sequence[int],
+    **more: Any,
+) -> Record:
+    """The Record of what a policy decided in some layers; more: attributes that differ by run."""
     return Record(
         evicted_at=evicted_at,
         **fields_of(policy),
-        budget=budget,
         **vars(schedule),
+        budget=budget,
         prompt_len=trace.prompt_len,
-        layers=chosen,
+        layers=tuple(layers),
+        layer_ids=tuple(trace.layer_ids[layer] for layer in layers),
         trace=trace.name,
-        digest=trace.digest if trace.path is not None else "",
-        positions="slot" if restarted else policy.positions,
         own_schedule=schedule == policy.schedule,
         remark=remark(trace, policy, budget, schedule, descent, evicted_at, reads),
         selection=None if descent is None else descent.selection,
         reads=reads,
-        layer_ids=tuple(trace.layer_ids[layer] for layer in chosen),
-        internals=tuple(plans),
+        **more,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from kvsim.core.header import Header
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.probe import ProbeRows
 from kvsim.core.shared_results import MEMO_BYTES
@@ -34,14 +35,8 @@ class _Copies:
 
 def isolated(trace: Trace) -> Trace:
     """Return a copy of a trace, for a policy that may write to it."""
-    return Trace(
-        _Copies(trace.source),
-        deepcopy(trace.header),
-        dtype=trace.dtype,
-        token_text=trace.token_text,
-        digest=None if trace.path is None else trace.digest,
-        path=trace.path,
-    )
+    digest = None if trace.path is None else trace.digest
+    return trace.derived(_Copies(trace.source), deepcopy(trace.header), digest=digest)
 
 
 def read_together(trace: Trace, layer: int) -> Trace:
@@ -49,15 +44,18 @@ def read_together(trace: Trace, layer: int) -> Trace:
 
     The heads of a group are those of the layer itself, then of each other reader.
     """
-    header = replace(
+    source = SharedEntries(trace.source, trace.header.readers(layer))
+    return Trace(source, of_layer(trace, layer), dtype=trace.dtype)
+
+
+def of_layer(trace: Trace, layer: int) -> Header:
+    """Return the header of a trace with one of its layers alone."""
+    return replace(
         trace.header,
         formulas=(trace.formulas[layer],),
         ropes=(trace.ropes[layer],),
         layer_ids=(trace.layer_ids[layer],),
         owners=(),
-    )
-    return Trace(
-        SharedEntries(trace.source, trace.header.readers(layer)), header, dtype=trace.dtype
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsim.core.trace import Trace
 from kvsim.errors import PolicyError
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 
 
 def model_of(trace: Trace) -> dict[str, Any]:

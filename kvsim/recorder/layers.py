@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
+from kvsim.core.sources import writes_to
 from kvsim.errors import CaptureError
 from kvsim.recorder.generation import device_of, evaluating
 from kvsim.recorder.hooks import Attention, KernelCall, hidden_states, intercepting
@@ -347,10 +348,7 @@ def _same(returned: object, hidden: Tensor) -> bool:
 
 
 def _writes(output: object) -> int:
-    """Return how often a tensor was written to; 0 in inference mode, which does not count."""
-    if not isinstance(output, Tensor) or output.is_inference():
-        return 0
-    return output._version  # noqa: SLF001  its only home
+    return writes_to(output) if isinstance(output, Tensor) else 0
 
 
 def _order(before: int | None) -> str:

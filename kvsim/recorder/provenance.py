@@ -20,7 +20,7 @@ from kvsim.core.threads import threads_for
 from kvsim.recorder.models import gguf_source, model_name
 from kvsim.recorder.modules import attention_modules, kernel_name, other_layers
 from kvsim.recorder.positions import context_length
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 
 # Not in the configuration's digest: the place of a copy and its writer change no number.
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")

@@ -11,7 +11,7 @@ from kvsim.recorder.generation import following, stop_tokens
 from kvsim.recorder.provenance import config_differences
 from kvsim.recorder.tokenization import tokenizer_difference
 from kvsim.recorder.turns import describe_turns
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 
 #: What ended a response that was given (`generation.stopped`).
 GIVEN = "given"

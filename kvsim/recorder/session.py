@@ -62,12 +62,6 @@ from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import check_answer
 
-# Of the header, by the names that `Trace.from_arrays` has for them.
-_IN_MEMORY = (
-    *("prompt_len", "context_len", "formulas", "name", "layer_ids", "owners", "sizes"),
-    *("left_out", "questions", "meta"),
-)
-
 
 class Session:
     """One capture, checked as far as possible before the model runs.
@@ -434,10 +428,6 @@ class Session:
             blocks = self.projections.blocks
             parts = [as_largest("o_proj", blocks[x], self.sizes).to("cpu") for x in sorted(blocks)]
             arrays["o_proj"] = torch.stack(parts)
-        return Trace.from_arrays(
-            **arrays,
-            **{name: getattr(header, name) for name in _IN_MEMORY},
-            rope=header.ropes,
-            tokens=tokens,
-            token_text=texts,
-        )
+        facts = {**vars(header), "rope": header.ropes}
+        del facts["ropes"], facts["source_dtypes"]  # as the arrays are
+        return Trace.from_arrays(**arrays, **facts, tokens=tokens, token_text=texts)

@@ -11,8 +11,7 @@ from typing import Any
 from kvsim.core.digest import document_digest
 from kvsim.core.trace import Trace
 from kvsim.errors import CaptureError
-from kvsim.schema import first_of
-from kvsim.store.metadata import object_at
+from kvsim.schema import first_of, object_at
 
 _SHOWN_WORDS = 8
 _SHOWN_CHARACTERS = 24

@@ -15,8 +15,7 @@ from kvsim.registry import Ordered
 from kvsim.report.html import broken, cell, details, image, lines, section, table_of, tag
 from kvsim.report.section import Section
 from kvsim.report.study import METHODS, RATIOS, Study
-from kvsim.schema import first_of, plural
-from kvsim.store.metadata import object_at
+from kvsim.schema import first_of, object_at, plural
 
 #: Layers at most in a table without a click.
 _LAYERS = 8

@@ -36,7 +36,7 @@ from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
 from kvsim.runner.full import FullPass, FullRows, compared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 from kvsim.text.answers import LANGUAGES, text_score
 
 
@@ -258,23 +258,13 @@ class ClosedLoop:
                 question = following(self._questions[turn - 1], out[-1].tokens[-1], stop)
                 logits = feed([out[-1].tokens[-1], *question], asks=True)
             start = time.perf_counter()
-            tokens = self._write(writing, logits, lambda token: feed([token], asks=False))
-            out.append(Written([*tokens], None, time.perf_counter() - start))
+            generator = torch.Generator().manual_seed(writing.seed)
+            tokens = [sample(logits, writing.temperature, generator)]
+            while len(tokens) < writing.new_tokens and tokens[-1] not in stop:
+                logits = feed(tokens[-1:], asks=False)
+                tokens.append(sample(logits, writing.temperature, generator))
+            out.append(Written(tokens, None, time.perf_counter() - start))
         return out
-
-    def _write(
-        self, writing: Writing, logits: Tensor, feed: Callable[[int], Tensor]
-    ) -> tuple[int, ...]:
-        """Return the tokens of a response, of which the first has these logits [V].
-
-        feed: runs a token, and returns the logits of the next one. The last token is not run.
-        """
-        stop = stop_tokens(self.running.model, self._tokenizer)
-        generator = torch.Generator().manual_seed(writing.seed)
-        tokens = [sample(logits, writing.temperature, generator)]
-        while len(tokens) < writing.new_tokens and tokens[-1] not in stop:
-            tokens.append(sample(feed(tokens[-1]), writing.temperature, generator))
-        return tuple(tokens)
 
     @cached_property
     def _full_response(self) -> list[tuple[int, ...]]:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvsim.core.attention import Formula, Rope, causal_attention
-from kvsim.core.probe import ProbeRows
+from kvsim.core.trace import Trace
+from kvsim.engine.source import TraceSource, of_layer
 from kvsim.errors import CaptureError
 from kvsim.recorder.generation import check_logits
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.modules import decoder_layers, kernel_name
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class ComputedLayer:
-    """One layer on k rows, as a source of a View; its methods return [L=1, ...].
+    """One layer on k rows, as the arrays of a trace of these rows and that layer alone.
 
     rows: the index of each row in the prompt, int64 [k]; positions: its position for RoPE.
     q [qhead, k, d], k, v [head, k, d]: inputs of the kernel; attn_out [qhead, k, d]; out [k, D].
+    projection: computes the output projections [1, qhead, d, D].
     """
 
     rows: Tensor
@@ -36,69 +35,26 @@ class ComputedLayer:
     v: Tensor
     attn_out: Tensor
     out: Tensor
-    rope: Rope
-    formula: Formula
     projection: Callable[[], Tensor]
-    memo: dict[Hashable, Any] = field(default_factory=dict)
-    #: `kvsim.core.setting.Source`
-    compacted: ClassVar[bool] = False
 
     @property
-    def n_rows(self) -> int:
-        """The number of rows of the layer."""
-        return len(self.rows)
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each array."""
+        shapes = {name: (1, *getattr(self, name).shape) for name in "qkv"}
+        return shapes | {"o_proj": (1, len(self.q), self.v.shape[2], self.out.shape[1])}
 
-    def lasting(self, key: tuple[Hashable, ...], compute: Callable[[], T]) -> T:
-        """Return `compute()`: no later replay reads these rows."""
-        return compute()
+    def read(self, name: str, _: slice, pos: slice) -> Tensor:
+        """Return part of an array."""
+        if name == "o_proj":
+            return self.projection()
+        array: Tensor = getattr(self, name)[None, :, pos]
+        return array
 
-    def summed(self, name: str) -> None:
-        """Return None: all queries are held."""
-
-    @property
-    def keys(self) -> Tensor:
-        """Keys, [1, H, k, d]."""
-        return self.k.unsqueeze(0)
-
-    @property
-    def values(self) -> Tensor:
-        """Values, [1, H, k, d]."""
-        return self.v.unsqueeze(0)
-
-    @property
-    def exact_keys(self) -> Tensor:
-        """Keys, [1, H, k, d]."""
-        return self.keys
-
-    @property
-    def o_proj(self) -> Tensor:
-        """The output projection of each query head, [1, H, G, d, D]."""
-        out: Tensor = self.projection().unflatten(1, (len(self.k), -1))
-        return out
-
-    @property
-    def probe(self) -> ProbeRows:
-        """Nothing: a policy that drops rows and scores by a probe is refused when it is built."""
-        raise NotImplementedError("a probe of a layer with some rows of the prompt")
-
-    def queries(self, start: int, stop: int) -> Tensor:
-        """Return the queries of some rows, [1, H, G, stop - start, d]."""
-        rows: Tensor = self.q[:, start:stop].unflatten(0, (len(self.k), -1))
-        return rows.unsqueeze(0)
-
-    def full(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return output [1, H, G, w, d] and log-sum-exp [1, H, G, w] of full attention."""
-        out, lse = causal_attention(self.q, self.k, self.v, self.formula)
-        heads = (len(self.k), -1)
-        out, lse = (part[:, start:stop].unflatten(0, heads).unsqueeze(0) for part in (out, lse))
-        return out, lse
-
-    def writable(self, which: int) -> Tensor:
-        """Nothing: no codec rounds anything before the end of the prompt."""
-        raise NotImplementedError("a codec in the prefill")
-
-    def evict(self, slots: Tensor, live: Tensor, evicted_at: Tensor) -> None:
-        """Nothing moves: only the prefill event fires."""
+    def source(self, trace: Trace, layer: int) -> TraceSource:
+        """Return what a View of the layer reads from; trace: the one that has the layer."""
+        header = replace(of_layer(trace, layer), prompt_len=len(self.rows), context_len=None)
+        header = replace(header, questions=(), left_out=None, sizes=())
+        return TraceSource(Trace(self, header, dtype=self.q.dtype), [0], self.q.device)
 
 
 # What some families do to logits after the output embedding; a model that does it is refused.

@@ -16,12 +16,12 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvsim.core.policy import Policy, Schedule
 from kvsim.core.probe import ProbeRows
-from kvsim.core.record import Record, fields_of
+from kvsim.core.record import Record
 from kvsim.engine.block import Block
-from kvsim.engine.checks import check_cell, remark, whole
+from kvsim.engine.checks import check_cell, whole
 from kvsim.engine.depth import Descent
 from kvsim.engine.layers import replayed, runs
-from kvsim.engine.replay import placed, settings_of
+from kvsim.engine.replay import placed, record_of_run, settings_of
 from kvsim.engine.source import ended
 from kvsim.errors import PolicyError
 from kvsim.recorder.generation import evaluating
@@ -419,7 +419,7 @@ class Decoding:
 
     def record(self) -> Record:
         """When each entry left, as a replay would say it."""
-        n, policy, schedule, descent = len(self.tokens), self.policy, self.schedule, self._descent
+        n = len(self.tokens)
         by_layer: dict[int, NDArray[np.int32]] = {}
         for block, source in self._blocks:
             last = block.evicted_at[..., : n - source.dropped].cpu().numpy()
@@ -428,20 +428,7 @@ class Decoding:
             by_layer.update(zip(source.layers, last, strict=True))
         evicted_at = np.stack([by_layer[self.sketch.owners[layer]] for layer in self.layers])
         reads = None if self._reads is None else self._reads.record(n)
-        cell = self.sketch, policy, self.budget, schedule, descent
-        return Record(
-            evicted_at=evicted_at,
-            **fields_of(policy),
-            budget=self.budget,
-            **vars(schedule),
-            prompt_len=self.sketch.prompt_len,
-            layers=self.layers,
-            trace=self.sketch.name,
-            positions=self._positions,
-            selection=None if descent is None else descent.selection,
-            own_schedule=schedule == policy.schedule,
-            remark=remark(*cell, evicted_at, reads),
-            closed=True,
-            reads=reads,
-            layer_ids=tuple(self.sketch.layer_ids[layer] for layer in self.layers),
+        cell = self.sketch, self.policy, self.budget, self.schedule, self._descent
+        return record_of_run(
+            *(*cell, evicted_at, reads, self.layers), positions=self._positions, closed=True
         )

@@ -79,11 +79,9 @@ class _Down:
         q, k, v, out, hidden = (
             x.to(dtype) for x in (call.q, call.k, call.v, call.attn_out, self.hidden)
         )
-        rope, formula = self._sketch.ropes[layer], self._sketch.formulas[layer]
         projection = partial(self._sketch.read, "o_proj", slice(layer, layer + 1))
-        source = ComputedLayer(
-            self.rows, self.rows, q, k, v, out, hidden, rope, formula, projection
-        )
+        computed = ComputedLayer(self.rows, self.rows, q, k, v, out, hidden, projection)
+        source = computed.source(self._sketch, layer)
         return prompt_view(source, self._setting, layer, len(self.rows))
 
 

@@ -46,7 +46,7 @@ from kvsim.runner.full import FullPass, compared
 from kvsim.runner.judged_rows import JudgedRows
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, holds_cache, relative_change
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 from kvsim.store.opening import TraceLike, as_trace
 
 

@@ -36,8 +36,7 @@ from kvsim.recorder.positions import indexed, steady_length
 from kvsim.recorder.prompts import Prompt
 from kvsim.recorder.provenance import describe_model
 from kvsim.recorder.session import Session
-from kvsim.schema import Spans
-from kvsim.store.metadata import object_at
+from kvsim.schema import Spans, object_at
 
 #: Tokens of the capture that shows the formulas of a model's layers.
 _PROBE = 32

@@ -30,13 +30,13 @@ from kvsim.engine import replay
 from kvsim.engine.block import Block
 from kvsim.engine.depth import Look, descend, prompt_view, recorded
 from kvsim.engine.replay import placed, setting_of
-from kvsim.engine.source import projections
+from kvsim.engine.source import TraceSource, projections
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies import as_policy
 from kvsim.recorder.provenance import describe_model
 from kvsim.runner.decoder import ComputedLayer, Decoder
 from kvsim.runner.recorded import check_model, relative_change
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 from kvsim.store.opening import TraceLike, as_trace
 
 
@@ -141,7 +141,8 @@ def recompute(
         evicted_at = base.evicted_at.copy()
         for layer, computed in down.computed.items():
             at = computed.rows.numpy()
-            cached = _cached(computed, policy, setting, layer, prefill=schedule.prefill)
+            source = computed.source(trace, layer)
+            cached = _cached(source, policy, setting, layer, prefill=schedule.prefill)
             evicted_at[layer, :, : trace.prompt_len] = placed(cached, at, trace.prompt_len)
         record = replace(
             base, evicted_at=evicted_at, selection=descent.selection, recomputed=True, remark=remark
@@ -165,7 +166,8 @@ class _Descending:
     def look(self, layer: int, rows: Tensor | None) -> View:
         if rows is None:
             return self._recorded(layer, None)
-        return prompt_view(self.layer(layer, rows), self.setting, layer, len(rows))
+        source = self.layer(layer, rows).source(self.trace, layer)
+        return prompt_view(source, self.setting, layer, len(rows))
 
     def layer(self, layer: int, rows: Tensor, *, restarted: bool = False) -> ComputedLayer:
         """Compute a layer on some rows from the previous layer; each layer once, in order."""
@@ -191,9 +193,8 @@ class _Descending:
         call, output = self.decoder.run(layer, hidden, positions)
         tensors = (call.q, call.k, call.v, call.attn_out, output)
         q, k, v, attn_out, out = (x.to("cpu", self.trace.dtype) for x in tensors)
-        rope, formula = self.trace.rope, self.trace.formulas[layer]
         projection = partial(projections, self.trace, slice(layer, layer + 1))
-        return ComputedLayer(rows, positions, q, k, v, attn_out, out, rope, formula, projection)
+        return ComputedLayer(rows, positions, q, k, v, attn_out, out, projection)
 
     def _verify(self, layer: int, computed: ComputedLayer, *, restarted: bool) -> None:
         """Compare q, k and v of the first computed layer, whose input is the recorded one."""
@@ -246,13 +247,13 @@ class _Descending:
 
 
 def _cached(
-    computed: ComputedLayer, policy: Policy, setting: Setting, layer: int, *, prefill: bool
+    source: TraceSource, policy: Policy, setting: Setting, layer: int, *, prefill: bool
 ) -> Any:
     """Return evicted_at [1, H, k] after the prefill event, by row of the layer."""
-    setting = replace(setting, prompt_len=computed.n_rows)
-    block = Block(computed, policy, setting, torch.tensor([layer]))
+    setting = replace(setting, prompt_len=source.n_rows)
+    block = Block(source, policy, setting, torch.tensor([layer]))
     if prefill:
-        block.event(computed.n_rows - 1)
+        block.event(source.n_rows - 1)
     return block.evicted_at.numpy()
 
 

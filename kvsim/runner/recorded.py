@@ -16,7 +16,7 @@ from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.provenance import config_differences
 from kvsim.recorder.tokenization import tokenizer_difference
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 
 #: Of the tolerance of a precision (`kvsim.core.checks`), what the first layer may differ by in one
 #: row, and what may add up over all layers. On shipped models, other kernels, threads and block

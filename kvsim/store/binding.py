@@ -15,8 +15,8 @@ from typing import Any
 from kvsim.core.checks import DTYPES, stored_dtype
 from kvsim.core.digest import CHECKSUMMED, content_digest, document_digest
 from kvsim.core.header import Header
+from kvsim.schema import object_at
 from kvsim.store.layout import UNSEALED, StoredArray
-from kvsim.store.metadata import object_at
 from kvsim.store.place import damaged
 
 #: Attributes of a trace; anything else could change a meaning that no seal describes.

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsim.errors import TraceError
-from kvsim.store.metadata import group_attributes, object_at
+from kvsim.schema import object_at
+from kvsim.store.metadata import group_attributes
 from kvsim.store.place import SUFFIX, Folder, Packed
 from kvsim.store.projections import NAME, Facts
 from kvsim.store.reader import StoredTrace

@@ -15,7 +15,7 @@ from kvsim.core.attention import Formula, Rope
 from kvsim.core.header import Header, printable
 from kvsim.core.left_out import LeftOut
 from kvsim.errors import TraceError, error_line
-from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION
+from kvsim.schema import FORMAT_VERSION, NEWEST_VERSION, object_at
 from kvsim.store.chunks import read_part
 from kvsim.store.layout import StoredArray
 from kvsim.store.place import Place, damaged
@@ -112,12 +112,6 @@ def check_numbers(value: Any, what: str, where: str) -> None:
         # nearly all are finite: without the words for an error, which take ten times as long
         if isinstance(item, dict | list) or (isinstance(item, float) and not math.isfinite(item)):
             check_numbers(item, f"{what}.{short_repr(key).strip(chr(39))}", where)
-
-
-def object_at(document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the object at a key; empty if another writer put something else there."""
-    value = document.get(key)
-    return value if isinstance(value, dict) else {}
 
 
 def attributes_of(header: Header, version: int) -> dict[str, Any]:

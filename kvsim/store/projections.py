@@ -17,7 +17,7 @@ from kvsim.core.digest import ContentDigest, document_digest
 from kvsim.core.lazy import Tensor, torch
 from kvsim.errors import OutputError, TraceError, TraceExistsError
 from kvsim.files import published
-from kvsim.schema import is_url, projections_folder
+from kvsim.schema import is_url, object_at, projections_folder
 from kvsim.store.binding import are_checksums
 from kvsim.store.chunks import read_part
 from kvsim.store.draft import Group
@@ -61,10 +61,9 @@ class Facts:
     @classmethod
     def named(cls, meta: Mapping[str, Any], where: str) -> Self | None:
         """Return the facts in the provenance of a trace, None without; TraceError if they vary."""
-        document = meta.get(KEY)
+        document, given = meta.get(KEY), object_at(meta, KEY)
         if document is None:
             return None
-        given: dict[str, Any] = document if isinstance(document, dict) else {}
         shape: Any = given.get("shape")
         checksums: Any = given.get("checksums")
         valid = (

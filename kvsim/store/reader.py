@@ -21,7 +21,7 @@ from kvsim.core.probe import check_probe
 from kvsim.core.trace import Trace
 from kvsim.errors import TraceError, TraceNotFoundError
 from kvsim.samples import SAMPLES, locate
-from kvsim.schema import NEWEST_VERSION, format_of
+from kvsim.schema import NEWEST_VERSION, format_of, object_at
 from kvsim.store.binding import bound, check_attributes, check_binding
 from kvsim.store.chunks import as_numbers, check_chunks, read_part
 from kvsim.store.layout import (
@@ -37,7 +37,6 @@ from kvsim.store.metadata import (
     check_numbers,
     find_document,
     left_out_of,
-    object_at,
     read_header,
 )
 from kvsim.store.place import Folder, Packed, Place, damaged

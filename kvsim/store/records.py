@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvsim.core.record import Record, record_document, record_of
 from kvsim.errors import OutputError, local_path
-from kvsim.schema import AXES, NEVER
+from kvsim.schema import AXES, NEVER, object_at
 from kvsim.store.inputs import Digests, damaged, digests, read_document, read_file
 
 #: Version of the stored form of a Record.
@@ -73,13 +73,12 @@ def read_records(path: str | Path) -> list[Record]:
     run, entry = folder.parent / "run.json", None
     try:
         if run.exists():
-            bound = read_document(run).get("files")
+            bound = object_at(read_document(run), "files")
             # an entry that is missing, here and below, fits no file
-            entry = (bound if isinstance(bound, dict) else {}).get(f"{folder.name}/zarr.json") or {}
-        attributes = read_document(folder / "zarr.json", entry).get("attributes")
+            entry = bound.get(f"{folder.name}/zarr.json") or {}
+        attributes = object_at(read_document(folder / "zarr.json", entry), "attributes")
     except FileNotFoundError as error:
         raise OutputError(f"{path} holds no records: {error} is missing") from error
-    attributes = attributes if isinstance(attributes, dict) else {}
     version, files = attributes.get("kvsim_records"), attributes.get("files")
     if version != RECORD_VERSION:
         raise OutputError(

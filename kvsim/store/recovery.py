@@ -20,7 +20,7 @@ from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.core.probe import KEY as PROBE_KEY
 from kvsim.errors import TraceError, TraceExistsError, TraceNotFoundError, local_path
 from kvsim.files import Kind, unbroken
-from kvsim.schema import CHUNK
+from kvsim.schema import CHUNK, object_at
 from kvsim.store.draft import (
     PARTIAL,
     TOKENS,
@@ -36,7 +36,6 @@ from kvsim.store.metadata import (
     attributes_of,
     check_format,
     group_attributes,
-    object_at,
     read_header,
 )
 from kvsim.store.place import Folder, damaged

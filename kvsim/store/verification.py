@@ -15,9 +15,8 @@ from kvsim.core.lazy import torch
 from kvsim.core.left_out import held_parts, stored_part
 from kvsim.core.sources import narrowed
 from kvsim.errors import TraceError
-from kvsim.schema import AXES, CHUNK, OF_ROWS
+from kvsim.schema import AXES, CHUNK, OF_ROWS, object_at
 from kvsim.store.layout import DENSE
-from kvsim.store.metadata import object_at
 from kvsim.store.projections import Facts
 from kvsim.store.reader import StoredTrace
 

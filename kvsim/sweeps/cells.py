@@ -108,15 +108,12 @@ class Executor(Protocol):
 
     def record(self, cell: Cell) -> Record:
         """Decide what a cell retains."""
-        ...
 
     def table(self, cells: Sequence[Cell], records: Sequence[Record]) -> pl.DataFrame:
         """Measure cells whose records it has made."""
-        ...
 
     def kept(self, record: Record) -> Record:
         """What is kept of a record that is measured."""
-        ...
 
 
 class Computed(NamedTuple):
@@ -206,10 +203,7 @@ class Replays:
             cell.budget,
             layers=cell.layers,
             internals=self._notes & policy.allocator.notes,
-            interval=cell.schedule.interval,
-            prefill=cell.schedule.prefill,
-            compress=cell.schedule.compress,
-            prefill_chunk=cell.schedule.prefill_chunk,
+            **vars(cell.schedule),
             **self._limits,
         )
         self._compared[cell.number] = {}

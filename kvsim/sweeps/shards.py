@@ -23,17 +23,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import yaml
 
 from kvsim.analysis.folder import CONFIG, writing
 from kvsim.analysis.parquet import decode_table, encode_table
 from kvsim.analysis.table import COLUMNS, OF_RECORD, in_order
-from kvsim.core.record import Record
+from kvsim.core.record import Record, record_document, record_of
 from kvsim.errors import OutputError
 from kvsim.files import check_writable, lock, replace_file
+from kvsim.store.archive import decode_arrays, encode_arrays
 from kvsim.store.inputs import digests, read_document, read_file, sealed, unsealed
-from kvsim.sweeps.encoding import decode_records, encode_records
 from kvsim.sweeps.grid import Grid, read_grid
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.output import PARTS, locked, taken
@@ -288,3 +289,24 @@ def _rows(table: pl.DataFrame, cells: Sequence[Mapping[str, Any]]) -> pl.DataFra
     schema = {name: COLUMNS[name] for name in OF_RECORD}
     requested = pl.DataFrame([dict(cell) for cell in cells], schema)
     return table.join(requested, on=list(OF_RECORD), how="semi", nulls_equal=True)
+
+
+def encode_records(records: Sequence[Record]) -> bytes:
+    """Return the content of a file of records, without their internals."""
+    documents = json.dumps([record_document(record) for record in records])
+    arrays: dict[str, Any] = {"meta": np.frombuffer(documents.encode(), np.uint8)}
+    for place, record in enumerate(records):
+        arrays[f"{place}/evicted_at"] = record.evicted_at
+        if record.reads is not None:
+            arrays[f"{place}/reads"] = record.reads.bits
+    return encode_arrays(arrays)
+
+
+def decode_records(data: bytes) -> list[Record]:
+    """Return the records of `encode_records`; ValueError and its like for other content."""
+    arrays = decode_arrays(data)
+    documents = json.loads(arrays["meta"].tobytes())
+    return [
+        record_of(document, arrays[f"{place}/evicted_at"], arrays.get(f"{place}/reads"))
+        for place, document in enumerate(documents)
+    ]

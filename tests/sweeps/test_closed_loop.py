@@ -404,7 +404,7 @@ def test_the_text_with_the_full_cache_is_its_own(model, trace, kind):
 def test_texts_survive_an_interrupt_and_a_folder(model, trace, tmp_path, monkeypatch):
     """Those of the cells before Ctrl-C are not written again, and all are read from the folder."""
     ran = []
-    write = ClosedLoop._write
+    write = ClosedLoop._answers
 
     def interrupted(self, *given):
         ran.append(1)
@@ -412,7 +412,7 @@ def test_texts_survive_an_interrupt_and_a_folder(model, trace, tmp_path, monkeyp
             raise KeyboardInterrupt
         return write(self, *given)
 
-    monkeypatch.setattr(ClosedLoop, "_write", interrupted)
+    monkeypatch.setattr(ClosedLoop, "_answers", interrupted)
     given = (model, [trace], policies("tova", "knorm"), [16])
     options = {"tokenizer": words_tokenizer(), "interval": 8, "max_new_tokens": 12}
     folder = tmp_path / "run"

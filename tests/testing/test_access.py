@@ -22,8 +22,8 @@ from kvsim.studies.cost.accounting import estimate
 from kvsim.studies.cost.model import Model
 from kvsim.sweeps import cells
 from kvsim.sweeps.driver import replay_all
-from kvsim.sweeps.encoding import decode_records, encode_records
 from kvsim.sweeps.planning import _joined
+from kvsim.sweeps.shards import decode_records, encode_records
 from kvsim.testing import InvariantError, check_policy, strategies
 from kvsim.testing.invariants import access
 

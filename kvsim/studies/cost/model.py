@@ -18,7 +18,7 @@ from kvsim.core.flops import attention_flops, causal_pairs
 from kvsim.core.parameters import Between, check_fields
 from kvsim.core.trace import Trace
 from kvsim.errors import KvsimError
-from kvsim.store.metadata import object_at
+from kvsim.schema import object_at
 
 GIB = 1 << 30
 
