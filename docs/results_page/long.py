@@ -8,6 +8,7 @@ from itertools import combinations
 
 import numpy as np
 from scipy.stats import rankdata
+from study import NAMED, read
 
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
@@ -17,7 +18,7 @@ from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
 from results_page.text import command, sources
 from results_page.traces import ANSWER as ANSWERED
-from results_page.traces import labels
+from results_page.traces import ANSWERS, labels
 
 #: Columns of the table after KL: heading, metric, variant (None: the main one), format.
 _COLUMNS = (
@@ -49,6 +50,7 @@ def long_page(
         if r.plan.once
         else "## Do other prompts and models predict the ranking?",
         _prediction(r, others, [x for x in policies if x not in REFERENCES]),
+        *_live(r, policies),
         *_needles(r, policies),
         "## Time and memory",
         _stages(r),
@@ -73,7 +75,7 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
             "(qwen.md#answers-under-policies) was measured live."
         )
         return f"# Results on {model}: answers that need reasoning", about
-    model = _NAMES.get(r.plan.model, r.plan.model) if r.plan.lengths else "the shipped model"
+    model = NAMED.get(r.plan.model, r.plan.model) if r.plan.lengths else "the shipped model"
     about = (
         f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, one event after "
         f"the prompt, policies of the papers. [All policies]({others[0].plan.page}) on shorter "
@@ -189,6 +191,35 @@ def _prediction(r: Results, others: Sequence[Results], policies: Sequence[str]) 
     return "\n\n".join([text, *(_predicted(r, each, policies) for each in others)])
 
 
+def _live(r: Results, policies: Sequence[str]) -> list[str]:
+    """The rank correlation with wrong answers of live runs, where they were measured."""
+    if not r.plan.solved:
+        return []
+    rows = [
+        row
+        for row in read(ANSWERS.with_name("qwen-live.jsonl"))
+        if row["model"] == r.plan.model.lower()
+    ]
+    names = [label for label in policies if label in {row["policy"] for row in rows}]
+    names = [label for label in names if label not in REFERENCES]
+    parts = []
+    for budget in r.plan.budgets:
+        right = [
+            np.mean([x["right"] for x in rows if (x["policy"], x["budget"]) == (label, budget)])
+            for label in names
+        ]
+        kl = np.array([r.of(label, budget, "response_kl") for label in names])
+        parts.append(f"{_correlation([-share for share in right], kl)} at {budget}")
+    text = (
+        f"Rank correlation of judged KL here with the share of [wrong answers of live runs]"
+        f"(qwen.md#answers-under-policies), over the {len(names)} policies that were run so: "
+        f"{', '.join(parts)} entries, in brackets the 95 % interval over the prompts here. A row "
+        "of the recorded answer counts the same whether the answer depends on it or not, and KL "
+        "does not see whether a wrong step is mended later."
+    )
+    return ["## Does judged KL predict right answers?", text]
+
+
 def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
     rows = []
@@ -202,11 +233,8 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     tokens = np.array(shorter.sizes).T[0]
     return (
         f"On [{shorter.plan.prompts} prompts of {tokens.min()} to {tokens.max()} tokens of "
-        f"{_NAMES[shorter.plan.name]}]({shorter.plan.page}):\n\n"
+        f"{NAMED[shorter.plan.name]}]({shorter.plan.page}):\n\n"
     ) + markdown(["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows)
-
-
-_NAMES = {"tiny": "`tiny`", "smollm2": "SmolLM2"}
 
 
 def _correlation(before: Sequence[float], kl: Floats) -> str:
