@@ -9,11 +9,9 @@ from typing import Any
 
 from transformers.cache_utils import Cache
 
-from kvsim.core.probe import ARRAYS as PROBE
 from kvsim.recorder.generation import one_piece
 from kvsim.schema import CHUNK
 from kvsim.store import open_trace
-from kvsim.store.layout import DENSE
 from kvsim.store.writer import TraceWriter
 
 
@@ -45,13 +43,11 @@ class SharedContext:
             self._cache, self.layers = copy.deepcopy(cache), layers
 
     def store(self, writer: TraceWriter, names: Iterable[str], n: int) -> None:
-        """Store the complete blocks of the first n rows, arrays `names`, in another trace."""
+        """Store arrays, by name, in another trace; of those with rows the blocks before row n."""
         if self.path is None:
             raise RuntimeError("no trace has the context")
         source = open_trace(self.path).source
         for name in names:
-            if name in (*DENSE, *PROBE):
-                continue
             if name not in source.shapes:
                 writer.drop(name)
             else:

@@ -82,21 +82,19 @@ def forecast(model: PreTrainedModel, sessions: Sequence[Session], device: str) -
     begun = set[int]()
     for each in sessions:
         shared = each.shared
-        ran = len(each.context) if shared and (shared.path or id(shared) in begun) else 0
-        begun |= {id(shared)} if shared else set()
+        linked = len(each.context) if shared and (shared.path or id(shared) in begun) else 0
+        ran = linked if id(shared) in begun else 0  # behind traces that resume keeps it runs again
+        begun.add(id(shared))
         residual = call.hidden if each.options.residual else None
         norm = None if each.residual is None else call.hidden[:, 0]
         arrays_of = each.arrays(replace(call, residual=residual, residual_norm=norm))
         of_trace = stored_arrays(**arrays_of, store_dtype=each.options.store_dtype)
-        rest = each.limit - ran // CHUNK * CHUNK
-        of_trace = (
-            [
+        if linked:
+            rest = each.limit - linked // CHUNK * CHUNK
+            of_trace = [
                 replace(x, shape=x.shape if x.name in DENSE else cut_shape(x.name, x.shape, rest))
                 for x in of_trace
             ]
-            if ran
-            else of_trace
-        )
         stored += of_trace
         # metadata with checksums, tokens and their texts
         small += 14_000 + sum(1000 + 40 * array.nchunks for array in of_trace) + 5 * each.limit
@@ -135,7 +133,7 @@ def _flops(session: Session, call: KernelCall, work: ModelWork, ran: int) -> tup
     """Return the FLOPs of attention, and of products, of many rows, without the first `ran`."""
     heads, entry = len(call.q), call.k.shape[2] + call.v.shape[2]
     n, given, recorded = len(session.encoded.ids), len(session.response), len(session.layer_ids)
-    probe = 0 if session.probe is None else len(session.probe.tokens) + len(session.context)
+    probe = 0 if session.probe is None or ran else len(session.probe.tokens) + len(session.context)
     copies = _copies(session, work)
     pairs = causal_pairs(session.limit) - causal_pairs(ran) + causal_pairs(probe)
     # the recorder computes the attention of its layers again, and the log-sum-exp of what it
@@ -158,11 +156,11 @@ def _memory(
 ) -> float:
     """Return the most bytes at once, besides the weights; together: responses of a batch.
 
-    That is the cache (of a batch that of each sequence, and what their prompts left), blocks that
-    are not full, and the most of what one layer takes: of its kernel over a mask (repeated keys and
-    values of query heads, and the mask itself), of the recorder (keys and values as it computes and
-    stores them, and differences of all rows), of its MLP, of logits, and of output projections as
-    they are stored.
+    That is the cache (of a batch that of each sequence, and what their prompts left; and one of a
+    shared context), blocks that are not full, and the most of what one layer takes: of its kernel
+    over a mask (repeated keys and values of query heads, and the mask itself), of the recorder
+    (keys and values as it computes and stores them, and differences of all rows), of its MLP, of
+    logits, and of output projections as they are stored.
     """
     (heads, _, dim), (kv_heads, value_dim) = call.q.shape, call.v.shape[::2]
     item, wide = call.q.element_size(), compute_dtype(call.q.dtype).itemsize
@@ -170,7 +168,7 @@ def _memory(
     rows, copies = min(len(session.encoded.ids) + given, session.chunk), _copies(session, work)
     eager, narrow = kernel_name(session.model) == "eager", item < wide
     entry, of_rows = dim + value_dim, rows * heads * max(dim, value_dim)
-    caches = max(1 + (session.shared is not None), 1 if together == 1 else 2 * together)
+    caches = (1 if together == 1 else 2 * together) + (session.shared is not None)
     cache = n * work.layers * kv_heads * entry * item * caches
     blocks = len(session.layer_ids) * CHUNK * (2 * heads + kv_heads) * max(dim, value_dim) * item
     of_head = n * heads // kv_heads * entry * item

@@ -58,6 +58,7 @@ from kvsim.recorder.turns import (
     rows_at_once,
 )
 from kvsim.store import open_trace
+from kvsim.store.layout import DENSE
 from kvsim.store.projections import KEY, Facts
 from kvsim.store.writer import TraceWriter
 from kvsim.text.answers import check_answer
@@ -75,6 +76,7 @@ class Session:
     probe: Probe | None = None
     #: the context that other prompts have, too
     shared: SharedContext | None = None
+    _begun = False  # behind the rows that another has run
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Session:
             header = self._with_sensitivity(self._final_header(tokens, ended), tokens)
             texts = token_strings(tokens, self.tokenizer)
             recorded: dict[str, torch.Tensor] = {}
-            if self.probe is not None:
+            if self.probe is not None and not self._begun:
                 rows = read_probe(self.model, self.context, self.probe, self.layer_ids, self.chunk)
                 recorded = dict(zip(PROBE, rows, strict=True))
             if self._writer is None:
@@ -185,6 +187,8 @@ class Session:
             for name, values in recorded.items():
                 for layer, of_layer in enumerate(values):
                     self._writer.write_layer(name, layer, of_layer)
+            if self.probe is not None and self.shared is not None and self._begun:
+                self.shared.store(self._writer, PROBE, 0)
             if self.options.attention:
                 self._writer.write_attention(self._attention_array, header.formulas)
             self._writer.publish(header, tokens=torch.tensor(tokens).numpy(), token_text=texts)
@@ -230,6 +234,7 @@ class Session:
             return None
         cache = self.shared.take()
         if cache is not None:
+            self._begun = True
             self._recorder.restore(self.shared.layers)
             return cache, len(self.context)
         cache = full_cache(self.model)
@@ -344,7 +349,8 @@ class Session:
         )
         self._writer = self._stack.enter_context(writer)
         if call.start and self.shared is not None:
-            self.shared.store(self._writer, arrays["shapes"], call.start)
+            names = [name for name in arrays["shapes"] if name not in (*DENSE, *PROBE)]
+            self.shared.store(self._writer, names, call.start)
         return self._writer
 
     def _header(self) -> Header:

@@ -105,6 +105,23 @@ def test_context_goes_through_the_model_once(tmp_path):
     assert sum(rows) - N - after < N / 2  # checks of a few tokens
 
 
+def test_probe_of_the_context_runs_once(tmp_path):
+    """Rows that repeat the context are read for the first prompt, and stored with each."""
+    rows = []
+
+    def count(_, args, kwargs):
+        rows.append(kwargs.get("input_ids", args[0] if args else None).shape[1])
+
+    with four_layers().register_forward_pre_hook(count, with_kwargs=True):
+        traces = recorded(tmp_path, PROMPTS[:3], probe="repeat", sensitivity=False)
+
+    assert rows.count(N) == 3  # the context, and again before its repetition
+    alone = whole(PROMPTS[1], tmp_path / "alone", chunk=N, probe="repeat", sensitivity=False)
+    assert traces[1].digest == alone.digest
+    assert traces[1].header.probe == alone.header.probe
+    assert all(verify(trace.path, deep=True).ok for trace in traces)
+
+
 def test_blocks_of_the_context_are_stored_once(branches, monkeypatch, tmp_path):
     """Complete blocks of all arrays are one file on disk, whatever the number of prompts."""
     of_all = [files(trace) for trace in branches]
@@ -278,3 +295,30 @@ def test_plan_counts_the_context_once(tmp_path):
 
     one, two = (plan.written for plan in plans)
     assert one < two < 1.6 * one
+
+
+def test_plan_of_the_context_behind_kept_traces(tmp_path):
+    """With `resume` the context runs again for what is missing, and the disk has its blocks."""
+    plans = []
+    prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
+
+    recorded(tmp_path, prompts[:1])
+    recorded(tmp_path, prompts, resume=True, planned=plans.append)
+    recorded(tmp_path / "alone", prompts[1:], planned=plans.append)
+
+    resumed, alone = plans
+    assert resumed.flops == alone.flops
+    assert resumed.written < 0.7 * alone.written
+
+
+def test_plan_of_a_batch_has_the_cache_of_the_context(tmp_path, monkeypatch):
+    """A batch is written while the cache of a shared context is kept."""
+    plans = []
+    prompts = [Prompt(name, [*ids(600), *more], context=600) for name, more in NAMED.items()]
+
+    monkeypatch.setattr("kvsim.recorder.forecast.memory_of", lambda _: None)
+    for folder, chosen in {"one": [*prompts[:1], Prompt("x", ids(603))], "two": prompts}.items():
+        recorded(tmp_path / folder, chosen, batch=2, planned=plans.append)
+
+    apart, shared_context = (plan.memory for plan in plans)
+    assert shared_context > apart
