@@ -276,7 +276,7 @@ class Block:
         """
         held = self.evicted_at > last
         held[..., last + 1 :] = False
-        held, keys = self._placed(held, row), self.source.keys
+        held, keys = self._placed(held, row), self.source.writable(0)  # of any rotation
         queries = self.source.queries(max(0, last + 1 - codec.rows), last + 1)
         parts = zip(queries, keys, held.unsqueeze(-1), strict=True)
         return torch.stack([codec.channels(q, k.where(here, 0.0)) for q, k, here in parts])

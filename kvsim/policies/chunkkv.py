@@ -45,8 +45,7 @@ class ChunkKV(Allocator):
         if self.exact:
             shared = scores.double().sum(1, keepdim=True)
             order = _best_first(shared, chunks, live & ~always)
-            budget = view.budget.minimum(view.count[:, :1])
-            chosen = filled(shared, chunks, order, budget, always, live)
+            chosen = filled(shared, chunks, order, view.budget, always, live)
         else:
             top = scores.masked_fill(~view.live, -torch.inf).amax((1, 2), keepdim=True) + 1
             padded = torch.where(protected, top, scores)

@@ -110,10 +110,13 @@ class JudgedRows:
         for which, exact in enumerate(tables):
             rounded, rows = [], []
             for record, gone, mine in zip(self._records, last, self._rows, strict=True):
+                rounded.append(exact[:, mine])
+                rows.append(torch.full_like(gone, NEVER))
+                if layer not in record.layers:  # such as one whose window bounds its cache
+                    continue
                 codec = codec_of(cast("Codec", record.codec))
                 begin = first_row(record, self._trace) - 1
-                rows.append(stored_after(gone, codec.clocks[which], begin))
-                rounded.append(exact[:, mine])
+                rows[-1] = stored_after(gone, codec.clocks[which], begin)
                 channels = kept_channels(codec, self._trace, layer, gone, begin)
                 round_marked(codec, which, rounded[-1], rows[-1] != NEVER, channels)
             tables[which] = torch.cat([exact, *rounded], dim=1)

@@ -143,6 +143,22 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
     assert gap(unread, expected) > 1e-3  # reads and codecs matter
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"), [("gemma2", None), ("gpt_oss", None), ("llama", [1])]
+)
+def test_layers_that_a_record_leaves_out_are_not_rounded(family, layers):
+    """Those with a sliding window, and those that a live run was told to leave alone."""
+    policies = [kvsim.policy("int4"), kvsim.policy("h2o+think", pruned=0.6)]
+    runs = [lived(family, policy, layers=layers) for policy in policies]
+    all_layers = tuple(range(recorded(family).n_layers))
+
+    judged = Judge(running(family), recorded(family)).logits([record for record, _ in runs])
+
+    for mine, (record, expected) in zip(judged, runs, strict=True):
+        assert gap(mine, expected) < 2 * CLOSE
+        assert record.layers != all_layers
+
+
 @pytest.mark.parametrize("name", ["quest", "h2o+quest"])
 def test_a_question_that_reads_a_part_has_the_predictions_of_its_live_run(name):
     """Rows behind the context read pages of it, and the response follows from them."""

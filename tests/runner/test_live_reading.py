@@ -212,6 +212,22 @@ def test_rows_behind_the_context_read_a_part(running, step):
         assert gap(live, 1, record) < CLOSE, name
 
 
+@pytest.mark.parametrize("name", ["gemfilter+think", "asl_2pass+think"])
+def test_rows_that_run_again_have_channels_of_their_own(running, name):
+    """Keys of the second pass, which has other positions, are pruned; recent ones are not."""
+    policy = kvsim.policy(name, pruned=0.5, recent=4, **{"window": 8} if "asl" in name else {})
+    decoding = Decoding(running, policy, BUDGET, prompt_len=PROMPT, n_pos=LENGTH)
+
+    with decoding:
+        decoding.feed(TOKENS)
+
+    for layer in decoding.cache.layers:
+        keys = layer.source.entries(layer.index)[0]
+        zero, dim = keys == 0, keys.shape[-1]
+        assert (zero[:, : BUDGET - 4].all(1).sum(-1) == dim // 2).all()
+        assert not zero[:, BUDGET - 4 :].any()
+
+
 @pytest.mark.parametrize("fires", [True, False])
 def test_rows_behind_the_context_see_rounded_entries(running, fires):
     """From the question on, whether or not an event fires there; outputs are the replay's."""
