@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsim.errors import BudgetError
+from kvsim.errors import BudgetError, PolicyError
 from kvsim.testing import loops
 from kvsim.testing.loops.event import Decision, Numbers, Scored, Sets, first, unprotected
 from reference.allocation import gap
@@ -128,7 +128,8 @@ def _shared(layers: list[Scored], reduction: str) -> list[Scored]:
         else:
             columns.append(free)
         sizes.append({p: each.size(h, p) for p in free})
-    assert all(list(column) == list(columns[0]) for column in columns)
+    if any(list(column) != list(columns[0]) for column in columns):
+        raise PolicyError("heads hold different entries; expected one set for all of them")
     value, noise = {}, {}
     for p in columns[0]:
         scores = [column[p] for column in columns]
