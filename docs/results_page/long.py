@@ -44,8 +44,7 @@ def long_page(
         f"![KL and wiped-out regions of each policy]({figure})",
         _DIFFERENT,
         "\n".join(f"* {_apart(by_budget[budget], r, budget)}" for budget in r.plan.budgets),
-        "## By " + _by(r)[0],
-        _groups(r, policies),
+        *_groups(r, policies),
         "## Do shorter prompts predict the ranking?"
         if r.plan.once
         else "## Do other prompts and models predict the ranking?",
@@ -159,24 +158,21 @@ def _apart(of_budget: Sequence[Row], r: Results, budget: int) -> str:
     )
 
 
-def _by(r: Results) -> tuple[str, list[str]]:
-    """The label that prompts differ in, and that of each prompt."""
-    name = "task" if r.plan.lengths or r.plan.solved else "domain"
-    return name, [labels(r.plan, number + 1)[name] for number in range(r.plan.prompts)]
-
-
-def _groups(r: Results, policies: Sequence[str]) -> str:
-    """Mean KL of the prompts of each task, or domain."""
-    _, found = _by(r)
-    columns = [(kind, budget) for kind in dict.fromkeys(found) for budget in _compared(r)]
+def _groups(r: Results, policies: Sequence[str]) -> list[str]:
+    """Mean KL of the prompts of each task, or domain; of a model's answers each has one or two."""
+    if r.plan.solved:
+        return []
+    name = "task" if r.plan.lengths else "domain"
+    groups = [labels(r.plan, number + 1)[name] for number in range(r.plan.prompts)]
+    columns = [(kind, budget) for kind in dict.fromkeys(groups) for budget in _compared(r)]
     rows = []
     for label in policies:
         kl = {budget: r.of(label, budget, "response_kl") for budget in r.plan.budgets}
-        means = (Interval.of(kl[budget][np.array(found) == kind]) for kind, budget in columns)
+        means = (Interval.of(kl[budget][np.array(groups) == kind]) for kind, budget in columns)
         rows.append([shown(label), *(f"{x.mean:.3f}" if x.n else "" for x in means)])
-    count = ", ".join(f"{n} of `{kind}`" for kind, n in Counter(found).items())
+    count = ", ".join(f"{n} of `{kind}`" for kind, n in Counter(groups).items())
     head = ["policy", *(f"{kind} {budget}" for kind, budget in columns)]
-    return f"Mean KL (prompts: {count}).\n\n" + markdown(head, rows)
+    return ["## By " + name, f"Mean KL (prompts: {count}).\n\n" + markdown(head, rows)]
 
 
 def _prediction(r: Results, others: Sequence[Results], policies: Sequence[str]) -> str:
