@@ -54,7 +54,7 @@ COMPARED = {
     *("prompt_len", "context_len", "formulas", "ropes", "layer_ids", "labels", "source_dtypes"),
     *("spans", "name", "meta", "layer_sensitivity", "owners", "latent", "other_layers"),
     *("sizes", "left_out", "questions"),
-    "readers",  # of the owners
+    *("readers", "whole"),  # of the owners, of `meta` and the layers
 }
 
 
