@@ -117,7 +117,7 @@ class JudgedRows:
                 codec = codec_of(cast("Codec", record.codec))
                 begin = first_row(record, self._trace) - 1
                 rows[-1] = stored_after(gone, codec.clocks[which], begin)
-                channels = kept_channels(codec, self._trace, layer, gone, begin)
+                channels = None if which else kept_channels(codec, self._trace, layer, gone, begin)
                 round_marked(codec, which, rounded[-1], rows[-1] != NEVER, channels)
             tables[which] = torch.cat([exact, *rounded], dim=1)
             after.append(torch.stack(rows))
