@@ -26,9 +26,10 @@ def cost(lengths: Sequence[int], repeats: int = 9) -> Seconds:
         made = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, heads, length, 64, generator=made) for heads in (16, 4, 4))
         rope = kvsim.Rope.default(64)
-        trace = Trace.from_arrays(q, k, v, prompt_len=length, rope=rope)
         for repeat in range(-1, repeats):
             for label, tried in one.items():
+                # one that no replay has scored: replays of one trace share results
+                trace = Trace.from_arrays(q, k, v, prompt_len=length, rope=rope)
                 start = time.process_time()
                 # the trace is a prompt alone, so that no other event fires
                 kvsim.replay(trace, tried, length // 2, interval=length, prefill=True)

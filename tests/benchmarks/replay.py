@@ -105,9 +105,8 @@ def error_rate(size: Size, name: str, given: dict[str, torch.Tensor]) -> dict[st
 
 def row_cost(size: Size, name: str, given: dict[str, torch.Tensor]) -> tuple[float, float]:
     """Seconds per row that evicts, and seconds of reading the live keys of all layers once."""
-    trace = fresh(size, given)
     policy = kvsim.policy(name)
-    total = best(lambda: kvsim.replay(trace, policy, budget=size.budget), size.repeats)
+    total = best(lambda: kvsim.replay(fresh(size, given), policy, size.budget), size.repeats)
     live = torch.randn(size.layers, size.heads, size.budget, size.dim)
     read = best(live.sum, 50)
     return total / (size.tokens - max(size.prompt, size.budget)), read
