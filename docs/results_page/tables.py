@@ -87,7 +87,8 @@ class Replays:
         of_model = (*JUDGED, *[ANSWER] * self.answers)
         pieces += [of_model] * (self.judged and policy.positions == "absolute")
         pieces += [REGRET] * (self.regret and policy.bounded)
-        decides = policy.name, _params(policy), policy.schedule, self.budgets, self.options
+        schedule = _stated(policy.schedule)
+        decides = policy.name, _params(policy), schedule, self.budgets, self.options
         return {_hash(*decides, metrics): metrics for metrics in pieces}
 
     def measure(
@@ -136,7 +137,8 @@ def measure_prompt(
     """
     torch.set_num_threads(1)
     prompt = samples(plan)[number]
-    name = f"{prompt.id}-{_hash(prompt, weights(plan), calibration.name)}"
+    said = prompt.content, prompt.response
+    name = f"{prompt.id}-{_hash(said, weights(plan), calibration.name)}"
     stored = folder / "measured" / f"{name}.parquet"
     rows = {}
     for file in (values, stored):
@@ -180,11 +182,21 @@ def _hash(*decides: Any) -> str:
 
 
 def _params(policy: Policy) -> dict[str, Any]:
-    """Parameters of a policy, without the folder of its calibration."""
+    """Parameters of a policy, without the folder of its calibration, and without what is off.
+
+    What was measured before a policy had a parameter stays measured where that is off.
+    """
     return {
         name: Path(str(x)).name if name.endswith("calibration") else x
         for name, x in policy.params.items()
+        if x is not None and x is not False
     }
+
+
+def _stated(schedule: Schedule) -> dict[str, Any]:
+    """What a schedule has that is not the default, so that it may have more one day."""
+    usual = vars(Schedule())
+    return {name: x for name, x in vars(schedule).items() if x != usual[name]}
 
 
 def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
