@@ -6,6 +6,7 @@
     python docs/results.py --model smollm2   46 prompts of up to 1,024 tokens: hours; resumes
     python docs/results.py --model 8k        6 prompts of 8,192 tokens of SmolLM2: an hour; resumes
     python docs/results.py --model qwen-1.5b --file FILE.gguf    answers of Qwen2.5-Coder; resumes
+    python docs/results.py --model qwen-smollm2    the same answers on its page; also qwen-0.5b
     python docs/results.py --stored          the pages of the values that are there: seconds
     python docs/results.py --out FILE --traces DIR --jobs N --prompts N
 
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = replace(plan, file=args.file, device=args.device)
     out = args.out or PAGES[plan.name]
     if not args.stored:
-        measure_all(plan, args.traces, out.with_suffix(".parquet"), args.jobs)
+        measure_all(plan, args.traces, values(plan, out), args.jobs)
+    plan = PLANS[plan.beside] if plan.beside else plan
     results = {plan.name: write(plan, out)}
     if out == PAGES[plan.name]:
         results = committed()
@@ -101,9 +103,14 @@ def committed() -> dict[str, Results]:
     return {name: read_values(PAGES[name].with_suffix(".parquet"), PLANS[name]) for name in CLAIMED}
 
 
+def values(plan: Plan, page: Path) -> Path:
+    """The file of the values of a plan, beside the page."""
+    return page.with_name(plan.values) if plan.beside else page.with_suffix(".parquet")
+
+
 def write(plan: Plan, out: Path) -> Results:
     """Write the page of the values beside it, and its figures."""
-    results = read_values(out.with_suffix(".parquet"), plan)
+    results = read_values(values(plan, out), plan)
     wanted = table_policies(plan, "prefix:64")  # the labels alone
     policies = {label: one for label, one in wanted.items() if results.has(label)}
     by_budget = rows(results, policies)
@@ -114,6 +121,9 @@ def write(plan: Plan, out: Path) -> Results:
         known_results = committed()
         same = plan.once and plan.model in known_results
         compared = [known_results[plan.model]] if same else [*known_results.values()]
+        smaller = [each for each in PLANS.values() if each.beside == plan.name]
+        files = ((values(each, out), each) for each in smaller)
+        compared = [read_values(*of) for of in files if of[0].exists()] + compared
         text = long_page(results, by_budget, link, compared)
     else:
         text = page(results, policies, by_budget, link)

@@ -227,10 +227,16 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
             cells.append(_correlation(before, kl))
         rows.append([f"budget {short}", *cells])
     tokens = np.array(shorter.sizes).T[0]
-    return (
-        f"On [{shorter.plan.prompts} prompts of {tokens.min()} to {tokens.max()} tokens of "
-        f"{NAMED[shorter.plan.name]}]({shorter.plan.page}):\n\n"
-    ) + markdown(["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows)
+    of_model = NAMED.get(shorter.plan.model, shorter.plan.model)
+    of_lengths = f"{tokens.min()} to {tokens.max()} tokens of {of_model}"
+    of_prompts = (
+        f"On the same questions and answers, {of_lengths}, which did not write them"
+        if shorter.plan.beside
+        else f"On [{shorter.plan.prompts} prompts of {of_lengths}]({shorter.plan.page})"
+    )
+    return f"{of_prompts}:\n\n" + markdown(
+        ["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows
+    )
 
 
 def _correlation(before: Sequence[float], kl: Floats) -> str:

@@ -44,8 +44,9 @@ class Plan:
     how many of the first prompts regret is measured on, all by default. only: of a page on long
     prompts or long answers, the policies; without regret, claims and calibration. called: what
     `--model` calls such a page. once: the only event is after the prompt. solved: the model in
-    docs/qwen-results.jsonl whose right answers are recorded, of at least `least` tokens. file: the
-    GGUF file of the model. device: what computes.
+    docs/qwen-results.jsonl whose right answers are recorded, of at least `least` tokens. beside:
+    the plan on whose page the values are, if they have none of their own. file: the GGUF file of
+    the model. device: what computes.
     """
 
     model: str = "tiny"
@@ -69,6 +70,7 @@ class Plan:
     once: bool = False
     solved: str = ""
     least: int = 200
+    beside: str = ""
     file: Path | None = field(default=None, compare=False)
     device: str = field(default="cpu", compare=False)
     sizes: Sizes = field(default=SMALL, hash=False)
@@ -88,7 +90,13 @@ class Plan:
     @property
     def page(self) -> str:
         """The file of its page."""
-        return "results.md" if self.name == "tiny" else f"results-{self.name}.md"
+        shown = self.beside or self.name
+        return "results.md" if shown == "tiny" else f"results-{shown}.md"
+
+    @property
+    def values(self) -> str:
+        """The file of its values, beside the page of another plan."""
+        return f"results-{self.name}.parquet"
 
     @property
     def option(self) -> str:
@@ -153,13 +161,18 @@ QWEN = Plan(
     sizes=Sizes(),
     cost=(),
 )
+#: The same answers, given to smaller models: whether these predict the ranking, of equal prompts.
+QWEN_SMALL = replace(
+    QWEN, model="Qwen2.5-Coder-0.5B-Instruct", called="qwen-0.5b", beside=QWEN.called
+)
+QWEN_SMOLLM2 = replace(QWEN, model="smollm2", called="qwen-smollm2", beside=QWEN.called)
 QWEN_LONG = replace(
     LONG, model=QWEN.model, prompts=12, lengths=(8192, 8192, 4096, 4096), called="qwen-1.5b-8k"
 )
 PLANS = {
     "tiny": FULL,
     "smollm2": SMOLLM2,
-    **{plan.called: plan for plan in (LONG, QWEN, QWEN_LONG)},
+    **{plan.called: plan for plan in (LONG, QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)},
 }
 _FEW = ("full", "random", "snapkv", "tova")
 _LEAST = Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=_FEW, cost=())
@@ -177,7 +190,7 @@ SMALLEST = {
     ),
     "8k": replace(_LEAST, only=LONG.only, called="8k", once=True),
     **{
-        plan.called: replace(_LEAST, called=plan.called, once=plan.once)
-        for plan in (QWEN, QWEN_LONG)
+        plan.called: replace(_LEAST, called=plan.called, once=plan.once, beside=plan.beside)
+        for plan in (QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)
     },
 }

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import polars as pl
@@ -246,6 +247,29 @@ def test_a_page_of_answers_has_its_parts(tmp_path):
     assert values.filter(policy="snapkv")["interval"].unique().to_list() == [plan.interval]
 
 
+def test_values_of_another_model_are_on_the_page_of_its_answers(tmp_path, monkeypatch):
+    """They make no page of their own; that of the answers has their correlations."""
+    plans = {name: SMALLEST[name] for name in ("qwen-1.5b", "qwen-0.5b")}
+    monkeypatch.setattr(results, "PLANS", PLANS | plans)
+    places = f"--out={tmp_path / 'page.md'}", f"--traces={tmp_path / 'traces'}"
+    results.main(["--model=qwen-1.5b", "--smallest", "--jobs=1", *places])
+    alone = (tmp_path / "page.md").read_text("utf-8")
+
+    results.main(["--model=qwen-0.5b", "--smallest", "--jobs=1", *places])
+
+    text = (tmp_path / "page.md").read_text("utf-8")
+    (files,) = {tuple(sorted(path.name for path in tmp_path.glob("*.*")))}
+    assert files == ("page.md", "page.parquet", "results-qwen-0.5b.parquet")
+    assert "On the same questions and answers" not in alone
+    assert text.replace(_same_answers(text), "") == alone
+
+
+def _same_answers(text):
+    """The part of a page about another model's values, up to the next other results."""
+    start = text.index("On the same questions and answers")
+    return text[start : text.index("On [", start)]
+
+
 def test_recorded_answers_are_right_and_of_their_model():
     """Of the card's answers those count that are right, ended and long; each has a task."""
     plan = PLANS["qwen-1.5b"]
@@ -268,12 +292,17 @@ def test_recorded_answers_are_right_and_of_their_model():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("model", [name for name in PLANS if results.PAGES[name].exists()])
+@pytest.mark.parametrize(
+    "model", [name for name, of in PLANS.items() if not of.beside and results.PAGES[name].exists()]
+)
 def test_the_committed_page_follows_from_its_values(model, tmp_path):
-    """Every number of a page is made of the file beside it, by one command."""
+    """Every number of a page is made of the files beside it, by one command."""
     page = results.PAGES[model]
     copy = tmp_path / page.name
-    copy.with_suffix(".parquet").write_bytes(page.with_suffix(".parquet").read_bytes())
+    for plan in PLANS.values():
+        file = results.values(plan, page)
+        if model in (plan.name, plan.beside) and file.exists():
+            shutil.copy(file, tmp_path)
 
     results.write(PLANS[model], copy)
 
