@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,15 +60,9 @@ def check_cell(
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         for end in schedule.ends(trace.prompt_len, trace.context_len):
             first = policy.budget_at(_first_event(trace, schedule) + 1, budget)
-            policy.check_budget(
-                first,
-                prompt_len=trace.prompt_len,
-                n_pos=trace.n_pos,
-                n_layers=sharing(trace),
-                schedule=schedule,
-                context_len=trace.context_len,
-                end=end,
-            )
+            sizes: dict[str, Any] = {"prompt_len": trace.prompt_len, "n_pos": trace.n_pos}
+            sizes |= {"context_len": trace.context_len, "end": end, "n_layers": sharing(trace)}
+            policy.check_budget(first, **sizes, schedule=schedule)
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
     policy.allocator.check(trace)

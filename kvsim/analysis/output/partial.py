@@ -146,8 +146,6 @@ def partial(
     stored = _stored(record, index, trace, layer, gone)
     begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
-    if record.reads is not None and begin < record.reads.first < end:
-        cuts.add(record.reads.first)
     for start, stop in pairwise(sorted(cuts)):
         rows = slice(start, stop)
         if record.reads is None or start < record.reads.first:
