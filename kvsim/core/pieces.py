@@ -108,7 +108,7 @@ def protected_by(protection: Callable[[int], Protection], view: View) -> Tensor:
     """
     budgets = view.budget.flatten().tolist()
     by_budget = {b: protection(b) for b in set(budgets)}
-    if len(by_budget) == 1 or len(set(by_budget.values())) == 1:
+    if len(set(by_budget.values())) == 1:
         return by_budget[budgets[0]].mask(view.pos, view.row, view.prompt_len)
     masks = {b: p.mask(view.pos, view.row, view.prompt_len) for b, p in by_budget.items()}
     return torch.stack([masks[b][layer] for layer, b in enumerate(budgets)])
@@ -160,18 +160,18 @@ class Schedule:
         """Whether an event fires behind the prompt of a trace."""
         return self.rows(*trace.extent)[-1:] >= [trace.prompt_len]
 
-    def longest(self, prompt_len: int, budget: int, n_pos: int) -> int:
-        """The most entries that a head holds before an event in n_pos tokens, if cut to the budget.
+    def longest(self, prompt_len: int, budget: int, n: int, context_len: int | None = None) -> int:
+        """The most entries that a head holds before an event in n tokens, if cut to the budget.
 
-        What later events find plays no part, so that a plan does not depend on the future.
+        Later events play no part, so that a plan does not depend on the future; nor later turns.
         """
-        rest = prompt_len % (chunk := self.prefill_chunk or max(1, prompt_len))
-        held = max(min(prompt_len - rest, budget + chunk), min(prompt_len, budget + rest))
-        if self.interval is None:
-            return held if self.prefill else prompt_len
-        first = held if self.prefill else prompt_len + self.interval
-        last = n_pos - (n_pos - prompt_len) % self.interval
-        return max(first, min(last, budget + self.interval))
+        ends = self.ends(prompt_len, context_len) if self.prefill else []
+        sizes = [min(end, budget + end - start) for start, end in pairwise((0, *ends)) if end <= n]
+        first = prompt_len + (step := self.interval or 0)
+        if first <= n and step:
+            last = n - (n - prompt_len) % step
+            sizes += [min(first, budget + first - max(ends, default=0)), min(last, budget + step)]
+        return max(sizes, default=prompt_len if self.prefill else first)
 
     def override(self, interval: int | None, prefill: bool | None, *more: Any) -> Schedule:
         """Return this schedule with the values, in the order of its fields, that are not None."""

@@ -254,6 +254,8 @@ class Policy(Displayed):
         n_pos: int = NEVER,
         n_layers: int = 1,
         schedule: Schedule | None = None,
+        context_len: int | None = None,
+        end: int | None = None,
     ) -> None:
         """Raise BudgetError where the policy has no rule for the budget.
 
@@ -263,6 +265,8 @@ class Policy(Displayed):
             n_pos: tokens of the trace.
             n_layers: layers of the trace.
             schedule: replaces the policy's own.
+            context_len: tokens before the question; None without one.
+            end: tokens that an event takes for the prompt; None for the prompt.
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")
@@ -277,10 +281,10 @@ class Policy(Displayed):
 
         def exceeded(total: int) -> tuple[int, int] | None:
             """The first budget of a layer below the size of its protection, and that size."""
-            longest = events.longest(prompt_len, total, n_pos)
+            longest = events.longest(prompt_len, total, n_pos, context_len)
             fit = self.at(total)
             planned = fit.layer_budgets.planned(total, n_layers, longest)
-            sizes = ((b, fit.protection(b).size(prompt_len)) for b in dict.fromkeys(planned))
+            sizes = ((b, fit.protection(b).size(end or prompt_len)) for b in dict.fromkeys(planned))
             return next(((b, size) for b, size in sizes if size > b), None)
 
         first = exceeded(budget) if self.allocator.bounded else None

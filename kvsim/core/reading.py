@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvsim.core.attention import Formula
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.pieces import Piece
+from kvsim.core.storing import Spec
 from kvsim.core.trace import Trace
 
 T = TypeVar("T")
@@ -75,6 +76,10 @@ class Reader(Piece, ABC):
     heads: Heads = "query"
     #: the first layers, in which every row reads everything
     dense_layers: int = 0
+    #: whether choosing reads the key of every entry, which counts as read
+    reads_keys: ClassVar[bool] = False
+    #: whether entries enter a row's attention with the weights of `log_weights`; pages of one entry
+    weighted: ClassVar[bool] = False
 
     @property
     def clairvoyant(self) -> bool:
@@ -102,9 +107,9 @@ class Reader(Piece, ABC):
         """The reader with the values that parameters have for this trace and budget."""
         return self
 
-    @abstractmethod
     def count(self, budget: int) -> int:
-        """Pages that a row reads."""
+        """Pages that a row reads, where the budget says it."""
+        raise NotImplementedError(f"{self.label}: how many pages a row reads")
 
     @abstractmethod
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
@@ -126,6 +131,22 @@ class Reader(Piece, ABC):
         The `count` highest scores; of equal ones the earlier page.
         """
         return highest(scores.masked_fill(~visible, -torch.inf), self.count(budget)) & visible
+
+    def learned(self, keys: Tensor, held: Tensor) -> Tensor:
+        """What weights need of keys [H, n, d], by what the first row that reads has [H, n].
+
+        `score` keeps it as `pages.of_layer["learned"]`.
+        """
+        return keys
+
+    def log_weights(
+        self, queries: Tensor, keys: Tensor, visible: Tensor, learned: Tensor
+    ) -> Tensor:
+        """Logarithms of weights [H, G, w, n], which are added to logits, of entries that are read.
+
+        queries [H, G, w, d], keys [H, n, d]; visible [H, w, n]: the entries that rows have.
+        """
+        return torch.zeros_like(visible, dtype=queries.dtype).unsqueeze(1)
 
     def summary_bits(self, dim: int) -> tuple[float, float]:
         """Bits that a page's summary takes in memory, and that choosing reads of it for a row."""
@@ -157,7 +178,8 @@ class Reads:
     of byte i // 8, from the highest on; a large account is a file, mapped into memory. Layers in
     which everything is read have all bits set. The head axis counts query heads, KV heads or 1, as
     `heads` says. page: entries of a page. first: the row of bits[:, :, 0]. summary: bits that the
-    summary of a page takes, and that a row reads.
+    summary of a page takes, and that a row reads. keys: whether rows read every key to choose.
+    weights: the reader that weights what it reads; None without weights.
     """
 
     bits: NDArray[np.uint8]
@@ -165,6 +187,8 @@ class Reads:
     heads: Heads
     first: int
     summary: tuple[float, float] = (0.0, 0.0)
+    keys: bool = False
+    weights: Reader | Spec | None = None
 
     def __post_init__(self) -> None:
         numbers = all(type(x) is int and x > 0 for x in (self.page, self.first))
@@ -174,6 +198,12 @@ class Reads:
                 f"{self.page} and {self.first} rows before it; expected uint8 [layer, head, row, "
                 "byte] and integers of at least 1"
             )
+
+    @classmethod
+    def of(cls, reader: Reader, bits: NDArray[np.uint8], first: int, dim: int) -> Reads:
+        """The account of a reader; dim: channels of a key."""
+        summary, weights = reader.summary_bits(dim), reader if reader.weighted else None
+        return cls(bits, reader.page, reader.heads, first, summary, reader.reads_keys, weights)
 
     def check(self, evicted_at: NDArray[np.int32]) -> None:
         """Raise ValueError where rows, heads or pages are not those of a record's `evicted_at`."""

@@ -142,12 +142,12 @@ def round_marked(
 
 
 class Spec(NamedTuple):
-    """A codec as a stored record names it (`kvsim.policies.naming.codec_of` builds it)."""
+    """A codec, or a reader, as a stored record names it (`kvsim.policies.naming` builds it)."""
 
     name: str
     params: Mapping[str, Any]
 
     @classmethod
-    def of(cls, codec: Codec | Spec) -> Spec:
-        """The name and the parameters of a codec."""
-        return codec if isinstance(codec, Spec) else cls(codec.label, asdict(codec))  # type: ignore[call-overload]
+    def of(cls, piece: Piece | Spec) -> Spec:
+        """The name and the parameters of a codec or a reader."""
+        return piece if isinstance(piece, Spec) else cls(piece.label, asdict(piece))  # type: ignore[call-overload]

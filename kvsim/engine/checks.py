@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +59,9 @@ def check_cell(
         trace.read(missing[0])  # its error says how the array is recorded
     if whole(budget) < max(trace.n_pos, 1):  # a budget that never binds needs no rule
         for end in schedule.ends(trace.prompt_len, trace.context_len):
-            sizes = {"prompt_len": end, "n_pos": trace.n_pos, "n_layers": sharing(trace)}
             first = policy.budget_at(_first_event(trace, schedule) + 1, budget)
+            sizes: dict[str, Any] = {"prompt_len": trace.prompt_len, "n_pos": trace.n_pos}
+            sizes |= {"context_len": trace.context_len, "end": end, "n_layers": sharing(trace)}
             policy.check_budget(first, **sizes, schedule=schedule)
         _check_rows(trace, policy, budget, schedule)
     policy.scorer.check(trace, schedule)
@@ -343,7 +345,7 @@ def _eviction_remark(
 def _full_layers_remark(trace: Trace, policy: Policy, budget: int, schedule: Schedule) -> str:
     """In how many layers a smaller budget than the policy's is full of what is protected."""
     protected = policy.protection(budget).size(trace.prompt_len)
-    longest = schedule.longest(trace.prompt_len, budget, trace.n_pos)
+    longest = schedule.longest(trace.prompt_len, budget, trace.n_pos, trace.context_len)
     planned = policy.layer_budgets.planned(budget, sharing(trace), longest)
     full = sum(of_layer <= protected for of_layer in planned)
     if not full or not policy.bounded:

@@ -51,7 +51,7 @@ def read(
             gone = torch.from_numpy(evicted_at[at]).to(device)
             for rows, chosen in _of_layer(trace, layer, reader, gone, budget):
                 note(bits[at], chosen, rows.start - first)
-    return Reads(bits, reader.page, reader.heads, first, reader.summary_bits(trace.dim))
+    return Reads.of(reader, bits, first, trace.dim)
 
 
 def account(trace: Trace, reader: Reader, layers: Sequence[int], memory: int) -> NDArray[np.uint8]:

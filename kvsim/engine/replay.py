@@ -285,7 +285,7 @@ def setting_of(
         n_layers=trace.n_layers,
         clairvoyant=policy.scorer.clairvoyant,
         protected=policy.protection(budget).size(prompt_len),
-        longest=partial(schedule.longest, prompt_len, budget),
+        longest=partial(schedule.longest, trace.prompt_len, budget, context_len=trace.context_len),
         windowed=trace.windowed,
         policy=policy.name,
         guarded=policy.foreign,

@@ -10,10 +10,12 @@ from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.infllm import InfLLM
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.kvquant import KVQuant
+from kvsim.policies.magicpig import MagicPIG
 from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
 from kvsim.policies.pqcache import PQCache
 from kvsim.policies.quest import Quest
 from kvsim.policies.rocketkv import RocketKV
+from kvsim.policies.skip_softmax import SkipSoftmax
 from kvsim.policies.think import ThinK
 from kvsim.policies.turboquant import TurboQuant
 
@@ -48,12 +50,28 @@ ACCESS: Mapping[str, Entry] = {
         None,
         presets={"release": Preset("32 first entries", params={"sink": 32})},
     ),
+    "magicpig": Entry(
+        "reads the first and last entries, and samples others by hashing, with weights",
+        MagicPIG,
+        None,
+        presets={"release": Preset("adds 1e-4 to probabilities", params={"epsilon": 1e-4})},
+    ),
     "rocketkv": Entry(
         "reads pages by a few channels, of what stays after the prompt",
         RocketKV,
         None,
         default="snapkv",
         inner={"snapkv": {"pool_kernel": 63}},
+    ),
+    "skip_softmax": Entry(
+        "reads all keys, and the values of blocks with a logit not far below the largest so far",
+        SkipSoftmax,
+        None,
+        presets={
+            "modelopt": Preset(
+                "blocks of 128, a threshold of 1e-5", params={"page": 128, "threshold": 1e-5}
+            )
+        },
     ),
     "topk": Entry("reads the entries that a row attends to most: a bound", TopK, None),
     "topp": Entry("reads the fewest entries with a share of a row's attention", TopP, None),

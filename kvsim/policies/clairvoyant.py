@@ -57,10 +57,6 @@ class TopP(Reader):
     heads: Heads = "query"
     dense_layers: Annotated[int, AtLeast(0)] = 0
 
-    def count(self, budget: int) -> int:
-        """At least one."""
-        return 1
-
     def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
         """Attention over what is resident [H, G, w, n]."""
         return logits(queries, pages).masked_fill_(~visible, -torch.inf).softmax(-1)

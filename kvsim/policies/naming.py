@@ -11,6 +11,7 @@ from typing import Any
 from kvsim.core.arguments import listed
 from kvsim.core.parameters import Length, Parameter, parameters
 from kvsim.core.policy import Even, Everything, Policy, PolicyLike, Protection, Uniform
+from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec, Spec
 from kvsim.errors import PolicyError, suggest
 from kvsim.policies import foreign
@@ -308,22 +309,28 @@ def _entry(name: str) -> Entry:
 
 def codec_of(spec: Codec | Spec) -> Codec:
     """The codec that a record names. Raises PolicyError for one that is not in the catalogue."""
-    if isinstance(spec, Codec):
-        return spec
+    return _stored(spec, "codec") if isinstance(spec, Spec) else spec
+
+
+def reader_of(spec: Reader | Spec) -> Reader:
+    """The reader that a record names, as `codec_of`."""
+    return _stored(spec, "reader") if isinstance(spec, Spec) else spec
+
+
+def _stored(spec: Spec, kind: str) -> Any:
     entry = CATALOGUE.get(spec.name) or ACCESS.get(spec.name)
-    if entry is None or entry.kind != "codec":
+    if entry is None or entry.kind != kind:
         raise PolicyError(
-            f"the record is of entries that are stored by {spec.name!r}, which kvsim does not "
-            "have; measure it where it was replayed, before it is stored"
+            f"the record is of entries under the {kind} {spec.name!r}, which kvsim does not have; "
+            "measure it where it was replayed, before it is stored"
         )
     unknown = set(spec.params) - set(entry.parameters)
     if unknown:
         raise PolicyError(
-            f"the codec {spec.name} of the record has a parameter {min(unknown)!r}; expected "
+            f"the {kind} {spec.name} of the record has a parameter {min(unknown)!r}; expected "
             f"{', '.join(entry.parameters)}"
         )
-    piece: Codec = entry.piece(**spec.params)
-    return piece
+    return entry.piece(**spec.params)
 
 
 def _check_order(name: str, chain: Sequence[tuple[str, Entry | None]]) -> None:

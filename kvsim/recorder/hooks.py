@@ -411,9 +411,15 @@ def _sparing(original: Kernel) -> Kernel:
     return kernel
 
 
-def kernel_mask(visible: Tensor, query: Tensor, *, added: bool) -> Tensor:
-    """Return the mask of visible entries as a kernel takes it: bool, or `added` to the logits."""
-    if not added:
+def kernel_mask(
+    visible: Tensor, query: Tensor, *, added: bool, weights: Tensor | None = None
+) -> Tensor:
+    """Return the mask of visible entries as a kernel takes it: bool, or `added` to the logits.
+
+    weights: their logarithms, added to the logits in any case.
+    """
+    if not added and weights is None:
         return visible
+    logs = torch.zeros_like(visible, dtype=query.dtype) if weights is None else weights
     least = torch.finfo(query.dtype).min
-    return torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, least)
+    return torch.where(visible, logs.to(query.dtype), least)

@@ -342,14 +342,16 @@ class LiveSource:
             live = self._live[index].repeat_interleave(self._group, dim=0)
             visible = visible.repeat(1, len(live), 1, 1)
             visible[..., :before] &= live.unsqueeze(1)
+        weights = None
         if reads is not None and chooses:
             live = self.entries(index)[2]
             tables = self._exact or self._keys, self._values or self._keys
             keys, values = (x.of_layer(index) for x in tables)
             values = values[..., -(self._latent or values.shape[-1]) :]
             q, keys, values = (computable(x) for x in (query[0], keys, values))
-            visible = visible & reads.entries(layer, start, q, keys, values, live)
-        return kernel_mask(visible, query, added=added)
+            read, weights = reads.entries(layer, start, q, keys, values, live)
+            visible = visible & read
+        return kernel_mask(visible, query, added=added, weights=weights)
 
     def entries(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [H, n, d] of a layer of the block, and which are no pads, [H, n]."""

@@ -11,13 +11,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvsim.analysis.output.partial import first_row, kept_channels
+from kvsim.analysis.output.partial import first_row, kept_channels, log_weights
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
 from kvsim.policies.naming import codec_of
 from kvsim.recorder.hooks import Attention, kernel_mask
+from kvsim.runner.cache import computable
 from kvsim.runner.full import FullPass
 from kvsim.runner.model import RunningModel
 from kvsim.schema import NEVER
@@ -161,9 +162,9 @@ class JudgedRows:
         parts = []
         for start in range(0, len(q), size):
             part = slice(start, start + size)
-            chosen = part, index[part], valid[part], q.shape[1]
-            keys, values, seen = self._seen(layer, of, rows, *chosen)
-            mask = kernel_mask(seen, q[part], added=self._added)
+            chosen = part, index[part], valid[part], q[part]
+            keys, values, seen, weights = self._seen(layer, of, rows, *chosen)
+            mask = kernel_mask(seen, q[part], added=self._added, weights=weights)
             parts.append(attention(q[part], keys, values, mask))
         return torch.cat(parts)
 
@@ -175,13 +176,15 @@ class JudgedRows:
         records: slice,
         index: Tensor,
         valid: Tensor,
-        qheads: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        q: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Keys and values [B, H, m, d] of candidates, and which rows see them [B, qhead, w, m].
 
-        index: the candidates [B, H, m] of some records, of which those that are `valid` count.
+        Last the logarithms of their weights, None where no record has weights. index: the
+        candidates [B, H, m] of some records, of which those that are `valid` count; q [B, qhead, w,
+        d] of the rows.
         """
-        heads, group = len(of.keys), of.last.shape[1] // len(of.keys)
+        heads, group, qheads = len(of.keys), of.last.shape[1] // len(of.keys), q.shape[1]
         base = torch.arange(heads, device=index.device)[:, None] * of.keys.shape[1]
         keys, values = (
             table.flatten(0, 1)[at[records].gather(-1, index) + base]
@@ -192,14 +195,27 @@ class JudgedRows:
         row = torch.arange(rows.start, rows.stop, device=index.device)[:, None]
         seen = (first <= row) & (last >= row) & valid.repeat_interleave(group, 1)[:, :, None]
         seen = seen.repeat_interleave(qheads // seen.shape[1], 1)
+        weights = None
         for number, record in enumerate(self._records[records]):
             if record.reads is None or layer not in record.layers:
                 continue
             read = self._read(layer, record, record.reads, rows).to(index.device)
             place = of.pos[index[number]].repeat_interleave(qheads // heads, 0)[:, None]
             read = read.repeat_interleave(qheads // len(read), 0)
-            seen[number] &= read.gather(-1, place.expand(-1, read.shape[1], -1))
-        return keys, values, seen
+            place = place.expand(-1, read.shape[1], -1)
+            seen[number] &= read.gather(-1, place)
+            if record.reads.weights is None:
+                continue
+            at = of.key_at[records][number, :, : rows.stop].unsqueeze(-1)  # exact keys come first
+            k = of.keys.gather(1, at.expand(-1, -1, of.keys.shape[-1]))
+            given = log_weights(
+                *(record, record.layers.index(layer), rows, self._gone(layer, record, heads)),
+                *(computable(x) for x in (q[number].unflatten(0, (heads, -1)), k)),
+            )
+            if given is not None:
+                weights = torch.zeros_like(seen, dtype=given.dtype) if weights is None else weights
+                weights[number] = given.gather(-1, place)
+        return keys, values, seen, weights
 
     def _read(self, layer: int, record: Record, reads: Reads, rows: slice) -> Tensor:
         """Which entries of a layer rows read, bool [head, w, rows.stop]; those before read all."""

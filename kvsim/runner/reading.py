@@ -36,11 +36,12 @@ class LiveReads:
 
     def entries(
         self, layer: int, start: int, query: Tensor, keys: Tensor, values: Tensor, resident: Tensor
-    ) -> Tensor:
-        """Which entries the rows from `start` on read, bool [qhead, w, n].
+    ) -> tuple[Tensor, Tensor | None]:
+        """Which entries the rows from `start` on read, bool [qhead, w, n], and with which weights.
 
         query [qhead, w, d] of these rows, which are the last of keys and values [H, n, d]; resident
-        [H, n]: False on pads. Rows of the prompt read everything, and none is causal yet.
+        [H, n]: False on pads. Rows of the prompt read everything, and none is causal yet. Weights
+        are logarithms; None of a reader without them.
         """
         reader, heads, first = self._reader, len(keys), self._sketch.prompt_len
         period = Period(keys, values, resident, reader.page)
@@ -56,12 +57,16 @@ class LiveReads:
         chosen = chosen.repeat_interleave(len(query) // len(chosen), 0)
         page = (period.slots.clamp(min=0) // reader.page).repeat_interleave(q.shape[1], 0)
         out[:, skip:] = chosen.gather(-1, page.unsqueeze(1).expand_as(out[:, skip:]))
-        return out
+        if not reader.weighted:
+            return out, None
+        new = q.shape[2]
+        seen = torch.ones_like(out[0, skip:]).tril(keys.shape[1] - new) & resident.unsqueeze(1)
+        weights = reader.log_weights(q, keys, seen, self._of_layer[layer]["learned"])
+        return out, torch.nn.functional.pad(weights.flatten(0, 1), (0, 0, skip, 0))
 
     def record(self, n: int) -> Reads:
         """The account of the first n rows of the text."""
         reader, first = self._reader, self._sketch.prompt_len
         size = -(-n // reader.page) // 8 + 1
         bits = np.ascontiguousarray(self._bits[:, :, : max(0, n - first), :size])
-        summary = reader.summary_bits(self._sketch.dim)
-        return Reads(bits, reader.page, reader.heads, first, summary)
+        return Reads.of(reader, bits, first, self._sketch.dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import pytest
 import kvsim
 from kvsim.core.policy import Schedule
 from kvsim.core.record import record_document, record_of
+from kvsim.engine.replay import settings_of
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.sweeps.driver import replay_all
-from kvsim.testing.loops import event_rows
 from kvsim.testing.strategies import make_case
 
 CASE = make_case("normal", layers=3, heads=2, group=2, n=80, prompt_len=50, seed=3)
@@ -48,17 +49,37 @@ def test_a_question_longer_than_a_chunk_is_chunked_from_its_own_start():
     assert schedule.rows(50, 80, 41) == [*range(3, 40, 4), 40, 44, 48, 49]
 
 
-@pytest.mark.parametrize("budget", [4, 20, 33])
-@pytest.mark.parametrize("chunk", [1, 7, 8, 49, 50, 80])
-@pytest.mark.parametrize("prompt_len", [1, 24, 26, 50])
-def test_the_longest_cache_before_an_event(prompt_len, chunk, budget):
+@pytest.mark.parametrize("compress", ["prompt", "context", "both"])
+@pytest.mark.parametrize("chunk", [None, 1, 7, 8, 50])
+@pytest.mark.parametrize(("prompt_len", "context_len"), [(1, 1), (24, 17), (50, 8), (50, 41)])
+def test_the_longest_cache_before_an_event(prompt_len, context_len, chunk, compress):
     """It is what counting row by row finds, if every event cuts to the budget."""
-    held, longest, before = 0, 0, -1
-    for row in event_rows(prompt_len, prompt_len, interval=None, prefill=True, chunk=chunk):
-        held, before = held + row - before, row
-        longest, held = max(longest, held), min(held, budget)
+    for interval, budget, more in product([None, 1, 9], [4, 20, 33], [0, 1, 9, 31]):
+        schedule, n_pos = (
+            Schedule(interval, compress=compress, prefill_chunk=chunk),
+            prompt_len + more,
+        )
+        rows = schedule.rows(prompt_len, n_pos, context_len)
+        held, longest, before = 0, 0, -1
+        for row in rows:
+            held, before = held + row - before, row
+            longest, held = max(longest, held), min(held, budget)
 
-    assert Schedule(None, prefill_chunk=chunk).longest(prompt_len, budget, prompt_len) == longest
+        assert schedule.longest(prompt_len, budget, n_pos, context_len) == longest, schedule
+
+
+@pytest.mark.parametrize(
+    ("compress", "chunk", "longest"),
+    [("prompt", 15, 35), ("context", 15, 40), ("both", 15, 30), ("context", None, 40)],
+)
+def test_events_know_the_longest_cache_of_their_trace(compress, chunk, longest):
+    """Chunks restart where the context ends, and a question stays until rows follow it."""
+    schedule = Schedule(10, compress=compress, prefill_chunk=chunk)
+
+    last, earlier = settings_of(TRACE, SNAPKV, 20, schedule)
+
+    assert last.longest(80) == longest
+    assert [each.longest(15) for each in earlier[:1]] == [15][: len(earlier)]
 
 
 def test_later_chunks_see_what_is_left():

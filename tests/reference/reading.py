@@ -191,6 +191,79 @@ def coded(subspaces: int, bits: int, iterations: int, sink: int) -> Score:
     return score
 
 
+def unskipped(size: int, threshold: float, scale: float | None) -> Score:
+    """BLASST: how far a block's largest logit lies above ln(threshold) below the largest so far."""
+
+    def margin(layer: Layer, qhead: int, row: int, pages: Pages) -> list[float]:
+        if scale is None:
+            least = math.log(threshold)
+        else:
+            least = min(0.0, math.log(scale / (len(pages) * size)))
+        running, out = -math.inf, []
+        for page in pages:
+            largest = max(layer.logits(qhead, row, page))
+            running = max(running, largest)
+            out.append(largest - running - least)
+        return out
+
+    return margin
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """MagicPIG: SimHash of what is neither first nor last, less its mean when the first row reads.
+
+    Scores are at least 0 where enough of the tables agree; weights are 1 / u, of which `logs` has
+    the logarithms.
+    """
+
+    bits: int
+    tables: int
+    collisions: int
+    epsilon: float
+    sink: int
+    local: int
+    seed: int
+
+    def middle(self, layer: Layer, head: int, row: int) -> list[int]:
+        """Positions of the entries that are hashed."""
+        live = layer.resident(head, row)
+        return live[self.sink : max(self.sink, len(live) - 1 - self.local)]
+
+    def key(self, layer: Layer, head: int, p: int) -> Floats:
+        """A key less the mean."""
+        first = layer.k[head, self.middle(layer, head, layer.prompt_len)]
+        return np.asarray(layer.k[head, p] - (first.mean(0) if len(first) else 0.0))
+
+    def __call__(self, layer: Layer, qhead: int, row: int, pages: Pages) -> list[float]:
+        """In how many tables each page, of one entry, shares the bucket, less those needed."""
+        head, planes = qhead // layer.group, np.random.default_rng([self.seed, 0])
+        tables = planes.standard_normal((self.tables, layer.k.shape[-1], self.bits))
+        middle, out = self.middle(layer, head, row), []
+        for (p,) in pages:
+            shared = 0
+            for table in tables:
+                of_query = [float(x) > 0 for x in layer.q[qhead, row] @ table]
+                shared += of_query == [float(x) > 0 for x in self.key(layer, head, p) @ table]
+            out.append(shared + 0.5 - self.collisions if p in middle else math.inf)
+        return out
+
+    def logs(self, layer: Layer, qhead: int, row: int) -> dict[int, float]:
+        """-ln u by position; u by the sum over tables that share the bucket."""
+        head, out = qhead // layer.group, {}
+        for p in self.middle(layer, head, row):
+            query, key = layer.q[qhead, row], self.key(layer, head, p)
+            size = float(np.linalg.norm(query) * np.linalg.norm(key))
+            cos = float(query @ key) / size if size else 0.0
+            share = (1 - math.acos(max(-1.0, min(1.0, cos))) / math.pi) ** self.bits
+            u = sum(
+                math.comb(self.tables, j) * share**j * (1 - share) ** (self.tables - j)
+                for j in range(self.collisions, self.tables + 1)
+            )
+            out[p] = -math.log(max(u + self.epsilon, 1e-300))
+        return out
+
+
 def softmax_between(
     always: Callable[[Pages], set[int]],
 ) -> Callable[[list[float], Pages], list[float]]:
@@ -233,8 +306,10 @@ def rocket_split(prompt: int, budget: int) -> int:
 class Rule:
     """A reader: scores of pages, entries of a page, and how many pages are read.
 
-    p: the share of the attention that is read, instead of a number of pages. always: pages that are
-    read in addition, of a KV head. bits: of a page's summary that are stored, and read for a row.
+    p: the share of the attention that is read, instead of a number of pages. threshold: pages are
+    read whose score is at least 0 for a query head. always: pages that are read in addition, of a
+    KV head. bits: of a page's summary that are stored, and read for a row. keys: all are read.
+    weights: logarithms by position, 0 of others.
     """
 
     score: Score
@@ -242,6 +317,9 @@ class Rule:
     heads: str
     count: int = 0
     p: float | None = None
+    threshold: bool = False
+    keys: bool = False
+    weights: Callable[[Layer, int, int], dict[int, float]] = lambda *_: {}
     always: Callable[[Pages], set[int]] = lambda _: set()
     bits: tuple[float, float] = (0.0, 0.0)
     #: how scores of query heads become those that their mean is taken of
@@ -256,12 +334,14 @@ class Rule:
         return of_kv if self.heads == "kv" else list(range(len(layer.q)))
 
     def scores(self, layer: Layer, qhead: int, row: int) -> list[float]:
-        """Mean scores of pages."""
+        """Mean scores of pages; the largest where a threshold decides."""
         every = []
         for other in self.sharing(layer, qhead):
             pages = layer.pages(other // layer.group, row, self.page)
             one = self.score(layer, other, row, pages)
             every.append(one if self.heads == "query" else self.vote(one, pages))
+        if self.threshold:
+            return [max(of_page) for of_page in zip(*every, strict=True)]
         return [sum(of_page) / len(every) for of_page in zip(*every, strict=True)]
 
     def differs(
@@ -272,7 +352,11 @@ class Rule:
         pages = layer.pages(qhead // layer.group, row, self.page)
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
         fixed = self.always(pages)
-        if self.p is None:
+        if self.threshold:
+            expected = {i for i, score in enumerate(scores) if score >= 0} | fixed
+            if all(abs(scores[i]) < tolerance for i in chosen ^ expected):
+                return ""
+        elif self.p is None:
             free = [i for i in order if i not in fixed]
             expected = {*free[: self.count], *fixed}
         else:
@@ -351,9 +435,20 @@ def rule_of(name: str, params: Mapping[str, Any], budget: int) -> Rule:
             else (2 * 16.0 * dim if page > 1 else 0.0, 16.0 * channels),
             vote=attention_of_entries,
         )
-    assert name in ("topk", "topp")
-    p = values["p"] if name == "topp" else None
-    return Rule(exact, 1, values["heads"], max(1, entries), p=p)
+    if name == "magicpig":
+        names = ("bits", "tables", "collisions", "epsilon", "sink", "local", "seed")
+        sampled = Sampled(**{key: values[key] for key in names})
+        code = float(values["bits"] * values["tables"])
+        bits = code, code
+        rule = Rule(sampled, 1, "query", threshold=True, weights=sampled.logs, bits=bits)
+    elif name == "skip_softmax":
+        score = unskipped(values["page"], values["threshold"], values["scale"])
+        rule = Rule(score, values["page"], values["heads"], threshold=True, keys=True)
+    else:
+        assert name in ("topk", "topp")
+        p = values["p"] if name == "topp" else None
+        rule = Rule(exact, 1, values["heads"], max(1, entries), p=p)
+    return rule
 
 
 def published_quest(q: Floats, keys: Floats, budget: int, page: int) -> set[int]:
@@ -381,23 +476,27 @@ def unpacked(bits: npt.NDArray[np.uint8], pages: int) -> set[int]:
     return {page for page in marked if page < pages}
 
 
-def outputs(layer: Layer, qhead: int, row: int, read: Sequence[int]) -> tuple[float, float]:
+def outputs(
+    layer: Layer, qhead: int, row: int, read: Sequence[int], logs: Mapping[int, float]
+) -> tuple[float, float]:
     """Relative error of a row's output over what it reads, and its share of full attention."""
     value = layer.v[qhead // layer.group]
 
-    def over(positions: Sequence[int]) -> tuple[Floats, float]:
-        weight = np.exp(layer.logits(qhead, row, positions))
+    def over(positions: Sequence[int], logs: Mapping[int, float]) -> tuple[Floats, float]:
+        given = np.array([logs.get(p, 0.0) for p in positions])
+        weight = np.exp(layer.logits(qhead, row, positions) + given)
         total = weight.sum() + (math.exp(layer.sinks[qhead]) if layer.sinks else 0.0)
         return weight @ value[list(positions)] / total, float(total)
 
-    full, whole = over(range(row + 1))
-    part, mass = over(sorted(read))
+    full, whole = over(range(row + 1), {})
+    _, mass = over(sorted(read), {})
+    part, _ = over(sorted(read), logs)
     length = float(np.linalg.norm(full))
     return float(np.linalg.norm(part - full)) / length if length else 0.0, mass / whole
 
 
 def bits_of(
-    layer: Layer, read: Mapping[tuple[int, int], set[int]], summary: tuple[float, float], page: int
+    layer: Layer, read: Mapping[tuple[int, int], set[int]], rule: Rule
 ) -> tuple[float, float]:
     """Bits resident and read, mean over rows after the prompt, sum over heads.
 
@@ -409,9 +508,10 @@ def bits_of(
     for row in rows:
         for head in range(len(layer.k)):
             live = layer.resident(head, row)
-            pages = len(layer.pages(head, row, page))
+            pages = len(layer.pages(head, row, rule.page))
             qheads = range(head * layer.group, (head + 1) * layer.group)
             together: set[int] = set().union(*(read[qhead, row] for qhead in qheads))
-            held += 2 * 16 * dim * len(live) + summary[0] * pages
-            taken += 2 * 16 * dim * len(together) + summary[1] * pages
+            keys = live if rule.keys else together
+            held += 2 * 16 * dim * len(live) + rule.bits[0] * pages
+            taken += 16 * dim * (len(keys) + len(together)) + rule.bits[1] * pages
     return held / len(rows), taken / len(rows)

@@ -1,5 +1,6 @@
 """Readers against naive loops in float64 that share no code with them."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvsim
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
+from kvsim.analysis.output.partial import log_weights
 from kvsim.core.attention import Formula
 from kvsim.core.reading import Reads
-from kvsim.core.record import Record
+from kvsim.core.record import Record, record_document, record_of
 from kvsim.core.trace import Trace
 from kvsim.engine import reading as engine
 from kvsim.errors import MemoryLimitError, PolicyError
@@ -32,7 +35,9 @@ READERS = (
     "double_sparsity",
     "infllm",
     "pqcache",
+    "magicpig",
     "rocketkv",
+    "skip_softmax",
     "topk",
     "topp",
 )
@@ -103,11 +108,28 @@ def generated(
             "sink": int(rng.integers(0, 4)),
             "local": [None, 1, 2, 4][rng.integers(4)],
         }
-    if name == "rocketkv":
+    if name == "magicpig":
+        params = {
+            "bits": int(rng.choice([1, 2, 4])),
+            "tables": int(rng.choice([2, 5, 12])),
+            "collisions": int(rng.choice([1, 2])),
+            "epsilon": float(rng.choice([0.0, 0.0, 1e-4])),
+            "sink": int(rng.integers(0, 4)),
+            "local": int(rng.integers(0, 4)),
+            "seed": int(rng.integers(0, 3)),
+            "dense_layers": 0,
+        }
+    elif name == "rocketkv":
         params = {
             "tokens": [None, None, 2, 6][rng.integers(4)],
             "page": [None, None, 2, 3][rng.integers(4)],
             "channels": [None, None, 1, 9][rng.integers(4)],
+        }
+    elif name == "skip_softmax":
+        params |= {
+            "page": int(rng.choice([1, 2, 3, 40])),
+            "threshold": float(rng.choice([0.01, 0.3, 0.9])),
+            "scale": [None, None, 0.5, 6.0][rng.integers(4)],
         }
     elif name == "topp":
         params["p"] = float(rng.choice([0.01, 0.5, 0.9]))
@@ -166,11 +188,12 @@ def check(layer: reading.Layer, rule: reading.Rule, trace: Trace, record: Record
             assert not wrong, wrong
             pages = layer.pages(qhead // layer.group, row, rule.page)
             read[qhead, row] = mine = {p for i in marked for p in pages[i]}
-            expected += reading.outputs(layer, qhead, row, sorted(mine))
+            logs = rule.weights(layer, qhead, row)
+            expected += reading.outputs(layer, qhead, row, sorted(mine), logs)
     output = output_error(trace, [record])[0]
     measured = np.stack([output.error, output.mass], -1)[0, :, rows.start :].swapaxes(0, 1)
     np.testing.assert_allclose(measured.ravel(), expected, rtol=1e-5, atol=1e-6)
-    resident, taken = reading.bits_of(layer, read, rule.bits, rule.page)
+    resident, taken = reading.bits_of(layer, read, rule)
     size = cache_bytes(trace, [record])[0]
     np.testing.assert_allclose(8 * size.resident.sum(), resident)
     np.testing.assert_allclose(8 * size.read.sum(), taken)
@@ -264,6 +287,10 @@ def test_another_trace_calibrates_double_sparsity():
 def test_no_row_reads_by_what_comes_later(name):
     """Other queries, keys and values behind a row leave what rows up to it read as it was."""
     params: dict[str, Any] = {"page": 2}
+    if name == "skip_softmax":
+        params["threshold"] = 0.5
+    if name == "magicpig":
+        params = {"bits": 3, "tables": 12, "sink": 1, "local": 2}
     if name in ("topk", "topp", "double_sparsity", "pqcache"):
         params = {"calibration": "prefix:5"} if name == "double_sparsity" else {}
     if name == "rocketkv":
@@ -369,3 +396,38 @@ def test_pqcache_with_a_centroid_for_each_key_reads_the_largest_logits():
     assert read[1] != read[6]
     with pytest.raises(PolicyError, match="8 channels, which are no 3 subspaces of one size"):
         kvsim.replay(case.trace(), policy("pqcache", subspaces=3), 12)
+
+
+def test_magicpig_reads_each_entry_as_often_as_its_weight_says():
+    """Over seeds, what is read has the mean weight 1: read with u, divided by u."""
+    case = make_case("normal", n=16, prompt_len=15, dim=8, seed=2)
+    total, seeds = np.zeros(16), 300
+    for seed in range(seeds):
+        params = {"bits": 2, "tables": 4, "sink": 1, "local": 2, "dense_layers": 0}
+        record = kvsim.replay(case.trace(), policy("magicpig", seed=seed, **params), 4)
+        gone, q, k = (torch.from_numpy(x) for x in (record.evicted_at[0], case.q, case.k))
+        logs = log_weights(record, 0, slice(15, 16), gone, q[:, :, 15:], k[0])
+        read = sorted(reading.unpacked(record.reads.bits[0, 0, 0], 16))
+        total[read] += logs[0, 0, read].exp().numpy()
+
+    assert (total[[0, 13, 14, 15]] == seeds).all()
+    spread = np.sqrt(np.expm1(logs[0, 0, 1:13].numpy()) / seeds)  # (1 - u) / u, of a mean
+    assert (abs(total[1:13] / seeds - 1) < 4 * spread).all()
+    assert spread.min() < 0.2
+
+
+def test_a_stored_record_names_the_reader_that_weights():
+    """Its outputs are those of the replay, and an unknown reader is an error."""
+    trace = make_case("normal", n=20, prompt_len=10, dim=8, seed=1).trace()
+    record = kvsim.replay(trace, policy("magicpig", bits=2, local=2, dense_layers=0), 4)
+    document = json.loads(json.dumps(record_document(record)))
+    stored = record_of(document, record.evicted_at, record.reads.bits)
+    plain = replace(record, reads=replace(record.reads, weights=None))
+
+    errors = [output_error(trace, [each])[0].error for each in (record, stored, plain)]
+
+    np.testing.assert_array_equal(errors[0], errors[1])
+    assert (errors[0] != errors[2]).any()
+    document["reads"]["weights"]["name"] = "mine"
+    with pytest.raises(PolicyError, match="under the reader 'mine', which kvsim does not have"):
+        output_error(trace, [record_of(document, record.evicted_at, record.reads.bits)])

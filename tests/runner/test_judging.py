@@ -32,6 +32,9 @@ TOKENS = torch.randperm(256, generator=torch.Generator().manual_seed(0))[:LENGTH
 READING = {
     "quest": {"page": 4, "dense_layers": 0, "share": 0.5},
     "topp": {},
+    "magicpig": {"bits": 3, "tables": 9, "sink": 1, "local": 4, "dense_layers": 0},
+    "h2o+magicpig+int4": {"bits": 3, "tables": 9, "sink": 1, "local": 4, "dense_layers": 0},
+    "skip_softmax": {"page": 4, "threshold": 0.8},
     "h2o+quest": {"page": 4, "dense_layers": 0, "heads": "layer", "share": 0.4},
     "adakv+snapkv+quest": {"page": 4, "dense_layers": 1, "heads": "kv", "share": 0.4, "window": 8},
 }

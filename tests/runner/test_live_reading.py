@@ -8,6 +8,7 @@ import torch
 
 import kvsim
 from families import FAMILIES
+from kvsim.analysis.output.partial import log_weights
 from kvsim.core.storing import stored_after
 from kvsim.errors import PolicyError
 from kvsim.runner.checks import check_live
@@ -28,6 +29,10 @@ POLICIES = {
     "h2o+quest": {**QUEST, "heads": "layer", "share": 0.4},
     "adakv+snapkv+quest": {**QUEST, "heads": "kv", "share": 0.4, "window": 8},
     "rocketkv": {"window": 8},
+    "magicpig": {"bits": 4, "tables": 20, "local": 4, "dense_layers": 0},
+    "adakv+snapkv+magicpig": {"bits": 2, "tables": 6, "sink": 1, "window": 8, "dense_layers": 0},
+    "skip_softmax": {"page": 4, "threshold": 0.8},
+    "adakv+snapkv+skip_softmax": {"page": 2, "scale": 15.0, "heads": "kv", "window": 8},
     "pqcache": {"bits": 3},
     "adakv+snapkv+pqcache": {"bits": 2, "sink": 2, "heads": "query", "share": 0.5, "window": 8},
 }
@@ -63,6 +68,10 @@ def gap(live, layer, record, end=None):
         read = record.reads.entries(at, slice(first, LENGTH), gone)
         seen[:, first:] &= read.repeat_interleave(len(q) // len(read), 0)
     z = (q @ new_k.mT).where(late_k, q @ k.mT) * live.decoding.sketch.formulas[layer].scale
+    q_of_heads, keys = live.q[layer].unflatten(0, (len(gone), -1)), live.k[layer]
+    weights = log_weights(record, at, slice(0, LENGTH), gone, q_of_heads, keys)
+    if weights is not None:
+        z += weights
     weight = z.masked_fill(~seen, -torch.inf).softmax(-1)
     expected = weight.where(late_v, 0) @ new_v + weight.where(~late_v, 0) @ v
     apart = (live.out[layer].double() - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -78,6 +78,8 @@ def test_policy_satisfies_every_invariant(name):
     [
         ("quest", {"page": 3, "dense_layers": 1, "share": 0.5}),
         ("topk", {"heads": "kv", "share": 0.5}),
+        ("skip_softmax", {"page": 3, "threshold": 0.5, "heads": "kv"}),
+        ("magicpig", {"bits": 2, "tables": 6, "sink": 1, "local": 2, "dense_layers": 0}),
         ("topp", {"heads": "layer"}),
         ("pqcache", {"bits": 2, "sink": 1, "local": 1}),
         ("kivi", {"group": 2, "window": 4}),

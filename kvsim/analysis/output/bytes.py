@@ -82,9 +82,11 @@ def _of_layer(
             read = reads.entries(index, part, gone)
             read = read.unflatten(0, (len(gone), -1)).any(1)
         row = torch.arange(part.start, part.stop, device=gone.device).unsqueeze(-1)
-        for bits, entries in ((stored, seen), (taken, read)):
-            bits.add_(entries.sum((1, 2)), alpha=float(sum(exact)))
-            for after, whole, of_entry in zip(late, exact, short, strict=False):
+        keys = seen if reads is not None and reads.keys else read
+        for bits, both in ((stored, (seen, seen)), (taken, (keys, read))):
+            for entries, whole in zip(both, exact, strict=True):
+                bits.add_(entries.sum((1, 2)), alpha=whole)
+            for entries, after, whole, of_entry in zip(both, late, exact, short, strict=False):
                 rounded = entries & (after[:, None, : part.stop] < row)
                 bits.sub_(rounded.sum((1, 2)), alpha=whole - of_entry)
         if reads is not None:

@@ -1,7 +1,8 @@
 """Outputs of rows that read only some of the held entries, or rounded ones.
 
 A row's output is the softmax over the entries that it reads, of their keys and values as they are
-stored when the row attends. Its mass is the share of full attention that these entries have.
+stored when the row attends, with the weights of a reader that has some. Its mass is the share of
+full attention that these entries have.
 
 Shape letters: H KV heads, G query heads of a group, w rows of a block, m entries, P pages, s
 entries of a page, T tokens, d dimension of a head.
@@ -9,7 +10,7 @@ entries of a page, T tokens, d dimension of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,7 +21,7 @@ from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
 from kvsim.core.trace import Trace
 from kvsim.engine.reading import Period, periods
-from kvsim.policies.naming import codec_of
+from kvsim.policies.naming import codec_of, reader_of
 from kvsim.schema import NEVER
 
 #: Rows of a block.
@@ -117,6 +118,24 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
     return begin if record.reads is None else min(begin, record.reads.first)
 
 
+def log_weights(
+    record: Record, index: int, rows: slice, gone: Tensor, q: Tensor, k: Tensor
+) -> Tensor | None:
+    """Logarithms of the weights that rows give the entries that they read [qhead, w, rows.stop].
+
+    index: the layer's place in the record; gone: after which row each entry has left, int [H, T]; q
+    [H, G, w, d] of the rows and k [H, T, d], as the rows have them. None without weights.
+    """
+    reads = record.reads
+    if reads is None or reads.weights is None or reads.dense(index) or rows.stop <= reads.first:
+        return None
+    reader, late = reader_of(reads.weights), slice(max(rows.start, reads.first), rows.stop)
+    k, skip, first = k[:, : rows.stop], late.start - rows.start, reads.first + 1
+    learned = reader.learned(k[:, :first], visible(gone, slice(first - 1, first))[:, 0])
+    weights = reader.log_weights(q[:, :, skip:], k, visible(gone, late), learned)
+    return torch.nn.functional.pad(weights.flatten(0, 1), (0, 0, skip, 0))
+
+
 def partial(
     layer: Layer, record: Record, index: int, trace: Trace, gone: Tensor, end: int
 ) -> Iterator[Rows]:
@@ -124,7 +143,7 @@ def partial(
 
     at: the layer's place in the record; gone: after which row each entry has left, int [H, T].
     """
-    keys, values = _stored(record, index, trace, layer, gone)
+    stored = _stored(record, index, trace, layer, gone)
     begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
     for start, stop in pairwise(sorted(cuts)):
@@ -133,13 +152,18 @@ def partial(
             read = visible(gone, rows)
         else:
             read = record.reads.entries(index, rows, gone)
-        yield _of_rows(layer, rows, read, keys, values)
+        weights = log_weights(record, index, rows, gone, layer.at(layer.q, rows), layer.k)
+        yield _of_rows(layer, rows, read, stored, weights)
 
 
-def _of_rows(layer: Layer, rows: slice, read: Tensor, keys: Stored, values: Stored) -> Rows:
-    """Rows that read entries [H or H * G, w, n]."""
-    read = read.unflatten(0, (len(layer.k), -1))
-    parts = [_of_head(layer, h, rows, part, keys, values) for h, part in enumerate(read)]
+def _of_rows(
+    layer: Layer, rows: slice, read: Tensor, stored: Sequence[Stored], weights: Tensor | None = None
+) -> Rows:
+    """Rows that read entries [H or H * G, w, n], with logarithms of weights [H * G, w, n]."""
+    read, given = read.unflatten(0, (len(layer.k), -1)), [None] * len(layer.k)
+    of_heads = given if weights is None else weights.unflatten(0, (len(layer.k), -1))
+    heads = enumerate(zip(read, of_heads, strict=True))
+    parts = [_of_head(layer, h, rows, part, stored, logs) for h, (part, logs) in heads]
     out, mass = (torch.stack(x) for x in zip(*parts, strict=True))
     return Rows.of(layer, rows, out, mass)
 
@@ -149,10 +173,11 @@ def _of_head(
     head: int,
     rows: slice,
     read: Tensor,
-    keys: Stored,
-    values: Stored,
+    stored: Sequence[Stored],
+    weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [G, w, d] and mass [G, w] of rows of a head's group; read [1 or G, w, n]."""
+    keys, values = stored
     group, count = layer.q.shape[1], rows.stop - rows.start
     entries = read.flatten(0, 1).any(0).nonzero()[:, 0]
     mask = read[..., entries].permute(2, 0, 1).expand(-1, group, -1).flatten(1)  # [m, G * w]
@@ -173,6 +198,8 @@ def _of_head(
         rounded = logits(keys.rounded[head, entries[changing]])
         seen[changing] = rounded.where(later, seen[changing])
         seen.masked_fill_(~mask, -torch.inf)
+    if weights is not None:
+        seen += weights[..., entries].permute(2, 0, 1).flatten(1)
     sink = None
     highest = seen.amax(0)
     if layer.formula.sinks:
@@ -214,7 +241,8 @@ def paged(layer: Layer, reads: Reads, index: int, gone: Tensor) -> Iterator[Rows
             out, mass = _attend(layer, period, rows, pages)
             if bool((mass < FAINT).any()):
                 read = reads.entries(index, rows, gone)
-                yield _of_rows(layer, rows, read, *map(Stored.as_recorded, (layer.k, layer.v)))
+                stored = [Stored.as_recorded(x) for x in (layer.k, layer.v)]
+                yield _of_rows(layer, rows, read, stored)
             else:
                 yield Rows.of(layer, rows, out, mass)
 

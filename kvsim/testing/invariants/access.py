@@ -85,7 +85,7 @@ def reading_everything(trial: Trial) -> None:
     record, reader = trial.record, trial.policy.reader
     if record.reads is None or reader is None:
         return
-    full = replace(record.reads, bits=np.full_like(record.reads.bits, 255))
+    full = replace(record.reads, bits=np.full_like(record.reads.bits, 255), weights=None)
     accounts = [full]
     every = reader.fitted(trial.case.trace(), _MOST)
     if reader.bounded and every.count(_MOST) >= trial.case.n:

@@ -1,0 +1,70 @@
+"""Skip-softmax, BLASST (arXiv 2512.12087): values of blocks with low logits are not read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import Annotated
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import Above, AtLeast, AtMost
+from kvsim.core.reading import Heads, Pages, Reader
+
+
+@dataclass(frozen=True)
+class SkipSoftmax(Reader):
+    """Every row reads all keys, and skips blocks whose logits are all far below the largest so far.
+
+    A row goes through the blocks of its cache from the first entry to the last and carries the
+    maximum of their logits. A block whose largest logit lies more than ln(1 / threshold) below that
+    maximum is skipped: its values are not read, and it has no part in the softmax. The maximum
+    includes the block itself. For thresholds up to 1 that makes no difference: what raises the
+    maximum is read, and what is skipped does not move it. The first block is always read.
+
+    `page`: entries of a block. `scale`: if given, the threshold is scale / entries (in whole
+    blocks), at most 1. Releases calibrate this factor, because the threshold that skips a given
+    share falls with the length. `heads`: each query head decides for itself; heads that read the
+    same blocks skip what all of them would, as kernels with a group's queries in one tile do.
+
+    The definition rests on the paper's abstract and on public kernels (TensorRT-LLM, FlashInfer:
+    threshold_scale_factor / length; NVIDIA Model Optimizer, whose defaults for decoding `@modelopt`
+    has). Deviations: kernels that split the cache carry a maximum for each part; rows of the
+    prompt, which have a threshold of their own, read everything.
+    """
+
+    page: Annotated[int, AtLeast(1)] = 16
+    threshold: Annotated[float, Above(0), AtMost(1)] = 0.001
+    scale: Annotated[float, Above(0)] | None = None
+    heads: Heads = "query"
+    dense_layers: Annotated[int, AtLeast(0)] = 0
+
+    bounded = False
+    reads_keys = True
+
+    def score(self, queries: Tensor, pages: Pages, visible: Tensor) -> Tensor:
+        """The largest logit of each block [H, G, w, P]."""
+        q = queries.flatten(1, 2) * pages.formula.scale
+        best = q.new_full((*q.shape[:2], pages.live.shape[1]), -torch.inf)
+        for keys, live in zip(pages.keys.unbind(2), pages.live.unbind(2), strict=True):
+            logits = pages.formula.capped(q @ keys.mT)
+            torch.maximum(best, logits.masked_fill_(~live.unsqueeze(1), -torch.inf), out=best)
+        out: Tensor = best.unflatten(1, queries.shape[1:3])
+        return out
+
+    def vote(self, scores: Tensor, entries: Tensor) -> Tensor:
+        """1 for blocks that a query head reads."""
+        return self._read(scores, entries > 0).to(scores)
+
+    def chosen(self, scores: Tensor, visible: Tensor, budget: int) -> Tensor:
+        """The blocks that are not skipped by each of the heads that read the same ones."""
+        read = self._read(scores, visible) if self.heads == "query" else scores > 0
+        return read & visible
+
+    def _read(self, scores: Tensor, visible: Tensor) -> Tensor:
+        """Which blocks are not skipped, by their largest logits."""
+        scores = scores.masked_fill(~visible, -torch.inf)
+        gap = scores - scores.cummax(-1).values
+        if self.scale is None:
+            return gap >= log(self.threshold)
+        entries = visible.sum(-1, keepdim=True) * self.page
+        return gap >= (self.scale / entries.to(gap)).log_().clamp_(max=0.0)
