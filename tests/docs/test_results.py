@@ -286,6 +286,7 @@ def test_values_of_another_plan_make_no_page(page):
         read_values(page.with_suffix(".parquet"), FULL)
 
 
+@pytest.mark.deep
 def test_the_committed_claims_follow_from_the_values_of_both_models():
     """Each claim has its verdict on either model."""
     text = results.CLAIMS_PAGE.read_text("utf-8")
