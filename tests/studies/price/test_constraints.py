@@ -63,7 +63,7 @@ def test_it_is_the_best_of_all_kept_sets(name):
     stops = choices(constraint)
     exists = np.arange(T)[:, None] <= EVENTS
     kept = (stops[..., None] > range(len(EVENTS))) & exists
-    for seed, budget in product(range(2), (1, 2, 3)):
+    for seed, budget in product(range(4), (1, 2, 3)):
         if budget < constraint.page:
             continue
         mass = draw(seed)
