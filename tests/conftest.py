@@ -51,7 +51,7 @@ if (
 _COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", settings(max_examples=50, **_COMMON))
 # The same examples on every run: what CI says depends on the change alone. nightly draws new ones.
-settings.register_profile("ci", settings(max_examples=100, derandomize=True, **_COMMON))
+settings.register_profile("ci", settings(max_examples=50, derandomize=True, **_COMMON))
 settings.register_profile("nightly", settings(max_examples=2000, **_COMMON))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 

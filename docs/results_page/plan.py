@@ -175,10 +175,10 @@ PLANS = {
     **{plan.called: plan for plan in (LONG, QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)},
 }
 _FEW = ("full", "random", "snapkv", "tova")
-_LEAST = Plan(prompts=2, level=None, budgets=(32, 64), prefill=True, only=_FEW, cost=())
+_LEAST = Plan(prompts=2, level=None, budgets=(32,), prefill=True, only=_FEW, cost=())
 #: The least that makes a page: a look at it, and the test of the one on tiny.
 SMALLEST = {
-    "tiny": Plan(prompts=2, level=None, budgets=(32, 64), cost=(128, 256)),
+    "tiny": Plan(prompts=2, level=None, budgets=(32,), cost=(128, 256)),
     "smollm2": replace(
         SMOLLM2,
         prompts=2,

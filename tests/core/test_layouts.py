@@ -72,7 +72,7 @@ def outcome(q, k, v, case, **options):
     return kept, table.write_json(), trace.lse.numpy().tobytes(), trace.digest
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(
     layouts=st.tuples(layouts, layouts, layouts),
     dtype=st.sampled_from((np.float16, np.float32, np.float64)),

@@ -188,9 +188,9 @@ def test_an_answer_that_cannot_be_found_is_refused_before_anything_runs():
 
 
 def test_a_table_of_results_takes_two_commands(tmp_path, run):
-    """From a Parquet file of 20 rows, with the columns of kvpress's benchmarks."""
+    """From a Parquet file of 4 rows, with the columns of kvpress's benchmarks."""
     rows = []
-    for page in pages(20, 3, facts=3, lines=1):
+    for page in pages(4, 3, facts=3, lines=1):
         context, question, rest = page.prompt.partition("question :")
         named = {"context": context, "question": question + rest}
         rows.append({**named, "answer": ["1"], "task": "get", "max_new_tokens": 2})
@@ -207,7 +207,7 @@ def test_a_table_of_results_takes_two_commands(tmp_path, run):
 
     assert (recorded, replayed) == (0, 0), err
     table = read_run(out).table.drop_nulls("task")
-    assert table["trace"].n_unique() == 20
+    assert table["trace"].n_unique() == 4
     assert set(table["task"]) == {"get"}
 
 

@@ -9,6 +9,7 @@ import tracemalloc
 import zipfile
 from contextlib import ExitStack
 from http import HTTPStatus
+from itertools import product
 from pathlib import Path
 
 import fsspec
@@ -379,8 +380,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-@pytest.mark.parametrize("where", ["folder", "zip", "web", "store"])
+#: Those that readers of other places meet in another way: by the size, the end, or the chunks.
+ELSEWHERE = ("a terabyte", "half an index", "nothing", "swapped chunks")
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [("folder", kind) for kind in HOSTILE] + [*product(("zip", "web", "store"), ELSEWHERE)],
+)
 def test_an_index_that_is_false_is_one_line(stored, kind, where):
     """What an index claims is compared with the file before anything of that size is allocated."""
     change, message = HOSTILE[kind]

@@ -9,7 +9,7 @@ import kvsim
 from kvsim.analysis.folder import read_run
 from kvsim.core import threads
 from kvsim.errors import ConfigError
-from kvsim.sweeps import driver, workers
+from kvsim.sweeps import cells, driver, workers
 from kvsim.sweeps.driver import replay_all
 from kvsim.sweeps.workers import Lost, in_this_process, processes
 from tests.sweeps.test_resuming import BUDGETS, METRICS, make_trace, policies
@@ -59,6 +59,30 @@ def test_replays_in_processes_are_those_of_one(traces, elsewhere, tmp_path):
         assert (record.policy, record.budget) == (other.policy, other.budget)
         assert (record.evicted_at == other.evicted_at).all()
     assert read_run(tmp_path / "x").table.equals(expected.table)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_accounts_are_freed_when_they_are_measured(paths, monkeypatch, elsewhere, jobs):
+    """On request: values are the same, records have none, and few are there at a time."""
+    traces = [kvsim.open_trace(path) for path in paths]
+    both = [kvsim.policy(name, page=2, dense_layers=0) for name in ("quest", "tova+quest")]
+    options = {"interval": 8, "metrics": ["output_error", "bytes_read"]}
+    kept = replay_all(traces, both, [8, 12], **options)
+    held, original = [], cells.Replays.table
+
+    def counted(self, group, records):
+        held.append(sum(record.reads is not None for record in records))
+        return original(self, group, records)
+
+    monkeypatch.setattr(cells, "TOGETHER", 2)
+    monkeypatch.setattr(cells.Replays, "table", counted)
+    freed = replay_all(traces, both, [8, 12], accounts=False, jobs=jobs, **options)
+
+    assert all(record.reads is not None for record in kept.records)
+    assert all(record.reads is None for record in freed.records)
+    assert freed.table.equals(kept.table)
+    assert held == [2] * (2 * len(traces))
+    assert bool(elsewhere) == (jobs > 1)
 
 
 def test_a_process_that_dies_loses_its_cells_alone(traces, monkeypatch, tmp_path):

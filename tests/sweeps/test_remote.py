@@ -15,15 +15,9 @@ from kvsim.errors import OutputError
 from kvsim.sweeps import driver, planning
 from kvsim.sweeps.planning import Plan, grid_from
 from kvsim.sweeps.remote import Store, kept_in
+from web import Quiet
 
 GRID = {"policies": ["knorm", "tova"], "budgets": [12, 20], "intervals": 8, "metrics": ["wipeout"]}
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
-
-    def log_message(self, *_):
-        """Nothing."""
 
 
 @pytest.fixture

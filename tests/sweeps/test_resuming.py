@@ -369,29 +369,6 @@ def test_hostile_parts_are_computed_again(tmp_path, whole, how):
     check(out, whole)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_accounts_are_freed_when_they_are_measured(paths, monkeypatch, jobs):
-    """On request: values are the same, records have none, and few are there at a time."""
-    traces = [kvsim.open_trace(path) for path in paths]
-    both = [kvsim.policy(name, page=2, dense_layers=0) for name in ("quest", "tova+quest")]
-    options = {"interval": 8, "metrics": ["output_error", "bytes_read"]}
-    kept = replay_all(traces, both, [8, 12], **options)
-    held, original = [], cells.Replays.table
-
-    def counted(self, group, records):
-        held.append(sum(record.reads is not None for record in records))
-        return original(self, group, records)
-
-    monkeypatch.setattr(cells, "TOGETHER", 2)
-    monkeypatch.setattr(cells.Replays, "table", counted)
-    freed = replay_all(traces, both, [8, 12], accounts=False, jobs=jobs, **options)
-
-    assert all(record.reads is not None for record in kept.records)
-    assert all(record.reads is None for record in freed.records)
-    assert freed.table.equals(kept.table)
-    assert jobs > 1 or held == [2] * (2 * len(traces))
-
-
 def test_a_sweep_without_records_leaves_none_of_an_older_run(paths, tmp_path):
     """Records of other cells are no part of the run that replaces them."""
     given = {"traces": paths, "policies": ["tova"], "budgets": [16]}

@@ -70,7 +70,7 @@ PRESETS = pytest.mark.deep  # their policies come first
 )
 def test_policy_satisfies_every_invariant(name):
     """Each policy and preset, on generated traces at budgets near what it protects."""
-    reference.check(name, small(name), max_examples=examples(5), max_n=16)
+    reference.check(name, small(name), max_examples=examples(3), max_n=16)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_policy_satisfies_every_invariant(name):
 )
 def test_readers_and_codecs_satisfy_every_invariant(name, params):
     """Alone and behind evictions, of one set for each head and of ragged ones."""
-    check_policy(name, **params, max_examples=examples(6), max_n=14)
+    check_policy(name, **params, max_examples=examples(4), max_n=14)
 
 
 def test_a_window_of_the_release_is_whole_after_the_prompt():
@@ -134,7 +134,7 @@ def test_every_cross_satisfies_every_invariant(outer, inner):
 )
 def test_presets_and_longer_crosses_satisfy_every_invariant(name):
     """Three parts, and what implementations do differently."""
-    reference.check(name, small(name), max_examples=examples(4), max_n=16)
+    reference.check(name, small(name), max_examples=examples(3), max_n=16)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
 )
 def test_parameters_at_their_edges_satisfy_every_invariant(name, params):
     """Parameters away from the defaults, h2o's fixed recent part among them."""
-    reference.check(name, params, max_examples=examples(5), max_n=18)
+    reference.check(name, params, max_examples=examples(3), max_n=18)
 
 
 @pytest.mark.parametrize("name", [around(name) for name in NAMES])
