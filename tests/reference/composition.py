@@ -201,10 +201,7 @@ class _Pieces:
     def growing(self, event: loops.Event, budget: int) -> int:
         """RPC: the prompt, the window, and a share of what was generated."""
         params = self.chain.params[-1]
-        if event.interval is None:
-            return event.prompt_len + int(params["window"])
-        generated = event.row + 1 - event.prompt_len
-        earned = generated // event.interval * event.interval // int(params["compression"])
+        earned = (event.row + 1 - event.prompt_len) // int(params["compression"])
         return event.prompt_len + int(params["window"]) + earned
 
     def pyramid(self, event: loops.Event, budget: int) -> int:
