@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from kvsim.core.delegates import Displayed
+from kvsim.core.merging import Merger
 from kvsim.core.parameters import Between, Length, check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
@@ -75,7 +76,8 @@ class Policy(Displayed):
         per_query_head: keep one set per query head, which a grouped cache cannot store.
         propagation: which rows of the prompt reach deeper layers; None for all of them.
         reader: which resident entries a row reads; None for all of them.
-        codec: as what entries are stored; None for as recorded.
+        codec: as what entries are stored, or the merger that folds what leaves into them; None for
+            as recorded.
         so_far: the budget of an event is this share of the tokens before it, at least 1; None where
             all events have one budget.
         scaled: lengths that shrink with the budget where they do not fit it.
@@ -144,6 +146,19 @@ class Policy(Displayed):
                 f"{self.name}: a reader or a codec goes with entries that stay as they are, one "
                 "set for each KV head; expected no policy with positions=slot or per_query_head"
             )
+        unmerged = {
+            "rows of the prompt are dropped, which leave nothing to merge": self.propagation,
+            "a reader chooses by keys as recorded, and merging changes them": self.reader,
+            "it is a bound for entries as recorded, and merging changes them": (
+                self.scorer.clairvoyant
+            ),
+        }
+        if isinstance(self.codec, Merger) and any(unmerged.values()):
+            reason = next(text for text, applies in unmerged.items() if applies)
+            raise PolicyError(
+                f"{self.name}: {reason}; expected an eviction alone before the merger, such as "
+                f"snapkv+{self.codec.label.lower()}"
+            )
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]
@@ -198,6 +213,11 @@ class Policy(Displayed):
         return (
             within and self.codec is None and not self.foreign and self.layer_budgets.across_layers
         )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether entries are rounded once they leave an exact window."""
+        return self.codec is not None and bool(self.codec.clocks)
 
     @property
     def bounds(self) -> frozenset[str]:

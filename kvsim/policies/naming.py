@@ -20,7 +20,7 @@ from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
-BEHIND = ("reader", "codec")
+BEHIND = ("reader", "codec", "merger")
 
 
 def as_policy(given: PolicyLike) -> Policy:
@@ -115,7 +115,8 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     for entry, level in zip(behind, routed[len(chain) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in entry.parameters else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
-        built = replace(built, **{entry.kind: piece})
+        field = "reader" if entry.kind == "reader" else "codec"  # in which a merger is, too
+        built = replace(built, **{field: piece})
     title = built.name if innermost is None and not outer and not behind else name
     built = replace(built, name=title, protect=built.protect | protect)
     lengths, scaled = _lengths(built, chain, routed)
@@ -256,10 +257,11 @@ def _parse(name: str) -> tuple[list[tuple[str, Entry | None]], list[Entry]]:
     at = next((at for at, (_, x) in enumerate(parts) if x and x.kind in BEHIND), len(parts))
     chain, behind = parts[:at], parts[at:]
     kinds = [entry.kind if entry else "" for _, entry in behind]
-    if kinds not in ([], ["reader"], ["codec"], ["reader", "codec"]):
+    if kinds not in ([], ["reader"], ["codec"], ["reader", "codec"], ["merger"]):
         raise PolicyError(
-            f"{name}: a reader and a codec stand behind everything else; expected "
-            "EVICTION+READER+CODEC, such as snapkv+quest+kivi, each at most once"
+            f"{name}: a reader and a codec, or a merger alone, stand behind everything else; "
+            "expected EVICTION+READER+CODEC, such as snapkv+quest+kivi, each at most once, or "
+            "EVICTION+MERGER, such as snapkv+lookm"
         )
     front = next((entry.default for _, entry in behind if entry and entry.default), "full")
     chain = chain or [(front, CATALOGUE[front])]
@@ -311,7 +313,7 @@ def codec_of(spec: Codec | Spec) -> Codec:
     if isinstance(spec, Codec):
         return spec
     entry = CATALOGUE.get(spec.name) or ACCESS.get(spec.name)
-    if entry is None or entry.kind != "codec":
+    if entry is None or entry.kind not in ("codec", "merger"):
         raise PolicyError(
             f"the record is of entries that are stored by {spec.name!r}, which kvsim does not "
             "have; measure it where it was replayed, before it is stored"
