@@ -24,8 +24,9 @@ _TIE = 1e-6
 
 
 class Shares(NamedTuple):
-    """Weights of merging entries [H, e] in the sum that the nearest one becomes: their own, and
-    that of the nearest for each of them; and what each adds to the divisor.
+    """Weights of merging entries, and of the nearest for each, in its new sum; and the divisor's.
+
+    [H, e] each.
     """
 
     entry: Tensor
@@ -106,11 +107,10 @@ class Merger(Codec):
         )
         for array in (keys, values):
             old, entries = array[head, of_kept], array[head, of_gone]
-            entries = shares.entry.unsqueeze(-1) * entries.where(merges.unsqueeze(-1), 0.0).to(
-                dtype
-            )
+            folded = entries.to(dtype).where(merges.unsqueeze(-1), 0.0)
+            folded *= shares.entry.unsqueeze(-1)
             new = (self.own + own).unsqueeze(-1) * old.to(dtype)
-            new.scatter_add_(1, nearest.unsqueeze(-1).expand_as(entries), entries)
+            new.scatter_add_(1, nearest.unsqueeze(-1).expand_as(folded), folded)
             new /= (self.own + divisor).unsqueeze(-1)
             array[head, of_kept] = new.to(array.dtype).where(merged.unsqueeze(-1) > 0, old)
         changed[head, of_kept] = merged > 0

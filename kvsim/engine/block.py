@@ -11,10 +11,10 @@ from typing import Any
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.merging import Merger, unknown
 from kvsim.core.policy import Plan, Policy, Scorer, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
-from kvsim.core.merging import Merger, unknown
 from kvsim.core.storing import Codec, advance, round_marked
 from kvsim.core.view import Setting, Source, View
 from kvsim.engine.source import TraceSource

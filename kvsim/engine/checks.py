@@ -70,7 +70,7 @@ def check_cell(
     if policy.codec is not None:
         if trace.header.latent is not None:
             raise PolicyError(
-                f"{policy.name}: changes keys and values apart, and the entries of {trace.name} are "
+                f"{policy.name}: changes keys and values apart, and entries of {trace.name} are "
                 "latents, which are both; expected a policy without a codec or merger"
             )
         for size in {trace.dim, trace.value_dim}:

@@ -1,4 +1,4 @@
-"""LOOK-M (Wan et al. 2024, arXiv 2406.18139): what is evicted merges into the nearest kept entry."""
+"""LOOK-M (Wan et al. 2024, arXiv 2406.18139): evicted entries merge into kept ones."""
 
 from __future__ import annotations
 

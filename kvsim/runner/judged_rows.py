@@ -103,16 +103,17 @@ class JudgedRows:
             keys, values = tables
             return _Layer(keys, values, at, at, self._pos, first, last)
         if isinstance(merger := codec_of(codec), Merger):
-            return self._merged(merger, tables, gone[0])
+            return self._merged(merger, tables, gone[0], last[0])
         return self._rounded(layer, tables, last, first, at)
 
-    def _merged(self, merger: Merger, tables: list[Tensor], gone: Tensor) -> _Layer:
+    def _merged(self, merger: Merger, tables: list[Tensor], gone: Tensor, end: Tensor) -> _Layer:
         """A candidate for each entry of a single record, and one for each time that others merge.
 
-        tables: keys and values [H, T, d]. gone: after which row an entry leaves, [H, T].
+        tables: keys and values [H, T, d]. gone: after which row an entry leaves, [H, T]; end: the
+        last row that sees it.
         """
         at = self._pos.expand_as(gone).clone()  # the candidate that an entry is now
-        pos, first, last = [self._pos], [self._pos.expand_as(gone)], gone
+        pos, first, last = [self._pos], [self._pos.expand_as(gone)], end
         parts, now = [[x] for x in tables], [x.clone() for x in tables]
         for row, changed in merger.folds(*now, gone):
             places = changed.any(0).nonzero()[:, 0]
@@ -121,7 +122,7 @@ class JudgedRows:
             last = last.scatter(1, old, ends.clamp(max=row).where(here, ends))
             new = last.shape[1] + torch.arange(len(places), device=at.device)
             at[:, places] = new.where(here, old)
-            last = torch.cat([last, gone[:, places].where(here, -1)], dim=1)
+            last = torch.cat([last, end[:, places].where(here, -1)], dim=1)
             first.append(torch.full_like(old, row + 1))
             pos.append(places)
             for part, array in zip(parts, now, strict=True):
