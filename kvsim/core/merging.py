@@ -20,7 +20,7 @@ from kvsim.core.storing import Clock, Codec
 from kvsim.schema import NEVER
 
 #: Cosines that differ by less are equal: the first entry is the nearest.
-_TIE = 1e-6
+TIE = 1e-6
 
 
 class Shares(NamedTuple):
@@ -62,12 +62,12 @@ class Merger(Codec):
         """16 bits for each number: an entry stays an entry."""
         return 16.0 * dim, 16.0 * dim
 
-    def threshold(self, before: Tensor, mean: Tensor) -> Tensor:
-        """The least cosine that merges at an event, [H].
+    def merging(self, cosines: Tensor, leaves: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the entries that leave merge, bool [H, e], and the threshold [H] from now on.
 
-        before: that of the last event, NaN before the first; mean: of the cosines of this one.
+        cosines, leaves [H, e]: pads do not leave. before: the last threshold, NaN before the first.
         """
-        return torch.full_like(mean, -torch.inf)
+        return leaves, before
 
     @abstractmethod
     def shares(self, cosines: Tensor) -> Shares:
@@ -92,14 +92,11 @@ class Merger(Codec):
         )
         cosines = next(units) @ next(units).mT  # [H, e, m]
         cosines.masked_fill_(~stays.unsqueeze(1), -torch.inf)
-        near = cosines >= cosines.amax(-1, keepdim=True) - _TIE
+        near = cosines >= cosines.amax(-1, keepdim=True) - TIE
         nearest = near.int().argmax(-1)  # the first
         cosine = cosines.gather(-1, nearest.unsqueeze(-1)).squeeze(-1)
         merges = leaves & stays.any(-1, keepdim=True)
-        count = merges.sum(-1)
-        mean = cosine.where(merges, 0.0).sum(-1) / count.clamp(min=1)
-        least = self.threshold(before, mean).where(count > 0, before)
-        merges &= cosine >= least.unsqueeze(-1) - _TIE
+        merges, least = self.merging(cosine, merges, before)
         shares = Shares(*(x.where(merges, 0.0) for x in self.shares(cosine)))
         nothing = cosine.new_zeros(of_kept.shape)
         own, divisor, merged = (

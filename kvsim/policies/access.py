@@ -97,5 +97,11 @@ ACCESS: Mapping[str, Entry] = {
         D2O,
         None,
         default="h2o",
+        presets={
+            "release": Preset(
+                "weights are cosines, and heads share a threshold",
+                params={"weights": "cosine", "across_heads": True},
+            )
+        },
     ),
 }

@@ -160,9 +160,9 @@ class Restless(Averaged):
 class Mixing(Averaged):
     """The threshold is that of all heads together."""
 
-    def threshold(self, before, mean):
-        """The mean over heads."""
-        return mean.mean().expand_as(mean)
+    def merging(self, cosines, leaves, before):
+        """Those above the mean over heads."""
+        return leaves & (cosines > cosines[leaves].mean()), before
 
 
 def _mine(piece, eviction="knorm"):
