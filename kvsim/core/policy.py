@@ -1,9 +1,9 @@
 """A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
 
 Methods that propagate some of the prompt to deeper layers have one more, a propagation; those that
-read or store what stays in another way have a reader or a codec. The pieces are defined in
-`kvsim.core.pieces`, `propagation`, `reading` and `storing`; those of the first can be imported from
-here.
+read or store what stays in another way have a reader or a codec, or a merger. The pieces are
+defined in `kvsim.core.pieces`, `propagation`, `reading`, `storing` and `merging`; those of the
+first can be imported from here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a name and parameters to a Policy: `outer[@preset][+inner[@preset]]...[+reader][+codec]`."""
+"""From a name to a Policy: `outer[@preset][+inner[@preset]]...[+reader][+codec]` or `[+merger]`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def policy(name: str, **params: Any) -> Policy:
 
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
-    A reader and a codec stand behind it, `snapkv+quest+kivi`, or alone where nothing is evicted.
+    A reader and a codec stand behind it, `snapkv+quest+kivi`, or alone where nothing is evicted; or
+    a merger, `snapkv+lookm`, alone behind `h2o`.
     Next to an eviction a reader reads a quarter of the budget by default (`share`). `rocketkv`
     alone is `snapkv+rocketkv`, as in the paper.
     A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in,
@@ -163,7 +164,7 @@ def names() -> list[str]:
 
 
 def access_names() -> list[str]:
-    """Every reader and codec, presets included, as `policy` takes it alone or behind a `+`."""
+    """Every reader, codec and merger, presets included, as `policy` takes it alone or behind."""
     return _names(ACCESS)
 
 

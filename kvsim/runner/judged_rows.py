@@ -115,7 +115,7 @@ class JudgedRows:
         at = self._pos.expand_as(gone).clone()  # the candidate that an entry is now
         pos, first, last = [self._pos], [self._pos.expand_as(gone)], end
         parts, now = [[x] for x in tables], [x.clone() for x in tables]
-        for row, changed in merger.folds(*now, gone):
+        for row, changed in merger.folds(now[0], now[1], gone):
             places = changed.any(0).nonzero()[:, 0]
             here, old = changed[:, places], at[:, places]
             ends = last.gather(1, old)
