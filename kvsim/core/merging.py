@@ -22,6 +22,9 @@ from kvsim.schema import NEVER
 #: Cosines that differ by less are equal: the first entry is the nearest.
 TIE = 1e-6
 
+# Cosines that are computed together.
+_MOST = 1 << 24
+
 
 class Shares(NamedTuple):
     """Weights of merging entries, and of the nearest for each, in its new sum; and the divisor's.
@@ -86,17 +89,18 @@ class Merger(Codec):
             return changed, before
         head = torch.arange(len(keys), device=keys.device).unsqueeze(-1)
         dtype = compute_dtype(keys.dtype)
-        units = (
+        gone_units, units = (
             torch.nn.functional.normalize(keys[head, of].to(dtype), dim=-1, eps=1e-12)
             for of in (of_gone, of_kept)
         )
-        cosines = next(units) @ next(units).mT  # [H, e, m]
-        cosines.masked_fill_(~stays.unsqueeze(1), -torch.inf)
-        near = cosines >= cosines.amax(-1, keepdim=True) - TIE
-        nearest = near.int().argmax(-1)  # the first
-        cosine = cosines.gather(-1, nearest.unsqueeze(-1)).squeeze(-1)
-        merges = leaves & stays.any(-1, keepdim=True)
-        merges, least = self.merging(cosine, merges, before)
+        found = []
+        for part in gone_units.split(max(1, _MOST // stays.numel()), dim=1):
+            cosines = (part @ units.mT).masked_fill_(~stays.unsqueeze(1), -torch.inf)
+            first = (cosines >= cosines.amax(-1, keepdim=True) - TIE).int().argmax(-1, keepdim=True)
+            found.append((first[..., 0], cosines.gather(-1, first)[..., 0]))
+        nearest, cosine = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        leaves = leaves & stays.any(-1, keepdim=True)
+        merges, least = self.merging(cosine, leaves, before)
         shares = Shares(*(x.where(merges, 0.0) for x in self.shares(cosine)))
         nothing = cosine.new_zeros(of_kept.shape)
         own, divisor, merged = (

@@ -143,8 +143,8 @@ class Policy(Displayed):
             )
         if (self.reader or self.codec) and (self.positions == "slot" or self.per_query_head):
             raise PolicyError(
-                f"{self.name}: a reader or a codec goes with entries that stay as they are, one "
-                "set for each KV head; expected no policy with positions=slot or per_query_head"
+                f"{self.name}: a reader, codec or merger goes with keys at their own positions, "
+                "one set for each KV head; expected no policy with positions=slot or per_query_head"
             )
         unmerged = {
             "rows of the prompt are dropped, which leave nothing to merge": self.propagation,
@@ -157,7 +157,7 @@ class Policy(Displayed):
             reason = next(text for text, applies in unmerged.items() if applies)
             raise PolicyError(
                 f"{self.name}: {reason}; expected an eviction alone before the merger, such as "
-                f"snapkv+{self.codec.label.lower()}"
+                "snapkv+lookm"
             )
 
     def __repr__(self) -> str:

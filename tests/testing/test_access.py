@@ -223,7 +223,7 @@ def test_a_piece_without_a_bug_passes(piece):
     [
         ("snapkv+quest+d2o", "or a merger alone, stand behind"),
         ("snapkv+int8+lookm", "or a merger alone, stand behind"),
-        ("fastkv+d2o", "rows of the prompt are dropped.*such as snapkv[+]d2o"),
+        ("fastkv+d2o", "rows of the prompt are dropped.*such as snapkv[+]lookm"),
         ("oracle+lookm", "it is a bound for entries as recorded"),
         ("streaming_llm@original+lookm", "expected no policy with positions=slot"),
         ("lookm+snapkv", "stand behind everything else"),
