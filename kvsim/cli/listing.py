@@ -53,7 +53,7 @@ def policies(
         ["policy", "keeps", "evicts after", "needs", "paper"],
         [[shown(each), each.keeps, fires(each), needs(each), each.paper] for each in evictions],
     )
-    typer.echo("\nReaders, codecs and mergers, behind a policy or alone: snapkv+quest+kivi.\n")
+    typer.echo("\nReaders, codecs and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
     echo_table(
         ["part", "kind", "what it does", "needs", "paper"],
         [

@@ -146,19 +146,8 @@ class Policy(Displayed):
                 f"{self.name}: a reader, codec or merger goes with keys at their own positions, "
                 "one set for each KV head; expected no policy with positions=slot or per_query_head"
             )
-        unmerged = {
-            "rows of the prompt are dropped, which leave nothing to merge": self.propagation,
-            "a reader chooses by keys as recorded, and merging changes them": self.reader,
-            "it is a bound for entries as recorded, and merging changes them": (
-                self.scorer.clairvoyant
-            ),
-        }
-        if isinstance(self.codec, Merger) and any(unmerged.values()):
-            reason = next(text for text, applies in unmerged.items() if applies)
-            raise PolicyError(
-                f"{self.name}: {reason}; expected an eviction alone before the merger, such as "
-                "snapkv+lookm"
-            )
+        if isinstance(self.codec, Merger):
+            self.codec.check_policy(self)
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]
