@@ -76,8 +76,7 @@ class Policy(Displayed):
         per_query_head: keep one set per query head, which a grouped cache cannot store.
         propagation: which rows of the prompt reach deeper layers; None for all of them.
         reader: which resident entries a row reads; None for all of them.
-        codec: as what entries are stored, or the merger that folds what leaves into them; None for
-            as recorded.
+        codec: as what entries are stored, or how others merge into them; None for as recorded.
         so_far: the budget of an event is this share of the tokens before it, at least 1; None where
             all events have one budget.
         scaled: lengths that shrink with the budget where they do not fit it.

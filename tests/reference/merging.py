@@ -37,8 +37,11 @@ def lookm(merge: str) -> Fold:
     return fold
 
 
-def d2o(decay: float) -> Fold:
-    """Entries at least as similar as the moving threshold merge, by softmax of cosines and 1."""
+def d2o(decay: float, *, cosine: bool = False) -> Fold:
+    """Entries at least as similar as the moving threshold merge, by softmax of cosines and 1.
+
+    cosine: weights are these themselves, divided by the number of entries, as in the release.
+    """
 
     def fold(state: State, gone: list[Pair], kept: list[Pair]) -> dict[int, Pair]:
         near = _nearest(gone, kept)
@@ -50,10 +53,11 @@ def d2o(decay: float) -> Fold:
         into: dict[int, list[tuple[float, Pair]]] = {}
         for entry, (at, u) in zip(gone, near, strict=True):
             if u >= state["threshold"] - 1e-6:
-                into.setdefault(at, [(math.e, kept[at])]).append((math.exp(u), entry))
+                own, weight = (1.0, u) if cosine else (math.e, math.exp(u))
+                into.setdefault(at, [(own, kept[at])]).append((weight, entry))
         out = {}
         for at, parts in into.items():
-            total = sum(weight for weight, _ in parts)
+            total = len(parts) if cosine else sum(weight for weight, _ in parts)
             out[at] = _sum([(weight / total, entry) for weight, entry in parts])
         return out
 

@@ -101,7 +101,9 @@ def _lookm(data):
 
 def _d2o(data):
     decay = data.draw(st.sampled_from((0.0, 0.5, 0.9)))
-    return D2O(decay), storing.merging(merging.d2o(decay))
+    weights = data.draw(st.sampled_from(("softmax", "cosine")))
+    fold = merging.d2o(decay, cosine=weights == "cosine")
+    return D2O(decay, weights), storing.merging(fold)
 
 
 VLLM = {"hadamard": True, "unit": True, "uniform": True}
@@ -374,3 +376,23 @@ def test_outliers_leave_finer_levels_to_the_others():
     assert errors[0] > 0.5
     assert errors[1] < 1 / 15 + 1e-6
     assert KVQuant(4, 0.01).bits(100)[1] == 4 * 100 + 32 + 32
+
+
+def test_heads_of_the_release_of_d2o_share_a_threshold():
+    """Heads that are alike merge as each alone; another head changes what a head merges."""
+    rng = np.random.default_rng(3)
+    keys = torch.from_numpy(rng.standard_normal((1, 40, 8)))
+    other = torch.from_numpy(rng.standard_normal((1, 40, 8)))
+    gone = torch.from_numpy(np.where(rng.random(40) < 0.5, 39, NEVER))
+
+    def merged(heads, across):
+        stored = torch.cat(heads)
+        merger = D2O(weights="cosine", across_heads=across)
+        _ = [*merger.folds(stored, stored.clone(), gone.expand(len(stored), -1))]
+        return stored
+
+    alone = merged([keys], across=False)
+    for head in merged([keys, keys], across=True):
+        torch.testing.assert_close(head, alone[0])
+    assert torch.equal(merged([keys, other], across=False)[0], alone[0])
+    assert not torch.equal(merged([keys, other], across=True)[0], alone[0])
