@@ -86,6 +86,7 @@ def policy_names() -> str:
         "propagation": "across layers",
         "reader": "readers: which of the held entries a row reads",
         "codec": "codecs: in how many bits entries are stored",
+        "merger": "mergers: what kept entries become when others leave",
     }
     for kind, plural in kinds.items():
         names = [

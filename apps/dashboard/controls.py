@@ -37,7 +37,7 @@ SAMPLE = "sample-smollm2"
 HERE = "the chosen trace, replayed here"
 
 #: What a policy has behind its eviction, and what it does without.
-BEHIND = {"reader": "reads all", "codec": "exact"}
+BEHIND = {"reader": "reads all", "codec": "exact", "merger": "evicts"}
 
 #: Options of experiments by name, whose help and defaults widgets have.
 OPTIONS = {option.name: option for option in declared(Experiment)}
@@ -219,7 +219,7 @@ def policy(label: str, key: str, first: str, *, optional: bool = False) -> str:
 def access(name: str, key: str) -> str:
     """Choose a reader and a codec behind an eviction, nothing by default."""
     behind = []
-    columns = st.sidebar.columns(2)
+    columns = st.sidebar.columns(len(BEHIND))
     for column, (kind, without) in zip(columns, BEHIND.items(), strict=True):
         listed = [each for each in access_names() if entry(each).kind == kind]
         title = kind.capitalize()

@@ -53,7 +53,7 @@ def policies(
         ["policy", "keeps", "evicts after", "needs", "paper"],
         [[shown(each), each.keeps, fires(each), needs(each), each.paper] for each in evictions],
     )
-    typer.echo("\nReaders and codecs, alone or behind a policy: snapkv+quest+kivi.\n")
+    typer.echo("\nReaders, codecs and mergers, alone or behind a policy: snapkv+quest+kivi.\n")
     echo_table(
         ["part", "kind", "what it does", "needs", "paper"],
         [
@@ -104,7 +104,7 @@ def _in_full(policy: Description) -> str:
 
 def shown(policy: Description) -> str:
     """The name, with a place for the scorer inside, in brackets where it needs none."""
-    if policy.kind in ("reader", "codec"):
+    if policy.kind in ("reader", "codec", "merger"):
         return f"[EVICTION+]{policy.name}"
     if policy.innermost:
         return policy.name

@@ -1,9 +1,8 @@
 """A policy is composed of pieces: what is scored, how many stay, when, and what is protected.
 
-Methods that propagate some of the prompt to deeper layers have one more, a propagation; those that
-read or store what stays in another way have a reader or a codec. The pieces are defined in
-`kvsim.core.pieces`, `propagation`, `reading` and `storing`; those of the first can be imported from
-here.
+Some propagate a part of the prompt to deeper layers (a propagation), or read or store what stays in
+another way (a reader, a codec, a merger). Pieces are defined in `kvsim.core.pieces`, which can be
+imported from here, `propagation`, `reading`, `storing` and `merging`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from kvsim.core.delegates import Displayed
+from kvsim.core.merging import Merger
 from kvsim.core.parameters import Between, Length, check_fields, parameters
 from kvsim.core.pieces import (
     Allocator,
@@ -75,7 +75,7 @@ class Policy(Displayed):
         per_query_head: keep one set per query head, which a grouped cache cannot store.
         propagation: which rows of the prompt reach deeper layers; None for all of them.
         reader: which resident entries a row reads; None for all of them.
-        codec: as what entries are stored; None for as recorded.
+        codec: as what entries are stored, or how others merge into them; None for as recorded.
         so_far: the budget of an event is this share of the tokens before it, at least 1; None where
             all events have one budget.
         scaled: lengths that shrink with the budget where they do not fit it.
@@ -141,9 +141,11 @@ class Policy(Displayed):
             )
         if (self.reader or self.codec) and (self.positions == "slot" or self.per_query_head):
             raise PolicyError(
-                f"{self.name}: a reader or a codec goes with entries that stay as they are, one "
-                "set for each KV head; expected no policy with positions=slot or per_query_head"
+                f"{self.name}: a reader, codec or merger goes with keys at their own positions, "
+                "one set for each KV head; expected no policy with positions=slot or per_query_head"
             )
+        if isinstance(self.codec, Merger):
+            self.codec.check_policy(self)
 
     def __repr__(self) -> str:
         params = [f"{name}={value!r}" for name, value in self.params.items()]
@@ -198,6 +200,11 @@ class Policy(Displayed):
         return (
             within and self.codec is None and not self.foreign and self.layer_budgets.across_layers
         )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether entries are rounded once they leave an exact window."""
+        return self.codec is not None and bool(self.codec.clocks)
 
     @property
     def bounds(self) -> frozenset[str]:
@@ -290,8 +297,7 @@ class Policy(Displayed):
         first = exceeded(budget) if self.allocator.bounded else None
         if first is None:
             return
-        # all budgets above one that works do, too
-        totals = range(NEVER + 1)
+        totals = range(NEVER + 1)  # all above one that works do, too
         smallest = bisect_left(totals, x=True, lo=budget, key=lambda total: exceeded(total) is None)
         works = f"the smallest budget that works is {smallest}"
         way_out = works if smallest in totals else "no budget works"

@@ -226,7 +226,8 @@ class Record(Displayed):
 
 def fields_of(policy: Policy) -> dict[str, Any]:
     """Return the fields of a Record that follow from its policy."""
-    params, changed, access = policy.params, None, {"read": policy.reader, "stored": policy.codec}
+    params, changed = policy.params, None
+    access = {"read": policy.reader is not None, "stored": policy.rounds}
     if policy.default is not None:
         default = policy.default.params
         changed = tuple(name for name, value in params.items() if default.get(name, ...) != value)
@@ -236,7 +237,7 @@ def fields_of(policy: Policy) -> dict[str, Any]:
         "per_query_head": policy.per_query_head,
         "looks_ahead": policy.clairvoyant,
         "bounds": tuple(sorted(policy.bounds)),
-        "access": tuple(name for name, piece in access.items() if piece is not None),
+        "access": tuple(name for name, applies in access.items() if applies),
         "changed": changed,
         "codec": policy.codec,
     }

@@ -41,10 +41,14 @@ class View:
         since: Tensor,
         layers: Tensor,
         rounded_after: Tensor | None = None,
+        merges: bool = False,
     ) -> None:
         self._source, self._entries, self._since = source, entries, since
         # the row after which a codec rounded each key, int32 [L, H, T]
         self._rounded_after = rounded_after
+        #: whether an entry may have another key at a later event: a codec rounds it, or others that
+        #: leave are folded into it
+        self.rounded = merges or rounded_after is not None
         self._gathered: dict[str, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
         # tensors that others read too, the copies that a guarded policy gets, and their versions
@@ -214,11 +218,6 @@ class View:
     def keys(self) -> Tensor:
         """Keys of the entries after RoPE, 0 on pads; [L, H, n, d]."""
         return self._gather("keys", self._source.keys)
-
-    @property
-    def rounded(self) -> bool:
-        """Whether a codec rounds keys, so that an entry has another key at a later event."""
-        return self._rounded_after is not None
 
     @property
     def values(self) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvsim.core.entries import Entries
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.merging import Merger, unknown
 from kvsim.core.policy import Plan, Policy, Scorer, Scores, protected_by
 from kvsim.core.record import Plans
 from kvsim.core.select import select
@@ -166,9 +167,10 @@ class Block:
         self.entries = Entries(n, heads, policy.columns, like=keys, compacted=source.compacted)
         self.since = torch.full_like(layers, -1)
         self._next = 0  # first position not yet appended
-        size = shape if policy.codec is not None else (0, 0, 0)
+        size = shape if policy.rounds else (0, 0, 0)
         self.stored_after = self.evicted_at.new_full((2, *size), NEVER)
         self._stored_to = self._settings[0].prompt_len - 1
+        self._thresholds = unknown(keys)  # of a merger, [L, H]
 
     def event(self, row: int) -> bool:
         """Fire the event after row `row`. True if it acted on any layer."""
@@ -206,7 +208,8 @@ class Block:
             row=row,
             since=self.since,
             layers=self.layers,
-            rounded_after=None if policy.codec is None else self.stored_after[0],
+            rounded_after=self.stored_after[0] if policy.rounds else None,
+            merges=isinstance(policy.codec, Merger),
         )
         acts = self._acts(view) & fires
         acting = acts.tolist()
@@ -242,9 +245,20 @@ class Block:
             acts = acts | (keep != entries.live).flatten(1).any(1)
         gone = entries.places(self.evicted_at.shape[-1])[entries.live & ~keep]
         self.evicted_at.view(-1).index_fill_(0, gone, row)
+        if isinstance(self.policy.codec, Merger) and len(gone):
+            self._fold(self.policy.codec, row)
         slots = entries.compress(keep)
         self.source.evict(slots, entries.live, self.evicted_at)
         self.since = self.since.masked_fill(acts.flatten(), row)
+
+    def _fold(self, merger: Merger, row: int) -> None:
+        """Fold what left after row `row` into what stays."""
+        pos = torch.arange(self.evicted_at.shape[-1], device=self.evicted_at.device)
+        left, stays = self.evicted_at == row, (self.evicted_at > row) & (pos <= row)
+        gone, kept = (self._placed(marked, row + 1) for marked in (left, stays))
+        layers = zip(self.source.writable(0), self.source.writable(1), gone, kept, strict=True)
+        for layer, part in enumerate(layers):
+            _, self._thresholds[layer] = merger.fold(*part, self._thresholds[layer])
 
     def store(self, row: int) -> None:
         """Round the keys and values that left their exact window before row `row`."""

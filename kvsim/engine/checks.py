@@ -72,8 +72,8 @@ def check_cell(
     if policy.codec is not None:
         if trace.header.latent is not None:
             raise PolicyError(
-                f"{policy.name}: rounds keys and values apart, and the entries of {trace.name} are "
-                "latents, which are both; expected a policy without a codec"
+                f"{policy.name}: changes keys and values apart, and entries of {trace.name} are "
+                "latents, which are both; expected a policy without a codec or merger"
             )
         for size in {trace.dim, trace.value_dim}:
             policy.codec.check(size)
@@ -135,7 +135,7 @@ def _chunk_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     chunk = schedule.prefill_chunk
     if chunk is None:
         return ""
-    if not schedule.prefill and policy.codec is None:
+    if not schedule.prefill and not policy.rounds:
         return f"{policy.name}: no event ends the prefill in its schedule, also not of a chunk"
     more = _chunks(trace, schedule)
     if not more:
@@ -154,7 +154,7 @@ def _context_remark(trace: Trace, policy: Policy, schedule: Schedule) -> str:
     if alone or trace.context_len == trace.prompt_len:
         return ""
     question = plural((trace.prompt_len - (trace.context_len or 0)), "token")
-    if not schedule.prefill and (policy.reader or policy.codec):
+    if not schedule.prefill and (policy.reader or policy.rounds):
         return f"{trace.name}: its question of {question} reads the context as the response does"
     if not schedule.prefill:
         return f"{policy.name}: no event ends the prefill in its schedule, also not of the context"
@@ -247,7 +247,7 @@ def _idle(
     """
     *layers, n_pos = evicted_at.shape
     rows = np.arange(trace.prompt_len if reads is None else reads.first, n_pos)
-    if not len(rows) or (reads is None and policy.codec is None):
+    if not len(rows) or (reads is None and not policy.rounds):
         return
     ends = np.minimum(evicted_at, n_pos - 1).reshape(-1, n_pos) + 1
     ends = ends + np.arange(len(ends))[:, None] * (n_pos + 1)
@@ -258,7 +258,7 @@ def _idle(
             f"{policy.name}: every row reads all that is held, so that its reader has no effect; "
             "give a smaller budget"
         )
-    if policy.codec is not None:
+    if policy.codec is not None and policy.rounds:
         least = min(clock.exact + clock.step for clock in policy.codec.clocks)
         if held.max() - 1 < least:
             yield (

@@ -1,15 +1,17 @@
-"""Readers and codecs by their names."""
+"""Readers, codecs and mergers by their names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from kvsim.policies.clairvoyant import TopK, TopP
+from kvsim.policies.d2o import D2O
 from kvsim.policies.double_sparsity import DoubleSparsity
 from kvsim.policies.entry import Entry, Preset
 from kvsim.policies.infllm import InfLLM
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.kvquant import KVQuant
+from kvsim.policies.lookm import LookM
 from kvsim.policies.magicpig import MagicPIG
 from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
 from kvsim.policies.pqcache import PQCache
@@ -19,7 +21,7 @@ from kvsim.policies.skip_softmax import SkipSoftmax
 from kvsim.policies.think import ThinK
 from kvsim.policies.turboquant import TurboQuant
 
-#: Readers and codecs, which stand behind an eviction, or alone.
+#: Readers, codecs and mergers, which stand behind an eviction, or alone.
 ACCESS: Mapping[str, Entry] = {
     "quest": Entry(
         "reads pages whose keys could have the largest logits",
@@ -104,5 +106,20 @@ ACCESS: Mapping[str, Entry] = {
     "fp8": Entry("stores 8-bit floating-point numbers", ShortFloats, None),
     "nvfp4": Entry(
         "stores 4-bit floating-point numbers, with a scale per block", BlockFloats, None
+    ),
+    "lookm": Entry(
+        "merges what is evicted into the nearest kept entries", LookM, None, default="h2o"
+    ),
+    "d2o": Entry(
+        "merges what is evicted into the nearest kept entries, if similar enough",
+        D2O,
+        None,
+        default="h2o",
+        presets={
+            "release": Preset(
+                "weights are cosines, and heads share a threshold",
+                params={"weights": "cosine", "across_heads": True},
+            )
+        },
     ),
 }

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvsim.core.merging import Merger
 from kvsim.core.parameters import Parameter, parameters
 from kvsim.core.policy import Allocator, Schedule, Scorer, Wrapper
 from kvsim.core.propagation import Propagation
@@ -67,11 +68,11 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """`propagation`, `allocator`, `wrapper`, `scorer`, `reader` or `codec`.
+        """`propagation`, `allocator`, `wrapper`, `scorer`, `reader`, `codec` or `merger`.
 
         It says where in a name the entry may stand.
         """
-        bases = (Propagation, Allocator, Wrapper, Scorer, Reader, Codec)
+        bases = (Propagation, Allocator, Wrapper, Scorer, Reader, Merger, Codec)
         return next(base.__name__.lower() for base in bases if issubclass(self.piece, base))
 
     @property

@@ -1,4 +1,4 @@
-"""From a name and parameters to a Policy: `outer[@preset][+inner[@preset]]...[+reader][+codec]`."""
+"""From a name to a Policy: `outer[@preset][+inner[@preset]]...[+reader][+codec]` or `[+merger]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvsim.policies.entry import Entry
 from kvsim.policies.full import Full
 
 #: Kinds of parts that stand behind an eviction.
-BEHIND = ("reader", "codec")
+BEHIND = ("reader", "codec", "merger")
 
 
 def as_policy(given: PolicyLike) -> Policy:
@@ -46,7 +46,8 @@ def policy(name: str, **params: Any) -> Policy:
 
     A name is a scorer, `NAME[@PRESET]`, with wrappers and at most one allocator in front:
     `ams+expected_attention`, `adakv@kvpress+snapkv`, `ams+global+knorm`. Bare `ams` is `ams+tova`.
-    A reader and a codec stand behind it, `snapkv+quest+kivi`, or alone where nothing is evicted.
+    A reader and a codec stand behind it, `snapkv+quest+kivi`, or alone where nothing is evicted; or
+    a merger, `snapkv+lookm`, alone behind `h2o`.
     Next to an eviction a reader reads a quarter of the budget by default (`share`). `rocketkv`
     alone is `snapkv+rocketkv`, as in the paper.
     A parameter goes to the outermost part that has it; `scorer__NAME` looks one part further in,
@@ -116,7 +117,8 @@ def _built(name: str, params: dict[str, Any]) -> Policy:
     for entry, level in zip(behind, routed[len(chain) :], strict=True):
         quarter = {"share": 0.25} if built.bounded and "share" in entry.parameters else {}
         piece = entry.piece(**{**entry.params, **quarter, **level})
-        built = replace(built, **{entry.kind: piece})
+        field = "reader" if entry.kind == "reader" else "codec"  # in which a merger is, too
+        built = replace(built, **{field: piece})
     title = built.name if innermost is None and not outer and not behind else name
     built = replace(built, name=title, protect=built.protect | protect)
     lengths, scaled = _lengths(built, chain, routed)
@@ -163,7 +165,7 @@ def names() -> list[str]:
 
 
 def access_names() -> list[str]:
-    """Every reader and codec, presets included, as `policy` takes it alone or behind a `+`."""
+    """Every reader, codec and merger, presets included, as `policy` takes it alone or behind."""
     return _names(ACCESS)
 
 
@@ -257,10 +259,11 @@ def _parse(name: str) -> tuple[list[tuple[str, Entry | None]], list[Entry]]:
     at = next((at for at, (_, x) in enumerate(parts) if x and x.kind in BEHIND), len(parts))
     chain, behind = parts[:at], parts[at:]
     kinds = [entry.kind if entry else "" for _, entry in behind]
-    if kinds not in ([], ["reader"], ["codec"], ["reader", "codec"]):
+    if kinds not in ([], ["reader"], ["codec"], ["reader", "codec"], ["merger"]):
         raise PolicyError(
-            f"{name}: a reader and a codec stand behind everything else; expected "
-            "EVICTION+READER+CODEC, such as snapkv+quest+kivi, each at most once"
+            f"{name}: a reader and a codec, or a merger alone, stand behind everything else; "
+            "expected EVICTION+READER+CODEC, such as snapkv+quest+kivi, each at most once, or "
+            "EVICTION+MERGER, such as snapkv+lookm"
         )
     front = next((entry.default for _, entry in behind if entry and entry.default), "full")
     chain = chain or [(front, CATALOGUE[front])]
@@ -309,7 +312,7 @@ def _entry(name: str) -> Entry:
 
 def codec_of(spec: Codec | Spec) -> Codec:
     """The codec that a record names. Raises PolicyError for one that is not in the catalogue."""
-    return _stored(spec, "codec") if isinstance(spec, Spec) else spec
+    return _stored(spec, "codec", "merger") if isinstance(spec, Spec) else spec
 
 
 def reader_of(spec: Reader | Spec) -> Reader:
@@ -317,18 +320,18 @@ def reader_of(spec: Reader | Spec) -> Reader:
     return _stored(spec, "reader") if isinstance(spec, Spec) else spec
 
 
-def _stored(spec: Spec, kind: str) -> Any:
+def _stored(spec: Spec, *kinds: str) -> Any:
     entry = CATALOGUE.get(spec.name) or ACCESS.get(spec.name)
-    if entry is None or entry.kind != kind:
+    if entry is None or entry.kind not in kinds:
         raise PolicyError(
-            f"the record is of entries under the {kind} {spec.name!r}, which kvsim does not have; "
-            "measure it where it was replayed, before it is stored"
+            f"the record is of entries under the {kinds[0]} {spec.name!r}, which kvsim does not "
+            "have; measure it where it was replayed, before it is stored"
         )
     unknown = set(spec.params) - set(entry.parameters)
     if unknown:
         raise PolicyError(
-            f"the {kind} {spec.name} of the record has a parameter {min(unknown)!r}; expected "
-            f"{', '.join(entry.parameters)}"
+            f"the {entry.kind} {spec.name} of the record has a parameter {min(unknown)!r}; "
+            f"expected {', '.join(entry.parameters)}"
         )
     return entry.piece(**spec.params)
 

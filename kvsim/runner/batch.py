@@ -38,7 +38,7 @@ def run_prompt(
     if lane.policy.propagation is not None or lane.running.has_states:
         return lane.feed(ids)[-1]
     n = min((row + 1 for row in lane.events), default=len(ids))
-    if lane.policy.codec or lane.policy.reader:  # rows behind the context are affected
+    if lane.policy.rounds or lane.policy.reader:  # rows behind the context are affected
         n = min(n, *lane.schedule.ends(len(ids), lane.sketch.context_len))
     prefix = prefix_of(ids[:n])
     lane.begin(prefix)
@@ -47,7 +47,7 @@ def run_prompt(
 
 def unbatched(policy: Policy) -> str | None:
     """Return why sequences under a policy run one by one, as in `separate`; None for a batch."""
-    if policy.reader is not None or policy.codec is not None:
+    if policy.reader is not None or policy.rounds:
         return "its rows read a part of the cache, or see rounded entries"
     return None
 

@@ -25,7 +25,7 @@ def check_live(policy: Policy, *, paged: bool = False) -> None:
         )
     if paged and (policy.reader or policy.codec):
         raise PolicyError(
-            f"{policy.name}: reads a part of the cache, or rounds it, and attention through block "
+            f"{policy.name}: reads a part of the cache, or changes it, and attention through block "
             "tables reads all of it as it is; run it without --paged"
         )
 

@@ -108,7 +108,7 @@ class Decoding:
         first = ended(self.sketch, self._first)
         self._reads = None if reader is None else LiveReads(first, reader, *terms)
         #: after which row entries are first rounded
-        self._stores = None if policy.codec is None else self._first - 1
+        self._stores = self._first - 1 if policy.rounds else None
         self._prunes = self._first if policy.codec and policy.codec.rows else 0
         #: in its `with` block; while its rows are in the model, or an error stopped them there
         self._open = self._busy = False
@@ -139,8 +139,7 @@ class Decoding:
             dropped = sketch.prompt_len - part.prompt_len
             how: dict[str, Any] = {"rotated": rotated, "dropped": dropped}
             if self._paging is None:
-                exact = policy.codec is not None
-                source = LiveSource(part, run.layers, like, **how, exact=exact)
+                source = LiveSource(part, run.layers, like, **how, exact=policy.rounds)
             else:
                 source = PagedSource(part, run.layers, like, self._paging, **how)
             block = Block(

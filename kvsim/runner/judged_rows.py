@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsim.analysis.output.partial import first_row, kept_channels, log_weights
+from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
@@ -98,10 +99,39 @@ class JudgedRows:
             last = torch.minimum(last, trace.formulas[layer].last_rows(self._pos).int())
         at = self._rows[:, None].expand(-1, len(key), -1)
         first = self._pos.expand_as(last)
-        if self._records[0].codec is None:
+        codec = self._records[0].codec
+        if codec is None:
             keys, values = tables
             return _Layer(keys, values, at, at, self._pos, first, last)
+        if isinstance(merger := codec_of(codec), Merger):
+            return self._merged(merger, tables, gone[0], last[0])
         return self._rounded(layer, tables, last, first, at)
+
+    def _merged(self, merger: Merger, tables: list[Tensor], gone: Tensor, end: Tensor) -> _Layer:
+        """A candidate for each entry of a single record, and one for each time that others merge.
+
+        tables: keys and values [H, T, d]. gone: after which row an entry leaves, [H, T]; end: the
+        last row that sees it.
+        """
+        at = self._pos.expand_as(gone).clone()  # the candidate that an entry is now
+        pos, first, last = [self._pos], [self._pos.expand_as(gone)], end
+        parts, now = [[x] for x in tables], [x.clone() for x in tables]
+        for row, changed in merger.folds(now[0], now[1], gone):
+            places = changed.any(0).nonzero()[:, 0]
+            here, old = changed[:, places], at[:, places]
+            ends = last.gather(1, old)
+            last = last.scatter(1, old, ends.clamp(max=row).where(here, ends))
+            new = last.shape[1] + torch.arange(len(places), device=at.device)
+            at[:, places] = new.where(here, old)
+            last = torch.cat([last, end[:, places].where(here, -1)], dim=1)
+            first.append(torch.full_like(old, row + 1))
+            pos.append(places)
+            for part, array in zip(parts, now, strict=True):
+                part.append(array[:, places])
+        keys, values = (torch.cat(part, dim=1) for part in parts)
+        of_head = torch.arange(last.shape[1], device=at.device).expand_as(last)[None]
+        begins = torch.cat(first, dim=1)[None]
+        return _Layer(keys, values, of_head, of_head, torch.cat(pos), begins, last[None])
 
     def _rounded(
         self, layer: int, tables: list[Tensor], last: Tensor, first: Tensor, at: Tensor

@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.output.partial import first_moved
 from kvsim.analysis.table import JUDGED
+from kvsim.core.merging import Merger
 from kvsim.core.outcome import Forced, Outcome
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
@@ -36,6 +37,7 @@ from kvsim.core.trace import Trace
 from kvsim.engine.layers import DEFAULT_MEMORY
 from kvsim.errors import CaptureError, PolicyError
 from kvsim.policies.model import model_of
+from kvsim.policies.naming import codec_of
 from kvsim.recorder import load_model
 from kvsim.recorder.cache import cache_option
 from kvsim.recorder.generation import check_logits, evaluating
@@ -135,10 +137,14 @@ class Judge:
             first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
             for record in records
         ]
-        kinds = [(x, r.codec is not None) for x, r in zip(starts, records, strict=True)]
+        codecs = [None if r.codec is None else codec_of(r.codec) for r in records]
+        # what mergers add differs by record
+        alone = [n * isinstance(codec, Merger) for n, codec in enumerate(codecs, 1)]
+        stored = [codec is not None for codec in codecs]
+        kinds = [*zip(starts, stored, alone, strict=True)]
         order = sorted(range(len(records)), key=kinds.__getitem__)
-        for (start, rounds), group in groupby(order, kinds.__getitem__):
-            numbers, size = list(group), self._together(start, rounded=bool(rounds))
+        for (start, rounds, _), group in groupby(order, kinds.__getitem__):
+            numbers, size = list(group), self._together(start, rounded=rounds)
             for part in (numbers[i : i + size] for i in range(0, len(numbers), size)):
                 yield part, *self._judge([records[number] for number in part], start)
 

@@ -21,7 +21,7 @@ def cell_remarks(cells: Sequence[Cell]) -> tuple[str, ...]:
 def access_remark(cells: Sequence[Cell]) -> str:
     """Return which policies a budget of entries does not compare with the others."""
     policies = {cell.policy.name: cell.policy for cell in cells}
-    other = [name for name, policy in policies.items() if policy.reader or policy.codec]
+    other = [name for name, policy in policies.items() if policy.reader or policy.rounds]
     if not other or len(policies) < 2:
         return ""
     names = f"{', '.join(other)} read{'s' * (len(other) == 1)} or store{'s' * (len(other) == 1)}"

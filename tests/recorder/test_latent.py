@@ -196,7 +196,7 @@ def test_a_model_whose_keys_do_not_follow_from_latents_is_refused():
 
 def test_codecs_are_refused():
     """They round keys and values apart."""
-    with pytest.raises(PolicyError, match="rounds keys and values apart, and the entries of"):
+    with pytest.raises(PolicyError, match="changes keys and values apart, and entries of"):
         kvsim.replay(recorded("deepseek_v3"), "h2o+int4", 64)
 
 

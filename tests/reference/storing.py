@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvsim.schema import NEVER
 from kvsim.testing.loops.event import Event, Floats, Ints
+from reference.merging import Fold, State
 
 #: A token's numbers, channel by channel.
 Token = list[float]
@@ -27,7 +28,8 @@ class Store:
     due: given how many exact entries a head holds after a row, how many of the oldest are rounded.
     rounds: the numbers of these tokens after the round trip. bits: of a token of some channels.
     prunes: which channels of keys become 0, given the queries of rows up to now and the keys that
-    are held. once: nothing is rounded after later rows.
+    are held. once: nothing is rounded after later rows. merges: what entries become when others
+    leave.
     """
 
     due: tuple[Callable[[int], int], Callable[[int], int]]
@@ -35,6 +37,15 @@ class Store:
     bits: tuple[Callable[[int], float], Callable[[int], float]]
     prunes: Callable[[list[list[Token]], list[Token]], list[int]] | None = None
     once: bool = False
+    merges: Fold | None = None
+
+
+def merging(fold: Fold) -> Store:
+    """Nothing is rounded; entries that stay change when others leave."""
+    none: Callable[[int], int] = lambda _: 0  # noqa: E731
+    same: Callable[[list[Token]], list[Token]] = lambda tokens: tokens  # noqa: E731
+    whole: Callable[[int], float] = lambda dim: 16 * dim  # noqa: E731
+    return Store((none, none), (same, same), (whole, whole), merges=fold)
 
 
 def think(share: float, window: int, recent: int) -> Store:
@@ -301,6 +312,7 @@ class Stored:
     values: Floats
     first: int
     after: Ints = field(init=False)
+    states: dict[tuple[int, int], tuple[State, set[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keys, self.values = self.keys.copy(), self.values.copy()
@@ -308,6 +320,16 @@ class Stored:
 
     def round(self, layer: int, head: int, row: int, live: Sequence[int]) -> None:
         """After row `row`, and the event after it: the oldest exact entries leave the window."""
+        if self.store.merges is not None:
+            state, left = self.states.setdefault((layer, head), ({}, set()))
+            keys, values = self.keys[layer, head], self.values[layer, head]
+            gone = [p for p in range(row + 1) if p not in live and p not in left]
+            left.update(gone)
+            pairs = [[(keys[p].tolist(), values[p].tolist()) for p in of] for of in (gone, live)]
+            for at, new in self.store.merges(state, *pairs).items():
+                keys[live[at]], values[live[at]] = new
+                self.after[:, layer, head, live[at]] = row
+            return
         if row < self.first or (self.store.once and row > self.first):
             return
         pruned: list[int] = []

@@ -15,17 +15,20 @@ from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.partial import kept_channels
 from kvsim.core.attention import Formula
+from kvsim.core.merging import Merger
 from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.replay import ReplayOptions, run
 from kvsim.errors import PolicyError
+from kvsim.policies.d2o import D2O
 from kvsim.policies.kivi import Kivi
 from kvsim.policies.kvquant import KVQuant
+from kvsim.policies.lookm import LookM
 from kvsim.policies.per_token import BlockFloats, Integers, ShortFloats
 from kvsim.policies.think import ThinK
 from kvsim.policies.turboquant import TurboQuant, codebook, product
 from kvsim.schema import NEVER
 from kvsim.testing import strategies
-from reference import storing
+from reference import merging, storing
 from reference.strategies import examples, naive, setups
 from traces import changed
 
@@ -91,6 +94,18 @@ def _nvfp4(data):
     return BlockFloats(window=window), storing.nvfp4(window)
 
 
+def _lookm(data):
+    merge = data.draw(st.sampled_from(("averaged", "pivotal", "weighted")))
+    return LookM(merge), storing.merging(merging.lookm(merge))
+
+
+def _d2o(data):
+    decay = data.draw(st.sampled_from((0.0, 0.5, 0.9)))
+    weights = data.draw(st.sampled_from(("softmax", "cosine")))
+    fold = merging.d2o(decay, cosine=weights == "cosine")
+    return D2O(decay, weights), storing.merging(fold)
+
+
 VLLM = {"hadamard": True, "unit": True, "uniform": True}
 CODECS = {
     "kivi": _kivi(2),
@@ -105,7 +120,10 @@ CODECS = {
     "turboquant@prod": _turboquant(3, prod={"prod": True}),
     "nvfp4": _nvfp4,
     "think": _think,
+    "lookm": _lookm,
+    "d2o": _d2o,
 }
+MERGERS = ("lookm", "d2o")
 NAMES = [name for name in CODECS if name != "int2"]  # it is as int4
 COARSE = ("kivi", "int2", "int4", "fp8", "16 bits", "nvfp4", "kvquant", "turboquant@prod", "think")
 
@@ -128,7 +146,14 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
         sinks=sinks,
     )
     gone = torch.from_numpy(record.evicted_at)
-    for which, name in enumerate(("k", "v")):
+    merges = isinstance(record.codec, Merger)
+    if merges:
+        stored = [trace.read(name).clone() for name in ("k", "v")]
+        for layer, of_layer in enumerate(gone):
+            _ = [*record.codec.folds(stored[0][layer], stored[1][layer], of_layer)]
+        for mine, right in zip(stored, (expected.stored.keys, expected.stored.values), strict=True):
+            np.testing.assert_allclose(mine.numpy(), right, rtol=tolerance, atol=tolerance)
+    for which, name in enumerate(("k", "v") if not merges else ()):
         after = stored_after(gone, record.codec.clocks[which], first)
         np.testing.assert_array_equal(after.numpy(), expected.stored.after[which])
         numbers = trace.read(name).clone()
@@ -153,7 +178,7 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
 def test_storing_equals_the_naive_one(name):
     """In 80 generated cases of any evictions, of the prompt's compression before or after it."""
     seen: Counter[str] = Counter()
-    count = 200 if name == "think" else 80
+    count = 200 if name in ("think", *MERGERS) else 80
     # the Hadamard matrix takes numbers of a grid to the middle between two levels
     kinds = {"kinds": ("normal", "sharp", "sink", "zero_keys")} if name == "turboquant" else {}
 
@@ -182,24 +207,23 @@ def test_storing_equals_the_naive_one(name):
     check()
     assert seen["cases"] >= count
     assert seen["rounded"] >= 24, seen
-    assert min(seen["moved"], seen["ragged"]) >= 1, seen
+    assert min(seen["moved"] + (name in MERGERS), seen["ragged"]) >= 1, seen
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_evictions_decide_on_what_is_stored(eviction):
     """Behind every kind of eviction, later scores see rounded keys, of rows as they attended."""
 
-    @settings(QUIET, max_examples=examples(30))
+    @settings(QUIET, max_examples=examples(60))
     @given(st.data())
     def check(data):
-        kinds = ("normal", "sharp", "sink")
-        case = data.draw(
-            strategies.cases(kinds=kinds, min_n=10, max_n=20, max_heads=2, groups=(1, 2))
-        )
+        of = ("normal", "sharp", "sink")
+        case = data.draw(strategies.cases(kinds=of, min_n=10, max_n=20, max_heads=2, groups=(1, 2)))
         case = replace(case, prompt_len=min(case.prompt_len, case.n - 6))
         interval = data.draw(st.sampled_from((1, 3, 8)))
         setup = replace(data.draw(setups(case, [eviction])), interval=interval)
-        codec, store = CODECS[data.draw(st.sampled_from(COARSE))](data)
+        kinds = data.draw(st.sampled_from((COARSE, MERGERS)))
+        codec, store = CODECS[data.draw(st.sampled_from(kinds))](data)
         policy = replace(kvsim.policy(eviction, **setup.params), codec=codec)
         schedule = policy.schedule.override(setup.interval, setup.prefill)
         stored = storing.Stored(store, case.q, case.k, case.v, case.prompt_len - 1)
@@ -352,3 +376,23 @@ def test_outliers_leave_finer_levels_to_the_others():
     assert errors[0] > 0.5
     assert errors[1] < 1 / 15 + 1e-6
     assert KVQuant(4, 0.01).bits(100)[1] == 4 * 100 + 32 + 32
+
+
+def test_heads_of_the_release_of_d2o_share_a_threshold():
+    """Heads that are alike merge as each alone; another head changes what a head merges."""
+    rng = np.random.default_rng(3)
+    keys = torch.from_numpy(rng.standard_normal((1, 40, 8)))
+    other = torch.from_numpy(rng.standard_normal((1, 40, 8)))
+    gone = torch.from_numpy(np.where(rng.random(40) < 0.5, 39, NEVER))
+
+    def merged(heads, across):
+        stored = torch.cat(heads)
+        merger = D2O(weights="cosine", across_heads=across)
+        _ = [*merger.folds(stored, stored.clone(), gone.expand(len(stored), -1))]
+        return stored
+
+    alone = merged([keys], across=False)
+    for head in merged([keys, keys], across=True):
+        torch.testing.assert_close(head, alone[0])
+    assert torch.equal(merged([keys, other], across=False)[0], alone[0])
+    assert not torch.equal(merged([keys, other], across=True)[0], alone[0])

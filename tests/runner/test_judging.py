@@ -48,6 +48,10 @@ ROUNDING = {
     "h2o+think": {"pruned": 0.6, "window": 8, "recent": 4},
     "h2o+kivi": {"group": 4, "window": 8},
     "adakv+expected_attention+kivi": {"group": 8, "window": 8},
+    "h2o+lookm": {},
+    "adakv+snapkv+lookm": {"window": 8, "merge": "weighted"},
+    "streaming_llm+d2o": {},
+    "adakv+snapkv+d2o": {"window": 8},
 }
 
 
@@ -151,7 +155,7 @@ def test_what_a_live_run_reads_and_rounds_has_its_predictions(name):
 )
 def test_layers_that_a_record_leaves_out_are_not_rounded(family, layers):
     """Those with a sliding window, and those that a live run was told to leave alone."""
-    policies = [kvsim.policy("int4"), kvsim.policy("h2o+think", pruned=0.6)]
+    policies = [kvsim.policy("int4"), kvsim.policy("h2o+think", pruned=0.6), kvsim.policy("d2o")]
     runs = [lived(family, policy, layers=layers) for policy in policies]
     all_layers = tuple(range(recorded(family).n_layers))
 
@@ -176,7 +180,7 @@ def test_a_question_that_reads_a_part_has_the_predictions_of_its_live_run(name):
     assert gap(other, expected) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv+snapkv", "int4"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv+snapkv", "int4", "snapkv+lookm"])
 def test_a_prompt_in_chunks_has_the_predictions_of_its_live_run(name):
     """Rows of later chunks go through the model behind what the first ones left."""
     policy = kvsim.policy(name, **({} if name == "int4" else {"window": 8}))

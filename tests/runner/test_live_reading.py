@@ -1,4 +1,4 @@
-"""Readers and codecs on a running model, against their replays and attention by definition."""
+"""Readers, codecs and mergers on a running model, against their replays and by definition."""
 
 from dataclasses import replace
 
@@ -15,7 +15,9 @@ from kvsim.runner.checks import check_live
 from kvsim.runner.decoding import Decoding, RunningModel, prefill
 from kvsim.runner.paged import Paging
 from kvsim.schema import NEVER
-from live_runs import run_live
+from kvsim.testing.loops.event import softmax
+from live_runs import relative, run_live
+from reference import merging, storing
 
 CLOSE = 1e-5
 PROMPT, LENGTH, BUDGET = 40, 64, 24
@@ -203,6 +205,48 @@ def test_a_layer_that_alone_rounds_is_its_replay(running, step):
         assert np.array_equal(mine.evicted_at, record.evicted_at), name
         assert mine.reads is None or np.array_equal(mine.reads.bits, record.reads.bits), name
         assert gap(live, layer, record) < CLOSE, name
+
+
+#: Behind evictions of ragged heads too, and the rule by definition.
+MERGERS = {
+    "h2o+lookm": ({}, merging.lookm("pivotal")),
+    "adakv+snapkv+lookm": ({"merge": "weighted", "window": 8}, merging.lookm("weighted")),
+    "streaming_llm+d2o": ({}, merging.d2o(0.5)),
+    "tova+d2o": ({"decay": 0.9}, merging.d2o(0.9)),
+}
+
+
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_layer_that_alone_merges_is_its_replay(running, step):
+    """What is kept is that of the replay; rows attend to merged entries by definition."""
+    for i, (name, (parameters, fold)) in enumerate(MERGERS.items()):
+        policy, layer = kvsim.policy(name, **parameters), i % 3
+        options = {"layers": [layer], "interval": 6}
+        live = run_live(running, policy, BUDGET, TOKENS, PROMPT, step=step, **options)
+
+        record = kvsim.replay(live.trace(), policy, BUDGET, **options)
+        assert np.array_equal(live.record.evicted_at, record.evicted_at), name
+        expected = merged_output(live, layer, record, fold)
+        assert relative(live.out[layer], expected) < CLOSE, name
+        plain = run_live(running, replace(policy, codec=None), BUDGET, TOKENS, PROMPT, **options)
+        assert relative(live.out[layer], plain.out[layer]) > 1e-3, name
+
+
+def merged_output(live, layer, record, fold):
+    """Output [qhead, T, d] of a layer in float64: rows see what entries have become by then."""
+    q, k, v = (x[layer : layer + 1].double().numpy() for x in (live.q, live.k, live.v))
+    stored = storing.Stored(storing.merging(fold), q, k, v, 0)
+    last, group = record.evicted_at[0], q.shape[1] // k.shape[1]
+    out = torch.zeros(q.shape[1], LENGTH, v.shape[-1], dtype=torch.float64)
+    scale = live.decoding.sketch.formulas[layer].scale
+    for row in range(LENGTH):
+        for head, gone in enumerate(last):
+            seen = [p for p in range(row + 1) if gone[p] >= row]
+            for i in range(head * group, (head + 1) * group):
+                weights = softmax(scale * stored.keys[0, head, seen] @ q[0, i, row])
+                out[i, row] = torch.from_numpy(weights @ stored.values[0, head, seen])
+            stored.round(0, head, row, [p for p in seen if gone[p] > row])
+    return out
 
 
 @pytest.mark.parametrize("step", [None, 5])

@@ -1,4 +1,4 @@
-"""Seeded bugs of readers and codecs are caught; their records are the same wherever they went."""
+"""Seeded bugs of readers, codecs and mergers are caught; their records stay the same anywhere."""
 
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.table import fidelity
 from kvsim.core import storing
+from kvsim.core.merging import Merger, Shares
 from kvsim.core.reading import Reader, Reads, visible
 from kvsim.core.record import record_document
 from kvsim.core.storing import Clock, Codec, Spec
@@ -127,6 +128,43 @@ class Vanishing(Halves):
         return ((groups - low) / (high - low)).round() * (high - low) + low
 
 
+@dataclass(frozen=True)
+class Averaged(Merger):
+    """All entries count alike."""
+
+    def shares(self, cosines):
+        """Ones."""
+        one = torch.ones_like(cosines)
+        return Shares(one, 0 * one, one)
+
+
+class Foreseeing(Averaged):
+    """Adds the last key of the text to what changes."""
+
+    def fold(self, keys, values, gone, kept, before):
+        """As it is, and a little more."""
+        changed, least = super().fold(keys, values, gone, kept, before)
+        keys[changed] += keys[:, -1:].expand_as(keys)[changed]
+        return changed, least
+
+
+class Restless(Averaged):
+    """Changes entries without a word."""
+
+    def fold(self, keys, values, gone, kept, before):
+        """Values of all heads shrink."""
+        values[kept] *= 0.5
+        return super().fold(keys, values, gone, kept, before)
+
+
+class Mixing(Averaged):
+    """The threshold is that of all heads together."""
+
+    def merging(self, cosines, leaves, before):
+        """Those above the mean over heads."""
+        return leaves & (cosines > cosines[leaves].mean()), before
+
+
 def _mine(piece, eviction="knorm"):
     kind = "reader" if isinstance(piece, Reader) else "codec"
     return replace(kvsim.policy(eviction), name="mine", **{kind: piece})
@@ -143,6 +181,9 @@ def _mine(piece, eviction="knorm"):
         (Overwriting(), "codec_is_a_function"),
         (Dithering(), "codec_is_a_function"),
         (Vanishing(), "codec_is_a_function"),
+        (Foreseeing(), "storing_is_causal"),
+        (Restless(), "storing_is_causal"),
+        (Mixing(), "storing_is_causal"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -169,10 +210,30 @@ def test_a_reader_that_reads_nothing_or_scores_other_things_is_refused():
         kvsim.replay(CASE.trace(), _mine(Lost()), 10, interval=5)
 
 
-@pytest.mark.parametrize("piece", [Nearest(), Halves()], ids=["reader", "codec"])
-def test_a_reader_and_a_codec_without_a_bug_pass(piece):
+@pytest.mark.parametrize(
+    "piece", [Nearest(), Halves(), Averaged()], ids=["reader", "codec", "merger"]
+)
+def test_a_piece_without_a_bug_passes(piece):
     """What the buggy ones are made from satisfies every invariant."""
     check_policy(_mine(piece), max_examples=8, max_n=20)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("snapkv+quest+d2o", "or a merger alone, stand behind"),
+        ("snapkv+int8+lookm", "or a merger alone, stand behind"),
+        ("fastkv+d2o", "rows of the prompt are dropped.*such as snapkv[+]lookm"),
+        ("oracle+lookm", "it is a bound for entries as recorded"),
+        ("streaming_llm@original+lookm", "expected no policy with positions=slot"),
+        ("lookm+snapkv", "stand behind everything else"),
+    ],
+)
+def test_what_has_no_rule_for_merging_is_refused(name, reason):
+    """Readers, codecs, dropped rows, bounds and keys in slots, in one line each."""
+    with pytest.raises(PolicyError, match=reason) as caught:
+        kvsim.policy(name)
+    assert "\n" not in str(caught.value)
 
 
 def _late_own_page(patch):

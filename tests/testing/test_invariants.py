@@ -84,6 +84,8 @@ def test_policy_satisfies_every_invariant(name):
         ("pqcache", {"bits": 2, "sink": 1, "local": 1}),
         ("kivi", {"group": 2, "window": 4}),
         ("int8", {}),
+        ("h2o+lookm", {}),
+        ("adakv+snapkv+d2o", {"window": 4}),
         ("fp8", {"format": "e5m2", "window": 2}),
         ("tova+int4", {}),
         ("tova+kvquant", {"group": 1, "outliers": 0.25}),

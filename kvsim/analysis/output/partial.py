@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
+from kvsim.core.merging import Merger, events
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
@@ -69,6 +70,9 @@ def _stored(
     if record.codec is None:
         return Stored.as_recorded(layer.k), Stored.as_recorded(layer.v)
     codec, start = codec_of(record.codec), first_row(record, trace) - 1
+    if isinstance(codec, Merger):  # `partial` overwrites them at each event
+        always = torch.full_like(gone, -1)
+        return Stored(layer.k, layer.k.clone(), always), Stored(layer.v, layer.v.clone(), always)
     channels = kept_channels(codec, trace, record.layers[index], gone, start)
     stored = []
     for which, exact in enumerate((layer.k, layer.v)):
@@ -113,7 +117,7 @@ def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
     gone: after which row each entry of a layer has left, int [H, T].
     """
     begin = min(int(gone.min()) + 1, trace.n_pos)
-    if record.codec is not None:
+    if record.codec is not None and codec_of(record.codec).clocks:
         return min(begin, first_row(record, trace))
     return begin if record.reads is None else min(begin, record.reads.first)
 
@@ -146,8 +150,15 @@ def partial(
     stored = _stored(record, index, trace, layer, gone)
     begin, prompt = first_moved(record, trace, gone), min(trace.prompt_len, end)
     cuts = {*range(begin, prompt, ROWS), *range(max(begin, prompt), end, ROWS), end}
-    for start, stop in pairwise(sorted(cuts)):
+    changes: set[int] = set()
+    if record.codec is not None and isinstance(merger := codec_of(record.codec), Merger):
+        keys, values = stored
+        folds = merger.folds(keys.rounded, values.rounded, gone)
+        changes = {row + 1 for row in events(gone) if row + 1 < end}
+    for start, stop in pairwise(sorted(cuts | changes)):
         rows = slice(start, stop)
+        if start in changes:
+            next(folds)
         if record.reads is None or start < record.reads.first:
             read = visible(gone, rows)
         else:

@@ -237,7 +237,7 @@ def _check(policy: Policy, model: Model, budget: int, context: int, prompt: int)
         raise PolicyError(
             f"{policy.name}: the cost model counts entries that are stored as computed and read by "
             "every row; expected an eviction alone; `kvsim replay --metric bytes_held,bytes_read` "
-            "measures readers and codecs"
+            "measures readers, codecs and mergers"
         )
     if policy.propagation is not None:
         policy.propagation.check(model.n_layers)

@@ -95,7 +95,7 @@ def rollouts(
     masked = policy.positions == "absolute" and not (policy.reader or policy.codec)
     if not masked or policy.propagation is not None or "probe_q" in policy.scorer.needs:
         raise PolicyError(
-            f"{policy.name}: its keys are rotated to their slots or rounded, its rows read a part "
+            f"{policy.name}: its keys are rotated to their slots or changed, its rows read a part "
             "of what is resident, are dropped between layers or repeat the context; expected a "
             "policy that evicts alone, as a mask can say"
         )

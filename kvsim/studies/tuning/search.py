@@ -233,7 +233,7 @@ class _Objective:
         self._name, self._budget, self._metric = name, budget, metric
         self._fixed, self._terms = dict(fixed), terms
         built = policy(name, **fixed)
-        self._costs = COSTS if built.reader or built.codec else ()
+        self._costs = COSTS if built.reader or built.rounds else ()
         self._replayed: dict[tuple[str, ...], tuple[pl.DataFrame, Floats]] = {}
 
     def values(self, setting: Mapping[str, Any], traces: Sequence[Trace]) -> Floats:

@@ -56,6 +56,7 @@ EXEMPT: Mapping[str, Collection[str]] = {
     "tova": {"ragged"},  # one ranking for all heads is defined while they hold the same entries
     "rpc": {"ragged"},  # the same
     "union": {"ragged"},  # one set for all heads is defined while they hold the same entries
+    "d2o@release": {"ragged", "storing_is_causal"},  # its heads share a threshold
     "lacache": {"ragged"},  # it starts over where the even budget says so
     "criticalkv": {"ragged"},  # its first stage is a share of the even budget
     # it propagates a fixed number of rows even if the prompt just fills the budget

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvsim.analysis.output.error import output_error
 from kvsim.analysis.output.partial import kept_channels
+from kvsim.core.merging import Merger
 from kvsim.core.reading import Reads
 from kvsim.core.storing import round_marked, stored_after
 from kvsim.engine.reading import read
@@ -129,7 +130,7 @@ def account_is_attention(trial: Trial) -> None:
 def codec_is_a_function(trial: Trial) -> None:
     """A group of entries becomes the same again, in any company, and what is given stays."""
     codec = trial.policy.codec
-    if codec is None:
+    if codec is None or not trial.policy.rounds:
         return
     dim = trial.case.shape[-1]
     numbers = trial.case.trace().read("k").reshape(-1, dim)
@@ -159,6 +160,9 @@ def storing_is_causal(trial: Trial) -> None:
     now = trial.salt % case.n
     later = trial.noise((np.arange(case.n) > now)[None, None])
     gone = torch.from_numpy(record.gone_after)
+    if isinstance(codec, Merger):
+        _merging_is_causal(trial, codec, now, later)
+        return
     for which, name in enumerate("kv"):
         first = case.prompt_len - 1
         after = stored_after(gone, codec.clocks[which], first)
@@ -169,6 +173,36 @@ def storing_is_causal(trial: Trial) -> None:
         stored = [_rounded(trial, name, arrays, after) for arrays in ({}, later)]
         by_now = after <= now
         require(torch.equal(stored[0][by_now], stored[1][by_now]), f"rows after {now} changed")
+
+
+def _merging_is_causal(trial: Trial, merger: Merger, now: int, later: dict[str, Any]) -> None:
+    """As `storing_is_causal`; entries into which nothing merges stay as they are."""
+    case, layers = trial.case, list(trial.record.layers)
+    gone = torch.from_numpy(trial.record.gone_after)
+    gone = gone.masked_fill(gone > now, NEVER)
+
+    def folded(heads: slice, arrays: dict[str, Any]) -> list[Tensor]:
+        trace, of_heads = replace(case, **arrays).trace(), gone[:, heads].contiguous()
+        given = [trace.read(x)[layers, heads] for x in "kv"]
+        stored = [x.clone() for x in given]
+        changed = torch.zeros_like(of_heads, dtype=torch.bool)
+        for at, (keys, values) in enumerate(zip(*stored, strict=True)):
+            for _, merged in merger.folds(keys, values, of_heads[at]):
+                changed[at] |= merged
+        left = (of_heads != NEVER).any(-1, keepdim=True)
+        require(not bool((changed & ~left).any()), "a head that nothing has left changed")
+        for mine, other in zip(stored, given, strict=True):
+            require(torch.equal(mine[~changed], other[~changed]), "an entry changed by itself")
+        return stored
+
+    every, others = folded(slice(None), {}), folded(slice(None), later)
+    for mine, other in zip(every, others, strict=True):
+        same = torch.equal(mine[:, :, : now + 1], other[:, :, : now + 1])
+        require(same, f"rows after {now} changed what is stored by then")
+    for head in range(gone.shape[1]):
+        for mine, other in zip(every, folded(slice(head, head + 1), {}), strict=True):
+            near = torch.allclose(mine[:, head], other[:, 0], 1e-4, 1e-4)
+            require(near, f"head {head} depends on others")
 
 
 def _rounded(trial: Trial, name: str, arrays: dict[str, Any], after: Tensor) -> Tensor:

@@ -1,0 +1,33 @@
+"""LOOK-M (Wan et al. 2024, arXiv 2406.18139): evicted entries merge into kept ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.merging import Merger, Shares
+
+
+@dataclass(frozen=True)
+class LookM(Merger):
+    """Each evicted entry merges into the kept one of its KV head with the largest cosine of keys.
+
+    Of N evicted entries and the kept one (section 3.3): `averaged` is the mean of all; `pivotal`
+    first takes the mean of each evicted one with the kept one, then the mean of these and the kept
+    one; `weighted` is the mean with each evicted one times its cosine. Keys, after RoPE, and values
+    merge alike, at every event.
+
+    Deviations: caches of text alone have no priority of text over images; behind another eviction,
+    kept are the entries that it keeps. Of KVCache-Factory, `weighted` has other weights: (1 +
+    cosine) / 2, and their sum in the divisor.
+    """
+
+    merge: Literal["averaged", "pivotal", "weighted"] = "pivotal"
+
+    def shares(self, cosines: Tensor) -> Shares:
+        """Return halves, cosines or ones."""
+        one = torch.ones_like(cosines)
+        if self.merge == "pivotal":
+            return Shares(one / 2, one / 2, one)
+        return Shares(cosines if self.merge == "weighted" else one, 0 * one, one)
