@@ -11,6 +11,7 @@ from kvsim.analysis.attention.sparsity import compressed_sparsity
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import head_lengths, residual_norms
+from kvsim.analysis.output.partial import prompt_parts
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import OutputDeviation
@@ -22,15 +23,13 @@ _LEAST_LEAD = 1e-5
 def _parts(subject: Subject) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
     """Rows after the prompt, of each turn, and by variant those of it behind an event, if any."""
     trace, output = subject.trace, subject.output()
-    parts = {"": output, "rows=prompt": output.before}
-    if output.before is not None and subject.record.compress.startswith(("context", "both")):
-        question = trace.prompt_len - (trace.context_len or trace.prompt_len)
-        last = output.before.parted(output.before.error.shape[-1] - question)
-        parts = {"": output, "rows=context": last.before, "rows=question": last}
-    for variant, part in parts.items():
-        if part is not None and part.error.shape[-1]:
-            for turn, rows in ((None, slice(None)),) if variant else trace.answers:
-                yield variant, turn, rows, part
+    if output.error.shape[-1]:
+        for turn, rows in trace.answers:
+            yield "", turn, rows, output
+    if (before := output.before) is not None:
+        parts = prompt_parts(subject.record.schedule, trace, before.error.shape[-1])
+        for variant, rows in parts.items():
+            yield variant, None, rows, before
 
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
