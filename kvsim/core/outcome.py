@@ -77,7 +77,8 @@ class Forced:
     cache, KL(full || live), in nats; agreement [R], 1 where the most likely token is the same.
     stream_error [layer, row]: |h' - h| / |h| of the input of each layer of the model, rows after
     the prompt. output: the error of the attention output of the record's layers, of the same rows;
-    None where a replay was judged.
+    None where a replay was judged. before: the same of the rows of the prompt behind its first
+    event, and of the tokens of the prompt that they predict; None without such rows.
     """
 
     nll: Floats
@@ -86,6 +87,30 @@ class Forced:
     agreement: Floats
     stream_error: Floats
     output: OutputDeviation | None = None
+    before: Forced | None = None
+
+    def parted(self, rows: int) -> Forced:
+        """Return the outcome without the first `rows`, of the prompt, which are its `before`.
+
+        The last of them predicts the first token of the response.
+        """
+        if not rows:
+            return self
+        before, rest = (
+            Forced(
+                self.nll[tokens],
+                self.full_nll[tokens],
+                self.kl[tokens],
+                self.agreement[tokens],
+                self.stream_error[:, of],
+            )
+            for tokens, of in (
+                (slice(rows - 1), slice(rows)),
+                (slice(rows - 1, None), slice(rows, None)),
+            )
+        )
+        output = None if self.output is None else self.output.parted(rows)
+        return replace(rest, output=output, before=before)
 
 
 @dataclass(frozen=True)

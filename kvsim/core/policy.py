@@ -268,12 +268,10 @@ class Policy(Displayed):
 
         Args:
             budget: entries per head.
-            prompt_len: tokens of the prompt.
-            n_pos: tokens of the trace.
+            prompt_len, n_pos: tokens of the prompt, and of the trace.
             n_layers: layers of the trace.
             schedule: replaces the policy's own.
-            context_len: tokens before the question; None without one.
-            end: tokens that an event takes for the prompt; None for the prompt.
+            context_len, end: tokens before the question, and those an event takes for the prompt.
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 from kvsim.recorder.generation import one_piece
+from kvsim.recorder.latent import caches_heads
 from kvsim.schema import CHUNK
 from kvsim.store import open_trace
 from kvsim.store.writer import TraceWriter
@@ -71,6 +72,8 @@ def share_contexts(sessions: Sequence[Any], traces: Sequence[Any]) -> list[int]:
             continue
         longest = max(([*x.encoded.ids, *x.response] for x in new), key=len)
         reason = one_piece(new[0].model, longest, len(context))
+        if reason is None and caches_heads(new[0].model):
+            reason = "this transformers caches heads, not the latents that they follow from"
         how = "in a forward of its own" if reason is None else f"with each: {reason}"
         shared = SharedContext(len(new), next((traces[x].path for x in places if traces[x]), None))
         for each in new:

@@ -9,6 +9,7 @@ output. The rotated part comes first, where `Rope` expects it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,12 +18,29 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvsim.core.checks import DTYPES, compute_dtype, relative_error, tolerance
 from kvsim.errors import CaptureError
+from kvsim.recorder.cache import full_cache
+from kvsim.recorder.generation import evaluating, run_chunks
 
 #: The name in attention modules of the projection from the latent to keys and values of heads.
 _UP = "kv_b_proj"
+
+
+def caches_heads(model: PreTrainedModel) -> bool:
+    """Return whether a model has latents, and caches keys and values of heads instead.
+
+    So does transformers 5.2; its cache does not say what the latents of earlier rows were.
+    """
+    latent = any(name.endswith(f".{_UP}") for name, _ in model.named_modules())
+    if not latent or next(model.parameters()).is_meta:  # a plan has no numbers to run
+        return False
+    cache = full_cache(model)
+    with torch.no_grad(), evaluating(model):
+        deque(run_chunks(model, cache, [0], 0, 1, 1), 0)
+    return any(getattr(layer, "keys", torch.empty(1, 1)).shape[1] > 1 for layer in cache.layers)
 
 
 @dataclass(frozen=True)

@@ -289,7 +289,8 @@ class Residual:
         self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         what = f"decoder layer {layer} ({type(module).__name__})"
-        hidden = hidden_states(what, args, kwargs)
+        advice = ": one stream, which judged and live runs need; replay the trace instead"
+        hidden = hidden_states(what, args, kwargs, advice)
         kind = hidden.shape[-1], hidden.dtype
         self._kind = self._kind or kind
         if kind != self._kind or hidden.dtype not in DTYPES:

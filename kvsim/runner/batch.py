@@ -28,21 +28,28 @@ _ROWS = 64
 
 
 def run_prompt(
-    lane: Decoding, ids: Sequence[int], prefix_of: Callable[[Sequence[int]], Prefix]
+    lane: Decoding,
+    ids: Sequence[int],
+    prefix_of: Callable[[Sequence[int]], Prefix],
+    first: int | None = None,
 ) -> Tensor:
     """Run a prompt, and its events; returns the logits of its last row, [V].
 
     prefix_of: returns the first rows, those before any event, with the full cache: they are the
-    same for all policies.
+    same for all policies. first: return the logits of the rows from this one on, [n, V].
     """
+    begin = len(ids) if first is None else first
+    wanted = max(1, len(ids) - begin)
     if lane.policy.propagation is not None or lane.running.has_states:
-        return lane.feed(ids)[-1]
-    n = min((row + 1 for row in lane.events), default=len(ids))
-    if lane.policy.rounds or lane.policy.reader:  # rows behind the context are affected
-        n = min(n, *lane.schedule.ends(len(ids), lane.sketch.context_len))
-    prefix = prefix_of(ids[:n])
-    lane.begin(prefix)
-    return lane.feed(ids[n:])[-1] if ids[n:] else prefix.logits
+        logits = lane.feed(ids, logits=wanted)
+    else:
+        n = min([begin, *(row + 1 for row in lane.events)])
+        if lane.policy.rounds or lane.policy.reader:  # rows behind the context are affected
+            n = min(n, *lane.schedule.ends(len(ids), lane.sketch.context_len))
+        prefix = prefix_of(ids[:n])
+        lane.begin(prefix)
+        logits = lane.feed(ids[n:], logits=wanted) if ids[n:] else prefix.logits[None]
+    return logits[-1] if first is None else logits
 
 
 def unbatched(policy: Policy) -> str | None:

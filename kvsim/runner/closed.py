@@ -8,7 +8,8 @@ own response, which is compared with the right answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -33,7 +34,7 @@ from kvsim.recorder.resuming import GIVEN
 from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
-from kvsim.runner.full import FullPass, FullRows, compared
+from kvsim.runner.full import FullPass, FullRows, compared, first_compared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.schema import object_at
@@ -82,6 +83,7 @@ class ClosedLoop:
         self._writings = [*map(self._fitting, written, self._checks)]
         self._residual = Residual(running.model)
         self._prefixes: dict[int, Prefix] = {}
+        self._full: FullPass | None = None
 
     def _fitting(self, writing: Writing, check: Mapping[str, Any]) -> Writing:
         """Return how a turn is written, of which its prompt may state the most tokens."""
@@ -106,7 +108,7 @@ class ClosedLoop:
         response: the one that a batch has written; by default it is written here.
         """
         decoding_of = self._decoding_of(policy, budget, schedule, layers)
-        record, forced, peak, full = self._forced(decoding_of)
+        record, forced, peak, full = self._forced(decoding_of, schedule)
         answers: list[Generated] = []
         if self._writings:
             decoding, written = response or self._alone(decoding_of)
@@ -143,9 +145,9 @@ class ClosedLoop:
             probe=self._repeated if "probe_q" in policy.scorer.needs else None,
         )
 
-    def _prompt(self, decoding: Decoding) -> Tensor:
-        """Run the prompt up to its end; returns the logits of its last row, [V]."""
-        return run_prompt(decoding, self._ids[: self.trace.prompt_len], self._prefix)
+    def _prompt(self, decoding: Decoding, first: int | None = None) -> Tensor:
+        """Run the prompt up to its end; returns logits as `run_prompt`."""
+        return run_prompt(decoding, self._ids[: self.trace.prompt_len], self._prefix, first)
 
     def _prefix(self, ids: Sequence[int]) -> Prefix:
         """The first rows with the full cache: the same for all policies."""
@@ -162,46 +164,52 @@ class ClosedLoop:
         context = self._ids[: trace.context_len or trace.prompt_len]
         return repeat_context(self.running.model, context, trace.header.probe)
 
-    def check(self) -> None:
-        """Raise CaptureError unless the model computes what was recorded, with the full cache."""
-        _ = self._full
+    def check(self, schedules: Iterable[Schedule] = ()) -> FullPass:
+        """Raise CaptureError unless the model computes what was recorded, with the full cache.
 
-    @cached_property
-    def _full(self) -> FullPass:
-        return FullPass(self.running, self.trace, self._residual)
+        schedules: of the runs that are compared with the pass, which is returned.
+        """
+        first = first_compared(self.running, self.trace, schedules)
+        if self._full is None or first < self._full.first:
+            self._full = FullPass(self.running, self.trace, self._residual, first)
+        return self._full
 
-    def _forced(self, decoding_of: Callable[..., Decoding]) -> tuple[Record, Forced, int, int]:
-        trace, n_rows = self.trace, self.trace.n_pos - self.trace.prompt_len
-        full = self._full
-        rows = FullRows(trace.prompt_len, self._residual)
+    def _forced(
+        self, decoding_of: Callable[..., Decoding], schedule: Schedule
+    ) -> tuple[Record, Forced, int, int]:
+        trace, full = self.trace, self.check([schedule])
+        end, response = trace.prompt_len, self._ids[trace.prompt_len :]
+        first = first_compared(self.running, trace, [schedule])
+        start = min(first, end - 1)  # the first row whose prediction is compared
+        rows = FullRows(first, self._residual)
 
         def observe(call: KernelCall) -> None:
             rows.add(call, len(decoding.tokens))
 
         decoding = decoding_of(n_pos=trace.n_pos, observe=observe, questions=trace.questions)
-        response = self._ids[trace.prompt_len :]
         with decoding:
-            first = self._prompt(decoding)
+            with self._residual.following() if first < end else nullcontext():
+                logits = self._prompt(decoding, first)
             with self._residual.following():
-                more = decoding.feed(response, logits=n_rows) if response else first.new_empty(0, 0)
-        logits = torch.cat([first[None], more[:-1]]) if response else first.new_empty(0, len(first))
+                parts = [decoding.feed(response, logits=len(response))] if response else []
+        logits = torch.cat([logits, *parts])[:-1]
         forced = Forced(
-            **compared(logits, full.logits, response),
-            stream_error=_moved_streams(rows, full.rows, n_rows),
+            **compared(logits, full.logits[start - full.predicts :], self._ids[start + 1 :]),
+            stream_error=_moved_streams(rows, full.rows),
             output=self._moved_outputs(rows, full.rows, decoding.layers),
-        )
+        ).parted(end - first)
         return decoding.record(), forced, decoding.decode_peak_bytes, decoding.full_bytes
 
     def _moved_outputs(
         self, rows: FullRows, full: FullRows, layers: Sequence[int]
     ) -> OutputDeviation:
-        """The error of the attention output of some layers, of the rows after the prompt."""
+        """The error of the attention output of some layers, of the rows from `rows.first` on."""
         trace, projected = self.trace, self.running.projected
-        shape = (len(layers), trace.evicting.n_qheads, trace.n_pos - trace.prompt_len)
+        shape = (len(layers), trace.evicting.n_qheads, trace.n_pos - rows.first)
         error = np.zeros(shape, np.float32)
         added = None if projected is None else np.zeros((shape[0], shape[2]), np.float32)
-        for at, layer in enumerate(layers if trace.n_pos > trace.prompt_len else ()):
-            live, expected = rows.output(layer), full.output(layer)
+        for at, layer in enumerate(layers if trace.n_pos > rows.first else ()):
+            live, expected = (x.output(layer, rows.first) for x in (rows, full))
             error[at] = relative_change(live, expected).cpu().numpy()
             if added is not None and projected is not None:
                 blocks = projected.read("o_proj", slice(layer, layer + 1))[0].to(live)
@@ -342,9 +350,9 @@ class ClosedLoop:
         return next(n for n in range(1, len(tokens) + 1) if self._right(tokens[:n], turn))
 
 
-def _moved_streams(rows: FullRows, full: FullRows, n_rows: int) -> Any:
+def _moved_streams(rows: FullRows, full: FullRows) -> Any:
     """|h' - h| / |h| of the residual stream before each layer, [L, n]."""
-    if not n_rows:
+    if not rows.stream:
         return np.empty((len(full.stream), 0))
-    moved = [relative_change(rows.input(at), full.input(at)) for at in range(len(full.stream))]
-    return torch.stack(moved).cpu().numpy()
+    pairs = ((x.input(at, rows.first) for x in (rows, full)) for at in range(len(full.stream)))
+    return torch.stack([relative_change(*pair) for pair in pairs]).cpu().numpy()

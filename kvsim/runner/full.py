@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsim.analysis.output.partial import prompt_parts
+from kvsim.core.policy import Schedule
 from kvsim.core.trace import Trace
 from kvsim.recorder.cache import full_cache
 from kvsim.recorder.generation import evaluating
@@ -17,6 +20,8 @@ from kvsim.recorder.layers import Residual
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import RecordedCheck
 
+#: Bytes that rows of a prompt may take which are compared with those of the full cache.
+_KEPT = 1 << 30
 #: Numbers of predictions that are compared at once, which a processor's cache holds.
 _COMPARED = 1 << 18
 
@@ -39,28 +44,38 @@ class FullRows:
         self.out.setdefault(call.layer, []).append(call.out[:, skip:].clone())
         self.stream.setdefault(call.layer, []).append(self.residual.rows(call)[skip:].clone())
 
-    def output(self, place: int) -> Tensor:
-        """Attention output of a layer, [qhead, n, d] in float64."""
-        return torch.cat(self.out[sorted(self.out)[place]], dim=1).double()
+    def output(self, place: int, first: int) -> Tensor:
+        """Attention output of a layer, of the rows from `first` on, [qhead, n, d] in float64."""
+        return torch.cat(self.out[sorted(self.out)[place]], dim=1)[:, first - self.first :].double()
 
-    def input(self, place: int) -> Tensor:
-        """Residual stream before a layer, [n, D] in float64."""
-        return torch.cat(self.stream[sorted(self.stream)[place]]).double()
+    def input(self, place: int, first: int) -> Tensor:
+        """Residual stream before a layer, of the rows from `first` on, [n, D] in float64."""
+        return torch.cat(self.stream[sorted(self.stream)[place]])[first - self.first :].double()
 
 
 class FullPass:
     """A pass of a model over the tokens of a trace, each row with all rows before it.
 
-    logits [R, V] predict the R tokens of the response. keys, values [H, T, d] of each layer.
-    rows: outputs and inputs of the rows after the prompt. begin: the first row to run, at most
-    the last of the prompt, behind recorded keys and values. Raises CaptureError unless the model
-    computes what was recorded of these rows (`RecordedCheck`).
+    first: the first row that is compared; by default the one after the prompt. logits [R, V]
+    predict the tokens after row `predicts`: those of the response, and of the prompt after row
+    `first`. keys, values [H, T, d] of each layer. rows: outputs and inputs of the rows from `first`
+    on. behind: run from row `predicts` on, behind recorded keys and values. Raises CaptureError
+    unless the model computes what was recorded of these rows (`RecordedCheck`).
     """
 
     def __init__(
-        self, running: RunningModel, trace: Trace, residual: Residual, begin: int = 0
+        self,
+        running: RunningModel,
+        trace: Trace,
+        residual: Residual,
+        first: int | None = None,
+        *,
+        behind: bool = False,
     ) -> None:
-        self.rows = rows = FullRows(trace.prompt_len, residual)
+        self.first = trace.prompt_len if first is None else first
+        self.predicts = min(self.first, trace.prompt_len - 1)
+        begin = self.predicts if behind else 0
+        self.rows = rows = FullRows(self.first, residual)
         comparison, cache = RecordedCheck(trace, running.model.dtype), full_cache(running.model)
 
         entries: dict[int, tuple[Tensor, Tensor]] = {}
@@ -84,10 +99,24 @@ class FullPass:
             intercepting(running.model, receive),
             residual.following(),
         ):
-            wanted = trace.n_pos - trace.prompt_len + 1
+            wanted = trace.n_pos - self.predicts
             self.logits = running.run(tokens[begin:], cache, wanted, chunk, begin)[:-1]
-        comparison.check(self.logits)
+        comparison.check(self.logits[trace.prompt_len - 1 - self.predicts :])
         self.keys, self.values = ([entries[at][i] for at in sorted(entries)] for i in range(2))
+
+
+def first_compared(running: RunningModel, trace: Trace, schedules: Iterable[Schedule]) -> int:
+    """The first row whose prediction is compared under one of the schedules.
+
+    The first behind an event in the prompt, or that of its question, as far as what is kept of the
+    rows takes at most 1 GiB; else the one after the prompt.
+    """
+    config, end = running.model.config.get_text_config(), trace.prompt_len
+    numbers = config.vocab_size + trace.n_layers * config.hidden_size
+    numbers += sum(qheads * value_dim for qheads, _, _, value_dim in trace.sizes)
+    most = _KEPT // (numbers * max(4, running.model.dtype.itemsize))
+    parts = (prompt_parts(schedule, trace, end).values() for schedule in schedules)
+    return min((x.start for x in chain(*parts) if end - x.start <= most), default=end)
 
 
 def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str, Any]:

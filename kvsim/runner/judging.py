@@ -13,11 +13,11 @@ Shape letters: B records, L layers, R tokens of the response, V of the vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -31,6 +31,7 @@ from kvsim.analysis.output.partial import first_moved
 from kvsim.analysis.table import JUDGED
 from kvsim.core.merging import Merger
 from kvsim.core.outcome import Forced, Outcome
+from kvsim.core.policy import Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
@@ -44,7 +45,7 @@ from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.positions import scales_by_cache
-from kvsim.runner.full import FullPass, compared
+from kvsim.runner.full import FullPass, compared, first_compared
 from kvsim.runner.judged_rows import JudgedRows
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, holds_cache, relative_change
@@ -73,15 +74,25 @@ class Judge:
             )
         self.running, self.trace = running, trace
         self._memory = DEFAULT_MEMORY if memory is None else memory
-        self._residual = Residual(running.model)
+        self._residual, self._pass = Residual(running.model), cast("FullPass | None", None)
         running.check_states()
 
-    @cached_property
+    def check(self, schedules: Iterable[Schedule] = ()) -> FullPass:
+        """Raise CaptureError unless the model computes what was recorded, with the full cache.
+
+        schedules: of the records that are compared with the pass, which is returned.
+        """
+        running, trace = self.running, self.trace
+        first = first_compared(running, trace, schedules)
+        if self._pass is None or first < self._pass.first:
+            held = holds_cache(trace, running.described, running.model.dtype)
+            behind = held and not running.has_states
+            self._pass = FullPass(running, trace, self._residual, first, behind=behind)
+        return self._pass
+
+    @property
     def _full(self) -> FullPass:
-        running, trace, begin = self.running, self.trace, 0
-        if holds_cache(trace, running.described, running.model.dtype) and not running.has_states:
-            begin = trace.prompt_len - 1
-        return FullPass(running, trace, self._residual, begin)
+        return self._pass or self.check()
 
     @cached_property
     def _room(self) -> int:
@@ -90,29 +101,29 @@ class Judge:
         entries = [keys.nbytes + values.nbytes for keys, values in pairs]
         return max(self._memory // 4, self._memory - sum(entries) - max(entries))
 
-    def check(self) -> None:
-        """Raise CaptureError unless the model computes what was recorded, with the full cache."""
-        _ = self._full
-
     def outcomes(self, records: Sequence[Record]) -> list[Outcome]:
         """Judge replays of the trace; returns their outcomes in the same order.
 
         Raises PolicyError for a record that a forward pass cannot show (`check_judged`).
         """
         out: dict[int, Outcome] = {}
+        running, trace, end = self.running, self.trace, self.trace.prompt_len
         for numbers, logits, moved in self._batches(records):
-            full, response = self._full.logits, self._ids[self.trace.prompt_len :]
-            same = len(full) - logits.shape[1]
+            full, start, first = self._full.logits, self._full.predicts, self._full.first
+            same, tokens = len(full) - logits.shape[1], self._ids[start + 1 :]
             parts = (
-                compared(full[:same].expand(len(numbers), -1, -1), full[:same], response[:same]),
-                compared(logits, full[same:], response[same:]),
+                compared(full[:same].expand(len(numbers), -1, -1), full[:same], tokens[:same]),
+                compared(logits, full[same:], tokens[same:]),
             )
             of_each = {name: np.concatenate([x[name] for x in parts], -1) for name in parts[0]}
             full_nll = of_each.pop("full_nll")
             for place, number in enumerate(numbers):
-                values = {name: each[place] for name, each in of_each.items()}
-                forced = Forced(**values, full_nll=full_nll, stream_error=moved[place])
-                out[number] = Outcome(forced)
+                begin = first_compared(running, trace, [records[number].schedule])
+                rows = slice(min(begin, end - 1) - start, None)
+                values: Any = {name: each[place, rows] for name, each in of_each.items()}
+                stream = moved[place][:, begin - first :]
+                forced = Forced(**values, full_nll=full_nll[rows], stream_error=stream)
+                out[number] = Outcome(forced.parted(end - begin))
         return [out[number] for number in range(len(records))]
 
     def logits(self, records: Sequence[Record]) -> Tensor:
@@ -124,7 +135,8 @@ class Judge:
         for numbers, logits, _ in self._batches(records):
             same = self._full.logits[: len(self._full.logits) - logits.shape[1]]
             together = torch.cat([same.expand(len(numbers), -1, -1), logits], dim=1)
-            out.update(zip(numbers, together, strict=True))
+            response = together[:, self.trace.prompt_len - 1 - self._full.predicts :]
+            out.update(zip(numbers, response, strict=True))
         return torch.stack([out[number] for number in range(len(records))])
 
     def _batches(
@@ -133,6 +145,8 @@ class Judge:
         """Yield the numbers of records that are judged together, and what `_judge` returns."""
         for record in records:
             check_judged(record, self.trace)
+        if records:
+            self.check(record.schedule for record in records)
         starts = [
             first_moved(record, self.trace, torch.from_numpy(record.evicted_at))
             for record in records
@@ -170,12 +184,12 @@ class Judge:
     def _judge(self, records: Sequence[Record], start: int) -> tuple[Tensor, NDArray[np.float64]]:
         """Run records whose first rows, before row `start`, see everything.
 
-        Returns the last logits [B, <= R, V], those before being as with the full cache, and
-        |h' - h| / |h| of the input of each layer [B, L, R].
+        Returns the last logits [B, w, V], those before being as with the full cache, and
+        |h' - h| / |h| of the input of each layer [B, L, w], of the rows of the pass with it.
         """
         trace, full, n = self.trace, self._full, self.trace.n_pos
-        first = max(start, trace.prompt_len)
-        moved = np.zeros((len(records), trace.n_layers, n - trace.prompt_len))
+        first = max(start, full.first)
+        moved = np.zeros((len(records), trace.n_layers, n - full.first))
         logits = full.logits[:0].expand(len(records), -1, -1)
         if start < n:
             entries = JudgedRows(trace, full, records, start, self.running, self._room // 4)
@@ -184,8 +198,8 @@ class Judge:
                 place = trace.layer_ids.index(call.layer)
                 rows = self._residual.rows(call).unflatten(0, (len(records), -1))
                 rows = rows[:, first - start :].double()
-                change = relative_change(rows, full.rows.input(place)[first - trace.prompt_len :])
-                moved[:, place, first - trace.prompt_len :] = change.cpu().numpy()
+                change = relative_change(rows, full.rows.input(place, first))
+                moved[:, place, first - full.first :] = change.cpu().numpy()
 
             running = self.running
             before = running.filled(self._ids[:start]) if running.has_states else None
@@ -206,7 +220,7 @@ class Judge:
         """
         running, n = self.running, self.trace.n_pos
         position = torch.arange(start, n, device=running.device)
-        first = max(start, self.trace.prompt_len - 1) - start
+        first = max(0, self._full.predicts - start)
         wanted = torch.arange(count, device=running.device)[:, None] * len(position)
         wanted = (wanted + torch.arange(first, len(position) - 1, device=running.device)).flatten()
         ids = torch.tensor(self._ids[start:], device=running.device)

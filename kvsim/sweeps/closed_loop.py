@@ -20,7 +20,7 @@ from kvsim.core.arguments import listed
 from kvsim.core.checks import check_progress
 from kvsim.core.options import given_options, takes_options
 from kvsim.core.outcome import Outcome
-from kvsim.core.policy import PolicyLike
+from kvsim.core.policy import PolicyLike, Schedule
 from kvsim.core.record import Record
 from kvsim.core.threads import threads_for
 from kvsim.core.trace import Trace
@@ -172,6 +172,7 @@ def plan_live(
     stop = stop_tokens(running.model, tokenizer)
     executor.sampling = {"stop": stop, "temperature": given["temperature"], "seed": given["seed"]}
     executor.joined, executor.paging = joined, paging
+    executor.schedules = [cell.schedule for cell in cells]
     plan = Plan(
         traces=traces,
         policies=policies,
@@ -235,6 +236,7 @@ class Loops:
         self.joined: list[Cell] = []
         self.batches: list[list[Cell]] = []
         self.sampling: dict[str, Any] = {}
+        self.schedules: Sequence[Schedule] = ()  # of all cells
         self._responses: dict[int, Own | MemoryLimitError] = {}
 
     def check(self) -> None:
@@ -242,7 +244,7 @@ class Loops:
         for trace in reversed(self._traces.values()):
             self._loop = self._loop_of(trace)  # that of the first trace is used
             with threads_for(self._loop.running.model):
-                self._loop.check()
+                self._loop.check(self.schedules)
 
     def compute(self, task: Task, report: Progress = lambda *_: None) -> tasks.Outcome:
         """Run the cell of a task."""

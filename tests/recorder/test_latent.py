@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from recorder_models import LATENT, LATENT_SIZES, latent
+from recorder_models import LATENT, LATENT_SIZES, latent, small
 
 import kvsim
 from kvsim import store
 from kvsim.errors import CaptureError, PolicyError, TraceError
+from kvsim.recorder import Prompt, capture_many
 from kvsim.recorder.cache import cache_option, full_cache
+from kvsim.recorder.latent import caches_heads
 from kvsim.recorder.positions import indexed
 from kvsim.runner.model import RunningModel
 from traces import changed
@@ -142,6 +144,25 @@ def test_entries_are_those_of_the_cache(name):
             continue  # older releases cache expanded heads
         both = torch.cat([part.values, part.keys], -1)[0]
         assert gap(trace.k[layer], both.double()) < 1e-5
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_shared_context_is_recorded_with_its_latents(name, tmp_path):
+    """It runs once where the cache holds latents, and with each question in older releases."""
+    prompts = [
+        Prompt(x, [*IDS[:PROMPT], *asked], response=[3, 4], context=PROMPT)
+        for x, asked in (("a", [5, 6]), ("b", [9]))
+    ]
+
+    traces = capture_many(latent(name), None, prompts, tmp_path)
+
+    how = "with each: " if caches_heads(latent(name)) else "in a forward of its own"
+    for prompt, trace in zip(prompts, traces, strict=True):
+        alone = kvsim.capture(latent(name), None, prompt)
+        assert gap(trace.k, alone.k.double()) < 1e-5
+        assert gap(trace.q, alone.q.double()) < 1e-5
+        assert any(f"was run {how}" in note for note in trace.meta["notes"])
+    assert not caches_heads(small("llama"))
 
 
 @pytest.mark.parametrize("name", LATENT)

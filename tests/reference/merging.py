@@ -1,6 +1,6 @@
 """Folding evicted entries into kept ones, one by one in loops, from the papers.
 
-LOOK-M (arXiv 2406.18139), section 3.3, and D2O (arXiv 2406.13035), section 3.3. Nothing is shared
+LOOK-M (arXiv 2406.18139) and D2O (arXiv 2406.13035). Nothing is shared
 with kvsim's mergers.
 """
 

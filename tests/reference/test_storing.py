@@ -169,8 +169,8 @@ def _compare(case, trace, record, store, *, first, tolerance=1e-6, logit=None, s
     (taken,) = cache_bytes(trace, [record])
     if case.prompt_len < case.n:
         held = expected.held[:, case.prompt_len :].mean(-1) / 8
-        np.testing.assert_allclose(taken.resident.sum(-1), held)
-        np.testing.assert_allclose(taken.read.sum(-1), held)
+        np.testing.assert_allclose(taken.resident[0].sum(-1), held)
+        np.testing.assert_allclose(taken.read[0].sum(-1), held)
     return expected
 
 

@@ -101,7 +101,7 @@ def test_a_pass_behind_the_recorded_prompt_is_the_whole_pass():
     assert gap(behind.logits, whole.logits) < 2 * CLOSE
     of_rows = ((x.rows.output, x.rows.input) for x in (behind, whole))
     arrays = [
-        [*x.keys, *x.values, *(read(at) for read in each for at in range(trace.n_layers))]
+        [*x.keys, *x.values, *(read(at, PROMPT) for read in each for at in range(trace.n_layers))]
         for x, each in zip((behind, whole), of_rows, strict=True)
     ]
     for mine, expected in zip(*arrays, strict=True):
@@ -118,7 +118,7 @@ def test_rows_of_the_response_hold_no_others():
     rows.add(call, 0)
 
     assert [x.untyped_storage().nbytes() for x in (rows.out[0][0], rows.stream[0][0])] == [320, 320]
-    assert rows.output(0).shape == (2, 10, 4)
+    assert rows.output(0, 990).shape == (2, 10, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss"])

@@ -74,7 +74,7 @@ def test_the_judge_gives_the_logits_of_a_live_run(name):
     live = run_live(running(name), rule, BUDGET, TOKENS, PROMPT, interval=1000, layers=[3])
     judge = Judge(running(name), trace(name))
     if name == "Gemma3n":  # several streams
-        with pytest.raises(CaptureError, match="expected hidden states"):
+        with pytest.raises(CaptureError, match="one stream, which judged and live runs need"):
             judge.logits([record])
         return
 

@@ -10,6 +10,7 @@ import numpy as np
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.kept.text import NGRAMS, max_loop, repetition
+from kvsim.analysis.output.partial import prompt_parts
 from kvsim.analysis.subject import LiveSubject
 from kvsim.core.outcome import Forced, Generated
 
@@ -31,8 +32,24 @@ def _forced(value: Callable[[Forced], Floats]) -> Values:
             of_turn = values[rows][first if turn in (None, 1) else 0 :]
             if len(of_turn):
                 yield Cells(None, np.array([of_turn.mean()]), turn=turn)
+        for variant, rows, before in _before(subject):
+            of_part = value(before)[rows]
+            if len(of_part):
+                yield Cells(None, np.array([of_part.mean()]), variant=variant)
 
     return cells
+
+
+def _before(subject: LiveSubject) -> Iterator[tuple[str, slice, Forced]]:
+    """Rows of the prompt behind an event, by variant; each predicts the next token of the prompt.
+
+    The last one predicts the first token of the response, and counts there.
+    """
+    forced, schedule = subject.outcome.forced, subject.record.schedule
+    if forced is not None and forced.before is not None:
+        count = forced.before.stream_error.shape[1]
+        for variant, rows in prompt_parts(schedule, subject.trace, count).items():
+            yield variant, rows, forced.before
 
 
 def _written(subject: LiveSubject) -> Iterator[tuple[int | None, Generated]]:
@@ -60,6 +77,9 @@ def _residual(subject: LiveSubject) -> Iterator[Cells]:
     for layer, rows in enumerate(forced.stream_error):
         for turn, of_turn in subject.trace.answers:
             yield Cells(layer, np.array([rows[of_turn].mean()]), turn=turn)
+    for variant, part, before in _before(subject):
+        for layer, rows in enumerate(before.stream_error):
+            yield Cells(layer, np.array([rows[part].mean()]), variant=variant)
 
 
 def _repetition(subject: LiveSubject) -> Iterator[Cells]:

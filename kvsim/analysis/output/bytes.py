@@ -31,7 +31,7 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of each layer, mean over the rows after the prompt; [layer, H]."""
+    """Bytes of each layer, mean over the rows of the answer of each turn; [turn, layer, H]."""
 
     resident: Floats
     read: Floats
@@ -43,17 +43,19 @@ def cache_bytes(trace: Trace, records: Sequence[Record], device: str = "cpu") ->
 
 
 def _of(trace: Trace, record: Record, device: str) -> Bytes:
-    rows = slice(trace.prompt_len, trace.n_pos)
-    shape = record.evicted_at.shape[:2]
+    answers = [slice(*rows) for rows in trace.header.answers(trace.n_pos)]
+    shape = len(answers), *record.evicted_at.shape[:2]
     resident, read = (np.full(shape, np.nan) for _ in range(2))
     owners = [trace.owners[layer] for layer in record.layers]
-    if rows.start < rows.stop:
-        for index, evicted_at in enumerate(record.gone_after):
-            gone = torch.from_numpy(evicted_at).to(device)
+    for index, evicted_at in enumerate(record.gone_after):
+        gone = torch.from_numpy(evicted_at).to(device)
+        for turn, rows in enumerate(answers):
+            if rows.start == rows.stop:
+                continue
             both = _of_layer(trace, record, index, gone, rows)
-            resident[index], read[index] = (x.cpu().numpy() / 8 for x in both)
+            resident[turn, index], read[turn, index] = (x.cpu().numpy() / 8 for x in both)
             if owners[index] in owners[:index]:  # an earlier layer holds the entries
-                resident[index] = 0
+                resident[turn, index] = 0
     return Bytes(resident, read)
 
 

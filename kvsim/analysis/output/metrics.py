@@ -11,6 +11,7 @@ from kvsim.analysis.attention.sparsity import compressed_sparsity
 from kvsim.analysis.definition import Cells, Metric
 from kvsim.analysis.output.bytes import cache_bytes
 from kvsim.analysis.output.error import head_lengths, residual_norms
+from kvsim.analysis.output.partial import prompt_parts
 from kvsim.analysis.output.recall import TOP, attended
 from kvsim.analysis.subject import Subject
 from kvsim.core.outcome import OutputDeviation
@@ -22,15 +23,13 @@ _LEAST_LEAD = 1e-5
 def _parts(subject: Subject) -> Iterator[tuple[str, int | None, slice, OutputDeviation]]:
     """Rows after the prompt, of each turn, and by variant those of it behind an event, if any."""
     trace, output = subject.trace, subject.output()
-    parts = {"": output, "rows=prompt": output.before}
-    if output.before is not None and subject.record.compress.startswith(("context", "both")):
-        question = trace.prompt_len - (trace.context_len or trace.prompt_len)
-        last = output.before.parted(output.before.error.shape[-1] - question)
-        parts = {"": output, "rows=context": last.before, "rows=question": last}
-    for variant, part in parts.items():
-        if part is not None and part.error.shape[-1]:
-            for turn, rows in ((None, slice(None)),) if variant else trace.answers:
-                yield variant, turn, rows, part
+    if output.error.shape[-1]:
+        for turn, rows in trace.answers:
+            yield "", turn, rows, output
+    if (before := output.before) is not None:
+        parts = prompt_parts(subject.record.schedule, trace, before.error.shape[-1])
+        for variant, rows in parts.items():
+            yield variant, None, rows, before
 
 
 def _rows(name: str) -> Callable[[Subject], Iterator[Cells]]:
@@ -66,16 +65,15 @@ def _lost_mass(subject: Subject) -> Iterator[Cells]:
 
 def _recall(subject: Subject) -> Iterator[Cells]:
     walked = subject.walk(attended)
-    if not walked.recall.shape[-1]:
-        return
-    recall, seen = walked.recall.mean(-1, np.float64), walked.seen.mean(-1, np.float64)
-    chance = seen.repeat(recall.shape[1] // seen.shape[1], axis=1)
-    for layer, values, random in zip(subject.record.layers, recall, chance, strict=True):
-        yield Cells(layer, values, "qhead", f"k={TOP}", chance=random)
+    for turn, rows in subject.trace.answers if walked.recall.shape[-1] else ():
+        recall, seen = (x[..., rows].mean(-1, np.float64) for x in (walked.recall, walked.seen))
+        chance = seen.repeat(recall.shape[1] // seen.shape[1], axis=1)
+        for layer, values, random in zip(subject.record.layers, recall, chance, strict=True):
+            yield Cells(layer, values, "qhead", f"k={TOP}", chance=random, turn=turn)
 
 
 def _more(subject: Subject, reference: str) -> Floats | None:
-    """Return the mass that a reference retains beyond the record; [layer, qhead].
+    """Return the mass that a reference retains beyond the record; [layer, qhead, row].
 
     None without a reference, as of a policy that no budget binds: none is on the same terms.
     """
@@ -83,14 +81,17 @@ def _more(subject: Subject, reference: str) -> Floats | None:
         return None
     _, best = subject.beside[reference]
     missing, least = (each().missing for each in (subject.output, best))
-    return mean_known(missing.astype(np.float64) - least) if missing.shape[-1] else None
+    return missing.astype(np.float64) - least if missing.shape[-1] else None
 
 
 def _regret(reference: str) -> Callable[[Subject], Iterator[Cells]]:
     def cells(subject: Subject) -> Iterator[Cells]:
         more = _more(subject, reference)
-        if more is not None:
-            yield Cells(subject.record.layers, more.ravel(), "qhead")
+        if more is None:
+            return
+        for turn, rows in subject.trace.answers:
+            values = mean_known(more[..., rows]).ravel()
+            yield Cells(subject.record.layers, values, "qhead", turn=turn)
 
     return cells
 
@@ -128,7 +129,7 @@ def _possible_share(subject: Subject) -> Floats | None:
     certificate = _certificate(subject, "unprotected")
     lead: Floats = (certificate["retained"] - certificate["chance"]).mean(-1)  # [layer]
     share = np.full_like(lead, np.nan)
-    np.divide(lead - more.mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
+    np.divide(lead - mean_known(more).mean(-1), lead, out=share, where=lead > _LEAST_LEAD)
     return share[:, None]
 
 
@@ -166,8 +167,14 @@ def _relative(moved: Floats, length: Floats) -> Floats:
     return np.divide(moved, length, out=np.zeros_like(moved), where=(length > 0) | (moved > 0))
 
 
-def _bytes(name: str) -> Callable[[Subject], Floats]:
-    return lambda subject: getattr(subject.walk(cache_bytes), name).sum(-1, keepdims=True)
+def _bytes(name: str) -> Callable[[Subject], Iterator[Cells]]:
+    def cells(subject: Subject) -> Iterator[Cells]:
+        by_turn = getattr(subject.walk(cache_bytes), name).sum(-1)  # [turn, layer]
+        for (turn, _), of_turn in zip(subject.trace.answers, by_turn, strict=True):
+            for layer, value in zip(subject.record.layers, of_turn, strict=True):
+                yield Cells(layer, np.array([value]), turn=turn)
+
+    return cells
 
 
 def _concat_error(subject: Subject) -> Floats:
@@ -235,13 +242,13 @@ METRICS: Mapping[str, Metric] = {
         "bytes of the cache that a row after the prompt attends with: 16 bits for a number that no "
         "codec has rounded, scales and summaries of pages included; summaries add up the layers",
         "rows", "bytes", "lower", "kvsim",
-        _means(_bytes("resident"), turns=False),
+        _bytes("resident"),
         default=False, layers="sum"),
     "bytes_read": Metric(
         "bytes of the cache that a row after the prompt reads: entries that any query head of a KV "
         "head reads, and what choosing them reads; summaries add up the layers",
         "rows", "bytes", "lower", "as bytes_held",
-        _means(_bytes("read"), turns=False),
+        _bytes("read"),
         default=False, layers="sum"),
     "concat_error": Metric(
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "

@@ -17,6 +17,7 @@ from itertools import pairwise
 from kvsim.analysis.output.layer import FAINT, LOWEST, Layer, Rows
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.merging import Merger, events
+from kvsim.core.policy import Schedule
 from kvsim.core.reading import Reads, visible
 from kvsim.core.record import Record
 from kvsim.core.storing import Codec, round_marked, stored_after
@@ -109,6 +110,24 @@ def kept_channels(codec: Codec, trace: Trace, layer: int, gone: Tensor, last: in
 def first_row(record: Record, trace: Trace) -> int:
     """The first row that sees rounded entries: the one after the first prefill event."""
     return record.schedule.ends(trace.prompt_len, trace.context_len)[0]
+
+
+def prompt_parts(schedule: Schedule, trace: Trace, count: int) -> dict[str, slice]:
+    """The rows of the prompt behind its first event, by variant of the metrics that have them.
+
+    Of its last `count` rows, from the first of which they are counted; a part that begins before is
+    left out. With an event after the context, rows of the question are apart.
+    """
+    end, context = trace.prompt_len, trace.context_len
+    first, start = schedule.ends(end, context)[0], end - count
+    parts = {"rows=prompt": (first, end)}
+    if context and schedule.compress.startswith(("context", "both")):
+        parts = {"rows=context": (first, context), "rows=question": (context, end)}
+    return {
+        variant: slice(first - start, stop - start)
+        for variant, (first, stop) in parts.items()
+        if start <= first < stop
+    }
 
 
 def first_moved(record: Record, trace: Trace, gone: Tensor) -> int:
