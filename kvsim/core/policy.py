@@ -70,14 +70,13 @@ class Policy(Displayed):
         schedule: after which rows it acts.
         protect: entries protected beside those that scorer and allocator protect by definition.
         layer_budgets: how much each layer gets.
-        positions: "slot" where the implementation rotates keys to their slot in the cache instead
-            of their position in the sequence; the kept sets stay, the attention output changes.
+        positions: "slot" where keys are rotated to their slot in the cache instead of their
+            position in the sequence; the kept sets stay, the attention output changes.
         per_query_head: keep one set per query head, which a grouped cache cannot store.
         propagation: which rows of the prompt reach deeper layers; None for all of them.
         reader: which resident entries a row reads; None for all of them.
         codec: as what entries are stored, or how others merge into them; None for as recorded.
-        so_far: the budget of an event is this share of the tokens before it, at least 1; None where
-            all events have one budget.
+        so_far: the share of the tokens before an event that is its budget; None: the same for all.
         scaled: lengths that shrink with the budget where they do not fit it.
         lengths: all lengths that may shrink.
         default: the policy of this name with default parameters; None where it is not known.
@@ -268,10 +267,12 @@ class Policy(Displayed):
 
         Args:
             budget: entries per head.
-            prompt_len, n_pos: tokens of the prompt, and of the trace.
+            prompt_len: tokens of the prompt.
+            n_pos: tokens of the trace.
             n_layers: layers of the trace.
             schedule: replaces the policy's own.
-            context_len, end: tokens before the question, and those an event takes for the prompt.
+            context_len: tokens before the question; None without one.
+            end: tokens that an event takes for the prompt; None for the prompt.
         """
         if budget < 1:
             raise BudgetError(f"{self.name}: budget is {budget}; expected at least 1 entry")

@@ -18,7 +18,7 @@ class D2O(Merger):
     The threshold of a KV head is the mean of these cosines at its first event, and then `decay`
     times itself plus 1 - `decay` times their mean at each event. The weight of a merging entry is
     exp(cosine), that of the kept one e, divided by their sum; keys, after RoPE, and values merge
-    alike. Others are lost.
+    alike. Others are lost. The definition rests on the abstract and the released code.
 
     Deviations: budgets of layers by the variance of their attention are no part of a merger. The
     release (`d2o@release`) takes cosines for weights, 1 for the kept one, and divides by the number

@@ -13,10 +13,10 @@ from kvsim.core.merging import Merger, Shares
 class LookM(Merger):
     """Each evicted entry merges into the kept one of its KV head with the largest cosine of keys.
 
-    Of N evicted entries and the kept one: `averaged` is the mean of all; `pivotal`
-    first takes the mean of each evicted one with the kept one, then the mean of these and the kept
-    one; `weighted` is the mean with each evicted one times its cosine. Keys, after RoPE, and values
-    merge alike, at every event.
+    Of the evicted entries and the kept one, `averaged` is the mean; `pivotal` first takes the mean
+    of each evicted one with the kept one, then the mean of these and the kept one; `weighted` is
+    the mean with each evicted one times its cosine. Keys, after RoPE, and values merge alike, at
+    every event. The definition rests on the abstract and the released code.
 
     Deviations: caches of text alone have no priority of text over images; behind another eviction,
     kept are the entries that it keeps. Of KVCache-Factory, `weighted` has other weights: (1 +
