@@ -111,9 +111,8 @@ class Policy(Displayed):
             )
         if self.propagation is not None and self.protect != Protection():
             raise PolicyError(
-                f"{self.name}: entries are to be protected (sink, recent, prompt), and its "
-                "propagation drops rows of the prompt without regard to that; expected no further "
-                "protection of a policy that drops rows"
+                f"{self.name}: entries are to be protected (sink, recent, prompt), and it drops "
+                "rows of the prompt without regard to that; expected no further protection"
             )
         if self.propagation is not None and self.across_layers:
             shared = "budget" if self.layer_budgets.across_layers else "ranking"
