@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import parts
-from study import fill
+
+from apps.tiny.card import fill
 
 
 def test_the_page_is_of_its_results():
