@@ -171,7 +171,7 @@ class Schedule:
         if first <= n and step:
             last = n - (n - prompt_len) % step
             sizes += [min(first, budget + first - max(ends, default=0)), min(last, budget + step)]
-        return max(sizes, default=prompt_len if self.prefill else first)
+        return max(sizes, default=min(n, prompt_len if self.prefill else first))
 
     def override(self, interval: int | None, prefill: bool | None, *more: Any) -> Schedule:
         """Return this schedule with the values, in the order of its fields, that are not None."""

@@ -216,6 +216,7 @@ class _Pieces:
             longest = max(longest, held)
             held = min(held, budget)
         window, beta = int(params["window"]), float(params["beta"])
+        longest = longest or event.row + 1  # a question comes before the first event
         of_layers = allocation.pyramid(
             budget, event.n_layers, window=window, beta=beta, longest=longest
         )

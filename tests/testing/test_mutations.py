@@ -52,7 +52,7 @@ def future_softmax(patch: Patch) -> None:
 
 
 def question_in_the_setting(patch: Patch) -> None:
-    """An event that ends the context, or a chunk, knows how long the prompt is."""
+    """An event that ends a chunk knows how long the prompt is."""
     right = engine_block.Block.__init__
 
     def wrong(self: engine_block.Block, *args: Any, **more: Any) -> None:
@@ -236,7 +236,7 @@ def acts_without_need(patch: Patch) -> None:
 def plan_for_later_events(patch: Patch) -> None:
     """The budgets of layers count with an event that may lie behind the end of the trace."""
 
-    def wrong(self: Schedule, prompt_len: int, budget: int, n_pos: int) -> int:
+    def wrong(self: Schedule, prompt_len: int, budget: int, *more: Any, **context: Any) -> int:
         return max(prompt_len * self.prefill, budget + (self.interval or 0), 1)
 
     patch.setattr(Schedule, "longest", wrong)
@@ -308,19 +308,11 @@ def _trial(name: str, params: dict[str, Any], case: Case, **of_trial: Any) -> Tr
 _ROWS = _trial("h2o", {"recent": 0}, make_case("sharp", heads=2, seed=2), budget=4, interval=1)
 _PROMPT = make_case("sharp", heads=2, prompt_len=12, seed=2)
 _CHUNKS = _trial("h2o@kvpress", {}, _PROMPT, budget=4, interval=None)
-_CONTEXT = _trial(
-    "pyramidkv",
-    {"window": 1},
-    make_case("half", layers=2, heads=2, n=14, dim=8, prompt_len=6, seed=222),
-    budget=5,
-    interval=None,
-)
 
 
 @pytest.mark.parametrize(
     ("bug", "trial", "invariant"),
     [
-        (question_in_the_setting, _CONTEXT, "unknown_question"),
         (question_in_the_setting, _CHUNKS, "chunked_prompt"),
         (question_in_the_setting, replace(_CHUNKS, salt=650 + 32), "chunked_prompt"),
         (dead_keys_in_rows, _ROWS, "no_peeking_at_the_dead"),
