@@ -62,6 +62,12 @@ def question_in_the_setting(patch: Patch) -> None:
     patch.setattr(engine_block.Block, "__init__", wrong)
 
 
+def question_in_the_context(patch: Patch) -> None:
+    """The event that ends the context fires behind the question."""
+    right = Schedule.ends
+    patch.setattr(Schedule, "ends", lambda self, prompt_len, *_: right(self, prompt_len, None))
+
+
 def window_not_causal(patch: Patch) -> None:
     """Rows of a window see the entries of later rows of the window."""
 
@@ -283,6 +289,7 @@ CAUGHT: list[tuple[Bug, str, dict[str, Any], tuple[str, ...]]] = [
     (seen_one_row_longer, "streaming_llm", {}, ("nothing_returns",)),
     (forgotten_field, "streaming_llm@original", {}, ("round_trip",)),
     (acts_without_need, "tova", {}, ("no_effect_while_there_is_room", "exact_size")),
+    (question_in_the_context, "tova", {}, ("unknown_question",)),
     (plan_for_later_events, "pyramidkv", {"window": 2}, ("same_events", "naive_replay")),
     (mass_of_the_evicted, "tova", {}, ("retained_mass",)),
 ]
