@@ -327,7 +327,7 @@ def test_the_scorer_of_the_caches_shares_the_window():
         (
             "asl",
             {"protect": {"sink": 4}},
-            "expected no further protection of a policy that drops rows",
+            "expected no further protection",
         ),
         ("fastkv", {"rows": 0}, "rows is 0; expected an integer of at least 1, a number above 0"),
         ("fastkv", {"rows": 1.5}, "rows is 1.5; .* a number above 0 and at most 1, or None"),
