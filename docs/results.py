@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, unless the values are there, and write the page and its figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=PLANS, default="tiny")
-    parser.add_argument("--smallest", action="store_true", help="two short prompts, two budgets")
+    parser.add_argument("--smallest", action="store_true", help="two short prompts, one budget")
     parser.add_argument("--stored", action="store_true", help="write the page of the values there")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--traces", type=Path, default=ROOT / "traces" / "results", metavar="DIR")
