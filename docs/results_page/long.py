@@ -13,6 +13,7 @@ from study import NAMED, read
 from kvsim.analysis.significance import FEWEST
 from kvsim.analysis.summaries import RESAMPLES, Interval
 from kvsim.schema import plural
+from results_page.plan import PLANS, Plan
 from results_page.ranking import Row, markdown, shown
 from results_page.stages import ANSWER, BEFORE, PEAK, SECONDS, STAGES
 from results_page.statistics import Floats, Results
@@ -307,12 +308,22 @@ def _measured(r: Results) -> str:
         [
             command(plan),
             "",
-            *([_ANSWERS.format(least=plan.least)] if plan.solved else texts),
+            *([_ANSWERS.format(least=plan.least), *_smaller(plan)] if plan.solved else texts),
             sources(r),
             *_LIMITS,
             limits,
         ]
     )
+
+
+def _smaller(plan: Plan) -> list[str]:
+    """How the values of smaller models on the same answers were made."""
+    return [
+        f"* The same answers under {NAMED.get(each.model, each.model)}: "
+        f"`python docs/results.py{each.option}`, values in `docs/{each.values}`."
+        for each in PLANS.values()
+        if each.beside == plan.name
+    ]
 
 
 _ANSWERS = (
