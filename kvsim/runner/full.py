@@ -112,7 +112,8 @@ def first_compared(running: RunningModel, trace: Trace, schedules: Iterable[Sche
     rows takes at most 1 GiB; else the one after the prompt.
     """
     config, end = running.model.config.get_text_config(), trace.prompt_len
-    numbers = config.vocab_size + trace.n_layers * config.hidden_size
+    # predictions of the full cache, those of a run, and a copy of these
+    numbers = 3 * config.vocab_size + trace.n_layers * config.hidden_size
     numbers += sum(qheads * value_dim for qheads, _, _, value_dim in trace.sizes)
     most = _KEPT // (numbers * max(4, running.model.dtype.itemsize))
     parts = (prompt_parts(schedule, trace, end).values() for schedule in schedules)

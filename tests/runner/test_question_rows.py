@@ -196,7 +196,8 @@ def test_rows_that_would_take_too_much_memory_are_left_out(monkeypatch):
     name, parameters, terms, parts = CASES[7]
     _, live, judged = both(name, parameters, terms)
     config = running().model.config
-    row = 4 * (256 + trace().n_layers * (config.hidden_size + trace().n_qheads * trace().value_dim))
+    of_layer = config.hidden_size + trace().n_qheads * trace().value_dim
+    row = 4 * (3 * 256 + trace().n_layers * of_layer)
 
     for rows, variants in ((0, set()), (PROMPT - CONTEXT, {"rows=question"}), (99, {*parts})):
         monkeypatch.setattr("kvsim.runner.full._KEPT", rows * row)
