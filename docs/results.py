@@ -87,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = replace(plan, prompts=args.prompts or plan.prompts)
     plan = replace(plan, file=args.file, device=args.device)
     out = args.out or PAGES[plan.name]
+    if plan.beside and not (base := values(PLANS[plan.beside], out)).exists():
+        parser.error(f"{base} does not exist; measure --model {plan.beside} there first")
     if not args.stored:
         measure_all(plan, args.traces, values(plan, out), args.jobs)
     plan = PLANS[plan.beside] if plan.beside else plan

@@ -252,6 +252,8 @@ def test_values_of_another_model_are_on_the_page_of_its_answers(tmp_path, monkey
     plans = {name: SMALLEST[name] for name in ("qwen-1.5b", "qwen-0.5b")}
     monkeypatch.setattr(results, "PLANS", PLANS | plans)
     places = f"--out={tmp_path / 'page.md'}", f"--traces={tmp_path / 'traces'}"
+    with pytest.raises(SystemExit):
+        results.main(["--model=qwen-0.5b", "--smallest", "--jobs=1", *places])
     results.main(["--model=qwen-1.5b", "--smallest", "--jobs=1", *places])
     alone = (tmp_path / "page.md").read_text("utf-8")
 
