@@ -69,8 +69,8 @@ def measure(model: str, folder: Path) -> None:
 def values(rows: Rows, name: str, budget: int, metric: str) -> np.ndarray[Any, Any]:
     """The values of a policy, by prompt."""
     wanted = {"name": name, "budget": budget, "metric": metric}
-    found = {row["trace"]: row["value"] for row in rows if wanted.items() <= row.items()}
-    return np.array([found[trace] for trace in sorted(found)])
+    by_trace = {row["trace"]: row["value"] for row in rows if wanted.items() <= row.items()}
+    return np.array([by_trace[trace] for trace in sorted(by_trace)])
 
 
 def readers(rows: Rows) -> list[list[str]]:

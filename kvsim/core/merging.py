@@ -110,12 +110,12 @@ class Merger(Codec):
             torch.nn.functional.normalize(keys[head, of].to(dtype), dim=-1, eps=1e-12)
             for of in (of_gone, of_kept)
         )
-        found = []
+        matches = []
         for part in gone_units.split(max(1, _MOST // stays.numel()), dim=1):
             cosines = (part @ units.mT).masked_fill_(~stays.unsqueeze(1), -torch.inf)
             first = (cosines >= cosines.amax(-1, keepdim=True) - TIE).int().argmax(-1, keepdim=True)
-            found.append((first[..., 0], cosines.gather(-1, first)[..., 0]))
-        nearest, cosine = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+            matches.append((first[..., 0], cosines.gather(-1, first)[..., 0]))
+        nearest, cosine = (torch.cat(parts, dim=1) for parts in zip(*matches, strict=True))
         leaves = leaves & stays.any(-1, keepdim=True)
         merges, least = self.merging(cosine, leaves, before)
         shares = Shares(*(x.where(merges, 0.0) for x in self.shares(cosine)))

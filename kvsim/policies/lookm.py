@@ -27,7 +27,7 @@ class LookM(Merger):
 
     def shares(self, cosines: Tensor) -> Shares:
         """Return halves, cosines or ones."""
-        one = torch.ones_like(cosines)
+        ones = torch.ones_like(cosines)
         if self.merge == "pivotal":
-            return Shares(one / 2, one / 2, one)
-        return Shares(cosines if self.merge == "weighted" else one, 0 * one, one)
+            return Shares(ones / 2, ones / 2, ones)
+        return Shares(cosines if self.merge == "weighted" else ones, 0 * ones, ones)
