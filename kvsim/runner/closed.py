@@ -34,7 +34,7 @@ from kvsim.recorder.resuming import GIVEN
 from kvsim.runner.batch import run_prompt
 from kvsim.runner.cache import repeat_context
 from kvsim.runner.decoding import Decoding, Prefix, RunningModel, prefill
-from kvsim.runner.full import FullPass, FullRows, compared, first_compared
+from kvsim.runner.full import FullPass, FullRows, compared, first_compared, uncompared
 from kvsim.runner.paged import Paging
 from kvsim.runner.recorded import check_recorded, relative_change
 from kvsim.schema import object_at
@@ -116,7 +116,12 @@ class ClosedLoop:
             peak = max(peak, decoding.decode_peak_bytes)
             full = max(full, decoding.full_bytes)
             record = replace(record, response=self._response([each.tokens for each in answers]))
-        record = replace(record, own_schedule=schedule == policy.schedule)
+        remarks = record.remark, uncompared(self.running, self.trace, schedule)
+        record = replace(
+            record,
+            own_schedule=schedule == policy.schedule,
+            remark="\n".join(filter(None, remarks)),
+        )
         first = answers[0] if answers else None
         return record, Outcome(forced, first, peak, full, tuple(answers[1:]))
 

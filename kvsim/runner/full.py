@@ -111,13 +111,31 @@ def first_compared(running: RunningModel, trace: Trace, schedules: Iterable[Sche
     The first behind an event in the prompt, or that of its question, as far as what is kept of the
     rows takes at most 1 GiB; else the one after the prompt.
     """
-    config, end = running.model.config.get_text_config(), trace.prompt_len
+    most, end = _most_rows(running, trace), trace.prompt_len
+    parts = (prompt_parts(schedule, trace, end).values() for schedule in schedules)
+    return min((x.start for x in chain(*parts) if end - x.start <= most), default=end)
+
+
+def uncompared(running: RunningModel, trace: Trace, schedule: Schedule) -> str:
+    """Return a remark on rows of the prompt that are not compared; empty if all are."""
+    most, end = _most_rows(running, trace), trace.prompt_len
+    parts = prompt_parts(schedule, trace, end).items()
+    variants = [variant for variant, rows in parts if end - rows.start > most]
+    if not variants:
+        return ""
+    return (
+        f"{trace.name}: left out of the model's metrics: {', '.join(variants)}, of more than 1 GiB;"
+        f" the last {most} tokens of the prompt would fit"
+    )
+
+
+def _most_rows(running: RunningModel, trace: Trace) -> int:
+    """Rows of which 1 GiB holds what is compared."""
+    config = running.model.config.get_text_config()
     # predictions of the full cache, those of a run, and a copy of these
     numbers = 3 * config.vocab_size + trace.n_layers * config.hidden_size
     numbers += sum(qheads * value_dim for qheads, _, _, value_dim in trace.sizes)
-    most = _KEPT // (numbers * max(4, running.model.dtype.itemsize))
-    parts = (prompt_parts(schedule, trace, end).values() for schedule in schedules)
-    return min((x.start for x in chain(*parts) if end - x.start <= most), default=end)
+    return int(_KEPT // (numbers * max(4, running.model.dtype.itemsize)))
 
 
 def compared(logits: Tensor, full: Tensor, response: Sequence[int]) -> dict[str, Any]:

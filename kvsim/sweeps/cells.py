@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import polars as pl
 
@@ -29,6 +29,9 @@ from kvsim.store import open_trace
 from kvsim.sweeps.outcome import Failure
 from kvsim.sweeps.terms import Terms
 from kvsim.sweeps.workers import Lost
+
+if TYPE_CHECKING:
+    from kvsim.runner.judging import Judge
 
 #: Called with (cells done, cells, what is being done).
 Progress = Callable[[int, int, str], None]
@@ -192,7 +195,6 @@ class Replays:
         self._compared: dict[int, dict[str, Record]] = {}
         self._accounts = bool(options.get("accounts", True))
         self.together: int | None = None if self._accounts else TOGETHER
-        self._judge: Any = None
 
     def record(self, cell: Cell) -> Record:
         """Replay a cell, and what it is compared with on the same terms."""
@@ -213,10 +215,13 @@ class Replays:
             remark = f"{policy.name}, budget {cell.budget}: no regret: {error}"
             record = replace(record, remark="\n".join(filter(None, (record.remark, remark))))
         if "judge" in self._options:
+            from kvsim.runner.full import uncompared  # noqa: PLC0415  transformers
             from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
 
-            remark = "\n".join(filter(None, (record.remark, unjudged(record))))
-            record = replace(record, remark=remark)
+            of_judge = unjudged(record) or uncompared(
+                self._judge.running, self._trace, record.schedule
+            )
+            record = replace(record, remark="\n".join(filter(None, (record.remark, of_judge))))
         return record
 
     def _compare(self, cell: Cell, record: Record) -> None:
@@ -254,13 +259,17 @@ class Replays:
         """A record without what only measuring needs."""
         return replace(record, internals=(), reads=record.reads if self._accounts else None)
 
+    @functools.cached_property
+    def _judge(self) -> Judge:
+        from kvsim.runner.judging import judge_of  # noqa: PLC0415  transformers
+
+        return judge_of(self._trace, self._options["judge"], **self._limits)
+
     def _judged(self, records: Sequence[Record], names: Sequence[str]) -> pl.DataFrame:
         """What the model says of those records that it can judge."""
-        from kvsim.runner.judging import judge_of, unjudged  # noqa: PLC0415  transformers
+        from kvsim.runner.judging import unjudged  # noqa: PLC0415  transformers
 
         judged = [record for record in records if not unjudged(record)]
-        if self._judge is None:
-            self._judge = judge_of(self._trace, self._options["judge"], **self._limits)
         with threads_for(self._judge.running.model):
             outcomes = self._judge.outcomes(judged)
         return measure_judged(self._trace, judged, outcomes, names)

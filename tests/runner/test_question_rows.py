@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvsim
 from families import FAMILIES
+from kvsim import sweeps
 from kvsim.analysis.live.table import measure_judged
 from kvsim.analysis.table import JUDGED
 from kvsim.core.policy import Schedule
@@ -209,3 +210,29 @@ def test_rows_that_would_take_too_much_memory_are_left_out(monkeypatch):
             if variants:
                 mine, other = (x.forced.before.kl for x in (outcome, expected))
                 assert np.allclose(mine, other[-len(mine) :], atol=2e-5)
+
+
+def test_a_run_says_which_rows_it_leaves_out(monkeypatch, tmp_path):
+    """Once, judged and live alike; not where they fit, or where no event is before them."""
+    model, terms = running().model, {"compress": "context"}
+    path = trace().save(tmp_path / "a.zarr")
+    monkeypatch.setattr("kvsim.sweeps.cells.Replays._judge", Judge(running(), trace()))
+
+    def remarks(**terms):
+        judged = sweeps.replay_all(path, ["h2o", "tova"], BUDGET, judge=True, regret=False, **terms)
+        live = kvsim.live(model, trace(), ["h2o", "tova"], BUDGET, **terms)
+        assert judged.table.height
+        assert live.table.height
+        return [[x for x in run.remarks if "left out" in x] for run in (judged, live)]
+
+    monkeypatch.setattr("kvsim.sweeps.planning.check_judge", lambda *_: None)
+    assert remarks(**terms) == [[], []]
+    monkeypatch.setattr("kvsim.runner.full._KEPT", 0)
+    text = (
+        f"{trace().name}: left out of the model's metrics: rows=question, of more than 1 GiB; the "
+        "last 0 tokens of the prompt would fit"
+    )
+    (judged,), (live,) = remarks(**terms)
+    assert live == text
+    assert judged.partition(":")[2] == text.partition(":")[2]
+    assert remarks() == [[], []]
