@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import polars as pl
@@ -14,7 +14,7 @@ import polars as pl
 from kvsim.analysis.comparison import Comparison, compare
 from kvsim.analysis.evidence import EVIDENCE, WORTH, ranking
 from kvsim.analysis.registry import METRICS
-from kvsim.analysis.results import mixed
+from kvsim.analysis.results import REQUESTED, mixed
 from kvsim.analysis.significance import MOST, undecidable
 from kvsim.errors import PolicyError
 from kvsim.schema import rounded
@@ -156,8 +156,9 @@ def answer(
 ) -> tuple[Comparison | None, list[str]]:
     """Compare the policies of a Table by a metric, by default the first of `ranking`.
 
-    And the lines that follow, with the evidence that a decision lacks. None and no
-    lines where there is nothing to compare: one policy, or no prompt with values of all.
+    And the lines that follow, with the evidence that a decision lacks; budgets in the order of the
+    Table. None and no lines where there is nothing to compare: one policy, or no prompt with values
+    of all.
     """
     if reason := mixed(table):
         return None, [f"No verdict: {reason}."]
@@ -165,6 +166,10 @@ def answer(
         comparison = compare(table, metric or next(ranking(table, metrics)))
     except (PolicyError, StopIteration):  # no prompt has values of all policies, or no metric
         return None, []
+    budgets = table.drop_nulls("policy").select(x=REQUESTED)["x"].unique(maintain_order=True)
+    order = pl.col("requested").cast(pl.Enum(budgets))
+    rows = comparison.table.sort(order, maintain_order=True)
+    comparison = replace(comparison, table=rows)
     said = [*lines(comparison)]
     return comparison if said else None, said
 

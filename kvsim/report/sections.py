@@ -18,7 +18,6 @@ from kvsim.analysis.results import labelled
 from kvsim.analysis.significance import few
 from kvsim.analysis.summaries import averages, compare, layers_of, main_variants, uneven
 from kvsim.analysis.verdict import HEADERS, answer, tabulated
-from kvsim.plots.style import requested_order
 from kvsim.plots.summary import over_budgets, pareto
 from kvsim.report import html
 from kvsim.report.html import details, lines, section, table_of, tag
@@ -93,7 +92,7 @@ def _prompts(table: pl.DataFrame) -> int:
 
 def _wide(means: pl.DataFrame, column: str, *, with_chance: bool = False) -> str:
     names = [name for name in _SHOWN if name in set(means["metric"])]
-    budgets = requested_order(means["requested"].drop_nulls().to_list())
+    budgets = means["requested"].drop_nulls().unique(maintain_order=True)
     head = [column, "budget", *(html.metric_name(name) for name in names)]
     rows = []
     for policy in means[column].unique(maintain_order=True):

@@ -205,6 +205,19 @@ def test_a_verdict_is_a_small_table():
     assert note.endswith("The first 6 of each budget.")
 
 
+def test_budgets_are_in_the_order_of_the_table():
+    """As they were requested, whatever the number of entries; in sentences and in the table."""
+    values = {"tova": [0.1], "h2o": [0.2]}
+    parts = [table(values), table(values, budget=48, share="25%"), table(values, budget=96)]
+
+    comparison, lines = answer(pl.concat(parts), ["output_error"])
+
+    budgets = ["64", "25%", "96"]
+    assert [line.split()[1].rstrip(":") for line in lines[:3]] == budgets
+    assert [x.requested for x in verdicts(comparison)] == budgets
+    assert [row[0] for row in tabulated(comparison)[1]] == [x for x in budgets for _ in values]
+
+
 def test_there_is_no_verdict_on_several_models():
     """A line says why, and what to do."""
     models = table(VALUES).with_columns(model=pl.col("trace").str.slice(0, 2))
