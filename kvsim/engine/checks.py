@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim.core.merging import Merger
 from kvsim.core.parameters import integer, is_finite
 from kvsim.core.policy import Even, Policy, Schedule
 from kvsim.core.reading import Reads
@@ -241,11 +242,16 @@ def remark(
 def _idle(
     trace: Trace, policy: Policy, evicted_at: NDArray[np.int32], reads: Reads | None
 ) -> Iterator[str]:
-    """Say of reader and codec that no row after the prompt reads less, or sees a rounded entry.
+    """Say of a reader, codec or merger that it has no effect, on no row after the prompt.
 
     With an account of reads, rows from its first one on.
     """
     *layers, n_pos = evicted_at.shape
+    if isinstance(policy.codec, Merger) and not policy.bounded and (evicted_at == NEVER).all():
+        yield (
+            f"{policy.name}: no entry leaves, so that nothing merges; expected an eviction before "
+            "the merger, such as snapkv+lookm"
+        )
     rows = np.arange(trace.prompt_len if reads is None else reads.first, n_pos)
     if not len(rows) or (reads is None and not policy.rounds):
         return

@@ -49,6 +49,19 @@ def test_a_reader_that_reads_everything_is_remarked(reader, params, eviction, bu
     assert ("every row reads all that is held" in record.remark) == whole
 
 
+@pytest.mark.parametrize("merger", ["lookm", "d2o"])
+def test_a_merger_without_an_eviction_is_remarked(merger):
+    """The full cache loses nothing, so nothing merges; behind an eviction entries do."""
+    idle, merging = (
+        kvsim.replay(TRACE, f"{before}+{merger}", 6, interval=4, prefill=True)
+        for before in ("full", "knorm")
+    )
+
+    says = f"full+{merger}: no entry leaves, so that nothing merges; expected an eviction before"
+    assert idle.remark.startswith(says)
+    assert "merges" not in merging.remark
+
+
 @pytest.mark.parametrize(("name", "params"), [("cake", {"window": 4}), ("snapkv", {"window": 4})])
 def test_a_budget_of_what_is_protected_is_remarked(name, params):
     """Scores then play no part, and the most recent entries stay."""
