@@ -80,7 +80,7 @@ def encoding_notes(text: str, ids: list[int], tokenizer: Any, what: str = "promp
     """Return notes on token ids that do not decode to their text, or begin or end twice.
 
     what: the text in words. Its normalisation by the tokenizer's own normaliser is no difference,
-    nor is white space next to special tokens.
+    nor is white space at its end or next to special tokens.
     """
     plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     start = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
@@ -110,7 +110,7 @@ def encoding_notes(text: str, ids: list[int], tokenizer: Any, what: str = "promp
 def _normalised(text: str, tokenizer: Any) -> str:
     text = re.sub(rf"\s*({_special_tokens(text, tokenizer)})\s*", r"\1", text)
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    return text if normalizer is None else str(normalizer.normalize_str(text))
+    return (text if normalizer is None else str(normalizer.normalize_str(text))).rstrip()
 
 
 def token_strings(ids: Sequence[int], tokenizer: Any) -> list[str] | None:

@@ -143,7 +143,7 @@ def test_a_text_that_is_not_kept_is_noted():
     """A note says where text and tokens part; of prompt and response each."""
     (dropped,) = notes(losing_tokenizer(), "abca")
     (spaces,) = notes(words_tokenizer(), "w1  w2")
-    first, second = notes(words_tokenizer(), "w1\nw2", response="w3 w4 ")
+    first, second = notes(words_tokenizer(), "w1\nw2", response="w3  w4")
 
     assert dropped == (
         "the tokens of the prompt do not decode to its text: after 2 characters they have 'a', "
@@ -152,6 +152,7 @@ def test_a_text_that_is_not_kept_is_noted():
     assert "after 3 characters they have 'w2', and the text has ' w2'" in spaces
     assert "after 2 characters they have ' w2', and the text has '\\nw2'" in first
     assert "the tokens of the response do not decode to its text" in second
+    assert notes(words_tokenizer(), "w1 w2\n") == []  # as behind a question of a prompt file
 
 
 def others():
