@@ -133,6 +133,7 @@ def merged(remarks: Iterable[str]) -> list[str]:
         name, text = re.fullmatch(r"(?:(\S+|[^:]{1,40}): )?(.*)", remark).groups("")  # type: ignore[union-attr]
         sized = re.search(r"\bbudget \d|half of \d|\d tokens?\b", text)
         fixed = not sized or re.search(r"\blayers? \d", text)
+        text = text if fixed else re.sub(r"\b1 token\b", "1 tokens", text)
         pieces = (text,) if fixed else tuple(re.split(_NUMBER, text))
         groups.setdefault(pieces, {})[name] = None
         values.setdefault(pieces, []).append([] if fixed else re.findall(_NUMBER, text))
@@ -144,7 +145,7 @@ def merged(remarks: Iterable[str]) -> list[str]:
             low, high = min(numbers, key=float), max(numbers, key=float)
             one = low == high or re.search(r"--set \S+=$", line)
             line += (low if one else f"{low} to {high}") + piece
-        out.append(line)
+        out.append(re.sub(r"(?<! to )\b1 tokens\b", "1 token", line))
     return out
 
 

@@ -48,3 +48,5 @@ def test_remarks_that_differ_in_names_and_numbers_are_one():
     assert merged(["budget 9 holds all 5 tokens", "budget 9 holds all 7 tokens"]) == [
         "budget 9 holds all 5 to 7 tokens"
     ]
+    assert merged(["a: asks 1 token", "b: asks 4 tokens"]) == ["a, b: asks 1 to 4 tokens"]
+    assert merged(["a: asks 1 token", "b: asks 1 token"]) == ["a, b: asks 1 token"]

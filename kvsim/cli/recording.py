@@ -16,7 +16,7 @@ from kvsim.cli.forecasts import echo_forecast, echo_took, taken
 from kvsim.cli.groups import grouped, offered
 from kvsim.cli.inspecting import answers_text, is_cut, layers_text, length_text, size_text
 from kvsim.cli.shared import OptionError, Stop
-from kvsim.cli.show import echo_error, echo_json, echo_text
+from kvsim.cli.show import echo_error, echo_json, echo_notes
 from kvsim.core.parameters import parameters
 from kvsim.recorder.options import Options
 from kvsim.schema import is_url
@@ -208,8 +208,6 @@ def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_j
         parts = [length_text(trace), layers_text(trace), size_text(trace["bytes"])]
         parts += filter(None, [answer, "kept" if trace["kept"] else ""])
         typer.echo(f"{trace['path']}: {', '.join(parts)}")
-        for note in trace["notes"]:
-            echo_text(f"  note: {note}")
     kept = sum(trace["kept"] for trace in facts)
     if kept and len(facts) > 1:
         typer.echo(f"{kept} of {len(facts)} traces existed already and are kept.")
@@ -220,6 +218,8 @@ def _report(facts: Sequence[Mapping[str, Any]], took: Mapping[str, Any], *, as_j
             f"{which} reached {cut[0]['max_new_tokens']} tokens without an end; a larger "
             "--max-new-tokens records more."
         )
+    of_each = [(f"{Path(x['path']).stem}: " * (len(facts) > 1), x["notes"]) for x in facts]
+    echo_notes(name + note for name, notes in of_each for note in notes)
     echo_took(took)
 
 

@@ -42,6 +42,20 @@ def test_capture_says_that_a_response_was_cut(run, printed, tmp_path, prompt, li
     assert ("response 4, cut by --max-new-tokens)" in run("info", out)[1]) == cut
 
 
+def test_capture_prints_the_notes_of_its_traces_once(printed, tmp_path):
+    """That of a shared context for all its prompts, by name; no line end is missed at the end."""
+    rows = [{"id": x, "context": "facts : kuga red ; ", "question": "get kuga"} for x in "abc"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    text = printed("capture", "--model", "tiny", "--prompts", file, "--max-new-tokens", 1,
+                   "--out", tmp_path / "many")  # fmt: skip
+
+    notes = [line for line in text.splitlines() if "note: " in line.lower()]
+    assert len(notes) == 1
+    assert notes[0].startswith("Note: a, b, c: the context of 6 tokens, which 3 prompts share, was")
+
+
 def test_capture_counts_the_responses_that_were_cut(printed, tmp_path):
     """Of several prompts, in one line."""
     samples = [*prompts(2, task="walk", facts=4, lines=1, kinds=2, report=1),
