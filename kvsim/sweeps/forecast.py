@@ -76,10 +76,10 @@ def _work(plan: Plan, task: Task, rates: Rates) -> tuple[float, float]:
         of_event = _EVENT + _METRIC * len(task.metrics)
         small += layers * len(events) * (_ROW if cell.schedule.interval == 1 else of_event)
         kept = min(trace.n_pos, cell.budget + (cell.schedule.interval or trace.n_pos) / 2)
-        after = trace.n_pos - trace.prompt_len
+        after = trace.n_pos - cell.schedule.ends(trace.prompt_len, trace.context_len)[0]
         flops += layers * attention_flops(after * kept, trace.n_qheads, entry)
         flops += layers * _scoring(trace, cell, events)
-        if work is not None:  # of the prompt once, where there are no states
+        if work is not None:  # of the rows before once, where there are no states
             flops += after * (work.row + work.logits)
             new = int(plan.parameters.get("max_new_tokens") or 0)
             small += work.layers * _EVENT * new + new * work.read / rates.stream / rates.call

@@ -12,6 +12,7 @@ from families import ids
 from kvsim.errors import PolicyError
 from kvsim.policies.catalogue import CATALOGUE
 from kvsim.recorder import Prompt, Turn
+from kvsim.recorder.forecast import ModelWork
 from kvsim.recorder.models import load_outline
 from kvsim.store.forecast import Meter
 from kvsim.sweeps.closed_loop import plan_live
@@ -80,6 +81,22 @@ def test_a_live_run_is_planned_without_weights(tmp_path):
     rows = trace.n_pos + 2 * (trace.n_pos - trace.prompt_len)
     assert planned.flops == pytest.approx(rows * (layers + 2 * embedding), rel=0.5)
     assert planned.flops > rows * layers
+
+
+def test_rows_of_the_question_are_planned(tmp_path):
+    """Behind an event after the context each policy runs them, and their predictions are read."""
+    tokens = list(range(40, 100))
+    trace = kvsim.capture("tiny", None, tokens[:40], response=tokens[40:], context=30)
+    outline, _ = load_outline("tiny", dtype="float32", on_cpu=True)
+
+    prompt, context = (
+        forecast(plan_live(outline, trace, ["tova", "knorm"], 24, compress=x)[0], kept_in(None))
+        for x in ("prompt", "context")
+    )
+
+    work = ModelWork(outline)
+    more = 2 * (40 - 30) * (work.row + work.logits)
+    assert more < context.flops - prompt.flops < 1.5 * more
 
 
 def test_turns_that_fill_the_context_of_the_model(tmp_path):
