@@ -260,10 +260,10 @@ def _parse(name: str) -> tuple[list[tuple[str, Entry | None]], list[Entry]]:
     chain, behind = parts[:at], parts[at:]
     kinds = [entry.kind if entry else "" for _, entry in behind]
     if kinds not in ([], ["reader"], ["codec"], ["reader", "codec"], ["merger"]):
+        written = ["EVICTION"] * at + [x.upper() if x in BEHIND else "EVICTION" for x in kinds]
         raise PolicyError(
-            f"{name}: a reader and a codec, or a merger alone, stand behind everything else; "
-            "expected EVICTION+READER+CODEC, such as snapkv+quest+kivi, each at most once, or "
-            "EVICTION+MERGER, such as snapkv+lookm"
+            f"{name} is {'+'.join(written)}; expected EVICTION+READER+CODEC, such as "
+            "snapkv+quest+kivi, each at most once, or EVICTION+MERGER, such as snapkv+lookm"
         )
     front = next((entry.default for _, entry in behind if entry and entry.default), "full")
     chain = chain or [(front, CATALOGUE[front])]
@@ -290,10 +290,8 @@ def _entries(name: str) -> list[tuple[str, Entry | None]]:
         if base not in CATALOGUE and base not in ACCESS:
             module, _, last = base.rpartition(".")
             hint = f"; a policy of your own is {module}:{last}" if module else ""
-            raise PolicyError(
-                f"unknown policy {base!r}{suggest(base, [*CATALOGUE, *ACCESS])}{hint}; "
-                "`kvsim policies` lists all"
-            )
+            shown = f"{base!r}{suggest(base, [*CATALOGUE, *ACCESS])}" if base else f"'' in {name!r}"
+            raise PolicyError(f"unknown policy {shown}{hint}; `kvsim policies` lists all")
         entry = _entry(base)
         if at and not entry.has_preset(preset):
             available = [*entry.presets, *["scaled"] * entry.has_preset("scaled")]

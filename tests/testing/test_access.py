@@ -221,12 +221,12 @@ def test_a_piece_without_a_bug_passes(piece):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("snapkv+quest+d2o", "or a merger alone, stand behind"),
-        ("snapkv+int8+lookm", "or a merger alone, stand behind"),
+        ("snapkv+quest+d2o", "is EVICTION[+]READER[+]MERGER; expected EVICTION[+]READER"),
+        ("magicpig+d2o", "is READER[+]MERGER; .* or EVICTION[+]MERGER, such as snapkv[+]lookm"),
         ("fastkv+d2o", "rows of the prompt are dropped.*such as snapkv[+]lookm"),
         ("oracle+lookm", "it is a bound for entries as recorded"),
         ("streaming_llm@original+lookm", "expected no policy with positions=slot"),
-        ("lookm+snapkv", "stand behind everything else"),
+        ("lookm+snapkv", "is MERGER[+]EVICTION; expected"),
     ],
 )
 def test_what_has_no_rule_for_merging_is_refused(name, reason):
