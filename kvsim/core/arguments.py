@@ -25,8 +25,13 @@ def share_of(budget: int | str) -> str | None:
     return None if re.fullmatch(r"[+-]?[\d_]+", text) else text
 
 
-def resolve_budget(budget: int | str, n_pos: int) -> int:
-    """Entries: an integer, or `25%` of the trace's final length, rounded down, at least 1."""
+def resolve_budget(
+    budget: int | str, n_pos: int, expected: str = "entries (128) or a share (25%)"
+) -> int:
+    """Entries: an integer, or `25%` of the trace's final length, rounded down, at least 1.
+
+    expected: what errors say is.
+    """
     text = str(budget).strip()
     try:
         if not text.endswith("%"):
@@ -36,9 +41,7 @@ def resolve_budget(budget: int | str, n_pos: int) -> int:
         more = ""
         if re.search(r"so-far|[bB](@\w+)?$", text):
             more = ", as budgets of replays and live runs alone grow or are bytes"
-        raise BudgetError(
-            f"budget is {text!r}; expected entries (128) or a share (25%){more}"
-        ) from None
+        raise BudgetError(f"budget is {text!r}; expected {expected}{more}") from None
     if not 0 < share <= 100:
         raise BudgetError(f"budget is {text}; expected a share above 0% and up to 100%")
     return max(1, int(n_pos * share / 100 + 1e-9))

@@ -16,6 +16,9 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 
 SO_FAR = "so-far"
 
+#: What a budget of a replay or a live run is.
+EXPECTED = f"entries (128), a share (25%, 25%{SO_FAR}) or bytes (64MiB)"
+
 
 def budgeted(policy: Policy, trace: Trace, budget: int | str) -> tuple[Policy, int]:
     """Return the entries per KV head of a budget on a trace, and the policy under that budget.
@@ -39,7 +42,7 @@ def budgeted(policy: Policy, trace: Trace, budget: int | str) -> tuple[Policy, i
         entries = resolve_budget(share, trace.n_pos)
         return replace(policy, so_far=float(share[:-1]) / 100), entries
     if not re.fullmatch(r".*[bB](@\w+)?", text):
-        return policy, resolve_budget(budget, trace.n_pos)
+        return policy, resolve_budget(budget, trace.n_pos, EXPECTED)
     size, _, dtype = text.partition("@")
     count, number = size_in_bytes(size), _BYTES.get(dtype or "float16")
     if count is None or number is None:

@@ -12,6 +12,7 @@ import yaml
 from kvsim.analysis.overview import SUMMARY
 from kvsim.analysis.results import check_distinct
 from kvsim.analysis.table import available
+from kvsim.core.budgets import EXPECTED
 from kvsim.core.checks import resolve_device
 from kvsim.core.options import given_options
 from kvsim.core.parameters import integer
@@ -265,7 +266,7 @@ def _interval(value: object) -> int | None:
 
 def _budget(value: object) -> str:
     if integer(value) is None and not isinstance(value, str):
-        raise ConfigError(f"budgets has {value!r}; expected entries (128) or a share (25%)")
+        raise ConfigError(f"budgets has {value!r}; expected {EXPECTED}")
     return str(value)
 
 
