@@ -16,7 +16,7 @@ from kvsim.errors import CaptureError, NeedsError
 from kvsim.recorder.hooks import KernelCall
 from kvsim.recorder.provenance import config_differences
 from kvsim.recorder.tokenization import tokenizer_difference
-from kvsim.schema import object_at
+from kvsim.schema import first_of, object_at
 
 #: Of the tolerance of a precision (`kvsim.core.checks`), what the first layer may differ by in one
 #: row, and what may add up over all layers. On shipped models, other kernels, threads and block
@@ -38,7 +38,7 @@ def check_model(trace: Trace, described: Mapping[str, Any]) -> None:
     if differing:
         raise CaptureError(
             f"the model {described['name']} differs from the recorded {recorded_model.get('name')} "
-            f"in {', '.join(differing)} of its configuration; give the model that {trace.name} was "
+            f"in {first_of(differing)} of its configuration; give the model that {trace.name} was "
             "recorded from"
         )
     if described["dtype"] != recorded_model.get("dtype", described["dtype"]):

@@ -408,6 +408,9 @@ def test_another_model_is_refused(recorded):
     deeper = make_model(model.config.model_type, trace.n_layers + 1)
     with pytest.raises(CaptureError, match="of its configuration"):
         kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, deeper)
+    tiny = load_model("tiny")[0]
+    with pytest.raises(CaptureError, match=r"in \w+, \w+, \w+ and \d+ more of its configuration"):
+        kvsim.recompute(trace, kvsim.policy("fastkv", rows=60), 32, tiny)
 
 
 @pytest.mark.parametrize("part", ["mlp.down_proj", "self_attn.o_proj", "self_attn.v_proj"])
