@@ -46,7 +46,7 @@ def dense_remark(cells: Sequence[Cell]) -> str:
         return ""
     return (
         "rows read all that is held in many layers, which flatters means over layers: "
-        f"{', '.join(dense.values())}; --set dense_layers=0 reads pages in all layers"
+        f"{', '.join(dense.values())}; --set dense_layers=0 lets rows read less in all layers"
     )
 
 

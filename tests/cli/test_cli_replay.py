@@ -345,6 +345,13 @@ def test_a_reader_is_not_flagged_for_what_it_holds(run, trace, tmp_path):
         assert marked == ["snapkv+quest"]
 
 
+def test_a_reader_of_everything_in_many_layers_is_remarked(run):
+    """With what makes it read less, in words that fit readers without pages."""
+    _, text, _ = run("replay", "sample", "--policy", "magicpig", "--budget", "64")
+
+    assert "magicpig in 1 of 3; --set dense_layers=0 lets rows read less in all layers." in text
+
+
 def test_a_cross_takes_settings_at_both_levels_and_says_what_to_know(run, trace):
     """`--set scorer.NAME` goes one part in; a budget that shortens something is remarked on."""
     asked = ["--set", "window=16", "--set", "scorer.window=8", "--budget", "20", "--interval", "8"]
