@@ -220,18 +220,19 @@ def _live(r: Results, policies: Sequence[str]) -> list[str]:
 def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
     rows = []
+    same = shorter.plan.prompts if shorter.plan.beside else r.plan.prompts
     for short in shorter.plan.budgets:
         before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
         cells = []
         for budget in _compared(r):
             kl = np.array([r.of(label, budget, "response_kl") for label in policies])
-            cells.append(_correlation(before, kl))
+            cells.append(_correlation(before, kl[:, :same]))
         rows.append([f"budget {short}", *cells])
     tokens = np.array(shorter.sizes).T[0]
     of_model = NAMED.get(shorter.plan.model, shorter.plan.model)
     of_lengths = f"{tokens.min()} to {tokens.max()} tokens of {of_model}"
     of_prompts = (
-        f"On the same questions and answers, {of_lengths}, which did not write them"
+        f"On the first {same} of these answers, {of_lengths}, which did not write them"
         if shorter.plan.beside
         else f"On [{shorter.plan.prompts} prompts of {of_lengths}]({shorter.plan.page})"
     )

@@ -83,6 +83,11 @@ class Plan:
         return self.budgets[len(self.budgets) // 2 if middle else 0]
 
     @property
+    def claimed(self) -> bool:
+        """Whether what the papers claim is tested: with all that the claims need of it."""
+        return not (self.once or self.beside)
+
+    @property
     def name(self) -> str:
         """What `--model` of docs/results.py calls it."""
         return self.called or self.model

@@ -209,8 +209,9 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
             rows, terms = [replace(one, schedule=_AFTER_PROMPT) for one in rows], each_own
         joint = [one for one in rows if one.name in _JOINT]
         rows = [one for one in rows if one not in joint]
+        metrics = _METRICS if plan.claimed else _LONG
         return [
-            Replays(of, plan.budgets, _LONG, options, answers=plan.once, device=plan.device)
+            Replays(of, plan.budgets, metrics, options, answers=plan.once, device=plan.device)
             for of, options in ((rows, terms), (joint, {**terms, **_JOINT_MEMORY}))
         ]
     expected = prompt_policies(plan.sizes)
@@ -227,8 +228,9 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
 
 def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.DataFrame]]:
     """Return the metrics of a trace alone, by the names of the pieces."""
-    if plan.only:
-        return {_hash(MEASURED): lambda _: stages.table()}
+    costs = {_hash(MEASURED): lambda _: stages.table()} if plan.only else {}
+    if not plan.claimed:
+        return costs
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)
 
     def of_prompt(trace: Trace) -> pl.DataFrame:
@@ -236,7 +238,7 @@ def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.Data
         analysis = Analysis(trace, given={ranks: Ranks(trace, ks=ks, rule=rule)})
         return kvsim.measure(analysis, metrics=_OF_PROMPTS)
 
-    return {
+    return costs | {
         _hash(_OF_TRACES): lambda trace: kvsim.measure(trace, metrics=_OF_TRACES),
         _hash(_OF_PROMPTS, plan.budgets, rule): of_prompt,
     }
