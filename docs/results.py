@@ -48,7 +48,7 @@ CLAIMS_PAGE = ROOT / "docs" / "claims.md"
 PAGES = {name: ROOT / "docs" / plan.page for name, plan in PLANS.items()}
 #: Pages of all policies, and those whose values claims are tested on.
 WHOLE = ("tiny", "smollm2")
-CLAIMED = (*WHOLE, "qwen-1.5b")
+CLAIMED = (*WHOLE, "qwen-1.5b", "qwen-1.5b-8k")
 
 
 def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:

@@ -84,8 +84,8 @@ class Plan:
 
     @property
     def claimed(self) -> bool:
-        """Whether what the papers claim is tested: with all that the claims need of it."""
-        return not (self.once or self.beside)
+        """Whether what the papers claim is tested; on one event only with variants."""
+        return not self.beside and (not self.once or bool(self.tried))
 
     @property
     def name(self) -> str:
@@ -172,7 +172,13 @@ QWEN_SMALL = replace(
 )
 QWEN_SMOLLM2 = replace(QWEN, model="smollm2", called="qwen-smollm2", beside=QWEN.called)
 QWEN_LONG = replace(
-    LONG, model=QWEN.model, prompts=12, lengths=(8192, 8192, 4096, 4096), called="qwen-1.5b-8k"
+    LONG,
+    model=QWEN.model,
+    prompts=12,
+    lengths=(8192, 8192, 4096, 4096),
+    tried=(512,),
+    only=(*LONG.only, "knorm", "adakv+expected_attention"),
+    called="qwen-1.5b-8k",
 )
 PLANS = {
     "tiny": FULL,
@@ -195,7 +201,13 @@ SMALLEST = {
     ),
     "8k": replace(_LEAST, only=LONG.only, called="8k", once=True),
     **{
-        plan.called: replace(_LEAST, called=plan.called, once=plan.once, beside=plan.beside)
+        plan.called: replace(
+            _LEAST,
+            called=plan.called,
+            once=plan.once,
+            beside=plan.beside,
+            tried=plan.tried and _LEAST.budgets,
+        )
         for plan in (QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)
     },
 }

@@ -26,6 +26,7 @@ from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (
     across_policies,
+    expectations,
     prompt_policies,
     table_policies,
     variants,
@@ -204,20 +205,25 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     rows = [*table_policies(plan, str(calibration)).values()]
     terms = {"interval": plan.interval, "prefill": plan.prefill}
     tried, each_own = plan.tried or plan.budgets, {"own_schedule": True}
+    overlap = {"expected_attention": ("value_norm_overlap",)}
     if plan.only:
+        more = overlap if plan.claimed and plan.once else {}
         if plan.once:
             rows, terms = [replace(one, schedule=_AFTER_PROMPT) for one in rows], each_own
         joint = [one for one in rows if one.name in _JOINT]
         rows = [one for one in rows if one not in joint]
-        metrics = _METRICS if plan.claimed else _LONG
-        return [
-            Replays(of, plan.budgets, metrics, options, answers=plan.once, device=plan.device)
+        metrics = _METRICS if plan.claimed and not plan.once else _LONG
+        replays = [
+            Replays(of, plan.budgets, metrics, options, more, answers=plan.once, device=plan.device)
             for of, options in ((rows, terms), (joint, {**terms, **_JOINT_MEMORY}))
         ]
+        if more:
+            rows = [replace(one, schedule=_AFTER_PROMPT) for one in expectations()]
+            replays.append(Replays(rows, tried, (), terms, more, device=plan.device))
+        return replays
     expected = prompt_policies(plan.sizes)
     at_the_prompt = [replace(one, schedule=_AFTER_PROMPT) for one in expected]
     sparsity = {"gkv": ("sparsity_compressed",)}
-    overlap = {"expected_attention": ("value_norm_overlap",)}
     return [
         Replays(rows, plan.budgets, _METRICS, terms, sparsity, regret=regret),
         Replays(variants(plan.sizes), tried, _METRICS, terms, sparsity),
