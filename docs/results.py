@@ -102,8 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def committed(names: Sequence[str]) -> dict[str, Results]:
-    """The values of pages in the repository."""
-    return {name: read_values(PAGES[name].with_suffix(".parquet"), PLANS[name]) for name in names}
+    """The values of those pages that are in the repository."""
+    files = {name: PAGES[name].with_suffix(".parquet") for name in names}
+    return {name: read_values(path, PLANS[name]) for name, path in files.items() if path.exists()}
 
 
 def values(plan: Plan, page: Path) -> Path:

@@ -77,7 +77,7 @@ def _count(tested: Mapping[str, Mapping[str, Mapping[tuple[str, str], Claim]]]) 
     for paper, by_model in tested.items():
         counts = []
         for claims in by_model.values():
-            verdicts = [claim.verdict for claim in claims.values()]
+            verdicts = [x.verdict for x in claims.values() if x.votes or x.outside]
             counts += [str(verdicts.count(verdict)) for verdict in (HOLDS, NOT, OPEN)]
         lines.append([paper, *counts])
     return markdown(["paper", *titles], lines)

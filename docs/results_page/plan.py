@@ -135,6 +135,8 @@ SMOLLM2 = Plan(
     regret=10,
     sizes=Sizes(),
 )
+#: A quarter of AMS' own sizes, for budgets of a quarter of its paper's.
+QUARTER = Sizes(ams={"min_segment": 4, "max_segment": 64, "window": 32, "recent": 8})
 #: All positions of SmolLM2, under policies of papers; `kvzip` needs as many positions again.
 LONG = Plan(
     model="smollm2",
@@ -160,10 +162,10 @@ QWEN = Plan(
     budgets=(64, 128),
     interval=32,
     prefill=True,
-    only=(*LONG.only, "rkv"),
+    only=(*LONG.only, "rkv", "ams+expected_attention"),
     called="qwen-1.5b",
     solved="1.5B",
-    sizes=Sizes(),
+    sizes=QUARTER,
     cost=(),
 )
 #: The same answers, given to smaller models: whether these predict the ranking, of equal prompts.
