@@ -46,8 +46,9 @@ from results_page.traces import record, weights
 ROOT = Path(__file__).resolve().parent.parent
 CLAIMS_PAGE = ROOT / "docs" / "claims.md"
 PAGES = {name: ROOT / "docs" / plan.page for name, plan in PLANS.items()}
-#: Pages whose values claims are tested on.
-CLAIMED = ("tiny", "smollm2")
+#: Pages of all policies, and those whose values claims are tested on.
+WHOLE = ("tiny", "smollm2")
+CLAIMED = (*WHOLE, "qwen-1.5b", "qwen-1.5b-8k")
 
 
 def measure_all(plan: Plan, folder: Path, values: Path, jobs: int) -> None:
@@ -94,15 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = PLANS[plan.beside] if plan.beside else plan
     results = {plan.name: write(plan, out)}
     if out == PAGES[plan.name]:
-        results = committed()
+        results = committed(CLAIMED)
     if plan.name in CLAIMED:
         out.with_name(CLAIMS_PAGE.name).write_text(claims_page(results), "utf-8")
     print(f"{out} written after {time.perf_counter() - start:.0f} s")
 
 
-def committed() -> dict[str, Results]:
-    """The values of the pages in the repository."""
-    return {name: read_values(PAGES[name].with_suffix(".parquet"), PLANS[name]) for name in CLAIMED}
+def committed(names: Sequence[str]) -> dict[str, Results]:
+    """The values of those pages that are in the repository."""
+    files = {name: PAGES[name].with_suffix(".parquet") for name in names}
+    return {name: read_values(path, PLANS[name]) for name, path in files.items() if path.exists()}
 
 
 def values(plan: Plan, page: Path) -> Path:
@@ -120,7 +122,7 @@ def write(plan: Plan, out: Path) -> Results:
     figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
-        known_results = committed()
+        known_results = committed(WHOLE)
         same = plan.once and plan.model in known_results
         compared = [known_results[plan.model]] if same else [*known_results.values()]
         smaller = [each for each in PLANS.values() if each.beside == plan.name]

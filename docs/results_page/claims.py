@@ -38,7 +38,7 @@ def claims_page(results: Mapping[str, Results]) -> str:
 
 
 def _rules(results: Mapping[str, Results]) -> str:
-    prompts = " and ".join(
+    prompts = ", ".join(
         f"{r.plan.prompts} prompts of [{model}]({r.plan.page})" for model, r in results.items()
     )
     return (
@@ -62,6 +62,11 @@ def _rules(results: Mapping[str, Results]) -> str:
         "Schedule and parameters are those of the results; Expected Attention is tested at one "
         "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
         "numbers, or that need free generation or training, are left out."
+        + "".join(
+            f" On {model}, claims on policies that its page does not have are not tested."
+            for model, r in results.items()
+            if r.plan.only
+        )
     )
 
 
@@ -72,7 +77,7 @@ def _count(tested: Mapping[str, Mapping[str, Mapping[tuple[str, str], Claim]]]) 
     for paper, by_model in tested.items():
         counts = []
         for claims in by_model.values():
-            verdicts = [claim.verdict for claim in claims.values()]
+            verdicts = [x.verdict for x in claims.values() if x.votes or x.outside]
             counts += [str(verdicts.count(verdict)) for verdict in (HOLDS, NOT, OPEN)]
         lines.append([paper, *counts])
     return markdown(["paper", *titles], lines)
@@ -89,8 +94,13 @@ def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:
         whole = *key, "; ".join(tests).replace("KL to the full cache", "KL")
         policy, pattern = _pattern(*whole)
         texts[pattern] = whole
+        of_models = [claims.get(key) for claims in by_model.values()]
+        elsewhere = any(claim and claim.votes for claim in of_models)
         similar.setdefault(pattern, {})[policy] = [
-            _result(claims[key]) if key in claims else "not tested" for claims in by_model.values()
+            _result(claim)
+            if claim and (claim.votes or claim.outside or not elsewhere)
+            else "not tested"
+            for claim in of_models
         ]
     for pattern, results in similar.items():
         if len(results) == 1:

@@ -220,18 +220,19 @@ def _live(r: Results, policies: Sequence[str]) -> list[str]:
 def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
     rows = []
+    same = shorter.plan.prompts if shorter.plan.beside else r.plan.prompts
     for short in shorter.plan.budgets:
         before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
         cells = []
         for budget in _compared(r):
             kl = np.array([r.of(label, budget, "response_kl") for label in policies])
-            cells.append(_correlation(before, kl))
+            cells.append(_correlation(before, kl[:, :same]))
         rows.append([f"budget {short}", *cells])
     tokens = np.array(shorter.sizes).T[0]
     of_model = NAMED.get(shorter.plan.model, shorter.plan.model)
     of_lengths = f"{tokens.min()} to {tokens.max()} tokens of {of_model}"
     of_prompts = (
-        f"On the same questions and answers, {of_lengths}, which did not write them"
+        f"On the first {same} of these answers, {of_lengths}, which did not write them"
         if shorter.plan.beside
         else f"On [{shorter.plan.prompts} prompts of {of_lengths}]({shorter.plan.page})"
     )
@@ -303,6 +304,7 @@ def _measured(r: Results) -> str:
     """The command, the prompts, and what limits the results."""
     plan = r.plan
     texts = [_TEXTS.format(response=plan.response, answer=ANSWERED)] if plan.lengths else []
+    sizes = plan.sizes.ams
     limits = _AT_THE_END if plan.once else _OPEN_LOOP
     return "\n".join(
         [
@@ -310,7 +312,7 @@ def _measured(r: Results) -> str:
             "",
             *([_ANSWERS.format(least=plan.least), *_smaller(plan)] if plan.solved else texts),
             sources(r),
-            *_LIMITS,
+            *(line.format(and_ams=_OF_AMS.format(**sizes) if sizes else "") for line in _LIMITS),
             limits,
         ]
     )
@@ -340,10 +342,14 @@ _TEXTS = (
 )
 _LIMITS = (
     "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean.",
-    "* Every policy has its own parameters, save that none protects the whole prompt.",
+    "* Every policy has its own parameters, save that none protects the whole prompt{and_ams}.",
     "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
     "* `kvzip` is missing: rows that repeat the prompt need as many positions again.",
     "* Policies that [drop rows between layers](across-layers.md) are missing: none is judged.",
+)
+_OF_AMS = (
+    ", and that AMS has a quarter of its sizes, as budgets are a quarter of its paper's (segments "
+    "of {min_segment} to {max_segment} tokens, a window of {window}, {recent} recent entries)"
 )
 _AT_THE_END = (
     "* A question is at the end of the prompt, which favours policies that look at the last rows."

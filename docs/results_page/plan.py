@@ -83,6 +83,11 @@ class Plan:
         return self.budgets[len(self.budgets) // 2 if middle else 0]
 
     @property
+    def claimed(self) -> bool:
+        """Whether what the papers claim is tested; on one event only with variants."""
+        return not self.beside and (not self.once or bool(self.tried))
+
+    @property
     def name(self) -> str:
         """What `--model` of docs/results.py calls it."""
         return self.called or self.model
@@ -130,6 +135,8 @@ SMOLLM2 = Plan(
     regret=10,
     sizes=Sizes(),
 )
+#: A quarter of AMS' own sizes, for budgets of a quarter of its paper's.
+QUARTER = Sizes(ams={"min_segment": 4, "max_segment": 64, "window": 32, "recent": 8})
 #: All positions of SmolLM2, under policies of papers; `kvzip` needs as many positions again.
 LONG = Plan(
     model="smollm2",
@@ -155,10 +162,10 @@ QWEN = Plan(
     budgets=(64, 128),
     interval=32,
     prefill=True,
-    only=(*LONG.only, "rkv"),
+    only=(*LONG.only, "rkv", "ams+expected_attention"),
     called="qwen-1.5b",
     solved="1.5B",
-    sizes=Sizes(),
+    sizes=QUARTER,
     cost=(),
 )
 #: The same answers, given to smaller models: whether these predict the ranking, of equal prompts.
@@ -167,7 +174,13 @@ QWEN_SMALL = replace(
 )
 QWEN_SMOLLM2 = replace(QWEN, model="smollm2", called="qwen-smollm2", beside=QWEN.called)
 QWEN_LONG = replace(
-    LONG, model=QWEN.model, prompts=12, lengths=(8192, 8192, 4096, 4096), called="qwen-1.5b-8k"
+    LONG,
+    model=QWEN.model,
+    prompts=8,
+    lengths=(8192, 4096, 4096, 4096),
+    tried=(512,),
+    only=(*LONG.only, "knorm", "adakv+expected_attention"),
+    called="qwen-1.5b-8k",
 )
 PLANS = {
     "tiny": FULL,
@@ -190,7 +203,13 @@ SMALLEST = {
     ),
     "8k": replace(_LEAST, only=LONG.only, called="8k", once=True),
     **{
-        plan.called: replace(_LEAST, called=plan.called, once=plan.once, beside=plan.beside)
+        plan.called: replace(
+            _LEAST,
+            called=plan.called,
+            once=plan.once,
+            beside=plan.beside,
+            tried=plan.tried and _LEAST.budgets,
+        )
         for plan in (QWEN, QWEN_SMALL, QWEN_SMOLLM2, QWEN_LONG)
     },
 }

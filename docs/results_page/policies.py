@@ -92,11 +92,13 @@ def prompt_policies(sizes: Sizes) -> list[Policy]:
     """Policies compared at the one event after the prompt, the setting of Expected Attention."""
     inside = [scaled(sizes, x) for x in ("snapkv", "tova", "streaming_llm", "keydiff", "knorm")]
     crossed = [scaled(sizes, f"adakv+{x}") for x in ("expected_attention", "snapkv")]
+    return [policy("expected_attention"), *inside, *crossed, *expectations()]
+
+
+def expectations() -> list[Policy]:
+    """Variants of Expected Attention."""
     expected = partial(policy, "expected_attention")
     return [
-        expected(),
-        *inside,
-        *crossed,
         expected(covariance=False),
         expected(value_norm="none"),
         expected(epsilon=0.0),

@@ -155,7 +155,7 @@ def read_values(path: Path, plan: Plan) -> Results:
     traces = rows.unique("prompt", keep="first", maintain_order=True)
     return Results(
         plan,
-        Evidence(rows.select(list(COLUMNS)), Seconds(lengths, taken)),
+        Evidence(rows.select(list(COLUMNS)), Seconds(lengths, taken) if taken else None),
         traces["digest"].to_list(),
         traces.select("tokens", "prompt_tokens").rows(),
         json.loads(written["made"]),

@@ -26,6 +26,7 @@ from kvsim.sweeps import replay_all
 from results_page.plan import Plan
 from results_page.policies import (
     across_policies,
+    expectations,
     prompt_policies,
     table_policies,
     variants,
@@ -204,19 +205,25 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
     rows = [*table_policies(plan, str(calibration)).values()]
     terms = {"interval": plan.interval, "prefill": plan.prefill}
     tried, each_own = plan.tried or plan.budgets, {"own_schedule": True}
+    overlap = {"expected_attention": ("value_norm_overlap",)}
     if plan.only:
+        more = overlap if plan.claimed and plan.once else {}
         if plan.once:
             rows, terms = [replace(one, schedule=_AFTER_PROMPT) for one in rows], each_own
         joint = [one for one in rows if one.name in _JOINT]
         rows = [one for one in rows if one not in joint]
-        return [
-            Replays(of, plan.budgets, _LONG, options, answers=plan.once, device=plan.device)
+        metrics = _METRICS if plan.claimed and not plan.once else _LONG
+        replays = [
+            Replays(of, plan.budgets, metrics, options, more, answers=plan.once, device=plan.device)
             for of, options in ((rows, terms), (joint, {**terms, **_JOINT_MEMORY}))
         ]
+        if more:
+            rows = [replace(one, schedule=_AFTER_PROMPT) for one in expectations()]
+            replays.append(Replays(rows, tried, (), terms, more, device=plan.device))
+        return replays
     expected = prompt_policies(plan.sizes)
     at_the_prompt = [replace(one, schedule=_AFTER_PROMPT) for one in expected]
     sparsity = {"gkv": ("sparsity_compressed",)}
-    overlap = {"expected_attention": ("value_norm_overlap",)}
     return [
         Replays(rows, plan.budgets, _METRICS, terms, sparsity, regret=regret),
         Replays(variants(plan.sizes), tried, _METRICS, terms, sparsity),
@@ -227,8 +234,9 @@ def _replays(plan: Plan, calibration: Path, *, regret: bool) -> list[Replays]:
 
 def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.DataFrame]]:
     """Return the metrics of a trace alone, by the names of the pieces."""
-    if plan.only:
-        return {_hash(MEASURED): lambda _: stages.table()}
+    costs = {_hash(MEASURED): lambda _: stages.table()} if plan.only else {}
+    if not plan.claimed:
+        return costs
     rule = ASL() if plan.sizes.across is None else ASL(window=plan.sizes.across)
 
     def of_prompt(trace: Trace) -> pl.DataFrame:
@@ -236,7 +244,7 @@ def _of_trace(plan: Plan, stages: Stages) -> dict[str, Callable[[Trace], pl.Data
         analysis = Analysis(trace, given={ranks: Ranks(trace, ks=ks, rule=rule)})
         return kvsim.measure(analysis, metrics=_OF_PROMPTS)
 
-    return {
+    return costs | {
         _hash(_OF_TRACES): lambda trace: kvsim.measure(trace, metrics=_OF_TRACES),
         _hash(_OF_PROMPTS, plan.budgets, rule): of_prompt,
     }
