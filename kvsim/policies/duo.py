@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,7 @@ from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, error_line
 from kvsim.policies.model import described, differ, is_model, model_of, note_digest
 from kvsim.schema import plural
 
@@ -59,33 +60,31 @@ class HeadPlan:
     @classmethod
     def open(cls, path: Path) -> HeadPlan:
         """Read a file. Raises PolicyError for one of another kind, version or shape."""
-        try:
-            text = path.read_text("utf-8")
-            if path.suffix == ".tsv":
-                facts: Any = {"version": VERSION, "training": {}}
-                facts["scores"] = [[float(x) for x in line.split()] for line in text.splitlines()]
-            else:
-                facts = json.loads(text)
-        except (OSError, ValueError, RecursionError) as error:
-            raise _refused(path, str(error)) from error
-        version = facts.get("version") if isinstance(facts, dict) else None
-        if integer(version) != VERSION:
-            raise _refused(path, f"its version is {version}, expected {VERSION}")
-        scores, training = facts.get("scores"), facts.get("training", {})
+        if path.suffix == ".tsv":
+            with refusing(path, "duo"):
+                lines = path.read_text("utf-8").splitlines()
+                facts: Any = {"scores": [[float(x) for x in line.split()] for line in lines]}
+        else:
+            facts = plan_facts(path, "duo")
+        scores = facts.get("scores")
         rows: list[Any] = scores if isinstance(scores, list) and scores else [[]]
         widths = {len(row) if isinstance(row, list) else 0 for row in rows}
-        if len(widths) > 1 or 0 in widths:
-            raise _refused(path, "its scores are not a list of lists of one length")
-        if not all(is_finite(x) for row in rows for x in row):
-            raise _refused(path, "its scores are not all finite numbers")
-        if not isinstance(training, dict) or not is_model(training.get("model", {})):
-            raise _refused(path, "its training is no object, or its model is not valid")
-        return cls([[float(x) for x in row] for row in rows], training)
+        with refusing(path, "duo"):
+            if len(widths) > 1 or 0 in widths:
+                raise ValueError("its scores are not a list of lists of one length")
+            if not all(is_finite(x) for row in rows for x in row):
+                raise ValueError("its scores are not all finite numbers")
+        return cls([[float(x) for x in row] for row in rows], facts.get("training", {}))
 
     def text(self) -> str:
         """Return the content of the file."""
         facts = {"version": VERSION, "scores": self.scores, "training": dict(self.training)}
         return json.dumps(facts, indent=1, sort_keys=True) + "\n"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and KV heads."""
+        return len(self.scores), len(self.scores[0])
 
     @property
     def digest(self) -> str:
@@ -103,7 +102,7 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Planned(Allocator):
-    """An allocator by the scores of a plan.
+    """An allocator by the numbers of a plan, by default the scores of a `HeadPlan`.
 
     digest: of the plan; of the file that is there if none is given.
     """
@@ -129,8 +128,7 @@ class Planned(Allocator):
 
     def check_heads(self, view: View) -> None:
         """Raise PolicyError for a trace of other layers or heads than the plan's."""
-        heads = view.count.shape[1]
-        shape = len(self._plan.scores), len(self._plan.scores[0])
+        heads, shape = view.count.shape[1], self._plan.shape
         if shape != (view.n_layers, heads):
             raise PolicyError(
                 f"{self.label}: {self.file} is a plan of {shape[0]} layers of {shape[1]} KV heads, "
@@ -138,7 +136,8 @@ class Planned(Allocator):
             )
 
     @cached_property
-    def _plan(self) -> HeadPlan:
+    def _plan(self) -> Any:
+        """The content of the file: its shape, digest and training, and what the policy reads."""
         return HeadPlan.open(Path(self.file))
 
 
@@ -190,7 +189,8 @@ class Duo(Planned):
 
     @cached_property
     def _retrieval(self) -> Tensor:
-        return self._plan.retrieval(self.share)
+        retrieval: Tensor = self._plan.retrieval(self.share)
+        return retrieval
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""
@@ -210,5 +210,25 @@ class Duo(Planned):
         return Plan(quotas, eligible=streams | retrieves.unsqueeze(-1))
 
 
-def _refused(path: Path, reason: str) -> PolicyError:
-    return PolicyError(f"duo: {path}: {reason}; give a plan that `kvsim heads` has written")
+def plan_facts(path: Path, label: str) -> dict[str, Any]:
+    """Content of a plan in JSON, of this version. Raises PolicyError in the name of `label`."""
+    with refusing(path, label):
+        facts: Any = json.loads(path.read_text("utf-8"))
+        version = facts.get("version") if isinstance(facts, dict) else None
+        if integer(version) != VERSION:
+            raise ValueError(f"its version is {version}, expected {VERSION}")
+        training = facts.get("training", {})
+        if not isinstance(training, dict) or not is_model(training.get("model", {})):
+            raise ValueError("its training is no object, or its model is not valid")
+    return dict(facts)
+
+
+@contextmanager
+def refusing(path: Path, label: str) -> Iterator[None]:
+    """Raise PolicyError for a plan of another kind where reading it fails."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, RecursionError) as error:
+        raise PolicyError(
+            f"{label}: {path}: {error_line(error)}; give a plan that `kvsim heads` has written"
+        ) from error

@@ -1,0 +1,161 @@
+"""LU-KV: each head holds what a plan of long-horizon utility leaves it, over all layers.
+
+Tang et al., "Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV
+Cache Eviction", ICML 2026, arXiv 2602.08585. A plan says for each per cent c = 1..99 of all entries
+that leave which share r of the entries of each KV head that is. After the prompt, of n tokens, at a
+budget of B entries, c is 100 (1 - B / n), rounded, and a head keeps (1 - r) n entries: those that a
+scorer ranks highest, by default Expected Attention with epsilon 0.02, behind the first `sink` and
+the last one. The policy is called `lukv:FILE`, after the file of its plan, as `duo:FILE` is.
+
+`kvsim heads --policy lukv` makes a plan from traces, the mean of theirs. The utility of an entry is
+the largest product, over the rows after the prompt and the query heads of the group, of attention
+and w, with w = |W_o v| of the query head as a share of the sum over all query heads and positions
+of the layer. In each head entries leave from the lowest score upwards, and the utility that is lost
+so far is replaced by its lower convex hull. The entry whose step on its hull is the smallest in all
+layers leaves first; no head goes below its sinks and last entry, or 1 % of the prompt. `lukv:FILE`
+takes files of the authors, too, `.npy` of shares [99, layer, KV head].
+
+Source. Only the abstract of the paper was read. The rules are those of public code: LUKVPress of
+kvpress (04af3dc), and the authors' release (baidu-baige/LU-KV) as SketchAlloc-KV has it (9393ad6).
+
+Deviations. The sum over all heads is exactly the budget. Sinks and the last entry are protected,
+and what a head keeps beyond them is scaled by one factor for all heads; it is rounded over all
+layers together. `exact=False` is the release: the share that is kept is a whole per cent, numbers
+are rounded in each layer by itself, and a head may have fewer entries than are protected, of which
+it keeps the first. At events in decoding n counts all tokens so far. A plan is measured at the end
+of the prompt; the release scores after the context, without the question, and draws the response at
+temperature 0.7. Its other option, one budget for each layer, is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.parameters import integer
+from kvsim.core.policy import Plan, Protection
+from kvsim.core.select import apportion, select
+from kvsim.core.view import View
+from kvsim.policies.duo import VERSION, Planned, plan_facts, refusing
+
+#: Whole per cents at which a plan has shares.
+PERCENTS = 99
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Shares of each head's entries that leave, float64 [99, layer, KV head], by a scorer.
+
+    scorer, params: its name, and its parameters where they are not the default.
+    sink: first positions that no head loses.
+    training: what the shares were measured on, as JSON holds it.
+    """
+
+    ratios: NDArray[np.float64]
+    scorer: str = "expected_attention"
+    params: Mapping[str, Any] = field(default_factory=lambda: {"epsilon": 0.02})
+    sink: int = 4
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> Curves:
+        """Read a file. Raises PolicyError for one of another kind, version or shape."""
+        facts: dict[str, Any] = {} if path.suffix == ".npy" else plan_facts(path, "lukv")
+        given = {name: facts[name] for name in ("scorer", "params", "sink") if name in facts}
+        with refusing(path, "lukv"):
+            if path.suffix == ".npy":  # mapped: its header allocates nothing, and no pickle is read
+                ratios = np.array(np.lib.format.open_memmap(path, mode="r"))
+            else:
+                ratios = np.array(facts.get("ratios"))
+            if ratios.dtype.kind not in "fiu" or not np.isfinite(ratios).all():
+                raise ValueError("its shares are not all finite numbers")
+            if ratios.ndim != 3 or len(ratios) != PERCENTS or not ratios.size:
+                raise ValueError(
+                    f"its shares are {[*ratios.shape]}, expected [{PERCENTS}, layers, KV heads]"
+                )
+            if ratios.min() < 0 or ratios.max() > 1:
+                raise ValueError("its shares are not all between 0 and 1")
+            if (
+                type(given.get("scorer", "")) is not str
+                or type(given.get("params", {})) is not dict
+            ):
+                raise ValueError("its scorer is no name, or the parameters are no object")
+            if (sink := integer(given.get("sink", 0))) is None or sink < 0:
+                raise ValueError(f"its sink is {given['sink']!r}, expected an integer of 0 or more")
+        training = facts.get("training", {})
+        return cls(ratios.astype(np.float64), **given, training=training)
+
+    def text(self) -> str:
+        """Return the content of the file."""
+        facts = {"version": VERSION, **vars(self), "ratios": self.ratios.tolist()}
+        return json.dumps(facts, indent=1, sort_keys=True) + "\n"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and KV heads."""
+        return self.ratios.shape[1], self.ratios.shape[2]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the shares, and of the scorer that they belong to."""
+        scorer = json.dumps([self.scorer, self.params, self.sink], sort_keys=True)
+        return hashlib.sha256(self.ratios.tobytes() + scorer.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LUKV(Planned):
+    """What the plan leaves each head at the share of all entries that leaves."""
+
+    exact: bool = True
+
+    across_layers: ClassVar[bool] = True
+
+    @property
+    def enforces(self) -> bool:
+        """In the release a head may have fewer entries than are protected."""
+        return self.exact
+
+    def protection(self, budget: int) -> Protection:
+        """The sinks of the plan, and the last entry."""
+        return Protection(sink=self._plan.sink, recent=1)
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """Quotas [L, H]; layers x heads x budget in all, or those of the release."""
+        self.check_heads(view)
+        count, tokens = view.count, view.row + 1
+        budget = float(view.budget.double().mean())
+        percent = min(max(round(100 * (1 - budget / tokens)), 1), PERCENTS)
+        shares = torch.from_numpy(self._plan.ratios[percent - 1]).to(view.pos.device)[view.layers]
+        ideal = (1 - shares.float()) * tokens  # in the precision of the release
+        if not self.exact:
+            quotas = _rounded(ideal, tokens).minimum(count)
+            first = scores.masked_fill(protected, torch.inf)
+            kept = select(first, quotas, torch.zeros_like(protected), view.live)
+            return Plan(quotas, eligible=kept)
+        floor = protected.sum(-1).maximum(count.clamp(max=1))
+        total = view.budget.expand_as(count).sum().minimum(count.sum())
+        above = (ideal.double() - floor).clamp(min=0)
+        flat = (x.flatten() for x in (above, floor, count))
+        return Plan(apportion(total, *flat).view_as(count))
+
+    @cached_property
+    def _plan(self) -> Curves:
+        return Curves.open(Path(self.file))
+
+
+def _rounded(ideal: Tensor, tokens: int) -> Tensor:
+    """Whole numbers [L, H] with the rounded sum of each layer, by largest remainder; at least 1."""
+    heads, whole = ideal.shape[-1], ideal.floor()
+    total = ideal.sum(-1, keepdim=True).round().clamp(heads, heads * tokens)
+    order = (ideal - whole).argsort(dim=-1, descending=True, stable=True)
+    more = order.argsort(dim=-1) < total - whole.sum(-1, keepdim=True)
+    return (whole + more).long().clamp(1, tokens)
