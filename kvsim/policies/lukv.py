@@ -46,6 +46,7 @@ from kvsim.core.policy import Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.view import View
 from kvsim.policies.duo import VERSION, Planned, plan_facts, refusing
+from kvsim.schema import NEVER
 
 #: Whole per cents at which a plan has shares.
 PERCENTS = 99
@@ -89,7 +90,7 @@ class Curves:
                 or type(given.get("params", {})) is not dict
             ):
                 raise ValueError("its scorer is no name, or the parameters are no object")
-            if (sink := integer(given.get("sink", 0))) is None or sink < 0:
+            if (sink := integer(given.get("sink", 0))) is None or not 0 <= sink < NEVER:
                 raise ValueError(f"its sink is {given['sink']!r}, expected an integer of 0 or more")
         training = facts.get("training", {})
         return cls(ratios.astype(np.float64), **given, training=training)
@@ -133,7 +134,7 @@ class LUKV(Planned):
         self.check_heads(view)
         count, tokens = view.count, view.row + 1
         budget = float(view.budget.double().mean())
-        percent = min(max(round(100 * (1 - budget / tokens)), 1), PERCENTS)
+        percent = min(max(round(100 * (tokens - budget) / tokens), 1), PERCENTS)
         shares = torch.from_numpy(self._plan.ratios[percent - 1]).to(view.pos.device)[view.layers]
         ideal = (1 - shares.float()) * tokens  # in the precision of the release
         if not self.exact:
