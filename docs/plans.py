@@ -5,8 +5,8 @@
     python docs/plans.py --write-only       the page of what is measured already
 
 The first half of a model's prompts makes the plans, the other half compares. Every policy evicts
-once, after the prompt. `docs/plans-results.jsonl` keeps a line for each model, policy, budget and
-prompt.
+once, after the prompt, and protects the first four entries and the last one, as LU-KV does.
+`docs/plans-results.jsonl` keeps a line for each model, policy, budget and prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from study import NAMED, ROOT, Rows, finished, of_models, put, read, traces_in
 import kvsim
 from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import per_prompt
-from kvsim.core.policy import Policy
+from kvsim.core.policy import Policy, Protection
 from kvsim.studies.learning.heads import head_plan
 from kvsim.studies.learning.utility import utility_plan
 
@@ -42,6 +42,7 @@ def label(scorer: str, allocation: str) -> str:
 def policies(paths: list[Path], folder: Path) -> dict[str, Policy]:
     """The policies by name, with plans made from traces and written to a folder."""
     made: dict[str, Policy] = {}
+    protect = Protection(sink=4, recent=1)  # what LU-KV protects by definition
     for scorer, allocations in GROUPS.items():
         params = {"epsilon": 0.02} if scorer == "expected_attention" else {}
         for allocation in allocations:
@@ -51,7 +52,7 @@ def policies(paths: list[Path], folder: Path) -> dict[str, Policy]:
                 path = folder / f"{allocation}-{scorer}.json"
                 path.write_text((plan or utility_plan(paths, scorer=scorer)).text(), "utf-8")
                 name, given = f"{allocation}:{path}", {}
-            made[label(scorer, allocation)] = kvsim.policy(name, **given)
+            made[label(scorer, allocation)] = kvsim.policy(name, **given, protect=protect)
     return made
 
 

@@ -16,7 +16,7 @@ from kvsim.analysis.results import model_name
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Learned, Network
-from kvsim.policies.lukv import PERCENTS, Curves
+from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import model_of
 from kvsim.runner.recorded import RecordedCheck, check_model
 from kvsim.studies.cost.accounting import estimate
@@ -119,14 +119,16 @@ def files(trace, path):
         estimate(Model.from_config(path), kvsim.policy("tova"), 64, 1000)
 
     scores = [[float(head) for head in range(trace.n_heads)]] * trace.n_layers
-    curves = Curves(np.full((PERCENTS, 1, 1), 0.5), training={"model": model_of(trace)})
+    made_on = {"model": model_of(trace)}
+    curves = {"version": 1, "scores": np.full((PERCENTS, 1, 1), 0.5).tolist()}
+    curves["training"] = {**made_on, "scorer": SCORER, "params": PARAMS, "sink": SINK}
     sizes = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "head_dim": 8}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
     return {
         "learned": of_network(network(trace)),
         "projections": of_network(network(trace, ("position", "projections"))),
-        "heads": ({"version": 1, "scores": scores, "training": {"model": model_of(trace)}}, plan),
-        "curves": (json.loads(curves.text()), partial(plan, kind="lukv")),
+        "heads": ({"version": 1, "scores": scores, "training": made_on}, plan),
+        "curves": (curves, partial(plan, kind="lukv")),
         "masks": ([{"layers": [0, 1], "policy": "tova"}], masks),
         "config": (
             {**sizes, "dtype": "float16", "sliding_window": 9, "layer_types": ["full"]},

@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+
+import numpy as np
 
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, integer, is_finite
@@ -49,32 +50,23 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Scores of KV heads, [layer][head]: the higher, the more a head loses if it streams.
+    """Numbers of KV heads, in nested lists.
 
+    scores: [layer][head], the higher, the more a head loses if it streams; for `lukv`
+    [per cent][layer][head], the share of its entries that leaves.
     training: what they were measured on, as JSON holds it.
     """
 
-    scores: Sequence[Sequence[float]]
+    scores: Sequence[Any]
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> HeadPlan:
+    def open(cls, path: Path, label: str = "duo", axes: str = "layers, KV heads") -> HeadPlan:
         """Read a file. Raises PolicyError for one of another kind, version or shape."""
-        if path.suffix == ".tsv":
-            with refusing(path, "duo"):
-                lines = path.read_text("utf-8").splitlines()
-                facts: Any = {"scores": [[float(x) for x in line.split()] for line in lines]}
-        else:
-            facts = plan_facts(path, "duo")
-        scores = facts.get("scores")
-        rows: list[Any] = scores if isinstance(scores, list) and scores else [[]]
-        widths = {len(row) if isinstance(row, list) else 0 for row in rows}
-        with refusing(path, "duo"):
-            if len(widths) > 1 or 0 in widths:
-                raise ValueError("its scores are not a list of lists of one length")
-            if not all(is_finite(x) for row in rows for x in row):
-                raise ValueError("its scores are not all finite numbers")
-        return cls([[float(x) for x in row] for row in rows], facts.get("training", {}))
+        try:
+            return cls(*_content(path, axes))
+        except (OSError, ValueError, EOFError, RecursionError) as error:
+            raise refused(label, path, error_line(error)) from error
 
     def text(self) -> str:
         """Return the content of the file."""
@@ -82,9 +74,9 @@ class HeadPlan:
         return json.dumps(facts, indent=1, sort_keys=True) + "\n"
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Layers and KV heads."""
-        return len(self.scores), len(self.scores[0])
+        return np.shape(self.scores)[-2:]
 
     @property
     def digest(self) -> str:
@@ -102,7 +94,7 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Planned(Allocator):
-    """An allocator by the numbers of a plan, by default the scores of a `HeadPlan`.
+    """An allocator by the numbers of a plan.
 
     digest: of the plan; of the file that is there if none is given.
     """
@@ -110,6 +102,8 @@ class Planned(Allocator):
     file: str
     digest: str = ""
 
+    #: of the numbers of a plan
+    axes: ClassVar[str] = "layers, KV heads"
     across_heads: ClassVar[bool] = True
     flops = Allocator.no_flops
 
@@ -136,9 +130,8 @@ class Planned(Allocator):
             )
 
     @cached_property
-    def _plan(self) -> Any:
-        """The content of the file: its shape, digest and training, and what the policy reads."""
-        return HeadPlan.open(Path(self.file))
+    def _plan(self) -> HeadPlan:
+        return HeadPlan.open(Path(self.file), self.label, self.axes)
 
 
 @dataclass(frozen=True)
@@ -189,8 +182,7 @@ class Duo(Planned):
 
     @cached_property
     def _retrieval(self) -> Tensor:
-        retrieval: Tensor = self._plan.retrieval(self.share)
-        return retrieval
+        return self._plan.retrieval(self.share)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H], and the entries of streaming heads as those that may stay."""
@@ -210,25 +202,29 @@ class Duo(Planned):
         return Plan(quotas, eligible=streams | retrieves.unsqueeze(-1))
 
 
-def plan_facts(path: Path, label: str) -> dict[str, Any]:
-    """Content of a plan in JSON, of this version. Raises PolicyError in the name of `label`."""
-    with refusing(path, label):
-        facts: Any = json.loads(path.read_text("utf-8"))
-        version = facts.get("version") if isinstance(facts, dict) else None
-        if integer(version) != VERSION:
-            raise ValueError(f"its version is {version}, expected {VERSION}")
-        training = facts.get("training", {})
-        if not isinstance(training, dict) or not is_model(training.get("model", {})):
-            raise ValueError("its training is no object, or its model is not valid")
-    return dict(facts)
+def refused(label: str, path: Path, reason: str) -> PolicyError:
+    """Return the error of a file that is no plan for the policy `label`."""
+    return PolicyError(f"{label}: {path}: {reason}; give a plan that `kvsim heads` has written")
 
 
-@contextmanager
-def refusing(path: Path, label: str) -> Iterator[None]:
-    """Raise PolicyError for a plan of another kind where reading it fails."""
-    try:
-        yield
-    except (OSError, ValueError, EOFError, RecursionError) as error:
-        raise PolicyError(
-            f"{label}: {path}: {error_line(error)}; give a plan that `kvsim heads` has written"
-        ) from error
+def _content(path: Path, axes: str) -> tuple[list[Any], dict[str, Any]]:
+    """Numbers and training of a file, also of authors' files. Raises ValueError for others."""
+    facts: Any = {"version": VERSION}
+    if path.suffix == ".npy":  # mapped: its header allocates nothing, and no pickle is read
+        facts["scores"] = np.lib.format.open_memmap(path, mode="r")
+    elif path.suffix == ".tsv":
+        lines = path.read_text("utf-8").splitlines()
+        facts["scores"] = [[float(x) for x in line.split()] for line in lines]
+    else:
+        facts = json.loads(path.read_text("utf-8"))
+    version = facts.get("version") if isinstance(facts, dict) else None
+    if integer(version) != VERSION:
+        raise ValueError(f"its version is {version}, expected {VERSION}")
+    scores, training = np.array(facts.get("scores"), dtype=object), facts.get("training", {})
+    if scores.ndim != axes.count(",") + 1 or not scores.size:
+        raise ValueError(f"its scores have the shape {[*scores.shape]}, expected [{axes}]")
+    if not all(map(is_finite, scores.flat)):
+        raise ValueError("its scores are not all finite numbers")
+    if not isinstance(training, dict) or not is_model(training.get("model", {})):
+        raise ValueError("its training is no object, or its model is not valid")
+    return scores.astype(np.float64).tolist(), training

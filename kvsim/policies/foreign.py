@@ -16,13 +16,14 @@ from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
 from kvsim.errors import PolicyError, error_line, suggest
 from kvsim.policies.catalogue import CATALOGUE
-from kvsim.policies.duo import Duo
+from kvsim.policies.duo import Duo, HeadPlan
 from kvsim.policies.entry import Entry
 from kvsim.policies.headkv import HeadKV
 from kvsim.policies.learned import Learned
-from kvsim.policies.lukv import LUKV, Curves
+from kvsim.policies.lukv import LUKV, PARAMS, SCORER, SINK
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.tova import TOVA
+from kvsim.schema import NEVER
 
 # Policies of a plan of heads: allocator, scorer, its parameters there, and the schedule. The scorer
 # is None where the plan names it.
@@ -88,17 +89,21 @@ def _pieces(kind: str, file: str) -> tuple[Any, Any, Mapping[str, Any], Schedule
     """Allocator, scorer, its parameters and the schedule of the policy of a plan."""
     allocator, scorer, there, schedule = _PLANNED[kind]
     if scorer is None:
-        plan = Curves.open(Path(file))
-        scorer = plain_scorer(f"{kind}: {file}", plan.scorer)
-        there = {"sink": plan.sink, **plan.params}
-        for key in plan.params.keys() - parameters(scorer).keys():
-            raise PolicyError(f"{kind}: {file}: its scorer {plan.scorer} has no parameter {key!r}")
+        training = HeadPlan.open(Path(file), kind, allocator.axes).training
+        defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK}
+        name, params, sink = ({**defaults, **training}[key] for key in defaults)
+        scorer = plain_scorer(f"{kind}: {file}", name)
+        if not isinstance(params, dict) or not params.keys() <= parameters(scorer).keys():
+            raise PolicyError(f"{kind}: {file}: its scorer {name} has no parameters {params!r}")
+        if type(sink) is not int or not 0 <= sink < NEVER:
+            raise PolicyError(f"{kind}: {file}: its sink is {sink!r}; expected a number of entries")
+        there = {"sink": sink, **params}
     return allocator, scorer, there, schedule
 
 
-def plain_scorer(where: str, name: str) -> Any:
+def plain_scorer(where: str, name: Any) -> Any:
     """The class of a scorer that evicts equally in all heads. Raises PolicyError for others."""
-    entry = CATALOGUE.get(name)
+    entry = CATALOGUE.get(name) if isinstance(name, str) else None
     if entry is None or entry.kind != "scorer" or entry.layer_budgets or entry.policy:
         raise PolicyError(f"{where}: its scorer is {name!r}; expected one such as snapkv")
     return entry.piece

@@ -29,87 +29,24 @@ temperature 0.7. Its other option, one budget for each layer, is left out.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvsim.core.lazy import Tensor, torch
-from kvsim.core.parameters import integer
 from kvsim.core.policy import Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.view import View
-from kvsim.policies.duo import VERSION, Planned, plan_facts, refusing
-from kvsim.schema import NEVER
+from kvsim.policies.duo import Planned, refused
 
 #: Whole per cents at which a plan has shares.
 PERCENTS = 99
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Shares of each head's entries that leave, float64 [99, layer, KV head], by a scorer.
-
-    scorer, params: its name, and its parameters where they are not the default.
-    sink: first positions that no head loses.
-    training: what the shares were measured on, as JSON holds it.
-    """
-
-    ratios: NDArray[np.float64]
-    scorer: str = "expected_attention"
-    params: Mapping[str, Any] = field(default_factory=lambda: {"epsilon": 0.02})
-    sink: int = 4
-    training: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, path: Path) -> Curves:
-        """Read a file. Raises PolicyError for one of another kind, version or shape."""
-        facts: dict[str, Any] = {} if path.suffix == ".npy" else plan_facts(path, "lukv")
-        given = {name: facts[name] for name in ("scorer", "params", "sink") if name in facts}
-        with refusing(path, "lukv"):
-            if path.suffix == ".npy":  # mapped: its header allocates nothing, and no pickle is read
-                ratios = np.array(np.lib.format.open_memmap(path, mode="r"))
-            else:
-                ratios = np.array(facts.get("ratios"))
-            if ratios.dtype.kind not in "fiu" or not np.isfinite(ratios).all():
-                raise ValueError("its shares are not all finite numbers")
-            if ratios.ndim != 3 or len(ratios) != PERCENTS or not ratios.size:
-                raise ValueError(
-                    f"its shares are {[*ratios.shape]}, expected [{PERCENTS}, layers, KV heads]"
-                )
-            if ratios.min() < 0 or ratios.max() > 1:
-                raise ValueError("its shares are not all between 0 and 1")
-            if (
-                type(given.get("scorer", "")) is not str
-                or type(given.get("params", {})) is not dict
-            ):
-                raise ValueError("its scorer is no name, or the parameters are no object")
-            if (sink := integer(given.get("sink", 0))) is None or not 0 <= sink < NEVER:
-                raise ValueError(f"its sink is {given['sink']!r}, expected an integer of 0 or more")
-        training = facts.get("training", {})
-        return cls(ratios.astype(np.float64), **given, training=training)
-
-    def text(self) -> str:
-        """Return the content of the file."""
-        facts = {"version": VERSION, **vars(self), "ratios": self.ratios.tolist()}
-        return json.dumps(facts, indent=1, sort_keys=True) + "\n"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Layers and KV heads."""
-        return self.ratios.shape[1], self.ratios.shape[2]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the shares, and of the scorer that they belong to."""
-        scorer = json.dumps([self.scorer, self.params, self.sink], sort_keys=True)
-        return hashlib.sha256(self.ratios.tobytes() + scorer.encode()).hexdigest()
+#: First positions that no head loses, if the plan does not say how many.
+SINK = 4
+#: The scorer of plans that name none, and its parameters.
+SCORER, PARAMS = "expected_attention", {"epsilon": 0.02}
 
 
 @dataclass(frozen=True)
@@ -118,7 +55,16 @@ class LUKV(Planned):
 
     exact: bool = True
 
+    axes: ClassVar[str] = f"{PERCENTS}, layers, KV heads"
     across_layers: ClassVar[bool] = True
+    flops = Planned.no_flops
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = np.array(self._plan.scores)
+        if len(shares) != PERCENTS or shares.min() < 0 or shares.max() > 1:
+            reason = f"its {len(shares)} shares are not {PERCENTS} between 0 and 1"
+            raise refused(self.label, Path(self.file), reason)
 
     @property
     def enforces(self) -> bool:
@@ -127,7 +73,7 @@ class LUKV(Planned):
 
     def protection(self, budget: int) -> Protection:
         """The sinks of the plan, and the last entry."""
-        return Protection(sink=self._plan.sink, recent=1)
+        return Protection(sink=self._plan.training.get("sink", SINK), recent=1)
 
     def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
         """Quotas [L, H]; layers x heads x budget in all, or those of the release."""
@@ -135,8 +81,8 @@ class LUKV(Planned):
         count, tokens = view.count, view.row + 1
         budget = float(view.budget.double().mean())
         percent = min(max(round(100 * (tokens - budget) / tokens), 1), PERCENTS)
-        shares = torch.from_numpy(self._plan.ratios[percent - 1]).to(view.pos.device)[view.layers]
-        ideal = (1 - shares.float()) * tokens  # in the precision of the release
+        shares = torch.tensor(self._plan.scores[percent - 1], device=view.pos.device)
+        ideal = (1 - shares[view.layers]) * tokens  # float32, as in the release
         if not self.exact:
             quotas = _rounded(ideal, tokens).minimum(count)
             first = scores.masked_fill(protected, torch.inf)
@@ -147,10 +93,6 @@ class LUKV(Planned):
         above = (ideal.double() - floor).clamp(min=0)
         flat = (x.flatten() for x in (above, floor, count))
         return Plan(apportion(total, *flat).view_as(count))
-
-    @cached_property
-    def _plan(self) -> Curves:
-        return Curves.open(Path(self.file))
 
 
 def _rounded(ideal: Tensor, tokens: int) -> Tensor:

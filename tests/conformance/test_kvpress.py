@@ -30,7 +30,8 @@ from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
-from kvsim.policies.lukv import PERCENTS, Curves
+from kvsim.policies.duo import HeadPlan
+from kvsim.policies.lukv import PERCENTS
 from kvsim.schema import NEVER
 from traces import changed
 
@@ -660,12 +661,13 @@ def test_lukv_masks_what_lukv_press_masks(kvpress, recorded, tmp_path, window):
     model, tokens, trace = recorded("llama", 150)
     shape = (PERCENTS, trace.n_layers, trace.n_heads)
     ratios = np.random.default_rng(5).random(shape) ** 0.5
-    inner, plan = kvpress.ExpectedAttentionPress(epsilon=0.02), Curves(ratios)
+    inner, training = kvpress.ExpectedAttentionPress(epsilon=0.02), {}
     if window == 32:
         inner = kvpress.SnapKVPress(window_size=window, kernel_size=7)
-        plan = Curves(ratios, "snapkv", {"window": window, "pool": "avg", "pool_kernel": 7})
+        params = {"window": window, "pool": "avg", "pool_kernel": 7}
+        training = {"scorer": "snapkv", "params": params}
     path = tmp_path / "plan.json"
-    path.write_text(plan.text(), "utf-8")
+    path.write_text(HeadPlan(ratios.tolist(), training).text(), "utf-8")
     policy = kvsim.policy(f"lukv:{path}", exact=False)
     press, least = kvpress.LUKVPress(inner, window=window), 150
     press._budget_curves = ratios  # so that none is downloaded

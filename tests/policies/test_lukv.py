@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvsim
 from kvsim.core.policy import Everything, Schedule
 from kvsim.errors import NeedsError, PolicyError
-from kvsim.policies.lukv import Curves
+from kvsim.policies.duo import HeadPlan
 from kvsim.runner.model import RunningModel
 from kvsim.studies.learning.utility import greedy, utility_plan
 from kvsim.testing.invariants import INVARIANTS
@@ -41,10 +42,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("plans")
 
 
-def written(folder, ratios, **fields):
+def written(folder, ratios, **training):
     """The name of the policy of a plan."""
     path = folder / "plan.json"
-    path.write_text(Curves(np.asarray(ratios), **fields).text(), "utf-8")
+    path.write_text(HeadPlan(np.asarray(ratios).tolist(), training).text(), "utf-8")
     return f"lukv:{path}"
 
 
@@ -115,13 +116,13 @@ def check_plan(case, scorer, sink, recent=1):
     trace, scores = case.trace(), [None] * case.shape[0]
     plan = utility_plan(trace, scorer=scorer, sink=sink)
     sinks = {"sink": sink} if scorer == "expected_attention" else {}
-    policy = kvsim.policy(scorer, **plan.params, **sinks)
+    policy = kvsim.policy(scorer, **plan.training["params"], **sinks)
     whole = replace(policy, allocator=Everything(), schedule=Schedule(interval=None))
     for event in kvsim.replay(trace, whole, 1, internals=True).internals:
         for layer, of_layer in zip(event.layers, event.scores, strict=True):
             scores[layer] = of_layer.tolist()
     naive = plans.plan(case, scores, sink, recent)
-    far = np.abs(plan.ratios - naive) * case.prompt_len
+    far = np.abs(np.array(plan.scores) - naive) * case.prompt_len
     # entries of two heads whose steps differ by rounding alone may leave in either order
     assert far.max() < 1.5
     assert (far > 1e-6).mean() < 0.01
@@ -148,7 +149,31 @@ def test_a_plan_by_snapkv_spares_its_window():
     """What the scorer protects leaves no head."""
     case = make_case("sharp", layers=2, heads=2, group=2, n=75, prompt_len=60, seed=3)
     check_plan(case, "snapkv", 4, recent=32)
-    assert utility_plan(case.trace(), scorer="snapkv").ratios.max() <= 1 - 36 / 60
+    assert np.max(utility_plan(case.trace(), scorer="snapkv").scores) <= 1 - 36 / 60
+
+
+def test_a_head_keeps_a_hundredth_of_a_long_prompt():
+    """Also where nothing is protected but the last entry."""
+    case = make_case("sharp", layers=1, heads=2, n=304, prompt_len=300, seed=3)
+    check_plan(case, "knorm", 0)
+    assert np.max(utility_plan(case.trace(), scorer="knorm", sink=0).scores) == 297 / 300
+
+
+def test_a_layer_that_reads_the_entries_of_another_has_its_shares():
+    """Utility is the largest over the query heads of both; a layer of its own has others."""
+    case = make_case("sharp", layers=3, heads=2, group=2, n=60, prompt_len=40)
+    k, v = (torch.from_numpy(x)[[0, 1, 1]] for x in (case.k, case.v))
+    trace = kvsim.Trace.from_arrays(
+        *(torch.from_numpy(case.q), k, v),
+        prompt_len=40,
+        rope=case.rope,
+        o_proj=torch.from_numpy(case.o_proj),
+        owners=(0, 1, 1),
+    )
+    scores = np.array(utility_plan(trace).scores)
+    assert (scores[:, 1] == scores[:, 2]).all()
+    assert (scores[:, 0] != scores[:, 1]).any()
+    assert scores[49].min() > 0
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -205,6 +230,17 @@ def test_the_release_keeps_its_first_protected_entries(folder):
     assert exact[:, [0, 1, 2, 3, 39]].all()
 
 
+@pytest.mark.parametrize(("budget", "at"), [(1, 98), (2, 98), (3, 98), (248, 0), (249, 0)])
+def test_the_first_and_the_last_share_hold_beyond_them(folder, budget, at):
+    """Of 250 tokens at least 1 and at most 99 per cent leave by the plan."""
+    ratios = np.full((99, 1, 2), 0.5)
+    ratios[at] = [0.98, 0.9]
+    case = make_case("normal", layers=1, heads=2, n=251, prompt_len=250)
+    policy = kvsim.policy(written(folder, ratios, scorer="knorm", params={}), exact=False)
+    kept = kvsim.replay(case.trace(), policy, budget).retained(249)
+    assert kept.sum(-1).tolist() == [[5, 25]]
+
+
 def test_files_of_the_authors_are_plans(folder):
     """An array of shares goes with Expected Attention at epsilon 0.02; what is no such is refused.
 
@@ -221,10 +257,10 @@ def test_files_of_the_authors_are_plans(folder):
         assert (kept.evicted_at == stored.evicted_at).all()
         assert kept.retained(29).sum(-1).tolist() == [[19, 11]] * 2
     for array, message in (
-        (ratios[:98], r"its shares are \[98, 2, 2\], expected \[99, layers, KV heads\]"),
-        (ratios[0], "expected .99"),
+        (ratios[:98], r"its 98 shares are not 99 between 0 and 1"),
+        (ratios[0], r"have the shape \[2, 2\], expected \[99, layers, KV heads\]"),
         (ratios[:, :0], "lukv"),
-        (ratios + 0.1, "not all between 0 and 1"),
+        (ratios + 0.1, "not 99 between 0 and 1"),
         (ratios * np.nan, "not all finite numbers"),
         (ratios.astype(str), "not all finite numbers"),
         (np.full((99, 1, 1), None), "lukv: .*Python objects"),
@@ -250,8 +286,8 @@ def test_what_cannot_be_planned_is_said(folder):
     for fields, message in (
         ({"scorer": "adakv"}, "its scorer is 'adakv'; expected one such as snapkv"),
         ({"scorer": "pyramidkv"}, "its scorer is 'pyramidkv'"),
-        ({"scorer": "tova"}, "its scorer tova has no parameter 'epsilon'"),
-        ({"sink": -1}, "its sink is -1, expected an integer of 0 or more"),
+        ({"scorer": "tova"}, "its scorer tova has no parameters {'epsilon': 0.02}"),
+        ({"sink": -1}, "its sink is -1; expected a number of entries"),
         ({"params": {"epsilon": -1}}, "epsilon is -1; expected a finite number of at least 0"),
     ):
         with pytest.raises(PolicyError, match=message):
@@ -260,7 +296,7 @@ def test_what_cannot_be_planned_is_said(folder):
         utility_plan(case.trace(), scorer="none")
     with pytest.raises(PolicyError, match="no rows after its prompt"):
         utility_plan(make_case("normal", n=20, prompt_len=20).trace())
-    with pytest.raises(PolicyError, match="has 5 tokens, of which 5 are protected"):
+    with pytest.raises(PolicyError, match="all 5 tokens of the prompt of Case"):
         utility_plan(make_case("normal", n=20, prompt_len=5).trace())
     with pytest.raises(NeedsError, match=r"'o_proj'.*--o-proj"):
         utility_plan(changed(case.trace()))
@@ -275,17 +311,17 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
     status, text, _ = run(*command, "lukv", "--json")
     assert status == 0
     document = json.loads(text)
-    plan = Curves.open(out)
+    plan = HeadPlan.open(out, axes="99, layers, KV heads")
     assert document["policy"] == f"lukv:{out}"
-    assert document["ratios"] == plan.ratios.tolist()
+    assert document["scores"] == plan.scores
     assert document["sha256"] == plan.digest == kvsim.policy(f"lukv:{out}").allocator.digest
-    assert (plan.ratios == utility_plan(path, sink=2).ratios).all()
-    assert abs(plan.ratios[49].mean() - 0.5) < 0.01
+    assert plan.scores == utility_plan(path, sink=2).scores
+    assert abs(np.mean(plan.scores[49]) - 0.5) < 0.01
     assert kvsim.replay(path, f"lukv:{out}", 20).retained(43).sum() == 80
     status, text, _ = run(*command, "lukv+knorm")
     assert status == 0
     assert "4 KV heads, the share of its entries that each loses at 50 % in all" in text
-    assert Curves.open(out).scorer == "knorm"
+    assert HeadPlan.open(out, axes="99, layers, KV heads").training["scorer"] == "knorm"
     for words, message in (
         (("lukv", "--budget", "8"), "a plan for lukv has no --budget"),
         (("snapkv",), "--policy is 'snapkv'; expected duo, headkv, lukv or lukv\\+SCORER"),

@@ -16,8 +16,6 @@ from kvsim.schema import plural
 from kvsim.studies.learning.options import LearnOptions
 
 if TYPE_CHECKING:
-    from kvsim.policies.duo import HeadPlan
-    from kvsim.policies.lukv import Curves
     from kvsim.studies.learning.learn import Learning
 
 
@@ -167,6 +165,7 @@ def heads(
     lukv` it says which entries each head can lose for the least utility; traces then need output
     projections (`kvsim capture --o-proj`).
     """
+    from kvsim.policies.lukv import SCORER
     from kvsim.studies.learning.heads import head_plan
     from kvsim.studies.learning.utility import utility_plan
 
@@ -175,20 +174,17 @@ def heads(
     if kind not in ("duo", "headkv", "lukv") or (scorer and kind != "lukv"):
         raise PolicyError(f"--policy is {policy!r}; expected duo, headkv, lukv or lukv+SCORER")
     of_traces = shared.open_traces(traces)
-    plan: HeadPlan | Curves
     if kind == "lukv":
         if budget is not None:
             raise PolicyError("a plan for lukv has no --budget; leave it out")
-        plan = utility_plan(of_traces, scorer=scorer or "expected_attention", sink=sink)
-        numbers, table = {"ratios": plan.ratios.tolist()}, plan.ratios[49].tolist()
-        what = "the share of its entries that each loses at 50 % in all"
+        plan = utility_plan(of_traces, scorer=scorer or SCORER, sink=sink)
+        table, what = plan.scores[49], "the share of its entries that each loses at 50 % in all"
     else:
         plan = head_plan(of_traces, budget or 64, sink=sink)
-        numbers, table = {"scores": plan.scores}, plan.scores
-        what = f"the error of each if it streams {budget or 64} entries"
+        table, what = plan.scores, f"the error of each if it streams {budget or 64} entries"
     write_file(out, plan.text(), overwrite=overwrite)
     if as_json:
-        show.echo_json({"policy": f"{kind}:{out}", "sha256": plan.digest, **numbers})
+        show.echo_json({"policy": f"{kind}:{out}", "sha256": plan.digest, "scores": plan.scores})
         return
     number = plural(len(table) * len(table[0]), "KV head")
     show.echo_text(f"{kind}:{out}: {number}, {what}:")

@@ -34,8 +34,7 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     """
     streaming = policy("streaming_llm", sink=sink)
     tables: list[Floats] = []
-    digests: dict[str, str] = {}
-    traces, model = answered(traces)
+    traces, training = answered(traces)
     for trace in traces:
         record = replay(trace, streaming, budget, interval=1)
         (error,) = output_error(trace, [record], prompt=False)
@@ -43,13 +42,11 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
         of_rows = error.error.astype(np.float64).mean(-1)
         table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
         tables.append(table)
-        digests[trace.name] = trace.digest if trace.path is not None else ""
-    training = {"traces": digests, "model": model, "budget": budget, "sink": sink}
-    return HeadPlan(np.mean(tables, axis=0).tolist(), training)
+    return HeadPlan(np.mean(tables, axis=0).tolist(), {**training, "budget": budget, "sink": sink})
 
 
 def answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
-    """Return the traces and their model. Raises PolicyError for several, or without a response."""
+    """Return traces, their digests and model. Raises PolicyError for several, or no response."""
     traces = as_traces(traces)
     if not traces:
         raise PolicyError("there are no traces; expected traces of one model, with a response each")
@@ -60,4 +57,5 @@ def answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
                 f"{trace.name} has no rows after its prompt, by which heads are measured; "
                 "expected a trace with a response, capture with --max-new-tokens"
             )
-    return traces, model
+    digests = {trace.name: trace.digest if trace.path is not None else "" for trace in traces}
+    return traces, {"traces": digests, "model": model}

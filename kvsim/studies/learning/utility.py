@@ -17,9 +17,10 @@ from kvsim.core.trace import Trace
 from kvsim.core.view import View
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
+from kvsim.policies.duo import HeadPlan
 from kvsim.policies.expected_attention import quadratic
 from kvsim.policies.foreign import plain_scorer
-from kvsim.policies.lukv import PERCENTS, Curves
+from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.store.opening import Traces
 from kvsim.studies.learning.heads import answered
 
@@ -62,7 +63,7 @@ class Utility(Scorer):
         return best
 
 
-def utility_plan(traces: Traces, *, scorer: str = "expected_attention", sink: int = 4) -> Curves:
+def utility_plan(traces: Traces, *, scorer: str = SCORER, sink: int = SINK) -> HeadPlan:
     """Return the plan of a model for `lukv:FILE`: the shares of its entries that each head loses.
 
     `kvsim.policies.lukv` has the rule. A layer whose sliding window bounds its cache loses nothing,
@@ -78,14 +79,13 @@ def utility_plan(traces: Traces, *, scorer: str = "expected_attention", sink: in
         PolicyError: a trace has no rows after its prompt, or no entry that may leave; traces are of
             different models; or the scorer is none that leaves all heads the same number.
     """
-    traces, model = answered(traces)
-    params = {"epsilon": 0.02} if scorer == "expected_attention" else {}
+    traces, training = answered(traces)
+    params = PARAMS if scorer == SCORER else {}
     piece = plain_scorer("lukv", scorer)
     sinks = {"sink": sink} if "sink" in parameters(piece) else {}
     tables = [_shares_of(trace, piece(**sinks, **params), sink) for trace in traces]
-    digests = {trace.name: trace.digest if trace.path is not None else "" for trace in traces}
-    training = {"traces": digests, "model": model}
-    return Curves(np.mean(tables, axis=0), scorer, params, sink, training)
+    training |= {"scorer": scorer, "params": params, "sink": sink}
+    return HeadPlan(np.mean(tables, axis=0).tolist(), training)
 
 
 def _shares_of(trace: Trace, scorer: Scorer, sink: int) -> Floats:
@@ -94,10 +94,7 @@ def _shares_of(trace: Trace, scorer: Scorer, sink: int) -> Floats:
     protect = scorer.protection(n) | Protection(sink=sink, recent=1)
     size = protect.size(n)
     if n <= size:
-        raise PolicyError(
-            f"lukv: the prompt of {trace.name} has {n} tokens, of which {size} are protected; "
-            "expected a longer one"
-        )
+        raise PolicyError(f"lukv: all {n} tokens of the prompt of {trace.name} are protected")
     layers, scores = _scored(trace, scorer)
     _, utility = _scored(trace, Utility())
     free = slice(protect.first(n), n - protect.recent)
@@ -122,20 +119,15 @@ def greedy(lost: Floats, n: int, most: int) -> NDArray[np.int64]:
     """Entries of each head that have left at 1..99 per cent of all entries, int [99, L, H].
 
     The cheapest entry of all heads leaves first, by the steps of the lower convex hull of what a
-    head has lost; of equal ones that of the lower layer, then of the lower head.
-
-    Args:
-        lost: utility of the entries of a head in the order in which they leave, [L, H, m].
-        n: entries of a head, protected ones included.
-        most: entries that may leave a head.
+    head has lost; of equal ones that of the lower layer, then of the lower head. lost [L, H, m]:
+    utility of entries in the order in which they leave. n: entries of a head; most: that may leave.
     """
     layers, heads, _ = lost.shape
+    width = layers * heads
     # the slopes of the hull of a cumulative sum are the isotonic regression of its steps
     steps = np.apply_along_axis(lambda x: isotonic_regression(x).x, -1, lost)[..., :most]
     head = np.maximum.accumulate(steps, -1).argsort(axis=None, kind="stable") // most
-    percents = np.arange(1, PERCENTS + 1) / 100
-    targets = (percents * (layers * heads * n)).round().astype(np.int64)
+    targets = (np.arange(1, PERCENTS + 1) / 100 * (width * n)).round()
     first = np.searchsorted(targets, np.arange(len(head)), side="right")  # at which it has left
-    width = layers * heads
     counts = np.bincount(first * width + head, minlength=(PERCENTS + 1) * width)
     return counts.reshape(-1, layers, heads)[:PERCENTS].cumsum(0)
