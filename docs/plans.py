@@ -1,8 +1,15 @@
-# ruff: noqa: INP001 - a script, not a module
-"""Policies of plans of heads, judged on prompts that the plans have not seen: a table of a page.
+# ruff: noqa: INP001, T201 - a script, not a module, and it prints the table
+"""Policies of plans of heads, judged on prompts that no plan has seen: a part of policies.md.
 
     python docs/plans.py --traces DIR       DIR has a folder for each model
-    python docs/plans.py --write-only       the page of what is measured already
+    python docs/plans.py --write-only       the table of what is measured already
+
+    kvsim prompts --n 14 --level 3 --seed 31 --out tiny.jsonl
+    kvsim capture --model tiny --prompts tiny.jsonl --max-new-tokens 256 --o-proj --out DIR/tiny
+    kvsim prompts --model smollm2 --task needle,quote,chat,fewshot --length 512 --n 16 --seed 31 \\
+        --out smollm2.jsonl
+    kvsim capture --model smollm2 --prompts smollm2.jsonl --max-new-tokens 64 --o-proj \\
+        --out DIR/smollm2
 
 The first half of a model's prompts makes the plans, the other half compares. Every policy evicts
 once, after the prompt, and protects the first four entries and the last one, as LU-KV does.
@@ -16,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from study import NAMED, ROOT, Rows, finished, of_models, put, read, traces_in
+from study import NAMED, ROOT, Rows, finished, of_models, read, traces_in
 
 import kvsim
 from apps.tiny.card import table as markdown
@@ -25,7 +32,7 @@ from kvsim.core.policy import Policy, Protection
 from kvsim.studies.learning.heads import head_plan
 from kvsim.studies.learning.utility import utility_plan
 
-PAGE, RESULTS = ROOT / "docs/policies.md", ROOT / "docs/plans-results.jsonl"
+RESULTS = ROOT / "docs/plans-results.jsonl"
 BUDGETS = (64, 128)
 #: By scorer: it alone, where every head keeps the budget, then its allocations.
 GROUPS = {
@@ -105,10 +112,5 @@ def table() -> str:
     return markdown(head, body)
 
 
-def write() -> None:
-    """Put the table into the page."""
-    put(PAGE, {"plans": table()})
-
-
 if __name__ == "__main__":
-    of_models(__doc__, "plans", [*NAMED], measure, write)
+    of_models(__doc__, "plans", [*NAMED], measure, lambda: print(table()))
