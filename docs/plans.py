@@ -1,14 +1,14 @@
 # ruff: noqa: INP001, T201 - a script, not a module, and it prints the table
-"""Policies of plans of heads, judged on prompts that no plan has seen: a part of policies.md.
+r"""Policies of plans of heads, judged on prompts that no plan has seen: a part of policies.md.
 
     python docs/plans.py --traces DIR       DIR has a folder for each model
     python docs/plans.py --write-only       the table of what is measured already
 
     kvsim prompts --n 14 --level 3 --seed 31 --out tiny.jsonl
     kvsim capture --model tiny --prompts tiny.jsonl --max-new-tokens 256 --o-proj --out DIR/tiny
-    kvsim prompts --model smollm2 --task needle,quote,chat,fewshot --length 512 --n 16 --seed 31 \\
+    kvsim prompts --model smollm2 --task needle,quote,chat,fewshot --length 512 --n 16 --seed 31 \
         --out smollm2.jsonl
-    kvsim capture --model smollm2 --prompts smollm2.jsonl --max-new-tokens 64 --o-proj \\
+    kvsim capture --model smollm2 --prompts smollm2.jsonl --max-new-tokens 64 --o-proj \
         --out DIR/smollm2
 
 The first half of a model's prompts makes the plans, the other half compares. Every policy evicts
