@@ -1,11 +1,11 @@
 """LU-KV: each head holds what a plan of long-horizon utility leaves it, over all layers.
 
 Tang et al., "Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV
-Cache Eviction", ICML 2026, arXiv 2602.08585. Where c per cent of all entries leave, a plan gives the
-share r of its entries that each KV head loses, for c = 1..99. After a prompt of n tokens, at a budget
-of B entries, c is 100 (1 - B / n), rounded, and a head keeps (1 - r) n entries: its first `sink`, its
-last, then those that a scorer ranks highest, by default Expected Attention with epsilon 0.02. The
-policy is called `lukv:FILE`, after the file of its plan, as `duo:FILE` is.
+Cache Eviction", ICML 2026, arXiv 2602.08585. Where c per cent of all entries leave, a plan gives
+the share r of its entries that each KV head loses, for c = 1..99. After a prompt of n tokens, at a
+budget of B entries, c is 100 (1 - B / n), rounded, and a head keeps (1 - r) n entries: its first
+`sink`, its last, then those that a scorer ranks highest, by default Expected Attention with epsilon
+0.02. The policy is called `lukv:FILE`, after the file of its plan, as `duo:FILE` is.
 
 `kvsim heads --policy lukv` makes a plan from traces, the mean of theirs. The utility of an entry is
 the largest product, over the rows after the prompt and the query heads of the group, of attention
