@@ -3,7 +3,9 @@
 import hashlib
 import json
 from copy import deepcopy
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
@@ -14,6 +16,7 @@ from kvsim.analysis.results import model_name
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policies.features import SIZES
 from kvsim.policies.learned import Learned, Network
+from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
 from kvsim.policies.model import model_of
 from kvsim.runner.recorded import RecordedCheck, check_model
 from kvsim.studies.cost.accounting import estimate
@@ -99,11 +102,12 @@ def files(trace, path):
 
         return made._facts(), read
 
-    def plan(document):
+    def plan(document, kind="duo"):
         path.write_text(json.dumps(document))
-        policy = kvsim.policy(f"duo:{path}")
+        policy = kvsim.policy(f"{kind}:{path}")
         policy.allocator.check(trace)
         policy.allocator.bound_shares(trace.n_layers)
+        policy.requested(64)
 
     def masks(document):
         tensor = torch.zeros(2, 3, 5, dtype=torch.int32)
@@ -115,12 +119,16 @@ def files(trace, path):
         estimate(Model.from_config(path), kvsim.policy("tova"), 64, 1000)
 
     scores = [[float(head) for head in range(trace.n_heads)]] * trace.n_layers
+    made_on = {"model": model_of(trace)}
+    curves = {"version": 1, "scores": np.full((PERCENTS, 1, 1), 0.5).tolist()}
+    curves["training"] = {**made_on, "scorer": SCORER, "params": PARAMS, "sink": SINK}
     sizes = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "head_dim": 8}
     sizes |= {"num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 100}
     return {
         "learned": of_network(network(trace)),
         "projections": of_network(network(trace, ("position", "projections"))),
-        "heads": ({"version": 1, "scores": scores, "training": {"model": model_of(trace)}}, plan),
+        "heads": ({"version": 1, "scores": scores, "training": made_on}, plan),
+        "curves": (curves, partial(plan, kind="lukv")),
         "masks": ([{"layers": [0, 1], "policy": "tova"}], masks),
         "config": (
             {**sizes, "dtype": "float16", "sliding_window": 9, "layer_types": ["full"]},
@@ -129,7 +137,7 @@ def files(trace, path):
     }
 
 
-KINDS = ("learned", "projections", "heads", "masks", "config")
+KINDS = ("learned", "projections", "heads", "curves", "masks", "config")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,13 +32,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
+
 from kvsim.core.lazy import Tensor, torch
 from kvsim.core.parameters import AtLeast, Between, integer, is_finite
 from kvsim.core.policy import Allocator, Plan, Protection
 from kvsim.core.select import apportion, select
 from kvsim.core.trace import Trace
 from kvsim.core.view import View
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, error_line
 from kvsim.policies.model import described, differ, is_model, model_of, note_digest
 from kvsim.schema import plural
 
@@ -48,44 +50,33 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """Scores of KV heads, [layer][head]: the higher, the more a head loses if it streams.
+    """Numbers of KV heads, in nested lists.
 
+    scores: [layer][head], the higher, the more a head loses if it streams; for `lukv`
+    [per cent][layer][head], the share of its entries that leaves.
     training: what they were measured on, as JSON holds it.
     """
 
-    scores: Sequence[Sequence[float]]
+    scores: Sequence[Any]
     training: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> HeadPlan:
+    def open(cls, path: Path, label: str = "duo", axes: str = "layers, KV heads") -> HeadPlan:
         """Read a file. Raises PolicyError for one of another kind, version or shape."""
         try:
-            text = path.read_text("utf-8")
-            if path.suffix == ".tsv":
-                facts: Any = {"version": VERSION, "training": {}}
-                facts["scores"] = [[float(x) for x in line.split()] for line in text.splitlines()]
-            else:
-                facts = json.loads(text)
-        except (OSError, ValueError, RecursionError) as error:
-            raise _refused(path, str(error)) from error
-        version = facts.get("version") if isinstance(facts, dict) else None
-        if integer(version) != VERSION:
-            raise _refused(path, f"its version is {version}, expected {VERSION}")
-        scores, training = facts.get("scores"), facts.get("training", {})
-        rows: list[Any] = scores if isinstance(scores, list) and scores else [[]]
-        widths = {len(row) if isinstance(row, list) else 0 for row in rows}
-        if len(widths) > 1 or 0 in widths:
-            raise _refused(path, "its scores are not a list of lists of one length")
-        if not all(is_finite(x) for row in rows for x in row):
-            raise _refused(path, "its scores are not all finite numbers")
-        if not isinstance(training, dict) or not is_model(training.get("model", {})):
-            raise _refused(path, "its training is no object, or its model is not valid")
-        return cls([[float(x) for x in row] for row in rows], training)
+            return cls(*_content(path, axes))
+        except (OSError, ValueError, EOFError, RecursionError) as error:
+            raise refused(label, path, error_line(error)) from error
 
     def text(self) -> str:
         """Return the content of the file."""
         facts = {"version": VERSION, "scores": self.scores, "training": dict(self.training)}
         return json.dumps(facts, indent=1, sort_keys=True) + "\n"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Layers and KV heads."""
+        return np.shape(self.scores)[-2:]
 
     @property
     def digest(self) -> str:
@@ -103,7 +94,7 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Planned(Allocator):
-    """An allocator by the scores of a plan.
+    """An allocator by the numbers of a plan.
 
     digest: of the plan; of the file that is there if none is given.
     """
@@ -111,6 +102,8 @@ class Planned(Allocator):
     file: str
     digest: str = ""
 
+    #: of the numbers of a plan
+    axes: ClassVar[str] = "layers, KV heads"
     across_heads: ClassVar[bool] = True
     flops = Allocator.no_flops
 
@@ -129,8 +122,7 @@ class Planned(Allocator):
 
     def check_heads(self, view: View) -> None:
         """Raise PolicyError for a trace of other layers or heads than the plan's."""
-        heads = view.count.shape[1]
-        shape = len(self._plan.scores), len(self._plan.scores[0])
+        heads, shape = view.count.shape[1], self._plan.shape
         if shape != (view.n_layers, heads):
             raise PolicyError(
                 f"{self.label}: {self.file} is a plan of {shape[0]} layers of {shape[1]} KV heads, "
@@ -139,7 +131,7 @@ class Planned(Allocator):
 
     @cached_property
     def _plan(self) -> HeadPlan:
-        return HeadPlan.open(Path(self.file))
+        return HeadPlan.open(Path(self.file), self.label, self.axes)
 
 
 @dataclass(frozen=True)
@@ -210,5 +202,29 @@ class Duo(Planned):
         return Plan(quotas, eligible=streams | retrieves.unsqueeze(-1))
 
 
-def _refused(path: Path, reason: str) -> PolicyError:
-    return PolicyError(f"duo: {path}: {reason}; give a plan that `kvsim heads` has written")
+def refused(label: str, path: Path, reason: str) -> PolicyError:
+    """Return the error of a file that is no plan for the policy `label`."""
+    return PolicyError(f"{label}: {path}: {reason}; give a plan that `kvsim heads` has written")
+
+
+def _content(path: Path, axes: str) -> tuple[list[Any], dict[str, Any]]:
+    """Numbers and training of a file, also of authors' files. Raises ValueError for others."""
+    facts: Any = {"version": VERSION}
+    if path.suffix == ".npy":  # mapped: its header allocates nothing, and no pickle is read
+        facts["scores"] = np.lib.format.open_memmap(path, mode="r")
+    elif path.suffix == ".tsv":
+        lines = path.read_text("utf-8").splitlines()
+        facts["scores"] = [[float(x) for x in line.split()] for line in lines]
+    else:
+        facts = json.loads(path.read_text("utf-8"))
+    version = facts.get("version") if isinstance(facts, dict) else None
+    if integer(version) != VERSION:
+        raise ValueError(f"its version is {version}, expected {VERSION}")
+    scores, training = np.array(facts.get("scores"), dtype=object), facts.get("training", {})
+    if scores.ndim != axes.count(",") + 1 or not scores.size:
+        raise ValueError(f"its scores have the shape {[*scores.shape]}, expected [{axes}]")
+    if not all(map(is_finite, scores.flat)):
+        raise ValueError("its scores are not all finite numbers")
+    if not isinstance(training, dict) or not is_model(training.get("model", {})):
+        raise ValueError("its training is no object, or its model is not valid")
+    return scores.astype(np.float64).tolist(), training

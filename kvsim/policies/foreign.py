@@ -1,4 +1,4 @@
-"""A policy of the user's own: `package.module:NAME`, `learned:FILE`, `duo:FILE`, `headkv:FILE`."""
+"""A policy of the user's own: `package.module:NAME`, `learned:FILE`, or of a plan: `duo:FILE`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from kvsim.core.policy import Policy, Schedule, Scorer
 from kvsim.core.reading import Reader
 from kvsim.core.storing import Codec
 from kvsim.errors import PolicyError, error_line, suggest
-from kvsim.policies.duo import Duo
+from kvsim.policies.catalogue import CATALOGUE
+from kvsim.policies.duo import Duo, HeadPlan
 from kvsim.policies.entry import Entry
 from kvsim.policies.headkv import HeadKV
 from kvsim.policies.learned import Learned
+from kvsim.policies.lukv import LUKV, PARAMS, SCORER, SINK
 from kvsim.policies.snapkv import SnapKV
 from kvsim.policies.tova import TOVA
+from kvsim.schema import NEVER
 
-# Policies of a plan of heads: allocator, scorer, its parameters there, and the schedule.
+# Policies of a plan of heads: allocator, scorer, its parameters there, and the schedule. The scorer
+# is None where the plan names it.
 _PLANNED: Mapping[str, tuple[Any, Any, Mapping[str, Any], Schedule]] = {
     "duo": (Duo, TOVA, {"heads": "group"}, Schedule(interval=1)),
     "headkv": (HeadKV, SnapKV, {}, Schedule(interval=None)),
+    "lukv": (LUKV, None, {}, Schedule(interval=None)),
 }
 
 
@@ -40,9 +45,9 @@ def behind(name: str) -> Entry | None:
 
 def named(name: str) -> Mapping[str, Any]:
     """The parameters that its class or function names. Raises PolicyError where there is none."""
-    kind = name.partition(":")[0]
+    kind, _, file = name.partition(":")
     if kind in _PLANNED:
-        return _of_plan(kind)
+        return _of_plan(_pieces(kind, file))
     target = Learned if kind == "learned" else _target(name)
     if isinstance(target, type) and (fields := parameters(target)):
         return fields
@@ -80,17 +85,41 @@ def build(name: str, params: Mapping[str, Any]) -> Policy:
     return built
 
 
-def _of_plan(kind: str) -> dict[str, Parameter]:
+def _pieces(kind: str, file: str) -> tuple[Any, Any, Mapping[str, Any], Schedule]:
+    """Allocator, scorer, its parameters and the schedule of the policy of a plan."""
+    allocator, scorer, there, schedule = _PLANNED[kind]
+    if scorer is None:
+        training = HeadPlan.open(Path(file), kind, allocator.axes).training
+        defaults = {"scorer": SCORER, "params": PARAMS, "sink": SINK}
+        name, params, sink = ({**defaults, **training}[key] for key in defaults)
+        scorer = plain_scorer(f"{kind}: {file}", name)
+        if not isinstance(params, dict) or not params.keys() <= parameters(scorer).keys():
+            raise PolicyError(f"{kind}: {file}: its scorer {name} has no parameters {params!r}")
+        if type(sink) is not int or not 0 <= sink < NEVER:
+            raise PolicyError(f"{kind}: {file}: its sink is {sink!r}; expected a number of entries")
+        there = {"sink": sink, **params}
+    return allocator, scorer, there, schedule
+
+
+def plain_scorer(where: str, name: Any) -> Any:
+    """The class of a scorer that evicts equally in all heads. Raises PolicyError for others."""
+    entry = CATALOGUE.get(name) if isinstance(name, str) else None
+    if entry is None or entry.kind != "scorer" or entry.layer_budgets or entry.policy:
+        raise PolicyError(f"{where}: its scorer is {name!r}; expected one such as snapkv")
+    return entry.piece
+
+
+def _of_plan(of: tuple[Any, Any, Mapping[str, Any], Schedule]) -> dict[str, Parameter]:
     """The parameters of a policy of a plan: those of its allocator and of its scorer."""
-    allocator, scorer, *_ = _PLANNED[kind]
-    return {**parameters(allocator), **parameters(scorer)}
+    return {**parameters(of[0]), **parameters(of[1])}
 
 
 def _planned(kind: str, file: str, params: Mapping[str, Any]) -> Policy:
     """The policy of a plan of heads."""
-    (*pieces, there, schedule), accepted = _PLANNED[kind], _of_plan(kind)
+    of = _pieces(kind, file)
+    (*pieces, there, schedule), accepted = of, _of_plan(of)
     values = {"file": file, **there, **params}
-    for key in values.keys() - accepted.keys():
+    for key in params.keys() - accepted.keys():
         raise PolicyError(
             f"{kind}:{file} has no parameter {key!r}{suggest(key, accepted)}; "
             f"parameters: {', '.join(accepted)}"

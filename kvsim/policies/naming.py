@@ -57,8 +57,8 @@ def policy(name: str, **params: Any) -> Policy:
 
     `package.module:NAME` is a policy of the user's own: a Policy, a Scorer, or something that
     returns one when called with `params`; it may stand behind a `+` too. So may `learned:FILE`, a
-    scorer that `kvsim learn` has trained. `duo:FILE` and `headkv:FILE` keep what a plan of
-    `kvsim heads` says.
+    scorer that `kvsim learn` has trained. `duo:FILE`, `headkv:FILE` and `lukv:FILE` keep
+    what a plan of `kvsim heads` says.
 
     Raises PolicyError for an unknown name, preset or parameter, a parameter out of its range, and
     parts that do not go together.

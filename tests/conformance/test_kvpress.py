@@ -30,6 +30,8 @@ from kvsim.core.policy import Scorer
 from kvsim.core.select import select
 from kvsim.core.view import View
 from kvsim.policies.criticalkv import projected_size
+from kvsim.policies.duo import HeadPlan
+from kvsim.policies.lukv import PERCENTS
 from kvsim.schema import NEVER
 from traces import changed
 
@@ -651,6 +653,36 @@ def test_duo_masks_what_duo_attention_press_masks(kvpress, recorded, tmp_path, m
         masked[tuple(index.numpy() for index in module.masked_key_indices[1:])] = True
         assert (masked == gone[layer]).all()
     assert gone.any()
+
+
+@pytest.mark.parametrize("window", [1, 32])
+def test_lukv_masks_what_lukv_press_masks(kvpress, recorded, tmp_path, window):
+    """The numbers of each head, and which entries stay, down to fewer than sinks and window."""
+    model, tokens, trace = recorded("llama", 150)
+    shape = (PERCENTS, trace.n_layers, trace.n_heads)
+    ratios = np.random.default_rng(5).random(shape) ** 0.5
+    inner, training = kvpress.ExpectedAttentionPress(epsilon=0.02), {}
+    if window == 32:
+        inner = kvpress.SnapKVPress(window_size=window, kernel_size=7)
+        params = {"window": window, "pool": "avg", "pool_kernel": 7}
+        training = {"scorer": "snapkv", "params": params}
+    path = tmp_path / "plan.json"
+    path.write_text(HeadPlan(ratios.tolist(), training).text(), "utf-8")
+    policy = kvsim.policy(f"lukv:{path}", exact=False)
+    press, least = kvpress.LUKVPress(inner, window=window), 150
+    press._budget_curves = ratios  # so that none is downloaded
+    for ratio in (0.02, 0.2, 0.5, 0.56, 0.9, 0.98):
+        press.compression_ratio = ratio
+        with torch.no_grad(), press(model):
+            model(torch.tensor([tokens]), past_key_values=DynamicCache())
+        stays = np.ones((trace.n_layers, trace.n_heads, 150), bool)
+        for layer, block in enumerate(model.model.layers):
+            masked = block.self_attn.__dict__.pop("masked_key_indices")
+            stays[layer][tuple(index.numpy() for index in masked[1:])] = False
+        record = kvsim.replay(trace, policy, round(150 * (1 - ratio)))
+        assert (record.retained(149) == stays).all()
+        least = min(least, int(stays.sum(-1).min()))
+    assert least < 5
 
 
 @pytest.mark.parametrize("window", [0, 20])

@@ -1,4 +1,4 @@
-"""`kvsim learn` and `kvsim heads`: a scorer that imitates the optimum, a plan for `duo`."""
+"""`kvsim learn` and `kvsim heads`: a scorer that imitates the optimum, plans of heads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from kvsim.cli import shared, show
 from kvsim.cli.groups import grouped, offered
+from kvsim.errors import PolicyError
 from kvsim.files import check_output, write_file
 from kvsim.schema import plural
 from kvsim.studies.learning.options import LearnOptions
@@ -143,32 +144,54 @@ def heads(
     out: Annotated[
         Path, shared.path_option("FILE.json", "The plan to write; it replays as --policy duo:FILE.")
     ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="duo|headkv|lukv[+SCORER]", help="What the plan is for: duo and headkv share."
+        ),
+    ] = "duo",
     budget: Annotated[
-        int, typer.Option(min=1, help="Entries of a head that streams, sinks included.")
-    ] = 64,
-    sink: Annotated[int, typer.Option(min=0, help="First entries that such a head keeps.")] = 4,
+        int | None,
+        typer.Option(min=1, help="Entries of a head that streams, sinks included; default: 64."),
+    ] = None,
+    sink: Annotated[int, typer.Option(min=0, help="First entries that each head keeps.")] = 4,
     overwrite: shared.Overwrite = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Measure how much each head loses if it holds sinks and recent entries alone.
+    """Measure how much each head loses if it holds sinks and recent entries alone, or in all.
 
     The traces are of one model. The plan says of each KV head the error of its attention output,
-    and replays as `--policy duo:FILE`: the heads that lose most hold everything.
+    and replays as `--policy duo:FILE`: the heads that lose most hold everything. With `--policy
+    lukv` it says which entries each head can lose for the least utility; traces then need output
+    projections (`kvsim capture --o-proj`).
     """
+    from kvsim.policies.lukv import SCORER
     from kvsim.studies.learning.heads import head_plan
+    from kvsim.studies.learning.utility import utility_plan
 
     check_output(out, overwrite=overwrite)
-    plan = head_plan(shared.open_traces(traces), budget, sink=sink)
+    kind, _, scorer = policy.partition("+")
+    if kind not in ("duo", "headkv", "lukv") or (scorer and kind != "lukv"):
+        raise PolicyError(f"--policy is {policy!r}; expected duo, headkv, lukv or lukv+SCORER")
+    of_traces = shared.open_traces(traces)
+    if kind == "lukv":
+        if budget is not None:
+            raise PolicyError("a plan for lukv has no --budget; leave it out")
+        plan = utility_plan(of_traces, scorer=scorer or SCORER, sink=sink)
+        table, what = plan.scores[49], "the share of its entries that each loses at 50 % in all"
+    else:
+        plan = head_plan(of_traces, budget or 64, sink=sink)
+        table, what = plan.scores, f"the error of each if it streams {budget or 64} entries"
     write_file(out, plan.text(), overwrite=overwrite)
     if as_json:
-        show.echo_json({"policy": f"duo:{out}", "sha256": plan.digest, "scores": plan.scores})
+        show.echo_json({"policy": f"{kind}:{out}", "sha256": plan.digest, "scores": plan.scores})
         return
-    number = plural(len(plan.scores) * len(plan.scores[0]), "KV head")
-    show.echo_text(f"duo:{out}: {number}, the error of each if it streams {budget} entries:")
+    number = plural(len(table) * len(table[0]), "KV head")
+    show.echo_text(f"{kind}:{out}: {number}, {what}:")
     show.echo_rows(
         [
             {"layer": str(at), **{f"head {head}": f"{x:.3f}" for head, x in enumerate(row)}}
-            for at, row in enumerate(plan.scores)
+            for at, row in enumerate(table)
         ],
         right=1,
     )

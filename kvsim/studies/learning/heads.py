@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvsim.analysis.arrays import Floats
 from kvsim.analysis.output.error import output_error
+from kvsim.core.trace import Trace
 from kvsim.engine.replay import replay
 from kvsim.errors import PolicyError
 from kvsim.policies.duo import HeadPlan
@@ -31,7 +34,19 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     """
     streaming = policy("streaming_llm", sink=sink)
     tables: list[Floats] = []
-    digests: dict[str, str] = {}
+    traces, training = answered(traces)
+    for trace in traces:
+        record = replay(trace, streaming, budget, interval=1)
+        (error,) = output_error(trace, [record], prompt=False)
+        table = np.zeros((trace.n_layers, trace.n_heads))
+        of_rows = error.error.astype(np.float64).mean(-1)
+        table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
+        tables.append(table)
+    return HeadPlan(np.mean(tables, axis=0).tolist(), {**training, "budget": budget, "sink": sink})
+
+
+def answered(traces: Traces) -> tuple[list[Trace], dict[str, Any]]:
+    """Return traces, their digests and model. Raises PolicyError for several, or no response."""
     traces = as_traces(traces)
     if not traces:
         raise PolicyError("there are no traces; expected traces of one model, with a response each")
@@ -39,15 +54,8 @@ def head_plan(traces: Traces, budget: int, *, sink: int = 4) -> HeadPlan:
     for trace in traces:
         if trace.prompt_len == trace.n_pos:
             raise PolicyError(
-                f"{trace.name} has no rows after its prompt, over which errors are averaged; "
+                f"{trace.name} has no rows after its prompt, by which heads are measured; "
                 "expected a trace with a response, capture with --max-new-tokens"
             )
-        record = replay(trace, streaming, budget, interval=1)
-        (error,) = output_error(trace, [record], prompt=False)
-        table = np.zeros((trace.n_layers, trace.n_heads))
-        of_rows = error.error.astype(np.float64).mean(-1)
-        table[list(record.layers)] = of_rows.reshape(len(of_rows), trace.n_heads, -1).mean(-1)
-        tables.append(table)
-        digests[trace.name] = trace.digest if trace.path is not None else ""
-    training = {"traces": digests, "model": model, "budget": budget, "sink": sink}
-    return HeadPlan(np.mean(tables, axis=0).tolist(), training)
+    digests = {trace.name: trace.digest if trace.path is not None else "" for trace in traces}
+    return traces, {"traces": digests, "model": model}

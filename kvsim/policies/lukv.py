@@ -1,0 +1,104 @@
+"""LU-KV: each head holds what a plan of long-horizon utility leaves it, over all layers.
+
+Tang et al., "Predicting Future Utility: Global Combinatorial Optimization for Task-Agnostic KV
+Cache Eviction", ICML 2026, arXiv 2602.08585. Where c per cent of all entries leave, a plan gives
+the share r of its entries that each KV head loses, for c = 1..99. After a prompt of n tokens, at a
+budget of B entries, c is 100 (1 - B / n), rounded, and a head keeps (1 - r) n entries: its first
+`sink`, its last, then those that a scorer ranks highest, by default Expected Attention with epsilon
+0.02. The policy is called `lukv:FILE`, after the file of its plan, as `duo:FILE` is.
+
+`kvsim heads --policy lukv` makes a plan from traces, the mean of theirs. The utility of an entry is
+the largest product, over the rows after the prompt and the query heads of the group, of attention
+and w, with w = |W_o v| of the query head as a share of the sum over all query heads and positions
+of the layer. In each head entries leave from the lowest score upwards, and the utility that is lost
+so far is replaced by its lower convex hull. The entry whose step on its hull is the smallest in all
+layers leaves first; no head goes below its sinks and last entry, or 1 % of the prompt. `lukv:FILE`
+takes files of the authors, too, `.npy` of shares [99, layer, KV head].
+
+Source. Only the abstract of the paper was read. The rules are those of public code: LUKVPress of
+kvpress (04af3dc), and the authors' release (baidu-baige/LU-KV) as SketchAlloc-KV has it (9393ad6).
+
+Deviations. The sum over all heads is exactly the budget. Sinks and the last entry are protected,
+and what a head keeps beyond them is scaled by one factor for all heads; it is rounded over all
+layers together. `exact=False` is the release: the share that is kept is a whole per cent, numbers
+are rounded in each layer by itself, and a head may have fewer entries than are protected, of which
+it keeps the first. At events in decoding n counts all tokens so far. A plan is measured at the end
+of the prompt; the release scores after the context, without the question, and draws the response at
+temperature 0.7. Its other option, one budget for each layer, is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from kvsim.core.lazy import Tensor, torch
+from kvsim.core.policy import Plan, Protection
+from kvsim.core.select import apportion, select
+from kvsim.core.view import View
+from kvsim.policies.duo import Planned, refused
+
+#: Whole per cents at which a plan has shares.
+PERCENTS = 99
+#: First positions that no head loses, if the plan does not say how many.
+SINK = 4
+#: The scorer of plans that name none, and its parameters.
+SCORER, PARAMS = "expected_attention", {"epsilon": 0.02}
+
+
+@dataclass(frozen=True)
+class LUKV(Planned):
+    """What the plan leaves each head at the share of all entries that leaves."""
+
+    exact: bool = True
+
+    axes: ClassVar[str] = f"{PERCENTS}, layers, KV heads"
+    across_layers: ClassVar[bool] = True
+    flops = Planned.no_flops
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = np.array(self._plan.scores)
+        if len(shares) != PERCENTS or shares.min() < 0 or shares.max() > 1:
+            reason = f"its {len(shares)} shares are not {PERCENTS} between 0 and 1"
+            raise refused(self.label, Path(self.file), reason)
+
+    @property
+    def enforces(self) -> bool:
+        """In the release a head may have fewer entries than are protected."""
+        return self.exact
+
+    def protection(self, budget: int) -> Protection:
+        """The sinks of the plan, and the last entry."""
+        return Protection(sink=self._plan.training.get("sink", SINK), recent=1)
+
+    def plan(self, view: View, scores: Tensor, protected: Tensor) -> Plan:
+        """Quotas [L, H]; layers x heads x budget in all, or those of the release."""
+        self.check_heads(view)
+        count, tokens = view.count, view.row + 1
+        budget = float(view.budget.double().mean())
+        percent = min(max(round(100 * (tokens - budget) / tokens), 1), PERCENTS)
+        shares = torch.tensor(self._plan.scores[percent - 1], device=view.pos.device)
+        ideal = (1 - shares[view.layers]) * tokens  # float32, as in the release
+        if not self.exact:
+            quotas = _rounded(ideal, tokens).minimum(count)
+            first = scores.masked_fill(protected, torch.inf)
+            kept = select(first, quotas, torch.zeros_like(protected), view.live)
+            return Plan(quotas, eligible=kept)
+        floor = protected.sum(-1).maximum(count.clamp(max=1))
+        total = view.budget.expand_as(count).sum().minimum(count.sum())
+        above = (ideal.double() - floor).clamp(min=0)
+        flat = (x.flatten() for x in (above, floor, count))
+        return Plan(apportion(total, *flat).view_as(count))
+
+
+def _rounded(ideal: Tensor, tokens: int) -> Tensor:
+    """Whole numbers [L, H] with the rounded sum of each layer, by largest remainder; at least 1."""
+    heads, whole = ideal.shape[-1], ideal.floor()
+    total = ideal.sum(-1, keepdim=True).round().clamp(heads, heads * tokens)
+    order = (ideal - whole).argsort(dim=-1, descending=True, stable=True)
+    more = order.argsort(dim=-1) < total - whole.sum(-1, keepdim=True)
+    return (whole + more).long().clamp(1, tokens)

@@ -1,0 +1,133 @@
+"""`utility_plan`: which share of its entries each head can lose, by their long-horizon utility."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+
+from kvsim.analysis.arrays import Floats
+from kvsim.core.lazy import Tensor
+from kvsim.core.parameters import parameters
+from kvsim.core.policy import Everything, Policy, Protection, Schedule, Scorer
+from kvsim.core.trace import Trace
+from kvsim.core.view import View
+from kvsim.engine.replay import replay
+from kvsim.errors import PolicyError
+from kvsim.policies.duo import HeadPlan
+from kvsim.policies.expected_attention import quadratic
+from kvsim.policies.foreign import plain_scorer
+from kvsim.policies.lukv import PARAMS, PERCENTS, SCORER, SINK
+from kvsim.store.opening import Traces
+from kvsim.studies.learning.heads import answered
+
+# Rows whose attention is computed at once.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Utility(Scorer):
+    """The largest product of attention and size of the value, over later rows and query heads."""
+
+    label: ClassVar[str] = "lukv"
+    clairvoyant = True
+    reads_values: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The output projection, behind which values are measured."""
+        return frozenset({"o_proj"})
+
+    def score(self, view: View) -> Tensor:
+        """max over rows r after the event and query heads h of A_r,h(j) |W_h v_j| / sum; [L, H, n].
+
+        A is the full cache's attention; the sum is over query heads and entries of a layer.
+        """
+        keys, n, rows = view.keys, view.pos.shape[-1], view.n_rows
+        gram = view.o_proj @ view.o_proj.mT  # [L, H, G, d, d]
+        size = quadratic(view.values, gram).clamp_(min=0).sqrt_()  # [L, H, G, n]
+        size /= size.sum((1, 2, 3), keepdim=True).clamp_(min=1e-30)
+        best = keys.new_zeros((*keys.shape[:2], n))
+        for low in range(view.row + 1, rows, _ROWS):
+            high = min(low + _ROWS, rows)
+            queries, lse = view.span(low, high), view.full(low, high)[1]
+            for layer, visible in enumerate(keys.mT):  # [H, d, n]
+                q = queries[layer].flatten(1, 2) * view.scale  # [H, G * w, d]
+                z = view.formula.capped(q @ visible).sub_(lse[layer].flatten(1).unsqueeze(-1))
+                weights = z.exp_().unflatten(1, lse.shape[2:])  # [H, G, w, n]
+                most = (weights.amax(2) * size[layer]).amax(1)
+                best[layer] = best[layer].maximum(most)
+        return best
+
+
+def utility_plan(traces: Traces, *, scorer: str = SCORER, sink: int = SINK) -> HeadPlan:
+    """Return the plan of a model for `lukv:FILE`: the shares of its entries that each head loses.
+
+    `kvsim.policies.lukv` has the rule. A layer whose sliding window bounds its cache loses nothing,
+    and one that reads the entries of another layer has the shares of that one.
+
+    Args:
+        traces: of one model, each with rows after its prompt and output projections.
+        scorer: which entries of a head leave first; Expected Attention has the release's epsilon.
+        sink: first positions that no head loses.
+
+    Raises:
+        NeedsError: a trace has no output projections.
+        PolicyError: a trace has no rows after its prompt, or no entry that may leave; traces are of
+            different models; or the scorer is none that leaves all heads the same number.
+    """
+    traces, training = answered(traces)
+    params = PARAMS if scorer == SCORER else {}
+    piece = plain_scorer("lukv", scorer)
+    sinks = {"sink": sink} if "sink" in parameters(piece) else {}
+    tables = [_shares_of(trace, piece(**sinks, **params), sink) for trace in traces]
+    training |= {"scorer": scorer, "params": params, "sink": sink}
+    return HeadPlan(np.mean(tables, axis=0).tolist(), training)
+
+
+def _shares_of(trace: Trace, scorer: Scorer, sink: int) -> Floats:
+    """Shares of each head's entries that leave, by one trace; [99, layer, KV head]."""
+    n = trace.prompt_len
+    protect = scorer.protection(n) | Protection(sink=sink, recent=1)
+    size = protect.size(n)
+    if n <= size:
+        raise PolicyError(f"lukv: all {n} tokens of the prompt of {trace.name} are protected")
+    layers, scores = _scored(trace, scorer)
+    _, utility = _scored(trace, Utility())
+    free = slice(protect.first(n), n - protect.recent)
+    # the lowest score leaves first, of equal ones the higher position
+    scores, utility = scores[..., free][..., ::-1], utility[..., free][..., ::-1]
+    lost = np.take_along_axis(utility, scores.argsort(-1, kind="stable"), -1)
+    leaving = greedy(lost, n, n - max(size, round((1 - PERCENTS / 100) * n)))
+    table = np.zeros((PERCENTS, trace.n_layers, trace.n_heads))
+    table[:, layers] = leaving / n
+    return table[:, list(trace.owners)]
+
+
+def _scored(trace: Trace, scorer: Scorer) -> tuple[list[int], Floats]:
+    """Layers, and the scores of their entries after the prompt, [L, H, n]."""
+    everything = Policy("lukv", scorer, Everything(), Schedule(interval=None))
+    plans = replay(trace, everything, 1, internals=True).internals
+    layers = [layer for each in plans for layer in each.layers]
+    return layers, np.concatenate([each.scores for each in plans])
+
+
+def greedy(lost: Floats, n: int, most: int) -> NDArray[np.int64]:
+    """Entries of each head that have left at 1..99 per cent of all entries, int [99, L, H].
+
+    The cheapest entry of all heads leaves first, by the steps of the lower convex hull of what a
+    head has lost; of equal ones that of the lower layer, then of the lower head. lost [L, H, m]:
+    utility of entries in the order in which they leave. n: entries of a head; most: that may leave.
+    """
+    layers, heads, _ = lost.shape
+    width = layers * heads
+    # the slopes of the hull of a cumulative sum are the isotonic regression of its steps
+    steps = np.apply_along_axis(lambda x: isotonic_regression(x).x, -1, lost)[..., :most]
+    head = np.maximum.accumulate(steps, -1).argsort(axis=None, kind="stable") // most
+    targets = (np.arange(1, PERCENTS + 1) / 100 * (width * n)).round()
+    first = np.searchsorted(targets, np.arange(len(head)), side="right")  # at which it has left
+    counts = np.bincount(first * width + head, minlength=(PERCENTS + 1) * width)
+    return counts.reshape(-1, layers, heads)[:PERCENTS].cumsum(0)

@@ -1,0 +1,353 @@
+"""LU-KV: plans of long-horizon utility against a heap, and what heads keep by them."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import kvsim
+from kvsim.core.policy import Everything, Schedule
+from kvsim.errors import NeedsError, PolicyError
+from kvsim.policies.duo import HeadPlan
+from kvsim.runner.model import RunningModel
+from kvsim.studies.learning.utility import greedy, utility_plan
+from kvsim.testing.invariants import INVARIANTS
+from kvsim.testing.invariants.trial import Trial
+from kvsim.testing.loops import replay
+from kvsim.testing.strategies import cases, make_case
+from live_runs import run_live
+from reference import plans, rule
+from small_model import small
+from traces import changed
+
+#: Scorers of plans, and parameters that fit short prompts.
+SCORERS = {
+    "expected_attention": {"epsilon": 0.02, "n_future": 3},
+    "snapkv": {"window": 2, "pool_kernel": 3},
+    "knorm": {},
+}
+KINDS = ("normal", "sharp", "sink")
+MANY = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where plans are written."""
+    return tmp_path_factory.mktemp("plans")
+
+
+def written(folder, ratios, **training):
+    """The name of the policy of a plan."""
+    path = folder / "plan.json"
+    path.write_text(HeadPlan(np.asarray(ratios).tolist(), training).text(), "utf-8")
+    return f"lukv:{path}"
+
+
+def uniform(layers, heads, percents=99):
+    """A plan that takes the same share of every head."""
+    shares = np.arange(1, percents + 1).reshape(-1, 1, 1) / 100
+    return np.broadcast_to(shares, (percents, layers, heads)).copy()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_a_plan_keeps_what_loops_keep(folder, scorer, exact):
+    """Numbers of the rule in fractions, and in each head the highest scores; generated cases."""
+    ran = []
+
+    @settings(max_examples=80, **MANY)
+    @given(cases(kinds=KINDS, min_n=10, max_n=40), st.data())
+    def check(case, data):
+        layers, heads, *_ = case.shape
+        n, sink = case.prompt_len, data.draw(st.integers(0, 3))
+        least = max(sink, 2 * (scorer == "snapkv")) + 1 + sink if exact else 1
+        assume(n > max(least, sink + 3))
+        budget = data.draw(st.integers(least, n - 1))
+        of = np.random.default_rng(data.draw(st.integers(0, 999)))
+        ratios = of.integers(0, 65, (99, layers, heads)) / 64  # exact in any precision
+        params = SCORERS[scorer]
+        name = written(folder, ratios, scorer=scorer, params=params, sink=sink)
+        record = kvsim.replay(case.trace(), kvsim.policy(name, exact=exact), budget)
+        sinks = {"sink": sink} if scorer == "expected_attention" else {}
+        naive = replace(
+            rule(scorer, {**params, **sinks}),
+            allocate=plans.allocate(ratios, exact=exact),
+            protect=lambda event: [
+                {p for p in live if p < sink or p == event.row} for live in event.live
+            ],
+            across_layers=True,
+        )
+        outcome = replay(
+            *(case.q, case.k, case.v, naive),
+            prompt_len=n,
+            budget=budget,
+            scale=case.scale,
+            rope=(case.rope.inv_freq, case.rope.attention_scaling),
+        )
+        assert outcome.agrees(record.evicted_at, case.tolerance, ties=False, faint=case.faint)
+        ran.append(bool(record.events))
+
+    check()
+    assert sum(ran) >= 40
+
+
+@settings(max_examples=300, **MANY)
+@given(st.data())
+def test_entries_leave_as_from_a_heap(data):
+    """Hulls in fractions and one entry at a time, equal utilities and limits of heads included."""
+    layers, heads, m = (data.draw(st.integers(1, most)) for most in (3, 3, 14))
+    extra = data.draw(st.integers(1, 120))
+    n, most = m + extra, data.draw(st.integers(1, m))
+    of = np.random.default_rng(data.draw(st.integers(0, 9999)))
+    lost = of.integers(0, data.draw(st.sampled_from((2, 6, 1000))), (layers, heads, m))
+
+    found = greedy(lost.astype(np.float64), n, most)
+    assert (found == plans.leaving(lost.tolist(), n, n - most)).all()
+
+
+def check_plan(case, scorer, sink, recent=1):
+    """Compare the plan of a case with that of loops, whose order is the scorer's."""
+    trace, scores = case.trace(), [None] * case.shape[0]
+    plan = utility_plan(trace, scorer=scorer, sink=sink)
+    sinks = {"sink": sink} if scorer == "expected_attention" else {}
+    policy = kvsim.policy(scorer, **plan.training["params"], **sinks)
+    whole = replace(policy, allocator=Everything(), schedule=Schedule(interval=None))
+    for event in kvsim.replay(trace, whole, 1, internals=True).internals:
+        for layer, of_layer in zip(event.layers, event.scores, strict=True):
+            scores[layer] = of_layer.tolist()
+    naive = plans.plan(case, scores, sink, recent)
+    far = np.abs(np.array(plan.scores) - naive) * case.prompt_len
+    # entries of two heads whose steps differ by rounding alone may leave in either order
+    assert far.max() < 1.5
+    assert (far > 1e-6).mean() < 0.01
+    assert plan.training["traces"] == {trace.name: ""}
+
+
+@pytest.mark.parametrize("scorer", ["expected_attention", "knorm"])
+def test_a_plan_is_that_of_loops(scorer):
+    """Utility, order by the scorer, hull and heap, on generated cases."""
+    ran = []
+
+    @settings(max_examples=110, **MANY)
+    @given(cases(kinds=KINDS, min_n=12, max_n=30, max_layers=2), st.integers(0, 3))
+    def check(case, sink):
+        assume(sink + 3 < case.prompt_len < case.n)
+        check_plan(case, scorer, sink)
+        ran.append(case)
+
+    check()
+    assert len(ran) >= 100
+
+
+def test_a_plan_by_snapkv_spares_its_window():
+    """What the scorer protects leaves no head."""
+    case = make_case("sharp", layers=2, heads=2, group=2, n=75, prompt_len=60, seed=3)
+    check_plan(case, "snapkv", 4, recent=32)
+    assert np.max(utility_plan(case.trace(), scorer="snapkv").scores) <= 1 - 36 / 60
+
+
+def test_a_head_keeps_a_hundredth_of_a_long_prompt():
+    """Also where nothing is protected but the last entry."""
+    case = make_case("sharp", layers=1, heads=2, n=304, prompt_len=300, seed=3)
+    check_plan(case, "knorm", 0)
+    assert np.max(utility_plan(case.trace(), scorer="knorm", sink=0).scores) == 297 / 300
+
+
+def test_a_layer_that_reads_the_entries_of_another_has_its_shares():
+    """Utility is the largest over the query heads of both; a layer of its own has others."""
+    case = make_case("sharp", layers=3, heads=2, group=2, n=60, prompt_len=40)
+    k, v = (torch.from_numpy(x)[[0, 1, 1]] for x in (case.k, case.v))
+    trace = kvsim.Trace.from_arrays(
+        *(torch.from_numpy(case.q), k, v),
+        prompt_len=40,
+        rope=case.rope,
+        o_proj=torch.from_numpy(case.o_proj),
+        owners=(0, 1, 1),
+    )
+    scores = np.array(utility_plan(trace).scores)
+    assert (scores[:, 1] == scores[:, 2]).all()
+    assert (scores[:, 0] != scores[:, 1]).any()
+    assert scores[49].min() > 0
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_plan_satisfies_the_invariants(folder, exact):
+    """Sizes, protection, causality and the rest; a plan is of heads in their order."""
+    ratios = uniform(2, 3) * [[[1.0, 0.4, 0.1], [0.9, 1.0, 0.7]]]
+    fields = {"params": {"n_future": 3}, "sink": 1}
+    policy = kvsim.policy(written(folder, ratios, **fields), exact=exact)
+    assert kvsim.policy(policy.name, **policy.params) == policy
+    case = make_case("sharp", layers=2, heads=3, n=24, prompt_len=12, seed=1)
+    for interval in (None, 3):
+        record = kvsim.replay(case.trace(), policy, 6, interval=interval)
+        held = record.retained(23 if interval else 11).sum(-1)
+        assert held.min() > 0
+        assert (held.sum() == 36) == exact
+        trial = Trial(policy, case, 6, interval, None, 1)
+        for name, invariant in INVARIANTS.items():
+            if name != "head_permutation":
+                invariant(trial)
+
+
+def test_a_uniform_plan_is_the_scorer(folder):
+    """Where every head loses the same share, each keeps the budget that it has without a plan."""
+    case = make_case("sharp", layers=2, heads=2, group=2, n=60, prompt_len=50)
+    policy = kvsim.policy(written(folder, uniform(2, 2)))
+    alone = kvsim.policy("expected_attention", epsilon=0.02, protect={"recent": 1})
+    for budget in (7, 20, 49):
+        kept, plain = (kvsim.replay(case.trace(), x, budget).evicted_at for x in (policy, alone))
+        assert (kept == plain).all()
+
+
+def test_later_events_take_the_share_of_all_tokens(folder):
+    """After 40 tokens at a budget of 10 the plan for 75 per cent holds, whatever left before."""
+    ratios = uniform(1, 2)
+    ratios[74] = [0.9, 0.6]
+    case = make_case("sharp", layers=1, heads=2, n=41, prompt_len=20)
+    record = kvsim.replay(case.trace(), written(folder, ratios), 10, interval=10)
+    assert record.retained(19).sum(-1).tolist() == [[10, 10]]
+    assert record.retained(39).sum(-1).tolist() == [[5, 15]]  # 4 and 16 with 5 protected
+
+
+def test_the_release_keeps_its_first_protected_entries(folder):
+    """A head whose number is below sinks and window keeps the first; others keep these, too."""
+    ratios = uniform(1, 3)
+    ratios[49] = [0.95, 0.9, 0.0]
+    case = make_case("sharp", layers=1, heads=3, n=41, prompt_len=40)
+    policy = kvsim.policy(written(folder, ratios), exact=False)
+    kept = kvsim.replay(case.trace(), policy, 20).retained(39)[0]
+    assert kept.sum(-1).tolist() == [2, 4, 40]
+    assert np.flatnonzero(kept[0]).tolist() == [0, 1]
+    assert np.flatnonzero(kept[1]).tolist() == [0, 1, 2, 3]
+    exact = kvsim.replay(case.trace(), policy.name, 20).retained(39)[0]
+    assert exact.sum(-1).tolist() == [10, 10, 40]
+    assert exact[:, [0, 1, 2, 3, 39]].all()
+
+
+@pytest.mark.parametrize(("budget", "at"), [(1, 98), (2, 98), (3, 98), (248, 0), (249, 0)])
+def test_the_first_and_the_last_share_hold_beyond_them(folder, budget, at):
+    """Of 250 tokens at least 1 and at most 99 per cent leave by the plan."""
+    ratios = np.full((99, 1, 2), 0.5)
+    ratios[at] = [0.98, 0.9]
+    case = make_case("normal", layers=1, heads=2, n=251, prompt_len=250)
+    policy = kvsim.policy(written(folder, ratios, scorer="knorm", params={}), exact=False)
+    kept = kvsim.replay(case.trace(), policy, budget).retained(249)
+    assert kept.sum(-1).tolist() == [[5, 25]]
+
+
+def test_files_of_the_authors_are_plans(folder):
+    """An array of shares goes with Expected Attention at epsilon 0.02; what is no such is refused.
+
+    It is mapped, so that neither a pickle is read nor memory allocated as its header says.
+    """
+    trace = make_case("sharp", layers=2, heads=2, n=40, prompt_len=30).trace()
+    path, ratios = folder / "avg_ratio.npy", uniform(2, 2)
+    ratios[49, :, 0] = 0.1
+    for array in (ratios, ratios.astype(np.float32), np.asfortranarray(ratios)):
+        np.save(path, array)
+        policy = kvsim.policy(f"lukv:{path}")
+        assert policy.scorer.epsilon == 0.02
+        kept, stored = (kvsim.replay(trace, x, 15) for x in (policy, written(folder, array)))
+        assert (kept.evicted_at == stored.evicted_at).all()
+        assert kept.retained(29).sum(-1).tolist() == [[19, 11]] * 2
+    for array, message in (
+        (ratios[:98], r"its 98 shares are not 99 between 0 and 1"),
+        (ratios[0], r"have the shape \[2, 2\], expected \[99, layers, KV heads\]"),
+        (ratios[:, :0], "lukv"),
+        (ratios + 0.1, "not 99 between 0 and 1"),
+        (ratios * np.nan, "not all finite numbers"),
+        (ratios.astype(str), "not all finite numbers"),
+        (np.full((99, 1, 1), None), "lukv: .*Python objects"),
+    ):
+        np.save(path, array, allow_pickle=True)
+        with pytest.raises(PolicyError, match=message):
+            kvsim.policy(f"lukv:{path}")
+    np.save(path, ratios)
+    path.write_bytes(path.read_bytes().replace(b"(99, 2, 2), ", b"(99,2,2**9),")[:400])
+    for content in (path.read_bytes(), path.read_bytes()[:90], b"", b"PK\3\4"):
+        path.write_bytes(content)
+        with pytest.raises(PolicyError, match=r"give a plan that `kvsim heads` has written"):
+            kvsim.policy(f"lukv:{path}")
+
+
+def test_what_cannot_be_planned_is_said(folder):
+    """Another model, scorer or parameter, traces without projections, response or room."""
+    case = make_case("normal", layers=1, heads=2, n=40, prompt_len=30)
+    with pytest.raises(PolicyError, match=r"lukv: .*2 layers of 3 KV heads, .* has 1 of 2"):
+        kvsim.replay(case.trace(), written(folder, uniform(2, 3)), 9)
+    with pytest.raises(PolicyError, match="no parameter 'exat'; did you mean 'exact'"):
+        kvsim.policy(written(folder, uniform(1, 2)), exat=True)
+    for fields, message in (
+        ({"scorer": "adakv"}, "its scorer is 'adakv'; expected one such as snapkv"),
+        ({"scorer": "pyramidkv"}, "its scorer is 'pyramidkv'"),
+        ({"scorer": "tova"}, "its scorer tova has no parameters {'epsilon': 0.02}"),
+        ({"sink": -1}, "its sink is -1; expected a number of entries"),
+        ({"params": {"epsilon": -1}}, "epsilon is -1; expected a finite number of at least 0"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            kvsim.policy(written(folder, uniform(1, 2), **fields))
+    with pytest.raises(PolicyError, match="its scorer is 'none'"):
+        utility_plan(case.trace(), scorer="none")
+    with pytest.raises(PolicyError, match="no rows after its prompt"):
+        utility_plan(make_case("normal", n=20, prompt_len=20).trace())
+    with pytest.raises(PolicyError, match="all 5 tokens of the prompt of Case"):
+        utility_plan(make_case("normal", n=20, prompt_len=5).trace())
+    with pytest.raises(NeedsError, match=r"'o_proj'.*--o-proj"):
+        utility_plan(changed(case.trace()))
+
+
+def test_the_command_writes_a_plan_that_replays(run, folder):
+    """`kvsim heads --policy lukv` prints and writes the shares, and `lukv:FILE` is a policy."""
+    trace = make_case("sink", layers=2, heads=2, n=60, prompt_len=44).trace()
+    path, out = trace.save(folder / "t.zarr"), folder / "lukv.json"
+    command = ("heads", str(path), "--sink", "2", "--out", str(out), "--overwrite", "--policy")
+
+    status, text, _ = run(*command, "lukv", "--json")
+    assert status == 0
+    document = json.loads(text)
+    plan = HeadPlan.open(out, axes="99, layers, KV heads")
+    assert document["policy"] == f"lukv:{out}"
+    assert document["scores"] == plan.scores
+    assert document["sha256"] == plan.digest == kvsim.policy(f"lukv:{out}").allocator.digest
+    assert plan.scores == utility_plan(path, sink=2).scores
+    assert abs(np.mean(plan.scores[49]) - 0.5) < 0.01
+    assert kvsim.replay(path, f"lukv:{out}", 20).retained(43).sum() == 80
+    status, text, _ = run(*command, "lukv+knorm")
+    assert status == 0
+    assert "4 KV heads, the share of its entries that each loses at 50 % in all" in text
+    assert HeadPlan.open(out, axes="99, layers, KV heads").training["scorer"] == "knorm"
+    for words, message in (
+        (("lukv", "--budget", "8"), "a plan for lukv has no --budget"),
+        (("snapkv",), "--policy is 'snapkv'; expected duo, headkv, lukv or lukv\\+SCORER"),
+        (("duo+tova",), "--policy is 'duo\\+tova'"),
+    ):
+        status, _, error = run(*command, *words)
+        assert status == 2
+        assert re.search(message, error)
+
+
+def test_a_plan_runs_live_and_is_judged(folder):
+    """On a running model its decisions are those of the replay, and a judge takes them."""
+    model, tokens = small(), [*range(60)] * 2
+    trace = kvsim.capture(model, None, tokens[:80], response=tokens[80:], o_proj=True)
+    path = folder / "live.json"
+    path.write_text(utility_plan(trace).text(), "utf-8")
+    policy = kvsim.policy(f"lukv:{path}")
+    live = run_live(RunningModel(model), policy, 30, tokens, 80, interval=16)
+
+    first, record = live.record, kvsim.replay(trace, policy, 30, interval=16)
+    assert ((first.evicted_at == 79) == (record.evicted_at == 79)).all()
+    held = record.retained(79).sum(-1)
+    assert held.sum() == 30 * held.size
+    assert len(set(held.flatten().tolist())) > 1
+    assert (
+        kvsim.replay(live.trace(), policy, 30, interval=16).evicted_at == first.evicted_at
+    ).all()
+    table = kvsim.judge(model, trace, record)
+    assert float(table.filter(pl.col("metric") == "response_kl")["value"].mean()) > 0
