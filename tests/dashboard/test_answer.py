@@ -13,6 +13,7 @@ from kvsim.analysis.summaries import averages
 from kvsim.analysis.verdict import tabulated
 from kvsim.samples import sample_trace
 from kvsim.sweeps.driver import replay_all
+from tests.dashboard.test_retention import said
 from traces import random_trace
 
 
@@ -92,11 +93,6 @@ def test_an_empty_folder_shows_two_texts_and_what_they_miss(opened, tmp_path):
     before = said(app)
     app.number_input(key="budget").set_value(300).run()
     assert said(app) != before
-
-
-def said(app):
-    """The sentences, in one text."""
-    return " ".join(one.value for one in app.text)
 
 
 def test_a_trace_without_text_leads_to_the_map(opened, tmp_path):

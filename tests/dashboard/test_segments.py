@@ -133,48 +133,49 @@ def test_the_first_event_has_none_before(page):
     assert (moved.value, moved.delta) == ("-", "first event")
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("selectbox", "layer", 0),
-        ("selectbox", "head", 3),
-        ("selectbox", "scorer", "snapkv"),
-        ("number_input", "budget", 64),
-        ("number_input", "interval", 16),
-        ("select_slider", "event", 289),
-        ("slider", "segment_mass", 0.25),
-        ("number_input", "min_segment", 16),
-        ("number_input", "max_segment", 32),
-        ("number_input", "min_quota", 4),
-        ("slider", "credit_decay", 0.5),
-        ("slider", "credit_mix", 0.1),
-        ("number_input", "window", 8),
-        ("selectbox", "mode", "reference"),
-        ("selectbox", "suffix_fill", "observed"),
-        ("number_input", "sink", 0),
-        ("number_input", "recent", 8),
-    ],
-)
-def test_every_control_replays_the_layer(page, trace, kind, key, value):
-    """No exception; the figure is that of a replay with the value."""
-    app = page()
-    (control,) = [one for one in app.get(kind) if one.key == key]
+#: Values of controls, several at a time: without any one of them the figure is another.
+CONTROLS = [
+    {"layer": ("selectbox", 0), "head": ("selectbox", 3), "event": ("select_slider", 289)},
+    {
+        "scorer": ("selectbox", "snapkv"),
+        "budget": ("number_input", 64),
+        "interval": ("number_input", 16),
+    },
+    {
+        "segment_mass": ("slider", 0.25),
+        "max_segment": ("number_input", 32),
+        "sink": ("number_input", 0),
+        "mode": ("selectbox", "reference"),
+    },
+    {
+        "min_quota": ("number_input", 4),
+        "credit_decay": ("slider", 0.5),
+        "credit_mix": ("slider", 0.1),
+    },
+    {
+        "min_segment": ("number_input", 40),
+        "window": ("number_input", 8),
+        "suffix_fill": ("selectbox", "observed"),
+        "recent": ("number_input", 8),
+    },
+]
 
-    control.set_value(value)
+
+@pytest.mark.parametrize("controls", CONTROLS, ids=" ".join)
+def test_every_control_replays_the_layer(page, trace, controls):
+    """No exception; the figure is that of a replay with the values."""
+    app = page()
+    for key, (kind, value) in controls.items():
+        (control,) = [one for one in app.get(kind) if one.key == key]
+        control.set_value(value)
     app.run()
 
     assert not app.exception
-    terms = {"layer": 2, "budget": 128, "interval": 32, "scorer": "tova"}
-    head, event = 0, 449
-    if key == "head":
-        head = value
-    elif key == "event":
-        event = value
-    else:
-        terms[key] = value
+    terms = {"layer": 2, "budget": 128, "interval": 32, "scorer": "tova", "head": 0, "event": 449}
+    terms |= {key: value for key, (_, value) in controls.items()}
+    head, event = terms.pop("head"), terms.pop("event")
     record, _ = replayed(trace, **terms)
-    events = {one.row: one for one in segmented(record, terms["layer"], head)}
-    one = events[event]
+    (one,) = [one for one in segmented(record, terms["layer"], head) if one.row == event]
     assert drawn(app)["quota"][1].tolist() == one.quota.tolist()
     assert drawn(app)["kept"][1].tolist() == one.counts(one.kept).tolist()
 

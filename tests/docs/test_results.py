@@ -25,14 +25,17 @@ from results_page.tables import measure_prompt
 from results_page.traces import ANSWER, ANSWERS, record, samples
 
 
+def smallest(model, folder):
+    """Write the smallest page of a model into a folder."""
+    places = f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"
+    results.main([f"--model={model}", "--smallest", "--jobs=1", *places])
+    return folder / "page.md"
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """What `--smallest` writes."""
-    folder = tmp_path_factory.mktemp("results")
-    results.main(
-        ["--smallest", "--jobs=1", f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"]
-    )
-    return folder / "page.md"
+    return smallest("tiny", tmp_path_factory.mktemp("results"))
 
 
 def tables(text):
@@ -200,10 +203,7 @@ def test_the_file_of_values_has_those_of_every_prompt(page):
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     """What `--model 8k --smallest` writes, of tiny."""
-    folder = tmp_path_factory.mktemp("long")
-    places = f"--out={folder / 'page.md'}", f"--traces={folder / 'traces'}"
-    results.main(["--model=8k", "--smallest", "--jobs=1", *places])
-    return folder / "page.md"
+    return smallest("8k", tmp_path_factory.mktemp("long"))
 
 
 def test_a_page_of_long_prompts_has_its_parts(long):
@@ -228,12 +228,15 @@ def test_a_page_of_long_prompts_has_its_parts(long):
     assert not long.with_name("claims.md").exists()
 
 
-def test_a_page_of_answers_has_its_parts(tmp_path):
-    """Events go on during the answer; other results predict the ranking, and none is claimed."""
-    places = f"--out={tmp_path / 'page.md'}", f"--traces={tmp_path / 'traces'}"
-    results.main(["--model=qwen-1.5b", "--smallest", "--jobs=1", *places])
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What `--model qwen-1.5b --smallest` writes, of tiny."""
+    return smallest("qwen-1.5b", tmp_path_factory.mktemp("answers"))
 
-    text, plan = (tmp_path / "page.md").read_text("utf-8"), SMALLEST["qwen-1.5b"]
+
+def test_a_page_of_answers_has_its_parts(answers):
+    """Events go on during the answer; other results predict the ranking, and none is claimed."""
+    text, plan = answers.read_text("utf-8"), SMALLEST["qwen-1.5b"]
     head, *rows = tables(text)["Which policy is best"]
     kl = [number(row[head.index(f"KL {plan.budget}")]) for row in rows]
     assert {row[0].strip("`") for row in rows} == set(plan.only)
@@ -243,24 +246,22 @@ def test_a_page_of_answers_has_its_parts(tmp_path):
     assert f"python docs/results.py{plan.option}\n" in text
     for other in results.CLAIMED:
         assert f"]({PLANS[other].page}):" in text
-    values = stored_rows(tmp_path / "page.parquet")
+    values = stored_rows(answers.with_suffix(".parquet"))
     assert values.filter(policy="snapkv")["interval"].unique().to_list() == [plan.interval]
 
 
-def test_values_of_another_model_are_on_the_page_of_its_answers(tmp_path, monkeypatch):
+def test_values_of_another_model_are_on_the_page_of_its_answers(answers, tmp_path, monkeypatch):
     """They make no page of their own; that of the answers has their correlations."""
     plans = {name: SMALLEST[name] for name in ("qwen-1.5b", "qwen-0.5b")}
     monkeypatch.setattr(results, "PLANS", PLANS | plans)
-    places = f"--out={tmp_path / 'page.md'}", f"--traces={tmp_path / 'traces'}"
     with pytest.raises(SystemExit):
-        results.main(["--model=qwen-0.5b", "--smallest", "--jobs=1", *places])
-    results.main(["--model=qwen-1.5b", "--smallest", "--jobs=1", *places])
-    alone = (tmp_path / "page.md").read_text("utf-8")
+        smallest("qwen-0.5b", tmp_path)
+    folder = shutil.copytree(answers.parent, tmp_path / "copy")
+    alone = answers.read_text("utf-8")
 
-    results.main(["--model=qwen-0.5b", "--smallest", "--jobs=1", *places])
+    text = smallest("qwen-0.5b", folder).read_text("utf-8")
 
-    text = (tmp_path / "page.md").read_text("utf-8")
-    (files,) = {tuple(sorted(path.name for path in tmp_path.glob("*.*")))}
+    (files,) = {tuple(sorted(path.name for path in folder.glob("*.*")))}
     assert files == ("page.md", "page.parquet", "results-qwen-0.5b.parquet")
     assert "On the same questions and answers" not in alone
     assert text.replace(_same_answers(text), "") == alone

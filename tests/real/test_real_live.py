@@ -14,6 +14,8 @@ from tests.reference.masked import masked_logits
 pytestmark = pytest.mark.real
 
 BUDGET, INTERVAL = 48, 4
+#: More policies of a property that tests/runner has of each policy on small models.
+MORE = pytest.mark.deep
 CHAT = [
     {
         "role": "user",
@@ -33,7 +35,13 @@ def text(smollm2):
 
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [("tova", 0), ("snapkv", 14), ("h2o", 29), ("expected_attention", 7), ("adakv+snapkv", 14)],
+    [
+        ("adakv+snapkv", 14),
+        *(
+            pytest.param(name, layer, marks=MORE)
+            for name, layer in {"tova": 0, "snapkv": 14, "h2o": 29, "expected_attention": 7}.items()
+        ),
+    ],
 )
 def test_a_layer_that_alone_evicts_is_its_replay(text, name, layer):
     """Kept sets are those of the replay of the same q, k, v, and outputs are by definition."""
@@ -47,7 +55,9 @@ def test_a_layer_that_alone_evicts_is_its_replay(text, name, layer):
     assert output_gap(live, layer, record.evicted_at[0]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv+snapkv", "pyramidkv"])
+@pytest.mark.parametrize(
+    "name", ["adakv+snapkv", *(pytest.param(name, marks=MORE) for name in ("snapkv", "pyramidkv"))]
+)
 def test_logits_are_those_of_the_record_as_a_mask(text, name):
     """All 30 layers evict, and the gathered cache gives the logits of the masked full cache."""
     run, tokens, prompt_len = text

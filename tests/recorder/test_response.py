@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from interrupted_captures import ids
 
 import kvsim
 from kvsim.cli import app
@@ -18,11 +19,6 @@ from small_model import small, words_tokenizer
 
 
 @functools.cache
-def ids(n):
-    """Random token ids."""
-    return torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
 def test_response_is_one_teacher_forced_forward(tmp_path):
     """Arrays are those of prompt and response in one prefill; likelihoods are the model's own."""
     prompt, response = ids(300), ids(520)[300:]

@@ -121,7 +121,13 @@ def test_rows_of_the_response_hold_no_others():
     assert rows.output(0, 990).shape == (2, 10, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "gemma2", "gpt_oss"),
+        *(pytest.param(x, marks=pytest.mark.deep) for x in ("qwen2", "qwen3", "gemma3")),
+    ],
+)
 def test_decisions_of_a_live_run_have_its_predictions(family):
     """Whatever the family's attention does, and however ragged heads and layers are."""
     some = None if family == "llama" else 5

@@ -48,8 +48,16 @@ def lived(name, policy, kernel="sdpa", **options):
     return None
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        *((name, "sdpa") for name in LATENT),
+        *(
+            pytest.param(name, "eager", marks=[pytest.mark.deep] if number else [])
+            for number, name in enumerate(LATENT)
+        ),
+    ],
+)
 def test_one_evicting_layer_keeps_what_its_replay_keeps(name, kernel):
     """And the judge predicts what the live run predicts, with all layers evicting."""
     _, trace, judge = recorded(name, kernel)

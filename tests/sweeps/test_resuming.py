@@ -297,9 +297,10 @@ def odd():
 def test_a_killed_command_is_resumed(tmp_path, monkeypatch, run, warm_kvsim):
     """Its finished task stays; the run is refused until then, and whole afterwards."""
     (tmp_path / "mine.py").write_text(MINE)
-    make_trace().save(tmp_path / "a.zarr")
-    command = ["replay", "sample", "a.zarr", "--policy", "tova,mine:odd"]
-    command += ["--budget", "16,24", "--interval", "64", "--metric", "wipeout", "--out", "x"]
+    for number, name in enumerate("ab"):
+        make_trace(name, seed=number).save(tmp_path / f"{name}.zarr")
+    command = ["replay", "a.zarr", "b.zarr", "--policy", "tova,mine:odd"]
+    command += ["--budget", "16,24", "--interval", "8", "--metric", "wipeout", "--out", "x"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "mine", None)  # forgotten after the test

@@ -66,6 +66,11 @@ def around(name):
 PRESETS = pytest.mark.deep  # their policies come first
 
 
+def more(name, params):
+    """Another composition, or another value of parameters, of parts that are checked before."""
+    return pytest.param(name, params, marks=pytest.mark.deep)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(around(x), marks=[PRESETS] if "@" in x else []) for x in NAMES]
 )
@@ -86,16 +91,16 @@ def test_policy_satisfies_every_invariant(name):
         ("kivi", {"group": 2, "window": 4}),
         ("int8", {}),
         ("h2o+lookm", {}),
-        ("adakv+snapkv+d2o", {"window": 4}),
+        more("adakv+snapkv+d2o", {"window": 4}),
         ("fp8", {"format": "e5m2", "window": 2}),
-        ("tova+int4", {}),
+        more("tova+int4", {}),
         ("tova+kvquant", {"group": 1, "outliers": 0.25}),
         ("nvfp4", {"window": 2}),
         ("turboquant@prod", {}),
         ("adakv+snapkv+think", {"pruned": 0.5, "window": 3, "recent": 1}),
-        ("think@kvpress", {"window": 3}),
-        ("h2o+quest+kivi", {"page": 2, "dense_layers": 0, "group": 1, "window": 2}),
-        ("adakv+snapkv+topk", {"window": 2, "share": 0.5}),
+        more("think@kvpress", {"window": 3}),
+        more("h2o+quest+kivi", {"page": 2, "dense_layers": 0, "group": 1, "window": 2}),
+        more("adakv+snapkv+topk", {"window": 2, "share": 0.5}),
     ],
 )
 def test_readers_and_codecs_satisfy_every_invariant(name, params):
@@ -124,15 +129,20 @@ def test_every_cross_satisfies_every_invariant(outer, inner):
 @pytest.mark.parametrize(
     "name",
     [
-        "ams@release+expected_attention",
-        "adakv@kvpress+expected_attention",
-        "chunkkv@kvpress+snapkv",
-        "criticalkv+snapkv",
-        "criticalkv+keydiff",
         "adakv+criticalkv+expected_attention",
-        "ams+global+knorm",
-        "chunkkv+global+h2o",
         "paged+union+snapkv",
+        *(
+            pytest.param(name, marks=pytest.mark.deep)
+            for name in (
+                "ams@release+expected_attention",
+                "adakv@kvpress+expected_attention",
+                "chunkkv@kvpress+snapkv",
+                "criticalkv+snapkv",
+                "criticalkv+keydiff",
+                "ams+global+knorm",
+                "chunkkv+global+h2o",
+            )
+        ),
     ],
 )
 def test_presets_and_longer_crosses_satisfy_every_invariant(name):
@@ -144,23 +154,23 @@ def test_presets_and_longer_crosses_satisfy_every_invariant(name):
     ("name", "params"),
     [
         ("h2o", {"recent": 2}),
-        ("h2o", {"recent": 0}),
+        more("h2o", {"recent": 0}),
         ("streaming_llm", {"sink": 0}),
         ("snapkv", {"window": 9, "pool": "avg", "pool_kernel": 7}),
-        ("snapkv", {"window": 1, "pool_kernel": 1}),
+        more("snapkv", {"window": 1, "pool_kernel": 1}),
         ("random", {"seed": 2**63}),
         ("ams", {"mode": "reference", "min_segment": 3, "max_segment": 5, "min_quota": 3}),
-        ("ams", {"min_quota": 4, "min_segment": 2, "max_segment": 2, "sink": 0, "recent": 0}),
+        more("ams", {"min_quota": 4, "min_segment": 2, "max_segment": 2, "sink": 0, "recent": 0}),
         ("ams", {"suffix_fill": "observed", "window": 3, "credit": False, "max_segment": 16}),
         ("adakv+snapkv", {"floor": 0.0, "window": 2}),
-        ("adakv+snapkv", {"floor": 1.0, "window": 2}),
+        more("adakv+snapkv", {"floor": 1.0, "window": 2}),
         ("gkv", {"mix_lambda": 0.0, "window": 2}),
         ("expected_attention", {"rope": "mixture", "n_future": 3, "sink": 0}),
         ("union+keydiff", {"across": "layers", "reduction": "rank"}),
         ("paged+h2o", {"heads": "group", "reduction": "max", "prompt": "pages", "page": 4}),
         ("tova", {"protect": {"sink": 1, "recent": 1, "prompt": True}}),
         ("asl", {"window": 1, "tau": 1.1, "first_layer": 0, "kv_before": "full"}),
-        ("asl+expected_attention", {"window": 2, "tau": 1.1}),
+        more("asl+expected_attention", {"window": 2, "tau": 1.1}),
         ("fastkv+adakv+snapkv", {"window": 2, "rows": 14, "layer": 0}),
     ],
 )
