@@ -34,7 +34,7 @@ def planted(swapped=False):
 
 def test_the_tables_of_the_loop_have_the_planted_numbers(monkeypatch):
     """Each policy stands above the eviction of as many bytes; answers are counted."""
-    monkeypatch.setattr(access_loop, "best", lambda _: FIVE)
+    monkeypatch.setitem(access_loop.BEST, "tiny", FIVE)
 
     head, _, _, _, first, equal, *rest = access_loop.table(planted(), "tiny").splitlines()
 
@@ -76,4 +76,4 @@ def test_the_page_has_what_is_measured():
     for model in access.MODELS:
         measured = pl.DataFrame(access_loop.lines(), infer_schema_length=None).filter(model=model)
         names = measured.filter(pl.col("equals").is_null())["name"].unique(maintain_order=True)
-        assert names.to_list() == [name for name, _ in access_loop.best(model)]
+        assert names.to_list() == [name for name, _ in access_loop.BEST[model]]
