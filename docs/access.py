@@ -11,69 +11,82 @@ in `docs/access-results.jsonl`, a line each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import polars as pl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from study import ROOT, Rows, append, finished, of_models, picture, put, read, traces_in
 
 import kvsim
 from apps.tiny.card import table as markdown
 from kvsim.analysis.fronts import COSTS, front
-from kvsim.analysis.summaries import averages
+from kvsim.analysis.summaries import Interval, per_prompt
 from kvsim.core.policy import Policy
 from kvsim.plots.style import COLOURS
 
 PAGE, RESULTS = ROOT / "docs/access.md", ROOT / "docs/access-results.jsonl"
 FIGURE = "figures/access.png"
 #: Prompts of each model: a folder of traces, and how many of it.
-MODELS = {"tiny": ("tiny", 20), "smollm2": ("smollm2-text", 10)}
+MODELS = {"tiny": ("tiny", 12), "smollm2": ("smollm2-text", 6)}
 TITLES = {"tiny": "tiny", "smollm2": "SmolLM2-135M"}
 BUDGETS, INTERVAL = (64, 128, 256), 32
-METRICS = ("output_error", "bytes_held", "bytes_read")
+METRICS = ("response_kl", "output_error", "bytes_held", "bytes_read")
 #: Layers in which readers read everything: none, because both models have few tokens and layers.
 ALL = {"dense_layers": 0}
+KIVI, QUEST = {"window": 32, "bits_per_number": 4}, {**ALL, "page": 4}
+SKIP = {**ALL, "threshold": 0.01}
+#: A KL below this counts as this, in nats: twice the same predictions, but for rounding.
+FLOOR, BOUND = 1e-5, "topk (bound)"
+SHOWN = {"bytes_held": "bytes held", "bytes_read": "bytes read"}
+EVICTIONS, MERGERS = ("streaming_llm", "h2o", "snapkv"), ("lookm", "d2o")
 #: By kind and name: the policy, and its parameters.
 POLICIES: Mapping[str, Mapping[str, tuple[str, dict[str, Any]]]] = {
     "full cache": {"full": ("full", {})},
-    "evict": {
-        name: (name, {})
-        for name in ("streaming_llm", "tova", "h2o", "snapkv@scaled", "expected_attention")
+    "evict": {name: (name, {}) for name in (*EVICTIONS, "tova", "dropkv", "expected_attention")},
+    "store": {
+        "kivi, 2 bits": ("kivi", {"window": 32}),
+        "kivi, 4 bits": ("kivi", KIVI),
+        "kvquant, 2 bits": ("kvquant", {"bits_per_number": 2, "group": 64}),
+        "kvquant, 4 bits": ("kvquant", {"bits_per_number": 4, "group": 64}),
+        **{
+            name: (name, {})
+            for name in ("turboquant", "turboquant@vllm", "think", "nvfp4", "int8", "int4", "fp8")
+        },
+    },
+    "combine": {
+        "h2o + int8": ("h2o+int8", {}),
+        "h2o + kivi, 4 bits": ("h2o+kivi", KIVI),
+        "h2o + turboquant@vllm": ("h2o+turboquant@vllm", {}),
+        "h2o + think": ("h2o+think", {}),
+        "tova + int8": ("tova+int8", {}),
+        "dropkv + int8": ("dropkv+int8", {}),
+        "dropkv + kivi, 4 bits": ("dropkv+kivi", {"scorer__window": 32, "bits_per_number": 4}),
+        "h2o + quest": ("h2o+quest", {**QUEST, "share": 0.5}),
+        "quest, pages of 4 + int8": ("quest+int8", QUEST),
+        "skip_softmax, 0.01 + kivi, 4 bits": ("skip_softmax+kivi", {**SKIP, **KIVI}),
     },
     "read": {
         "quest": ("quest", ALL),
-        "quest, pages of 4": ("quest", {**ALL, "page": 4}),
-        "quest, one set per KV head": ("quest", {**ALL, "heads": "kv"}),
-        "topk (bound)": ("topk", {}),
+        "quest, pages of 4": ("quest", QUEST),
+        "skip_softmax, 0.01": ("skip_softmax", SKIP),
+        "skip_softmax, 0.1": ("skip_softmax", {**ALL, "threshold": 0.1}),
+        "magicpig": ("magicpig", {**ALL, "tables": 75, "bits": 8}),
+        "pqcache": ("pqcache", ALL),
+        BOUND: ("topk", {}),
     },
-    "store": {
-        "kivi, 2 bits": ("kivi", {"window": 32}),
-        "kivi, 4 bits": ("kivi", {"window": 32, "bits_per_number": 4}),
-        **{name: (name, {}) for name in ("int8", "int4", "fp8")},
-    },
-    "combined": {
-        "h2o + int8": ("h2o+int8", {}),
-        "h2o + int4": ("h2o+int4", {}),
-        "h2o + kivi, 4 bits": ("h2o+kivi", {"window": 32, "bits_per_number": 4}),
-        "tova + int8": ("tova+int8", {}),
-        "quest, pages of 4 + int8": ("quest+int8", {**ALL, "page": 4}),
-        "h2o + quest, pages of 4": ("h2o+quest", {**ALL, "page": 4, "share": 0.5}),
-    },
+    "merge": {f"{of} + {merger}": (f"{of}+{merger}", {}) for of in EVICTIONS for merger in MERGERS},
 }
 KIND = {name: kind for kind, of_kind in POLICIES.items() for name in of_kind}
-#: What an error is compared among: rounding every entry and leaving some out are errors of two
-#: kinds, of which the model bears the first better.
-FAMILIES = {
-    **dict.fromkeys(POLICIES["store"], "rounding"),
-    **dict.fromkeys(POLICIES["combined"], "both"),
-    "h2o + quest, pages of 4": "entries",
-}
 #: Those that the budget does not bind.
-FREE = {"full", *POLICIES["store"]}
+FREE = {"full", *POLICIES["store"], "magicpig"} | {x for x in KIND if x.startswith("skip")}
 
 
 def built(name: str) -> Policy:
@@ -83,27 +96,44 @@ def built(name: str) -> Policy:
 
 
 def measure(model: str, traces: Path) -> None:
-    """Measure what is missing of a model, a policy at a time, and write each down."""
-    done = {(row["model"], row["name"], row["budget"]) for row in lines()}
+    """Measure what is missing of a model, a kind at a time, and write each down."""
+    done = {(row["model"], row["name"]) for row in lines()}
     folder, count = MODELS[model]
-    paths = traces_in(traces / folder, 3)[:count]
-    for name in KIND:
-        of_policy = BUDGETS[:1] if name in FREE else BUDGETS
-        budgets = [budget for budget in of_policy if (model, name, budget) not in done]
-        if not budgets:
-            continue
-        run = kvsim.sweep(
-            traces=[str(path) for path in paths],
-            policies=[built(name)],
-            budgets=budgets,
-            intervals=INTERVAL,
-            metrics=METRICS,
-        )
-        means = averages(finished(run).table, metrics=list(METRICS))
-        budget = pl.col("requested").cast(pl.Int64)
-        rows = means.select("metric", "mean", "low", "high", "n", budget=budget).to_dicts()
-        append(RESULTS, ({"model": model, "name": name, **row} for row in rows))
-        print(f"{model}: {name}", flush=True)
+    paths = [str(path) for path in traces_in(traces / folder, 3)[:count]]
+    for kind, of_kind in POLICIES.items():
+        missing = [name for name in of_kind if (model, name) not in done]
+        for budgets, part in (
+            (BUDGETS, [name for name in missing if name not in FREE]),
+            (BUDGETS[:1], [name for name in missing if name in FREE]),
+        ):
+            if part:
+                append(RESULTS, _measured(model, paths, budgets, part))
+                print(f"{model}: {kind}, budgets {budgets}", flush=True)
+
+
+def _measured(
+    model: str, paths: Sequence[str], budgets: Sequence[int], names: Sequence[str]
+) -> Rows:
+    """A line for each policy and budget, with the values of each metric by prompt."""
+    policies = {name: built(name) for name in names}
+    name_of = {(x.name, json.dumps(dict(x.params))): name for name, x in policies.items()}
+    run = kvsim.sweep(
+        traces=paths,
+        policies=[*policies.values()],
+        budgets=budgets,
+        intervals=INTERVAL,
+        metrics=METRICS,
+        judge=True,
+    )
+    values: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in per_prompt(finished(run).table).sort("trace").iter_rows(named=True):
+        if row["metric"] in METRICS and not row["variant"]:
+            name, budget = name_of[row["policy"], row["params"]], int(row["requested"])
+            line = values.setdefault(
+                (name, budget), {"model": model, "name": name, "budget": budget}
+            )
+            line.setdefault(row["metric"], []).append(float(f"{row['value']:.5g}"))
+    return [*values.values()]
 
 
 def lines() -> Rows:
@@ -111,140 +141,154 @@ def lines() -> Rows:
     return read(RESULTS)
 
 
-def points(rows: pl.DataFrame, model: str) -> pl.DataFrame:
-    """A row for each policy and budget of a model: kind, name, budget and the metrics."""
-    of_model = rows.filter(model=model)
-    wide = of_model.pivot("metric", index=["name", "budget"], values="mean", sort_columns=False)
-    ends = of_model.filter(metric="output_error").select("name", "budget", "low", "high", "n")
-    kinds = pl.col("name").replace_strict(KIND)
-    return wide.join(ends, on=["name", "budget"], maintain_order="left").with_columns(kind=kinds)
+def points(model: str) -> pl.DataFrame:
+    """A row for each policy and budget of a model, with its costs and whether it is on each front.
 
-
-def fronts(of_model: pl.DataFrame, *, mixed: bool = False) -> pl.DataFrame:
-    """The same, with whether each is on the front of its family against either cost; no bounds.
-
-    mixed: of all families together.
+    `mean` and `text` are of the judged KL. The bound and the full cache are on no front.
     """
-    family = pl.col("name").replace_strict(FAMILIES, default="entries")
-    of_model = of_model.with_columns(family=pl.lit("all") if mixed else family)
-    real = pl.col("name") != "topk (bound)"
-    for cost in ("bytes_held", "bytes_read"):
-        parts = of_model.filter(real).partition_by("family", maintain_order=True)
-        on = [
-            part.select(
-                *("name", "budget"),
-                front(part.select(seen=cost, mean="output_error")).alias(f"front_{cost}"),
-            )
-            for part in parts
-        ]
-        keys = ["name", "budget"]
-        of_model = of_model.join(pl.concat(on), on=keys, how="left", maintain_order="left")
-    return of_model.with_columns(pl.col("^front_.*$").fill_null(value=False))
+    rows = []
+    for line in lines():
+        if line["model"] == model:
+            kl = Interval.of(np.array(line["response_kl"]))
+            rest = {name: float(np.mean(line[name])) for name in METRICS[1:]}
+            name, budget = line["name"], line["budget"]
+            label = name if name in FREE else f"{name}, {budget}"
+            here = {"name": name, "kind": KIND[name], "budget": budget, "label": label}
+            rows.append({**here, **rest, "n": kl.n, "mean": kl.mean, "text": kl.text(".2g")})
+    table = pl.DataFrame(rows).with_columns(seen_kl=pl.col("mean").clip(FLOOR))
+    table = table.with_columns(real=~pl.col("name").is_in(["full", BOUND]))
+    for cost in SHOWN:
+        real = table.filter("real")
+        on = front(real.select(seen=cost, mean="seen_kl"))
+        best = real.select("name", "budget", on.alias(f"front_{cost}"))
+        table = table.join(best, on=["name", "budget"], how="left", maintain_order="left")
+    return table.with_columns(pl.col("^front_.*$").fill_null(value=False))
 
 
-def table(rows: pl.DataFrame) -> str:
-    """Both models: each policy on a front and the bound, with the error and its interval.
-
-    Bytes are shares of the full cache's.
-    """
-    parts = []
-    for model, title in TITLES.items():
-        of_model = fronts(points(rows, model))
-        full = of_model.filter(name="full").row(0, named=True)
-        body = []
-        names = list(KIND)
-        rows_of_model = of_model.filter(pl.col("name") != "full").to_dicts()
-        for row in sorted(rows_of_model, key=lambda row: (names.index(row["name"]), row["budget"])):
-            shares = [row[cost] / full[cost] for cost in ("bytes_held", "bytes_read")]
-            marks = [row[f"front_{cost}"] for cost in ("bytes_held", "bytes_read")]
-            if not any(marks) and row["name"] != "topk (bound)":
-                continue
-            body.append(
-                [
-                    row["name"],
-                    "-" if row["name"] in FREE else str(row["budget"]),
-                    *(
-                        f"**{x:.2f}**" if on else f"{x:.2f}"
-                        for x, on in zip(shares, marks, strict=True)
-                    ),
-                    f"{row['output_error']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
-                ]
-            )
-        head = ["policy", "budget", "bytes held", "bytes read", "output error"]
-        mib = full["bytes_held"] / 2**20
-        parts.append(
-            f"**{title}**, {full['n']} prompts; the full cache has {mib:.1f} MiB, "
-            "mean over the rows of the response.\n\n" + markdown(head, body)
+def table(model: str) -> str:
+    """Each policy on a front, and the bound, by judged KL; bytes are shares of the full cache's."""
+    of_model = points(model)
+    full = of_model.filter(name="full").row(0, named=True)
+    body = []
+    shown = pl.any_horizontal("^front_.*$") | (pl.col("name") == BOUND)
+    for row in of_model.filter(shown).sort("mean").to_dicts():
+        shares = [(f"{row[cost] / full[cost]:.2f}", row[f"front_{cost}"]) for cost in SHOWN]
+        body.append(
+            [
+                row["name"],
+                "-" if row["name"] in FREE else str(row["budget"]),
+                *(f"**{share}**" if on else share for share, on in shares),
+                row["text"] if row["mean"] >= FLOOR else f"< {FLOOR:g}",
+                f"{row['output_error']:.3f}",
+            ]
         )
-    return "\n\n".join(parts)
-
-
-def drawn(rows: pl.DataFrame) -> Figure:
-    """Output error against bytes held and bytes read; a row of panels for each model."""
-    figure, axes = plt.subplots(2, 2, figsize=(9.6, 7.6), layout="constrained")
-    styles = dict(zip(list(POLICIES)[1:], zip(COLOURS, "osD^", strict=False), strict=True))
-    for panels, (model, title) in zip(axes, TITLES.items(), strict=True):
-        of_model = fronts(points(rows, model)).filter(pl.col("name") != "full")
-        for axis, cost in zip(panels, ("bytes_held", "bytes_read"), strict=True):
-            for kind, (colour, marker) in styles.items():
-                for row in of_model.filter(kind=kind).iter_rows(named=True):
-                    on, bound = row[f"front_{cost}"], row["name"] == "topk (bound)"
-                    axis.plot(
-                        row[cost],
-                        row["output_error"],
-                        marker="x" if bound else marker,
-                        ms=7,
-                        mfc=colour if on else "white",
-                        color=colour,
-                        ls="none",
-                        label=kind if axis is axes[0, 0] and not bound else None,
-                    )
-            best = of_model.filter(pl.col(f"front_{cost}")).sort(cost)
-            for part in best.partition_by("family", maintain_order=True):
-                axis.plot(part[cost], part["output_error"], color="0.6", lw=0.8, zorder=0)
-                row = part.row(-1, named=True)  # the one with the smallest error
-                label = row["name"] + ("" if row["name"] in FREE else f", {row['budget']}")
-                axis.annotate(  # nothing is better and cheaper, so there is room below to the left
-                    label,
-                    (row[cost], row["output_error"]),
-                    xytext=(-5, -4),
-                    textcoords="offset points",
-                    ha="right",
-                    va="top",
-                    fontsize=6.5,
-                )
-            axis.set_xscale("log")
-            axis.set_yscale("log")
-            axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.xaxis.set_major_formatter(EngFormatter(unit="B"))
-            axis.xaxis.set_minor_formatter(NullFormatter())
-            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.yaxis.set_minor_formatter(NullFormatter())
-            left, right = axis.get_xlim()
-            axis.set_xlim(left / 3.5, right)
-            axis.grid(color="0.92")
-            axis.set_xlabel(COSTS[cost])
-            axis.set_title(title, fontsize=9)
-        panels[0].set_ylabel("output error")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    figure.legend(
-        unique.values(),
-        unique,
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        title="filled: on the front of its family; x: a bound, which reads all keys to choose",
+    head = ["policy", "budget", "bytes held", "bytes read", "judged KL", "output error"]
+    mib = full["bytes_held"] / 2**20
+    return (
+        f"**{TITLES[model]}**, {full['n']} prompts; the full cache has {mib:.1f} MiB, "
+        "mean over the rows of the response.\n\n" + markdown(head, body)
     )
+
+
+def both() -> str:
+    """The names that are on a front of both models, whatever the budget, in words."""
+    of = [points(model) for model in TITLES]
+    parts = []
+    for cost, words in SHOWN.items():
+        names = [set(each.filter(f"front_{cost}")["name"]) for each in of]
+        common = [name for name in KIND if all(name in each for each in names)]
+        parts.append(f"* Of {words}: {'; '.join(common) or 'none'}.")
+    return "On a front of both models:\n\n" + "\n".join(parts)
+
+
+def mergers(model: str) -> str:
+    """KL of each eviction alone and with a merger, and on how many prompts this is the smaller."""
+    kl = {
+        (line["name"], line["budget"]): np.array(line["response_kl"])
+        for line in lines()
+        if line["model"] == model
+    }
+    body = []
+    for of in EVICTIONS:
+        cells = [", ".join(f"{kl[of, budget].mean():.2f}" for budget in BUDGETS)]
+        for merger in MERGERS:
+            pairs = [(kl[of, budget], kl[f"{of} + {merger}", budget]) for budget in BUDGETS]
+            cells.append(", ".join(f"{b.mean():.2f} ({(b < a).sum()})" for a, b in pairs))
+        body.append([f"`{of}`", *cells])
+    head = ["eviction", "alone", *(f"+ `{merger}`" for merger in MERGERS)]
+    count = len(kl["full", BUDGETS[0]])
+    return f"**{TITLES[model]}**, {count} prompts:\n\n" + markdown(head, body)
+
+
+def parts() -> dict[str, str]:
+    """The tables of the page."""
+    return {
+        "table": "\n\n".join([*map(table, TITLES), both()]),
+        "mergers": "\n\n".join(map(mergers, TITLES)),
+    }
+
+
+def drawn() -> Figure:
+    """Judged KL against bytes held and bytes read; a row of panels for each model."""
+    figure, axes = plt.subplots(2, 2, figsize=(10, 9), layout="constrained", sharex="row")
+    kinds = [kind for kind in POLICIES if kind != "full cache"]
+    styles = dict(zip(kinds, zip(COLOURS, "osDv^", strict=False), strict=True))
+    for panels, model in zip(axes, TITLES, strict=True):
+        of_model = points(model).filter(pl.col("name") != "full")
+        for axis, cost in zip(panels, SHOWN, strict=True):
+            for row in of_model.iter_rows(named=True):
+                colour, marker = styles[row["kind"]]
+                on = row[f"front_{cost}"]
+                axis.plot(
+                    *(row[cost], row["seen_kl"]),
+                    marker=marker if row["real"] else "x",
+                    ms=7 if on else 4.5,
+                    mfc=colour if on else "white",
+                    color=colour,
+                    ls="none",
+                )
+            _labelled(axis, of_model.filter(f"front_{cost}").sort(cost), cost)
+            axis.set_title(TITLES[model], fontsize=9)
+        panels[0].set_ylabel(f"judged KL, nats; at least {FLOOR:g}")
+    handles = [
+        Line2D([], [], marker=marker, color=colour, ls="none", label=kind)
+        for kind, (colour, marker) in styles.items()
+    ]
+    title = "filled: on the front; x: a bound, which reads all keys to choose"
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, title=title)
     return figure
+
+
+def _labelled(axis: Axes, best: pl.DataFrame, cost: str) -> None:
+    """The front as a line, and names below it to the left, where nothing is, one above the next."""
+    axis.plot(best[cost], best["seen_kl"], color="0.6", lw=0.8, zorder=0)
+    axis.set(xscale="log", yscale="log", xlabel=COSTS[cost])
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.grid(color="0.92")
+    axis.set_xlim(best[cost].min() / 14, axis.get_xlim()[1])
+    axis.set_ylim(best["seen_kl"].min() / 3)
+    low, high = np.log(axis.get_ylim())
+    at = np.inf  # of the label above, as a share of the height
+    for (x, y), part in best.group_by(cost, "seen_kl", maintain_order=True):
+        at = min((np.log(y) - low) / (high - low), at - 0.045)
+        axis.annotate(
+            " / ".join(part["label"]),
+            (x, y),
+            xytext=(x / 1.25, at),
+            textcoords=axis.get_xaxis_transform(),
+            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.5},
+            ha="right",
+            va="center",
+            fontsize=7,
+        )
 
 
 def write() -> None:
     """Put the tables and the figure into the page."""
-    rows = pl.DataFrame(lines(), infer_schema_length=None)
-    put(PAGE, {"table": table(rows)})
-    picture(drawn(rows), PAGE.parent / FIGURE, dpi=120)
+    put(PAGE, parts())
+    picture(drawn(), PAGE.parent / FIGURE, dpi=110)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from study import Rows, append, finished, of_models, put, read, traces_in
 
 import access
 import kvsim
-from access import BUDGETS, FREE, INTERVAL, MODELS, PAGE, ROOT, TITLES
+from access import FREE, INTERVAL, MODELS, PAGE, ROOT, TITLES
 from apps.tiny.card import proportion
 from apps.tiny.card import table as markdown
 from kvsim.analysis.summaries import Interval, averages
@@ -32,8 +32,25 @@ from kvsim.sweeps import Run
 from kvsim.sweeps.driver import replay_all
 
 RESULTS = ROOT / "docs/access-loop-results.jsonl"
-#: Policies of each model that run in the loop, and the eviction that has as many bytes.
-BEST, PLAIN = 5, {"tiny": "h2o", "smollm2": "tova"}
+#: Policies of each model that run in the loop, and budgets: chosen once, the five with the smallest
+#: output error on the front of error and either cost. And the eviction that has as many bytes.
+BEST = {
+    "tiny": [
+        ("quest, pages of 4", 256),
+        ("int8", 256),
+        ("quest, pages of 4 + int8", 128),
+        ("h2o + int8", 256),
+        ("h2o + kivi, 4 bits", 128),
+    ],
+    "smollm2": [
+        ("int8", 256),
+        ("fp8", 256),
+        ("kivi, 4 bits", 256),
+        ("tova + int8", 256),
+        ("h2o + kivi, 4 bits", 256),
+    ],
+}
+PLAIN = {"tiny": "h2o", "smollm2": "tova"}
 #: Tokens that the model writes, at most. Answers count where the full cache's response fits.
 NEW_TOKENS = {"tiny": 320, "smollm2": 32}
 COSTS = ("bytes_held", "bytes_read")
@@ -41,21 +58,6 @@ REPLAYED, LIVE = ("output_error", *COSTS), ("response_kl", "top_agreement", "ans
 
 #: A policy, and its budget.
 Cell = tuple[Policy, int]
-
-
-def best(model: str) -> list[tuple[str, int]]:
-    """Name and budget of the best on either front: of each policy the smallest error, then five.
-
-    The fronts are those of all families together. The full cache and the bound are no candidates.
-    """
-    rows = pl.DataFrame(access.lines(), infer_schema_length=None)
-    of_model = access.fronts(access.points(rows, model), mixed=True).filter(
-        pl.col("name") != "full"
-    )
-    on = of_model.filter(pl.any_horizontal(f"front_{cost}" for cost in COSTS))
-    smallest = on.sort("output_error").unique("name", keep="first", maintain_order=True)
-    budget = pl.when(pl.col("name").is_in(FREE)).then(BUDGETS[-1]).otherwise("budget")
-    return list(smallest.head(BEST).select("name", budget).iter_rows())
 
 
 def measure(model: str, folder: Path, most: int | None) -> None:
@@ -73,15 +75,15 @@ def measure(model: str, folder: Path, most: int | None) -> None:
 
 def _measure(running: Any, tokenizer: Any, trace: kvsim.Trace, model: str) -> list[dict[str, Any]]:
     """Both loops of a prompt: the best, and for each the plain eviction of as many bytes."""
-    cells = [(name, budget, access.built(name)) for name, budget in best(model)]
+    cells = [(name, budget, access.built(name)) for name, budget in BEST[model]]
     full = _replayed(trace, [(kvsim.policy("full"), 1)])[0]
     values = _replayed(trace, [(policy, budget) for _, budget, policy in cells])
     names, plain = [name for name, _, _ in cells], kvsim.policy(PLAIN[model])
     shares = [of[_cost(n)] / full[_cost(n)] for n, of in zip(names, values, strict=True)]
     budgets = [as_many(trace.prompt_len, trace.n_pos, share) for share in shares]
     cells += [(PLAIN[model], budget, plain) for budget in budgets]
-    equals = [None] * BEST + names
-    values += _replayed(trace, [(policy, budget) for _, budget, policy in cells[BEST:]])
+    equals = [None] * len(names) + names
+    values += _replayed(trace, [(policy, budget) for _, budget, policy in cells[len(names) :]])
     terms = [(policy, budget) for _, budget, policy in cells]
     lived = _lived(running, tokenizer, trace, terms, NEW_TOKENS[model])
     return [
@@ -186,7 +188,7 @@ def table(rows: pl.DataFrame, model: str) -> str:
     count = int(full["fits"].sum())
     of_model = {(row["name"], row["equals"]): row for row in cells(rows).to_dicts()}
     body = []
-    for name, _ in best(model):
+    for name, _ in BEST[model]:
         for key in ((name, None), (PLAIN[model], name)):
             row = of_model[key]
             free = key[1] is None and name in FREE

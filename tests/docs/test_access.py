@@ -7,6 +7,7 @@ import pytest
 import access
 import access_loop
 import kvsim
+from apps.tiny.card import fill
 from traces import random_trace
 
 FIVE = [("a", 128), ("int8", 256), ("b + int8", 64), ("c", 64), ("d", 256)]
@@ -34,7 +35,7 @@ def planted(swapped=False):
 
 def test_the_tables_of_the_loop_have_the_planted_numbers(monkeypatch):
     """Each policy stands above the eviction of as many bytes; answers are counted."""
-    monkeypatch.setattr(access_loop, "best", lambda _: FIVE)
+    monkeypatch.setitem(access_loop.BEST, "tiny", FIVE)
 
     head, _, _, _, first, equal, *rest = access_loop.table(planted(), "tiny").splitlines()
 
@@ -67,13 +68,30 @@ def test_the_eviction_holds_as_many_entries(prompt, budget):
 
 
 def test_the_page_has_what_is_measured():
-    """Both tables are those of the committed results, and so is the choice of the five."""
+    """All is measured, and the tables are of the committed results."""
     text = access.PAGE.read_text("utf-8")
-    rows = pl.DataFrame(access.lines(), infer_schema_length=None)
 
-    assert f"<!-- begin table -->\n{access.table(rows)}\n<!-- end table -->" in text
-    assert f"<!-- begin loop -->\n{access_loop.page()}\n<!-- end loop -->" in text
+    assert fill(text, access.parts() | {"loop": access_loop.page()}) == text
     for model in access.MODELS:
-        measured = pl.DataFrame(access_loop.lines(), infer_schema_length=None).filter(model=model)
-        names = measured.filter(pl.col("equals").is_null())["name"].unique(maintain_order=True)
-        assert names.to_list() == [name for name, _ in access_loop.best(model)]
+        measured = {row["name"] for row in access.lines() if row["model"] == model}
+        assert measured == set(access.KIND)
+        live = pl.DataFrame(access_loop.lines(), infer_schema_length=None).filter(model=model)
+        names = live.filter(pl.col("equals").is_null())["name"].unique(maintain_order=True)
+        assert names.to_list() == [name for name, _ in access_loop.BEST[model]]
+
+
+def test_fronts_leave_out_what_is_beaten_and_bounds(monkeypatch):
+    """Of planted costs and divergences; divergences below the floor are equal."""
+    costs = {"full": 9, "h2o": 4, "tova": 5, "int8": 6, "fp8": 7, access.BOUND: 1}
+    kl = {"full": 0, "h2o": 0.5, "tova": 0.6, "int8": 1e-6, "fp8": 1e-7, access.BOUND: 0}
+    rows = [
+        {"model": "tiny", "name": name, "budget": 64, "response_kl": [kl[name]] * 2}
+        | {"output_error": [0.1] * 2, "bytes_held": [cost] * 2, "bytes_read": [10 - cost] * 2}
+        for name, cost in costs.items()
+    ]
+    monkeypatch.setattr(access, "lines", lambda: rows)
+    points = access.points("tiny")
+
+    assert points.filter("front_bytes_held")["name"].to_list() == ["h2o", "int8"]
+    assert points.filter("front_bytes_read")["name"].to_list() == ["fp8"]
+    assert "| fp8 | - | 0.78 | **3.00** | < 1e-05 | 0.100 |" in access.table("tiny")
