@@ -63,7 +63,8 @@ def _rules(results: Mapping[str, Results]) -> str:
         "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
         "numbers, or that need free generation or training, are left out."
         + "".join(
-            f" On {model}, claims on policies that its page does not have are not tested."
+            f" On {model}, events go on in the response, and claims on policies that its page does "
+            "not have are not tested."
             for model, r in results.items()
             if r.plan.only
         )
