@@ -9,11 +9,11 @@ budget of B entries, c is 100 (1 - B / n), rounded, and a head keeps (1 - r) n e
 
 `kvsim heads --policy lukv` makes a plan from traces, the mean of theirs. The utility of an entry is
 the largest product, over the rows after the prompt and the query heads of the group, of attention
-and w, with w = |W_o v| of the query head as a share of the sum over all query heads and positions
-of the layer. In each head entries leave from the lowest score upwards, and the utility that is lost
-so far is replaced by its lower convex hull. The entry whose step on its hull is the smallest in all
-layers leaves first; no head goes below its sinks and last entry, or 1 % of the prompt. `lukv:FILE`
-takes files of the authors, too, `.npy` of shares [99, layer, KV head].
+and w, with w the norm of W_o v of the query head as a share of the sum over all query heads and
+positions of the layer. In each head entries leave from the lowest score upwards, and the utility
+that is lost so far is replaced by its lower convex hull. The entry whose step on its hull is the
+smallest in all layers leaves first; no head goes below its sinks and last entry, or 1 % of the
+prompt. `lukv:FILE` takes files of the authors, too, `.npy` of shares [99, layer, KV head].
 
 Source. Only the abstract of the paper was read. The rules are those of public code: LUKVPress of
 kvpress (04af3dc), and the authors' release (baidu-baige/LU-KV) as SketchAlloc-KV has it (9393ad6).
