@@ -126,7 +126,7 @@ def test_a_grown_budget_is_the_same_live_and_in_a_sweep():
         ("64MB@int3", "expected bytes such as 64MiB, or 64MiB@DTYPE with one of float32"),
         ("64QB", "expected bytes such as 64MiB"),
         ("10B", "an entry of each head takes 64 bytes in 2 layers; expected at least as many"),
-        ("many", r"expected entries \(128\) or a share \(25%\)"),
+        ("many", r"expected entries \(128\), a share \(25%, 25%so-far\) or bytes"),
     ],
 )
 def test_other_budgets_are_one_line(budget, message):
