@@ -51,7 +51,7 @@ SCORER, PARAMS = "expected_attention", {"epsilon": 0.02}
 
 @dataclass(frozen=True)
 class LUKV(Planned):
-    """What the plan leaves each head at the share of all entries that leaves."""
+    """Each head keeps what the plan leaves it at the share of all entries that is evicted."""
 
     exact: bool = True
 

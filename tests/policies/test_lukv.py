@@ -320,7 +320,7 @@ def test_the_command_writes_a_plan_that_replays(run, folder):
     assert kvsim.replay(path, f"lukv:{out}", 20).retained(43).sum() == 80
     status, text, _ = run(*command, "lukv+knorm")
     assert status == 0
-    assert "4 KV heads, the share of its entries that each loses at 50 % in all" in text
+    assert "4 KV heads, the share of its entries that each loses when half of all leave" in text
     assert HeadPlan.open(out, axes="99, layers, KV heads").training["scorer"] == "knorm"
     for words, message in (
         (("lukv", "--budget", "8"), "a plan for lukv has no --budget"),

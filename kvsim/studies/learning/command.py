@@ -142,7 +142,10 @@ def _print(learning: Learning) -> None:
 def heads(
     traces: shared.TracePaths,
     out: Annotated[
-        Path, shared.path_option("FILE.json", "The plan to write; it replays as --policy duo:FILE.")
+        Path,
+        shared.path_option(
+            "FILE.json", "The plan to write; it replays as --policy duo:FILE, or as lukv:FILE."
+        ),
     ],
     policy: Annotated[
         str,
@@ -178,7 +181,10 @@ def heads(
         if budget is not None:
             raise PolicyError("a plan for lukv has no --budget; leave it out")
         plan = utility_plan(of_traces, scorer=scorer or SCORER, sink=sink)
-        table, what = plan.scores[49], "the share of its entries that each loses at 50 % in all"
+        table, what = (
+            plan.scores[49],
+            "the share of its entries that each loses when half of all leave",
+        )
     else:
         plan = head_plan(of_traces, budget or 64, sink=sink)
         table, what = plan.scores, f"the error of each if it streams {budget or 64} entries"
