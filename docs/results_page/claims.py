@@ -14,6 +14,9 @@ from kvsim.studies.claims.claim import MATTERS, OF_TEN
 from results_page.ranking import markdown
 from results_page.statistics import Results
 
+#: Where events are on a page of few policies, by whether there is only one.
+_EVENTS = {True: "the only event is after the prompt", False: "events go on in the response"}
+
 
 def claims_page(results: Mapping[str, Results]) -> str:
     """The whole page; results: by the name of the model."""
@@ -58,13 +61,14 @@ def _rules(results: Mapping[str, Results]) -> str:
         f"* **{OPEN}**: otherwise. Cases are *open*, have *few* prompts (less than {FEWEST}) or "
         "are *out of range*: a window of more than half of the budget, or, for claims on the mass "
         "of AMS, mass that is mostly filled in.\n\n"
-        "After the cases: the least and the largest mean of a case with their 95 % intervals. "
+        "After the cases: the least and the largest mean of a case, of a single one with its 95 % "
+        "interval. "
         "Schedule and parameters are those of the results; Expected Attention is tested at one "
         "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
         "numbers, or that need free generation or training, are left out."
         + "".join(
-            f" On {model}, events go on in the response, and claims on policies that its page does "
-            "not have are not tested."
+            f" On {model}, {_EVENTS[r.plan.once]}, and claims on policies that its page does not "
+            "have are not tested."
             for model, r in results.items()
             if r.plan.only
         )
@@ -136,9 +140,8 @@ def _result(claim: Claim) -> str:
     if claim.votes:
         intervals = sorted((case.interval for case in claim.votes.values()), key=lambda x: x.mean)
         form = "+.1f" if abs(intervals[0].mean) >= 10 else "+.3f"
-        parts.append(
-            " to ".join(x.text(form) for x in dict.fromkeys((intervals[0], intervals[-1])))
-        )
+        texts = [x.text(form) for x in dict.fromkeys((intervals[0], intervals[-1]))]
+        parts.append(texts[0] if len(intervals) == 1 else " to ".join(x.split()[0] for x in texts))
     why = "" if claim.outside and not claim.votes else claim.why
     return "; ".join(filter(None, [*parts, why]))
 
