@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -133,8 +134,8 @@ def measure_prompt(
     """Everything that the page says of one prompt, as stored rows.
 
     What was measured before is read from `folder/measured` and from `values`, the file of a page;
-    traces of large models, are removed as soon as they are measured. A
-    change of the code is not noticed: remove both.
+    traces of large models are removed as soon as they are measured. A change of the code is not
+    noticed: remove both.
     """
     torch.set_num_threads(1)
     prompt = samples(plan)[number]
@@ -173,7 +174,8 @@ def measure_prompt(
         pl.concat(rows.values()).write_parquet(unfinished)
         unfinished.rename(stored)
         if plan.lengths or plan.solved:
-            shutil.rmtree(path)
+            # a run that ends meanwhile leaves no half of a trace under its name
+            shutil.rmtree(path.rename(path.with_suffix(f".{os.getpid()}")))
     return pl.concat(rows[piece] for piece in wanted)
 
 
