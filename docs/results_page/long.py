@@ -81,7 +81,8 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
         f"the prompt, policies of the papers. [All policies]({others[0].plan.page}) on shorter "
         "prompts."
     )
-    return f"# Results on {model} at {max(tokens):,} tokens", about
+    lengths = " and ".join(f"{length:,}" for length in sorted({*r.plan.lengths})) or max(tokens)
+    return f"# Results on {model} at {lengths} tokens", about
 
 
 def _meaning(r: Results) -> str:

@@ -176,8 +176,8 @@ QWEN_SMOLLM2 = replace(QWEN, model="smollm2", called="qwen-smollm2", beside=QWEN
 QWEN_LONG = replace(
     LONG,
     model=QWEN.model,
-    prompts=8,
-    lengths=(8192, 4096, 4096, 4096),
+    prompts=12,
+    lengths=(8192, *(4096,) * 4),
     tried=(512,),
     only=(*LONG.only, "knorm", "adakv+expected_attention"),
     called="qwen-1.5b-8k",
