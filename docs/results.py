@@ -122,9 +122,10 @@ def write(plan: Plan, out: Path) -> Results:
     figures(by_budget, image, every=not plan.only)
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
-        known_results = committed(WHOLE)
-        same = plan.once and plan.model in known_results
-        compared = [known_results[plan.model]] if same else [*known_results.values()]
+        known = committed([name for name in CLAIMED if name != plan.name])
+        same = [each for each in known.values() if each.plan.model == plan.model and plan.once]
+        whole = [known[name] for name in WHOLE if name in known]
+        compared = same if plan.model in WHOLE else [*same, *whole]
         smaller = [each for each in PLANS.values() if each.beside == plan.name]
         files = ((values(each, out), each) for each in smaller)
         compared = [read_values(*of) for of in files if of[0].exists()] + compared

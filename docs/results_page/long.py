@@ -75,14 +75,19 @@ def _opening(r: Results, others: Sequence[Results]) -> tuple[str, str]:
             "(qwen.md#answers-under-policies) was measured live."
         )
         return f"# Results on {model}: answers that need reasoning", about
-    model = NAMED.get(r.plan.model, r.plan.model) if r.plan.lengths else "the shipped model"
+    model = _model(r) if r.plan.lengths else "the shipped model"
+    whole = ", ".join(f"[{_model(x)}]({x.plan.page})" for x in others if not x.plan.only)
     about = (
         f"{r.plan.prompts} prompts of {min(prompt):,} to {max(prompt):,} tokens, one event after "
-        f"the prompt, policies of the papers. [All policies]({others[0].plan.page}) on shorter "
-        "prompts."
+        f"the prompt, policies of the papers. All policies on shorter prompts: {whole}."
     )
     lengths = " and ".join(f"{length:,}" for length in sorted({*r.plan.lengths})) or max(tokens)
     return f"# Results on {model} at {lengths} tokens", about
+
+
+def _model(r: Results) -> str:
+    """The model as pages call it."""
+    return NAMED.get(r.plan.model, r.plan.model)
 
 
 def _meaning(r: Results) -> str:
@@ -220,7 +225,9 @@ def _live(r: Results, policies: Sequence[str]) -> list[str]:
 
 def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
     """Rank correlation of KL with that on shorter prompts, for each pair of budgets."""
-    rows = []
+    known = [label for label in policies if shorter.has(label)]
+    fewer = f" ({len(known)} policies)" if known != [*policies] else ""
+    policies, rows = known, []
     same = shorter.plan.prompts if shorter.plan.beside else r.plan.prompts
     for short in shorter.plan.budgets:
         before = [Interval.of(shorter.of(label, short, "response_kl")).mean for label in policies]
@@ -230,14 +237,13 @@ def _predicted(r: Results, shorter: Results, policies: Sequence[str]) -> str:
             cells.append(_correlation(before, kl[:, :same]))
         rows.append([f"budget {short}", *cells])
     tokens = np.array(shorter.sizes).T[0]
-    of_model = NAMED.get(shorter.plan.model, shorter.plan.model)
-    of_lengths = f"{tokens.min()} to {tokens.max()} tokens of {of_model}"
+    of_lengths = f"{tokens.min()} to {tokens.max()} tokens of {_model(shorter)}"
     of_prompts = (
         f"On the first {same} of these answers, {of_lengths}, which did not write them"
         if shorter.plan.beside
         else f"On [{shorter.plan.prompts} prompts of {of_lengths}]({shorter.plan.page})"
     )
-    return f"{of_prompts}:\n\n" + markdown(
+    return f"{of_prompts}{fewer}:\n\n" + markdown(
         ["elsewhere", *(f"budget {budget}" for budget in _compared(r))], rows
     )
 
