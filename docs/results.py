@@ -123,9 +123,10 @@ def write(plan: Plan, out: Path) -> Results:
     link = image.relative_to(out.parent).as_posix()
     if plan.only:
         known = committed([name for name in CLAIMED if name != plan.name])
-        same = [each for each in known.values() if each.plan.model == plan.model and plan.once]
-        whole = [known[name] for name in WHOLE if name in known]
-        compared = same if plan.model in WHOLE else [*same, *whole]
+        compared = [known[name] for name in WHOLE if name in known]
+        if plan.once:
+            same = [each for each in known.values() if each.plan.model == plan.model]
+            compared = same if plan.model in WHOLE else same + compared
         smaller = [each for each in PLANS.values() if each.beside == plan.name]
         files = ((values(each, out), each) for each in smaller)
         compared = [read_values(*of) for of in files if of[0].exists()] + compared

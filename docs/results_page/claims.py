@@ -15,7 +15,7 @@ from results_page.ranking import markdown
 from results_page.statistics import Results
 
 #: Where events are on a page of few policies, by whether there is only one.
-_EVENTS = {True: "the only event is after the prompt", False: "events go on in the response"}
+_EVENTS = {True: "the only one is after the prompt", False: "events go on in the response"}
 
 
 def claims_page(results: Mapping[str, Results]) -> str:
@@ -66,26 +66,26 @@ def _rules(results: Mapping[str, Results]) -> str:
         "Schedule and parameters are those of the results; Expected Attention is tested at one "
         "event, after the prompt, as in its paper. Claims that are plain arithmetic on printed "
         "numbers, or that need free generation or training, are left out."
-        + "".join(
-            f" On {model}, {_EVENTS[r.plan.once]}, and claims on policies that its page does not "
-            "have are not tested."
-            for model, r in results.items()
-            if r.plan.only
-        )
+        f" Claims on policies that a page does not have are not tested; {_where(results)}."
     )
+
+
+def _where(results: Mapping[str, Results]) -> str:
+    few = {model: r.plan for model, r in results.items() if r.plan.only}
+    return ", ".join(f"on {model} {_EVENTS[plan.once]}" for model, plan in few.items())
 
 
 def _count(tested: Mapping[str, Mapping[str, Mapping[tuple[str, str], Claim]]]) -> str:
     models = list(next(iter(tested.values())))
-    titles = [f"{model}: {verdict}" for model in models for verdict in (HOLDS, NOT, OPEN)]
     lines = []
     for paper, by_model in tested.items():
         counts = []
         for claims in by_model.values():
             verdicts = [x.verdict for x in claims.values() if x.votes or x.outside]
-            counts += [str(verdicts.count(verdict)) for verdict in (HOLDS, NOT, OPEN)]
+            counts.append(", ".join(str(verdicts.count(x)) for x in (HOLDS, NOT, OPEN)))
         lines.append([paper, *counts])
-    return markdown(["paper", *titles], lines)
+    said = f"How many claims of each paper hold, do not hold, and are {OPEN}:"
+    return f"{said}\n\n{markdown(['paper', *models], lines)}"
 
 
 def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:
@@ -96,23 +96,23 @@ def _table(by_model: Mapping[str, Mapping[tuple[str, str], Claim]]) -> str:
     texts = {}
     for key in dict.fromkeys(key for claims in by_model.values() for key in claims):
         tests = dict.fromkeys(claims[key].tested for claims in by_model.values() if key in claims)
-        whole = *key, "; ".join(tests).replace("KL to the full cache", "KL")
+        of_models = [claims.get(key) for claims in by_model.values()]
+        results = [_result(claim) if claim else "" for claim in of_models]
+        if not any(results):  # nowhere for one reason; pages of few policies lack more
+            if of_models[0] is None:
+                continue
+            tests |= {of_models[0].why: None}
+        test = "; ".join(filter(None, tests))
+        whole = *key, test.replace("KL to the full cache", "KL")
         policy, pattern = _pattern(*whole)
         texts[pattern] = whole
-        of_models = [claims.get(key) for claims in by_model.values()]
-        elsewhere = any(claim and claim.votes for claim in of_models)
-        similar.setdefault(pattern, {})[policy] = [
-            _result(claim)
-            if claim and (claim.votes or claim.outside or not elsewhere)
-            else "not tested"
-            for claim in of_models
-        ]
-    for pattern, results in similar.items():
-        if len(results) == 1:
-            lines.append([*texts[pattern], *next(iter(results.values()))])
+        similar.setdefault(pattern, {})[policy] = [result or "not tested" for result in results]
+    for pattern, of_policies in similar.items():
+        if len(of_policies) == 1:
+            lines.append([*texts[pattern], *next(iter(of_policies.values()))])
             continue
         lines.append([*pattern, *[""] * len(by_model)])
-        lines += [["", f"`{policy}`", "", *cells] for policy, cells in results.items()]
+        lines += [["", f"`{policy}`", "", *cells] for policy, cells in of_policies.items()]
     return "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
 
 
@@ -131,7 +131,9 @@ def _pattern(number: str, says: str, tested: str) -> tuple[str, tuple[str, str, 
 
 
 def _result(claim: Claim) -> str:
-    """The verdict, cases by their votes, and the outermost means; or why there is none."""
+    """The verdict, cases by their votes, and the outermost means; empty if it was not tested."""
+    if not (claim.votes or claim.outside):
+        return ""
     votes = Counter(case.vote for case in claim.votes.values())
     cases = [f"{n} {vote}" for vote, n in votes.items()]
     if claim.outside:
@@ -142,8 +144,7 @@ def _result(claim: Claim) -> str:
         form = "+.1f" if abs(intervals[0].mean) >= 10 else "+.3f"
         texts = [x.text(form) for x in dict.fromkeys((intervals[0], intervals[-1]))]
         parts.append(texts[0] if len(intervals) == 1 else " to ".join(x.split()[0] for x in texts))
-    why = "" if claim.outside and not claim.votes else claim.why
-    return "; ".join(filter(None, [*parts, why]))
+    return "; ".join(filter(None, parts))
 
 
 def _escaped(text: str) -> str:

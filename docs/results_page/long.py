@@ -295,10 +295,9 @@ def _stages(r: Results) -> str:
 
 
 _STAGES = (
-    "CPU seconds of a prompt, on one thread, and resident memory of the process when the stage "
-    "begins and at its peak, with the model and, from replaying on, the whole trace. Memory is "
-    "that of the prompt with the least, because a process keeps memory of earlier prompts. "
-    "Replaying and judging are those of all policies at all budgets together."
+    "CPU seconds of a prompt on one thread, replaying and judging of all policies and budgets "
+    "together; resident memory of the process with the model and, from replaying on, the trace, of "
+    "the prompt with the least, because a process keeps memory of earlier ones."
 )
 
 
@@ -344,15 +343,15 @@ _ANSWERS = (
 _TEXTS = (
     "* Half of the prompts are `text`, whose last {response} tokens are the response, recorded in "
     "one pass; the others are `needle`, a code in the text and a question about it, to which the "
-    "model writes {answer} tokens. The text is Python's documentation, whose 28,000 tokens of "
-    "prose prompts share: the intervals are of prompts like these, not of other texts."
+    "model writes {answer} tokens. The text is 28,000 tokens of Python's documentation, which "
+    "prompts share: intervals say nothing of other texts."
 )
 _LIMITS = (
     "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean.",
     "* Every policy has its own parameters, save that none protects the whole prompt{and_ams}.",
     "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
-    "* `kvzip` is missing: rows that repeat the prompt need as many positions again.",
-    "* Policies that [drop rows between layers](across-layers.md) are missing: none is judged.",
+    "* `kvzip`, whose rows repeat the prompt at as many positions again, is missing, and so are",
+    "  policies that [drop rows between layers](across-layers.md): none is judged.",
 )
 _OF_AMS = (
     ", and that AMS has a quarter of its sizes, as budgets are a quarter of its paper's (segments "
