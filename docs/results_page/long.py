@@ -350,8 +350,7 @@ _LIMITS = (
     "* Intervals of so few prompts are too narrow: over 7 normal values, 87 % contain the mean.",
     "* Every policy has its own parameters, save that none protects the whole prompt{and_ams}.",
     "* The judge takes keys and values of the prompt from the trace, and runs the response alone.",
-    "* `kvzip`, whose rows repeat the prompt at as many positions again, is missing, and so are",
-    "  policies that [drop rows between layers](across-layers.md): none is judged.",
+    "* `kvzip` (twice the positions) and policies [across layers](across-layers.md) are missing.",
 )
 _OF_AMS = (
     ", and that AMS has a quarter of its sizes, as budgets are a quarter of its paper's (segments "
