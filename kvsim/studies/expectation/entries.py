@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,22 +15,15 @@ if TYPE_CHECKING:
     from kvsim.core.trace import Trace
 
 
-def _expectation(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-    from kvsim.studies.expectation.expectation import expected_and_observed
+def _computed(name: str) -> Callable[[Sequence[Trace], Sequence[str]], Any]:
+    """Return what computes an input from the first trace: a function of the study."""
 
-    return expected_and_observed(traces[0])
+    def compute(traces: Sequence[Trace], _: Sequence[str]) -> Any:
+        from kvsim.studies.expectation import queries
 
+        return getattr(queries, name)(traces[0])
 
-def _normality(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-    from kvsim.studies.expectation.normality import state_normality
-
-    return state_normality(traces[0])
-
-
-def _projections(traces: Sequence[Trace], _: Sequence[str]) -> Any:
-    from kvsim.studies.expectation.expectation import key_projections
-
-    return key_projections(traces[0])
+    return compute
 
 
 def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFrame:
@@ -51,23 +44,23 @@ def _trace_table(traces: Sequence[Trace], metrics: Sequence[str]) -> pl.DataFram
     return in_order(tables)
 
 
-_expected = partial(Figure, "kvsim.studies.expectation.figures")
-_queries = partial(Figure, "kvsim.studies.expectation.normality_figures")
+_figure = partial(Figure, "kvsim.studies.expectation.figures")
 
 FIGURES: Final[Mapping[str, Figure]] = {
-    "expected_observed": _expected(
+    "expected_observed": _figure(
         "Expected against observed attention on each key, after each step of the expectation.",
-        ("trace",), ("layers",), "Expected Attention, Fig. 10", prepare=_expectation),
-    "agreement_steps": _expected(
+        ("trace",), ("layers",), "Expected Attention, Fig. 10",
+        prepare=_computed("expected_and_observed")),
+    "agreement_steps": _figure(
         "Agreement of expected and observed attention after each step of the expectation.",
         ("traces",), ("layers",), metrics=("expectation_steps",), prepare=_trace_table),
-    "attention_loss": _expected(
+    "attention_loss": _figure(
         "Observed attention lost as keys are removed in the order of each step.",
         ("traces",), ("layers",), metrics=("attention_loss",), prepare=_trace_table),
-    "normal_distance": _queries(
+    "normal_distance": _figure(
         "Distance of each head's queries from normal.",
-        ("trace",), prepare=_normality),
-    "projection_gap": _queries(
+        ("trace",), prepare=_computed("state_normality")),
+    "projection_gap": _figure(
         "Mean exponential of the projections of queries on keys, next to normal projections.",
-        ("trace",), prepare=_projections),
+        ("trace",), prepare=_computed("key_projections")),
 }  # fmt: skip
