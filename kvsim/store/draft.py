@@ -137,16 +137,11 @@ class Group:
             document = find_document(group.place, f"{name}/{_ROOT}")
             if document is not None:
                 group._register(name, document)
-        for array in group.arrays.values():
-            if array.sharded:
-                group._scan(array)
+        for array in group.arrays.values():  # chunks of shards that an earlier process has written
+            for key in array.files() if array.sharded else ():
+                with contextlib.suppress(FileNotFoundError), (folder / key).open("rb") as file:
+                    array.bounds[key] = scan(array, file)
         return group
-
-    def _scan(self, array: StoredArray) -> None:
-        """Find the chunks of shards that an earlier process has written."""
-        for key in array.files():
-            with contextlib.suppress(FileNotFoundError), (self.folder / key).open("rb") as file:
-                array.bounds[key] = scan(array, file)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

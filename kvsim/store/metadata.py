@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from reprlib import repr as short_repr
@@ -207,7 +207,8 @@ def _get(attributes: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
 def _converting(attributes: Any, label: str, *keys: str) -> Iterator[None]:
     """Raise TraceError, with one line, for attributes that lack `keys` or have other types."""
     try:
-        _require_known(attributes, keys)
+        if unknown := attributes.keys() - set(keys):  # it could change what the layer computes
+            raise ValueError(f"{short_repr(min(unknown))} is not a key of it")  # noqa: TRY301  one message
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         reason = error_line(error)
@@ -235,12 +236,6 @@ def _rope(attributes: Any, where: str) -> Rope:
             operator.index(attributes["rotary_dim"]),
             attributes["layout"],
         )
-
-
-def _require_known(attributes: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Raise ValueError for another key: it could change what the layer computes."""
-    if unknown := attributes.keys() - set(keys):
-        raise ValueError(f"{short_repr(min(unknown))} is not a key of it")
 
 
 def _number(value: Any) -> float:

@@ -144,10 +144,6 @@ def _added(subject: Subject) -> Floats:
     return added.astype(np.float64)
 
 
-def _added_relative(subject: Subject) -> Floats:
-    return _relative(_added(subject), subject.walk(residual_norms))
-
-
 def _added_weighted(subject: Subject) -> Floats:
     """Squares of `_added`, each times the sensitivity of its layer [layer, row]."""
     sensitivity = np.array(subject.trace.header.layer_sensitivity)[[*subject.record.layers]]
@@ -175,10 +171,6 @@ def _bytes(name: str) -> Callable[[Subject], Iterator[Cells]]:
                 yield Cells(layer, np.array([value]), turn=turn)
 
     return cells
-
-
-def _concat_error(subject: Subject) -> Floats:
-    return _relative(_moved(subject), np.sqrt((subject.walk(head_lengths) ** 2).sum(1)))
 
 
 METRICS: Mapping[str, Metric] = {
@@ -231,7 +223,7 @@ METRICS: Mapping[str, Metric] = {
         "stream that enters the layer: RMS over rows after the prompt; summaries have the mean "
         "over layers",
         "rows", "relative", "lower", "as layer_error",
-        _means(_added_relative, squared=True),
+        _means(lambda of: _relative(_added(of), of.walk(residual_norms)), squared=True),
         arrays=("o_proj", "residual_norm")),
     "weighted_error": Metric(
         "square of layer_error times the sensitivity of the layer, the KL per squared error that "
@@ -254,7 +246,8 @@ METRICS: Mapping[str, Metric] = {
         "|o_full - o_seen| / |o_full| with all heads of a layer as one vector, mean over rows "
         "after the prompt",
         "rows", "relative", "lower", "after Expected Attention, Fig. 6",
-        _means(_concat_error), default=False),
+        _means(lambda of: _relative(_moved(of), np.sqrt((of.walk(head_lengths) ** 2).sum(1)))),
+        default=False),
     "concat_error_absolute": Metric(
         "|o_full - o_seen| with all heads of a layer as one vector, mean over rows after the "
         "prompt; comparable within a layer",

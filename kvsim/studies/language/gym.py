@@ -71,7 +71,10 @@ def draw(seed: int, task: str, level: int | None = None) -> Iterator[dict[str, A
     TextError for an unknown task or level, a task that the library cannot write or check, and
     where there are no more questions.
     """
-    _check_level(task, level)
+    highest = levels(task)
+    if level is not None and not 1 <= level <= highest:
+        expected = f"1 to {highest}" if highest else "none: the task has no levels"
+        raise TextError(f"level of {task} is {level}, expected {expected}")
     system = library().utils.SYSTEM_PROMPTS["default"].strip()
     seen, repeats = set[str](), 0
     for index in count():
@@ -96,13 +99,6 @@ def draw(seed: int, task: str, level: int | None = None) -> Iterator[dict[str, A
             "task": task,
             **({} if level is None else {"level": level}),
         }
-
-
-def _check_level(task: str, level: int | None) -> None:
-    highest = levels(task)
-    if level is not None and not 1 <= level <= highest:
-        expected = f"1 to {highest}" if highest else "none: the task has no levels"
-        raise TextError(f"level of {task} is {level}, expected {expected}")
 
 
 def _entry(task: str, level: int | None, seed: int) -> dict[str, Any]:
