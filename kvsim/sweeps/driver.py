@@ -306,7 +306,7 @@ class _Shown:
         self._plan, self._progress = plan, progress
         done = kept.done
         finished = sum(len({*task.keys} & done) for task in mine if task.cells)
-        self._steps = finished, sum(map(_steps, mine))
+        self._steps = finished, sum(len(task.cells) for task in mine)
         self._left = {number: len(set(keys) - done) for number, keys in plan.keys.items()}
         self._trace_of = {cell.number: cell.trace.name for cell in plan.cells}
         #: cells that are left of each trace
@@ -315,7 +315,7 @@ class _Shown:
         self._show("")
 
     def __call__(self, task: Task) -> None:
-        self._steps = self._steps[0] + _steps(task), self._steps[1]
+        self._steps = self._steps[0] + len(task.cells), self._steps[1]
         self._read += self._plan.bytes_of(task)
         for cell in task.cells:
             self._left[cell.number] -= 1
@@ -336,10 +336,6 @@ class _Shown:
         self._progress(
             Standing(steps, (done_cells, cells), (done_traces, traces), self._read, label)
         )
-
-
-def _steps(task: Task) -> int:
-    return len(task.cells)
 
 
 def publish(run: Run, shards: Shards) -> None:
