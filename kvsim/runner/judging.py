@@ -13,6 +13,7 @@ Shape letters: B records, L layers, R tokens of the response, V of the vocabular
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -45,7 +46,7 @@ from kvsim.recorder.generation import check_logits, evaluating
 from kvsim.recorder.hooks import KernelCall, intercepting
 from kvsim.recorder.layers import Residual
 from kvsim.recorder.positions import scales_by_cache
-from kvsim.runner.full import FullPass, compared, first_compared
+from kvsim.runner.full import FullPass, compared, first_compared, uncompared
 from kvsim.runner.judged_rows import JudgedRows
 from kvsim.runner.model import RunningModel
 from kvsim.runner.recorded import check_recorded, holds_cache, relative_change
@@ -295,7 +296,8 @@ def judge(
 
     Returns:
         A Table (`kvsim.measure`) of `response_kl`, `nll_increase`, `top_agreement` and
-        `stream_error` [layer], of fidelity `judged`.
+        `stream_error` [layer], of fidelity `judged`. A warning names rows of the prompt that are
+        left out because they take more than 1 GiB.
 
     Raises:
         NeedsError: a trace without tokens, or of some layers alone.
@@ -308,7 +310,10 @@ def judge(
     if isinstance(model, str | Path):
         model = load_model(model, dtype=object_at(trace.meta, "model").get("dtype"))[0]
     with threads_for(model):
-        outcomes = Judge(RunningModel(model), trace, memory).outcomes(records)
+        running = RunningModel(model)
+        outcomes = Judge(running, trace, memory).outcomes(records)
+    for remark in sorted({uncompared(running, trace, x.schedule) for x in records} - {""}):
+        warnings.warn(remark, stacklevel=2)
     return measure_judged(trace, records, outcomes, JUDGED)
 
 

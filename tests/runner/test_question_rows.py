@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -236,3 +237,5 @@ def test_a_run_says_which_rows_it_leaves_out(monkeypatch, tmp_path):
     assert live == text
     assert judged.partition(":")[2] == text.partition(":")[2]
     assert remarks() == [[], []]
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        kvsim.judge(model, trace(), kvsim.replay(trace(), "h2o", BUDGET, **terms))
