@@ -243,8 +243,8 @@ def clip_far(
 ) -> None:
     """End the vertical axis below values that are far off, mark them at its edge and name them.
 
-    Where none is, and yet half of the values would lie in the lowest fifth of the axis, it is
-    logarithmic, and linear below a thousandth of the largest value.
+    Where none is, and yet half of the values would lie in the lowest fifth of the axis, or a
+    quarter in the lowest tenth, it is logarithmic, and linear below a thousandth of the largest.
 
     points: name of a series, place and value of each. ends: of intervals, in view as far as they
     are not far off either. share: values are shares, and the axis is linear.
@@ -252,7 +252,8 @@ def clip_far(
     most = far_off([value for *_, value in points], [name for name, *_ in points])
     if most is None:
         rising = sorted(value for _, _, value in points)
-        if share or not rising or not 0 < 5 * rising[len(rising) // 2] < rising[-1]:
+        low = ((5, len(rising) // 2), (10, (len(rising) - 1) // 4)) if rising else ()
+        if share or not any(0 < times * rising[place] < rising[-1] for times, place in low):
             return
         least, locator = rising[-1] / 1000, None
         if rising[0] >= least:

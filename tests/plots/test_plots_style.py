@@ -160,6 +160,7 @@ def test_many_series_differ_in_colour():
     [
         ([0.1, 0.1, 0.12, 0.15, 0.3, 0.6, 0.9], "log"),  # one line presses the others down
         ([0, 0.1, 0.12, 0.15, 0.3, 0.6, 0.9], "symlog"),  # 0 has a place too
+        ([0.02, 0.05, 0.1, 0.2, 0.5, 0.6, 0.8, 0.9], "log"),  # few, and yet a decade
         ([0.3, 0.4, 0.6, 0.9], "linear"),
         ([0.1, 0.1, 0.1, 0.9], "linear"),  # clipped
         ([0, 0, 0, 0.9], "linear"),
