@@ -58,7 +58,7 @@ def echo_forecast(
         fields["memory"] += f", of the device {size(facts['device_memory'])}"
     fields["FLOPs"] = f"{facts['flops']:.3g}"
     times = map(_time, (facts["seconds"], *facts["seconds_range"]))
-    show.echo_fields(fields | {"time": "about {}, {} to {}".format(*times)})
+    show.echo_fields(fields | {"time": "about {}, {} to {}, on an idle machine".format(*times)})
 
 
 def taken(forecasts: Sequence[Forecast], actual: Mapping[str, Any]) -> dict[str, Any]:
