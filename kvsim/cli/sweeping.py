@@ -233,7 +233,8 @@ def _status(plan: Plan, kept: Kept, *, as_json: bool) -> None:
 def _standing(plan: Plan, kept: Kept, cells: int) -> str:
     """How far the sweep is; a cell is complete when the tasks of all its layers are done."""
     tasks, total = len(plan.tasks), len(plan.cells)
-    done = tasks - len(plan.left(kept))
+    ended = kept.done.union(*(part.failed for part in kept.parts.values()))
+    done = sum(task.without(ended) is None for task in plan.tasks)
     complete = f"{cells} of {plural(total, 'cell')} {'is' if total == 1 else 'are'}"
     if cells == total:
         return f"{complete} done"

@@ -173,11 +173,13 @@ def test_a_plan_counts_and_writes_nothing(command, tmp_path):
     assert not out.exists()
 
 
-def test_cells_that_fail_are_named_and_the_others_shown(command):
+def test_cells_that_fail_are_named_and_the_others_shown(command, tmp_path):
     """A budget that a policy has no rule for is a line on standard error and status 1."""
-    done = command(*LIST[:4], "--budget", "4,48", "--interval", "64", *ONLY)
+    terms = ("--budget", "4,48", "--interval", "64", *ONLY, "--out", str(tmp_path / "x"))
+    done = command(*LIST[:4], *terms)
 
     assert done.status == 1
+    assert "1 of 1 task is done, 3 of 4 cells are complete" in done.out
     assert "failed: sample: snapkv, budget 4" in done.err
     assert "error: 1 of 4 cells failed" in done.err
     assert "snapkv  48" in done.out
