@@ -227,10 +227,11 @@ def _values(
     means = of_metric.drop_nulls("value")
     if not means.height:
         measured = table.drop_nulls(["policy", "value"])["metric"].unique(maintain_order=True)
+        if measured.is_empty():
+            raise PolicyError("the table has no results of policies, expected some; finish the run")
         raise PolicyError(
-            f"the table has no value of {metric} for any policy; it has "
-            f"{', '.join(measured) or 'none at all'}; replay with --metric {metric}, or compare by "
-            "another metric"
+            f"the table has no value of {metric} for any policy; it has {', '.join(measured)}; "
+            f"replay with --metric {metric}, or compare by another metric"
         )
     sizes = (
         table.select("policy", "trace", "budget", "per_query_head", requested=REQUESTED)

@@ -393,6 +393,8 @@ def test_what_cannot_be_compared_is_refused(real):
         compare(real, "regret")
     with pytest.raises(PolicyError, match="no policy 'tov'; did you mean 'tova'"):
         compare(real, against="tov")
+    with pytest.raises(PolicyError, match="the table has no results of policies"):
+        compare(real.clear())
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
