@@ -32,6 +32,7 @@ from kvsim.recorder.prompts import (
     PromptLike,
     check_labels,
     file_name,
+    naming,
     with_distinct_ids,
 )
 from kvsim.recorder.provenance import describe_model
@@ -183,10 +184,8 @@ def capture_many(
     model, tokenizer = _resolve(model, tokenizer)
     sessions, described = [], describe_model(model)
     for prompt, path in zip(prompts, paths, strict=True):
-        try:
+        with naming(prompt):
             sessions.append(Session(model, tokenizer, prompt, checked, path, described))
-        except CaptureError as error:
-            raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
     traces = [session.existing() for session in sessions]
     order = share_contexts(sessions, traces)
     new = [sessions[place] for place in order if traces[place] is None]

@@ -21,7 +21,7 @@ from kvsim.recorder.hooks import REPEATED, KernelCall
 from kvsim.recorder.models import load_outline
 from kvsim.recorder.modules import attention_modules, kernel_name
 from kvsim.recorder.options import Options
-from kvsim.recorder.prompts import Prompt
+from kvsim.recorder.prompts import Prompt, naming
 from kvsim.recorder.sensitivity import ROWS
 from kvsim.recorder.session import Session
 from kvsim.recorder.sizes import calls_of_two
@@ -204,6 +204,9 @@ def planned(
     model, tokenizer = load_outline(
         name, dtype=dtype, on_cpu=device == "cpu", trust_remote_code=trust_remote_code
     )
-    sessions = [Session(model, tokenizer, prompt, options, out, {}) for prompt, out in captures]
+    sessions = []
+    for prompt, out in captures:
+        with naming(prompt):
+            sessions.append(Session(model, tokenizer, prompt, options, out, {}))
     share_contexts(sessions, [None] * len(sessions))
     return forecast(model, sessions, device)

@@ -179,7 +179,12 @@ def _object(line: str, where: str) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         if not line.startswith("["):
-            raise CaptureError(f"{where}: {error}, expected one JSON object on each line") from None
+            reason = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", str(error))
+            more = "; `polars.read_csv(FILE).write_ndjson(FILE + '.jsonl')` converts a table"
+            more *= ".csv, line" in where
+            raise CaptureError(
+                f"{where}: {reason}, expected one JSON object on each line{more}"
+            ) from None
         row = []
     if isinstance(row, list):
         raise CaptureError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -139,7 +140,7 @@ def encode(
         prompt = before + str(prompt)
     text = prompt if isinstance(prompt, str) else None
     if text is not None and not text.strip():
-        raise CaptureError("the prompt is empty, expected some text; give --prompt TEXT")
+        raise CaptureError("the prompt is empty, expected some text")
     messages = _messages(prompt, system=system, chat=chat)
     if messages is not None:
         reason = "messages" if text is None else "--chat" if chat else "a system message"
@@ -421,10 +422,19 @@ def with_distinct_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
         if name in seen:
             raise CaptureError(
                 f"prompts {seen[name]!r} and {prompt.id!r} would both be recorded as {name}, "
-                "expected distinct ids; rename one"
+                "expected ids that differ in letters (a to z), digits, '.', '_' or '-'; rename one"
             )
         seen[name] = prompt.id
     return list(prompts)
+
+
+@contextmanager
+def naming(prompt: Prompt) -> Iterator[None]:
+    """Name a prompt in a CaptureError on it."""
+    try:
+        yield
+    except CaptureError as error:
+        raise CaptureError(f"prompt {prompt.id!r}: {error}") from error
 
 
 def file_name(prompt_id: str) -> str:

@@ -119,6 +119,8 @@ REFUSED = {
     CAPTURE: "`kvsim prompts > prompts.jsonl`",
     f"{CAPTURE} --prompt walk --prompts p.jsonl": "both --prompt and --prompts",
     f"{CAPTURE} --prompts nowhere.jsonl": "nowhere.jsonl cannot be read",
+    f"{CAPTURE} --prompts WORDS --plan": "prompt 'b': ",
+    f"{CAPTURE} --prompts CSV": "value: column 1, expected one JSON object on each line; `polars",
     f"{CAPTURE} --prompt walk --limit 2": "--limit is given without a file of prompts",
     f"{CAPTURE} --prompt walk --dtype int8": "dtype is 'int8', expected float32",
     f"{CAPTURE} --prompt walk --device tpu": "--device is 'tpu'; expected cpu, cuda",
@@ -272,6 +274,8 @@ REFUSED = {
 def places(tmp_path_factory, trace, runs, bytes_tokenizer):
     """Paths by the words that stand for them."""
     folder = tmp_path_factory.mktemp("inputs")
+    (folder / "words.jsonl").write_text('{"prompt": "kuga"}\n{"id": "b", "prompt": "hello"}\n')
+    (folder / "table.csv").write_text("id,prompt\n")
     (folder / "bad.jsonl").write_text('{"prompt": "w1"}\n{"promt": "w2"}\n')
     (folder / "broken.parquet").write_bytes(b"PAR1")
     (folder / "unreadable").mkdir()
@@ -281,6 +285,8 @@ def places(tmp_path_factory, trace, runs, bytes_tokenizer):
         "TRACE": str(trace),
         "RUN": str(runs / "many"),
         "BYTES": str(bytes_tokenizer),
+        "WORDS": str(folder / "words.jsonl"),
+        "CSV": str(folder / "table.csv"),
         "BAD": str(folder / "bad.jsonl"),
         "BROKEN": str(folder / "broken.parquet"),
         "CONFIG": str(folder / "llama.json"),

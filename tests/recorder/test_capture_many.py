@@ -155,7 +155,7 @@ def test_files_without_prompts_of_their_own_names(tmp_path):
         read_prompts(source)
     for text, message in (
         ("", "has no prompts"),
-        ('{"id": "a b", "prompt": "x"}\n{"id": "a-b", "prompt": "x"}', "expected distinct ids"),
+        ('{"id": "a b", "prompt": "x"}\n{"id": "a-b", "prompt": "x"}', "expected ids that differ"),
     ):
         source.write_text(text)
         with pytest.raises(CaptureError, match=message):

@@ -149,6 +149,7 @@ def test_text_without_a_tokenizer_or_a_template(prompt, tokenizer, options, mess
         (b'{"prompt": "\\ud800"}', r"'\\ud800' is half of a character"),
         (b'{"prompt": "\xff"}', "byte 12 is not UTF-8"),
         (b'[{"prompt": "a"}]', "a JSON array, expected one JSON object on each line; `jq"),
+        (b'{"prompt": "a', r"Unterminated string starting at: column 12, expected"),
         (b"[", "a JSON array"),
         (b"[" * 100_000, "a JSON array"),
         (b'{"a":' * 100_000, "expected one JSON object on each line"),
