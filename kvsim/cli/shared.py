@@ -43,10 +43,13 @@ def path_argument(metavar: str, text: str) -> Any:
 
 
 def split(param: typer.CallbackParam, values: list[str] | None) -> list[str] | None:
-    """Return the values of an option that may repeat and have commas; each once, in order."""
+    """Return the values of an option that may repeat and have commas; each once, in order.
+
+    Commas in parentheses belong to a label, such as `tova (after: the prompt, every 8 rows)`.
+    """
     if not values:
         return None
-    parts = [part.strip() for value in values for part in value.split(",")]
+    parts = [part.strip() for value in values for part in re.split(r",(?![^()]*\))", value)]
     if not all(parts):
         given = ",".join(values)
         raise OptionError(f"{param.opts[0]} is {given!r}; expected names or numbers between commas")
