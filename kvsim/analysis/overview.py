@@ -8,7 +8,7 @@ import polars as pl
 
 from kvsim.analysis.registry import METRICS
 from kvsim.analysis.results import FACTS, REQUESTED, of_model, of_policies
-from kvsim.analysis.summaries import last_events, level_shares, main_variants, over_layers
+from kvsim.analysis.summaries import level_shares, main_variants, over_events, over_layers
 from kvsim.analysis.table import OF_RECORD, REGRET
 
 #: Metrics of the summary, in the order in which they are shown.
@@ -64,7 +64,7 @@ def summarise(
     )
     model = of_model(table)
     keys = ["policy", "params", "requested", "interval", "prefill", *model]
-    chosen = last_events(
+    chosen = over_events(
         of_policies(table, *FACTS)
         .with_columns(requested=REQUESTED, main=pl.col("variant") == main)
         .filter(pl.col("metric").is_in(metrics))

@@ -160,15 +160,25 @@ def main_variants(table: pl.DataFrame, metrics: Iterable[str]) -> pl.DataFrame:
     )
 
 
-def last_events(table: pl.DataFrame) -> pl.DataFrame:
-    """The Table without rows of earlier events where the last one stands for all."""
-    last = [name for name, entry in METRICS.items() if entry.over_events == "last"]
-    if not table["metric"].is_in(last).any():
-        return table
+def over_events(table: pl.DataFrame, columns: Sequence[str] = ("value", "chance")) -> pl.DataFrame:
+    """The Table as without `events`: what stands for all events of a head (`Metric.over_events`).
+
+    columns: those of values, of which the last one or the mean stays.
+    """
+    names = [name for name, entry in METRICS.items() if entry.over_events == "last"]
+    last, event = pl.col("metric").is_in(names), pl.col("event")
     of_cell = ("trace", "policy", "params", "interval", "prefill")
-    latest = pl.col("event").max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
-    older = pl.col("metric").is_in(last) & (pl.col("event") < latest)
-    return table.filter(~older.fill_null(value=False))
+    latest = event.max().over(*of_cell, "budget", "share", "metric", "variant", "layer")
+    table = table.filter(~(last & (event < latest)).fill_null(value=False)).with_row_index("_row")
+    listed = ~last & event.is_not_null()
+    place = [name for name in table.columns if name not in ("_row", "event", *columns)]
+    means = (
+        table.filter(listed)
+        .group_by(place)
+        .agg(pl.col("_row").min(), event.first(), pl.col(columns).mean())
+    )
+    whole = pl.concat([table.filter(~listed), means.select(table.columns)])
+    return whole.sort("_row").drop("_row")
 
 
 def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFrame:
@@ -192,7 +202,7 @@ def per_prompt(table: pl.DataFrame, by: str | Sequence[str] = ()) -> pl.DataFram
     ).item():
         table = strongest(table)
     if "event" not in by:
-        table = last_events(table)
+        table = over_events(table)
     keys = [*by, *KEYS, "trace"]
     return (
         over_layers(table.with_columns(requested=REQUESTED), keys)
@@ -374,7 +384,7 @@ def between_levels(table: pl.DataFrame, by: Sequence[str] = ()) -> pl.DataFrame:
     )
     keys = [*by, *KEYS, "stronger", "weaker"]
     paired = (
-        (pairs if "event" in by else last_events(pairs))
+        (pairs if "event" in by else over_events(pairs, ["value", "value_right"]))
         .rename({"value": "at_stronger", "value_right": "at_weaker"})
         .with_columns(
             requested=pl.coalesce("share", "share_right", pl.col("budget").cast(pl.String)),

@@ -282,6 +282,20 @@ def test_listed_events_leave_every_summary_as_it_is():
     assert by_event.height == each["event"].n_unique() > 1
 
 
+def test_a_head_counts_once_however_many_events_have_a_value():
+    """Where events are listed, as where they are not; layers and heads act at different ones."""
+    unit = {"metric": "wipeout_hazard", "variant": "length=32,threshold=0", "unit": "share"}
+    other = {"fidelity": "closed", **unit}
+    first = [row("a", "tova", x, event=at, head=0, **unit) for at, x in ((9, 0.3), (19, 0.6))]
+    last = [row("a", "tova", x, event=at, head=1, **unit) for at, x in ((9, None), (29, 0.05))]
+    values = table(*first, *last)
+    lived = table(*({**each, "value": 0.0, **other} for each in [*first, last[1]]))
+
+    assert per_prompt(values)["value"].to_list() == [pytest.approx((0.45 + 0.05) / 2)]
+    assert summarise(values, ["wipeout_hazard"])["wipeout_hazard"][0] == pytest.approx(0.25)
+    assert between_levels(pl.concat([values, lived]))["at_weaker"][0] == pytest.approx(0.25)
+
+
 def test_levels_of_listed_events_are_compared_after_the_last():
     """A mean over events would be neither level's wipe-out."""
     events = {"metric": "wipeout", "variant": "length=32,threshold=0"}
