@@ -351,7 +351,9 @@ def blocks_of(
         shared |= {name: labels.get(name) for name in LABELS} | {"turn": cells.turn}
         shared |= {x: str(label) for x, label in labels.items() if x not in _NUMBERS}
         values, rows = cells.values, cells.events
-        chance = np.full(values.shape, np.nan) if cells.chance is None else cells.chance
+        # of the same events and heads as the values beside it
+        given = np.nan if cells.chance is None else cells.chance
+        chance = np.where(np.isnan(values), np.nan, given)
         if rows is not None and not events:
             if entry.over_events == "last":
                 values, chance, rows = values[:, -1:], chance[:, -1:], rows[-1:]

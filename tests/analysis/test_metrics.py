@@ -256,6 +256,10 @@ def test_a_table_lists_events_on_request_and_their_summary_otherwise():
         expected = row["last"] if row["metric"] == "wipeout" else row["value_each"]
         assert row["value"] == pytest.approx(expected)
     assert set(each.filter(pl.col("metric") == "wipeout")["event"]) == set(record.events)
+    # a mean of chance is over the values' own events: none keeps anything of the middle
+    ends = kvsim.replay(trace, kvsim.policy("streaming_llm"), budget=24, interval=15)
+    middle = kvsim.measure(trace, ends, "retained_iou").filter(variant="universe=middle")
+    assert middle.select("value", "chance").null_count().row(0) == (middle.height,) * 2
 
 
 def test_layers_computed_together_have_the_values_of_each_alone(monkeypatch):
